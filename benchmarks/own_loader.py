@@ -182,7 +182,7 @@ def run_here(words: dict[str, Any]) -> dict[str, Any]:
             results=Path(folder, "runs"),
             workload=Workload(
                 name="planted",
-                train=Train(epochs=plant.epochs, computation_time=Duration.fixed(plant.step_s)),
+                train=Train(epochs=plant.epochs, computation_time=Duration(mean_s=plant.step_s)),
             ),
             loader=DescribedLoader(name="benchmark"),
             factory=lambda: make_loader(plant, f"{folder}/slow"),

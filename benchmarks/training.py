@@ -51,7 +51,7 @@ WORKLOAD = Workload(
     name="side-by-side",
     dataset=Dataset(format=DataFormat.NPZ, num_files_train=64, record_length_bytes=Fraction(4 << 20)),
     reader=ReaderSection(batch_size=4),
-    train=Train(computation_time=Duration.fixed(COMPUTE_S)),
+    train=Train(computation_time=Duration(mean_s=COMPUTE_S)),
 )
 GIB = 2**30
 BESIDE_US = Path(__file__).parent.parent

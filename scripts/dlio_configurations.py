@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.cli.dlio import require_runnable_stages
 from penstock.errors import UsageError
 from penstock.workload.load_workload import load
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 GENERATES = ("workflow.generate_data=True", "workflow.train=False")
 TRAINS = ("workflow.train=True", "workflow.generate_data=True", "train.epochs=1")

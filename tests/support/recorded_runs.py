@@ -21,7 +21,7 @@ from penstock.results.provenance import HostFacts
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import RankEvents
 from penstock.workload.load_workload import load
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 RANKS: Final = 4
 STEPS: Final = 40

@@ -84,7 +84,7 @@ def train_traced(data: Path, out: Path, *, compute_s: float, rate: float = UNLIM
         name="small",
         dataset=DATASET,
         reader=ReaderSection(batch_size=2),
-        train=Train(epochs=1, computation_time=Duration.fixed(compute_s)),
+        train=Train(epochs=1, computation_time=Duration(mean_s=compute_s)),
     )
     request = TrainingRequest(
         workload=workload,

@@ -234,7 +234,7 @@ def plan_layout(request: LayoutRequest) -> StateLayout:
     )
     if not layout.groups:
         raise UsageError(
-            f"{request.model.name} holds no bytes",
+            f"{request.model.workload.full_name} holds no bytes",
             where="model",
             fix="Give it model_size_bytes, layer_parameters, or a transformer with num_layers.",
         )
@@ -283,8 +283,8 @@ def _fold(mesh: Mesh, request: LayoutRequest) -> tuple[Mesh, int, int]:
     num_processes = request.num_processes or mesh.num_ranks
     if num_processes > mesh.num_ranks:
         raise UsageError(
-            f"{request.model.name} is laid out for {mesh.num_ranks} ranks (tensor {mesh.tensor} x "
-            f"pipeline {mesh.pipeline} x data {mesh.data}), not for {num_processes}",
+            f"{request.model.workload.full_name} is laid out for {mesh.num_ranks} ranks "
+            f"(tensor {mesh.tensor} x pipeline {mesh.pipeline} x data {mesh.data}), not for {num_processes}",
             where="--ranks",
             fix=f"Use at most {mesh.num_ranks}, or a multiple of {mesh.model_parallel}.",
         )

@@ -82,7 +82,7 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
 def _size_document(model: CheckpointModel, layout: StateLayout, *, num_kept: int) -> dict[str, Any]:
     mesh = layout.mesh
     return {
-        "model": model.name,
+        "model": model.workload.full_name,
         "parameters": layout.num_parameters,
         "parallelism": {
             "tensor": mesh.tensor,
@@ -156,7 +156,7 @@ def _view_size(model: CheckpointModel, layout: StateLayout, proof: list[str]) ->
         alike = [rank for *_, rank in members]
         ranks = f"{alike[0]}" if len(alike) == 1 else f"{alike[0]} to {alike[-1]}"
         rows.append({"rank": ranks, "files": files, "GiB each": gib, "GB each": gb})
-    yield TextTable(f"A checkpoint of {model.name}", rows)
+    yield TextTable(f"A checkpoint of {model.workload.full_name}", rows)
     yield from proof
 
 

@@ -144,7 +144,7 @@ def build_request(options: CheckpointRunOptions, *, comm: Comm) -> CheckpointReq
         command=command_line(),
         environment=process_environment(),
         overrides=tuple(f"++workload.{text}" for text in options.model.settings),
-        remarks=tuple(map(str, model.remarks)),
+        remarks=model.remarks,
     )
 
 
@@ -152,7 +152,9 @@ def _find_submitted(options: CheckpointRunOptions, request: CheckpointRequest) -
     """The series that the run belongs to, once its division's rules allow the run."""
     if (division := options.results.rules.division) is not None:
         _require_allowed(options, request, division)
-    series = options.results.find_series(benchmark=Benchmark.CHECKPOINTING, model=request.model.name)
+    series = options.results.find_series(
+        benchmark=Benchmark.CHECKPOINTING, model=request.model.workload.full_name
+    )
     if series is None:
         return None
     located = locate_checkpoints(request.model.workload, options.destination)
@@ -173,7 +175,7 @@ def _require_allowed(
     breaches = preflight.checkpoint_breaches(
         load_edition("v3.0"),
         division,
-        model=request.model.name,
+        model=request.model.workload.full_name,
         accelerator=options.accelerator,
         num_processes=layout.num_processes,
         num_writes=checkpoint.num_checkpoints_write,

@@ -26,7 +26,7 @@ from penstock.errors import StorageError, Unavailable, UsageError
 from penstock.results.provenance import redact
 from penstock.storage import Storage, open_storage
 from penstock.workload.enums import DataFormat, LoaderKind, StorageKind
-from penstock.workload.overrides import DlioWords, parse_dlio_words
+from penstock.workload.settings import parse_dlio_words
 from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
@@ -103,13 +103,15 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
     from penstock.bench.training.training_run import list_unsupported
     from penstock.workload.load_workload import load
 
-    arguments = parse_dlio_words(words)
-    name = arguments.workload or DEFAULT_WORKLOAD
-    loaded = load(name, overrides=arguments.overrides, config_dir=arguments.config_dir, prefers_dlio=True)
+    overrides, arguments = parse_dlio_words(words)
+    name = arguments.get("workload") or DEFAULT_WORKLOAD
+    config_dir = Path(arguments["--config-dir"]) if "--config-dir" in arguments else None
+    loaded = load(name, overrides=overrides, config_dir=config_dir, prefers_dlio=True)
     workload = loaded.workload
     require_runnable_stages(workload)
     location = dlio_storage.data_location(workload, environment)
-    folder = choose_run_folder(arguments, workload, environment, now=datetime.now().astimezone())
+    run_dir = arguments.get("hydra.run.dir")
+    folder = choose_run_folder(run_dir, workload, environment, now=datetime.now().astimezone())
     opener = partial(
         open_storage, location.uri, location.environment, options=location.options, rank=comm.rank
     )
@@ -127,10 +129,10 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
         open_storage=opener,
         loader=loader,
         folder=comm.broadcast(folder, awaiting="rank 0 to name the folder of the run"),
-        subfolder=arguments.output_subdir,
+        subfolder=arguments.get("hydra.output_subdir"),
         words=tuple(words),
-        overrides=tuple(override.source for override in arguments.overrides),
-        remarks=(*map(str, loaded.remarks), *remarks),
+        overrides=tuple(override.source for override in overrides),
+        remarks=(*loaded.remarks, *remarks),
     )
 
 
@@ -154,10 +156,10 @@ def list_unused_stages(workload: Workload) -> tuple[str, ...]:
 
 
 def choose_run_folder(
-    arguments: DlioWords, workload: Workload, environment: Environment, *, now: datetime
+    run_dir: str | None, workload: Workload, environment: Environment, *, now: datetime
 ) -> Path:
     """The folder of DLIO's files, from the workload, the environment or hydra, in this order."""
-    name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or arguments.run_dir
+    name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or run_dir
     if not name:
         return Path("hydra_log", workload.model.name, f"{now:%Y-%m-%d-%H-%M-%S}").absolute()
     name = _NOW.sub(lambda found: now.strftime(found[1]), name).replace(_MODEL, workload.model.name)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from penstock.reports.report import Report
     from penstock.results.run_meter import Follower
     from penstock.workload.load_workload import CheckpointModel, LoadedWorkload
-    from penstock.workload.overrides import Override
+    from penstock.workload.settings import Override
 
 
 def parse_overrides(settings: Iterable[str]) -> Sequence[Override]:
     """The changes that `--set` options make to a workload."""
-    from penstock.workload.overrides import parse_settings
+    from penstock.workload.settings import parse_settings
 
     return parse_settings(settings)
 
@@ -48,12 +48,10 @@ class WorkloadOptions:
 
     def load(self, terminal: Terminal, *, is_data_set: bool = False) -> LoadedWorkload:
         """Load the workload and print its remarks; a data set needs no accelerator."""
-        from penstock.workload.load_workload import load, load_data_set
+        from penstock.workload.load_workload import load
 
         overrides = parse_overrides(self.settings)
-        loaded = (load_data_set if is_data_set else load)(
-            self.name, accelerator=self.accelerator, overrides=overrides
-        )
+        loaded = load(self.name, accelerator=self.accelerator, overrides=overrides, is_data_set=is_data_set)
         terminal.notes(loaded.remarks)
         return loaded
 

@@ -177,5 +177,5 @@ def _load_workload(options: RunOptions, terminal: Terminal) -> Workload:
     if own.epochs is not None or not options.workload.name:
         train = replace(train, epochs=own.epochs or train.epochs)
     if own.batch_time_s is not None:
-        train = replace(train, computation_time=Duration.fixed(own.batch_time_s))
+        train = replace(train, computation_time=Duration(mean_s=own.batch_time_s))
     return replace(workload, train=train)

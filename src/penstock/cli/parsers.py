@@ -151,9 +151,9 @@ def _content_check(word: str) -> ContentCheck:
 
 
 def _list_workloads(_: str) -> Iterable[str]:
-    from penstock.workload.shipped_catalog import families
+    from penstock.workload.shipped_catalog import families, full_names
 
-    return [name for family in families().values() for name in (family.name, *family.full_names())]
+    return [name for family in families() for name in (family, *full_names(family))]
 
 
 def _list_models(_: str) -> Iterable[str]:

@@ -17,8 +17,8 @@ from penstock.errors import UsageError
 from penstock.submission.authoring.preflight import DataLocation, locate_data
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.layered_settings import dotted
 from penstock.workload.mlperf_divisions import SubmissionDivision, require_allowed
+from penstock.workload.settings import dotted
 from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:

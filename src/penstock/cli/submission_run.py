@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.results.provenance import HostFacts
     from penstock.submission.authoring.result_dir import RunSeries
     from penstock.submission.authoring.run_sequence import RunSequence
-    from penstock.workload.dataset_size import DatasetSizing
+    from penstock.workload.sizing import DatasetSizing
     from penstock.workload.spec import Workload
 
 WRONG_BYTES = 1
@@ -164,7 +164,7 @@ class MadeTraining:
 def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Terminal) -> MadeTraining | None:
     """Make what a training result lacks; None if a closed gate stopped it. Collective."""
     from penstock.results.provenance import read_host, unique_hosts
-    from penstock.workload import dataset_size
+    from penstock.workload import sizing
 
     hosts = unique_hosts(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
     requested, edition = _load_workload(options.workload), load_edition("v3.0")
@@ -181,10 +181,10 @@ def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Term
         data=options.data.uri,
     )
     preflight.require_none(breaches, f"edition {edition.edition}")
-    request = dataset_size.make_sizing_request(
+    request = sizing.make_sizing_request(
         requested, num_accelerators=comm.size, host_memory_bytes=[host.memory_bytes for host in hosts]
     )
-    required_size = dataset_size.size_dataset(request)
+    required_size = sizing.size_dataset(request)
     sized = options.workload
     if options.only != "datagen":
         sized = _sized_workload(options, series, requested, required_size)
@@ -242,12 +242,12 @@ def _sized_workload(
         num_files = max(ceil(scale * required_size.min_files), ceil(least / request.num_samples_per_file))
     else:
         earlier = [result_dir.num_files for result_dir in read_series_state(series).datasizes]
-        enough = [number for number in earlier if required_size.check_files(number).passed]
+        enough = [number for number in earlier if required_size.check_files(number)[0]]
         num_files = enough[-1] if enough else required_size.min_files
-    verdict = required_size.check_files(num_files)
-    if scale is None and not verdict.passed:
+    is_enough, comparison = required_size.check_files(num_files)
+    if scale is None and not is_enough:
         raise UsageError(
-            f"The data set is too small (rule 3.1.2): {verdict.proof}; {'; '.join(required_size.proof)}",
+            f"The data set is too small (rule 3.1.2): {comparison}; {'; '.join(required_size.proof)}",
             where="dataset.num_files_train",
             fix="Leave it out: the command then chooses the smallest size that is enough.",
         )

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
     from penstock.dataset.dataset_manifest import DatasetRecipe
     from penstock.dataset.verify import VerificationResult
-    from penstock.workload.accelerator_forecast import AcceleratorForecast
-    from penstock.workload.dataset_size import DatasetSizing, SizeCheck
     from penstock.workload.load_workload import LoadedWorkload
+    from penstock.workload.sizing import AcceleratorForecast, DatasetSizing
     from penstock.workload.spec import Workload
 
 
@@ -158,7 +157,7 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
 
       penstock training size retinanet_b200 --accelerators 4 --host-memory 256GiB,512GiB --json
     """
-    from penstock.workload import dataset_size
+    from penstock.workload import sizing
 
     loaded = options.workload.load(terminal)
     stages = loaded.workload.workflow
@@ -168,10 +167,10 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
             where=options.workload.name,
             fix="`penstock checkpoint size` says how large its checkpoints are.",
         )
-    request = dataset_size.make_sizing_request(
+    request = sizing.make_sizing_request(
         loaded.workload, num_accelerators=options.accelerators, host_memory_bytes=options.memory_of_hosts
     )
-    required_size = dataset_size.size_dataset(request)
+    required_size = sizing.size_dataset(request)
     verdict = required_size.check_files(loaded.workload.dataset.num_files_train)
     command = _next_command(options.workload, required_size)
     terminal.result(
@@ -196,7 +195,7 @@ def whatif(options: _WhatIfOptions, terminal: Terminal) -> None:
 
       penstock training whatif dlrm_b200 --bandwidth 100GB/s --json
     """
-    from penstock.workload.accelerator_forecast import forecast_accelerators
+    from penstock.workload.sizing import forecast_accelerators
 
     loaded = options.workload.load(terminal)
     prediction = forecast_accelerators(loaded.workload, Fraction(options.bandwidth))
@@ -270,7 +269,7 @@ def _next_command(options: WorkloadOptions, required_size: DatasetSizing) -> str
 
 
 def _sizing_document(
-    loaded: LoadedWorkload, required_size: DatasetSizing, verdict: SizeCheck, command: str
+    loaded: LoadedWorkload, required_size: DatasetSizing, verdict: tuple[bool, str], command: str
 ) -> dict[str, Any]:
     request = required_size.request
     return {
@@ -290,11 +289,11 @@ def _sizing_document(
         "proof": list(required_size.proof),
         "as_configured": {
             "num_files_train": loaded.workload.dataset.num_files_train,
-            "passed": verdict.passed,
-            "proof": verdict.proof,
+            "passed": verdict[0],
+            "proof": verdict[1],
         },
         "next_command": command,
-        "remarks": [str(remark) for remark in loaded.remarks],
+        "remarks": list(loaded.remarks),
     }
 
 
@@ -302,12 +301,13 @@ def _as_float(value: Fraction | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _view_sizing(workload: Workload, required_size: DatasetSizing, verdict: SizeCheck, command: str) -> View:
-    from penstock.workload.dataset_size import describe_size
-
+def _view_sizing(
+    workload: Workload, required_size: DatasetSizing, verdict: tuple[bool, str], command: str
+) -> View:
     folders = f" in {required_size.num_subfolders:,} subfolders" if required_size.num_subfolders else ""
     yield bold(workload.full_name)
-    size_text = describe_size(required_size.dataset_bytes)
+    size_bytes = required_size.dataset_bytes
+    size_text = f"{format_bytes(size_bytes)} ({size_bytes:,} B)"
     yield f"  at least  {required_size.min_files:,} files{folders}, {size_text}"
     per_accelerator, in_all = required_size.bytes_per_accelerator_per_s, required_size.bytes_per_s
     if per_accelerator is not None and in_all is not None:
@@ -315,7 +315,8 @@ def _view_sizing(workload: Workload, required_size: DatasetSizing, verdict: Size
         yield f"  reads     {rates}"
     for line in required_size.proof:
         yield f"  proof     {line}"
-    yield f"  as it is  {verdict.proof}: {'enough' if verdict.passed else 'too few'}"
+    passed, comparison = verdict
+    yield f"  as it is  {comparison}: {'enough' if passed else 'too few'}"
     yield f"  next      {command}"
 
 
@@ -331,7 +332,7 @@ def _forecast_document(loaded: LoadedWorkload, prediction: AcceleratorForecast) 
         "computation_s": float(prediction.computation_s),
         "bytes_per_accelerator_per_s": float(prediction.bytes_per_accelerator_per_s),
         "proof": list(prediction.proof),
-        "remarks": [str(remark) for remark in loaded.remarks],
+        "remarks": list(loaded.remarks),
     }
 
 

@@ -145,7 +145,7 @@ def plan_training(
         command=command_line(),
         environment=environment,
         overrides=tuple(f"++workload.{text}" for text in options.workload.settings),
-        remarks=(*map(str, loaded.remarks), *unsupported),
+        remarks=(*loaded.remarks, *unsupported),
         checkpoints=plan_checkpoints(
             workload, options.checkpoints, num_ranks=comm.size, rank=comm.rank, environment=environment
         ),

@@ -68,7 +68,7 @@ def _view_families(catalog: Sequence[Workload]) -> View:
 
     for name, members in groupby(catalog, key=lambda workload: workload.name):
         yield bold(name)
-        yield [("  " + families()[name].about, "italic")]
+        yield [("  " + families()[name]["about"], "italic")]
         for workload in members:
             yield f"  {workload.accelerator or 'any':<6} {_describe_load(_summarize(workload))}"
 
@@ -84,9 +84,8 @@ def _describe_load(summary: dict[str, Any]) -> str:
 
 
 def _show(options: WorkloadOptions, terminal: Terminal) -> None:
-    from penstock.workload.layered_settings import dotted, flatten
-    from penstock.workload.overrides import format_value
-    from penstock.workload.workload_schema import write_workload
+    from penstock.workload.settings import dotted, flatten, format_value
+    from penstock.workload.spec import write_workload
 
     loaded = options.load(terminal)
     tree = write_workload(loaded.workload)
@@ -97,7 +96,7 @@ def _show(options: WorkloadOptions, terminal: Terminal) -> None:
         "name": loaded.workload.name,
         "accelerator": loaded.workload.accelerator,
         "workload": tree,
-        "remarks": [str(remark) for remark in loaded.remarks],
+        "remarks": list(loaded.remarks),
     }
     terminal.result(document, table(loaded.workload.full_name, rows))
 
@@ -111,7 +110,7 @@ def _shorten(value: object, text: str) -> str:
 
 def _summarize(workload: Workload) -> dict[str, Any]:
     """The values by which one chooses a workload; sizes are means."""
-    from penstock.workload.dataset_size import read_bytes_per_sample, record_bytes
+    from penstock.workload.sizing import read_bytes_per_sample, record_bytes
 
     dataset = workload.dataset
     return {

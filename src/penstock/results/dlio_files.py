@@ -31,7 +31,7 @@ from penstock.results.step_events import (
     compute_ns,
     wait_ns,
 )
-from penstock.workload.dataset_size import record_bytes
+from penstock.workload.sizing import record_bytes
 from penstock.workload.spec import Workload
 
 logger = logging.getLogger(__name__)

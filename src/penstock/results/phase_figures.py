@@ -47,7 +47,7 @@ from penstock.results.step_events import (
     wait_ns,
 )
 from penstock.units import format_seconds
-from penstock.workload.dataset_size import record_bytes
+from penstock.workload.sizing import record_bytes
 from penstock.workload.spec import Workload
 
 

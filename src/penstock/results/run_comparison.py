@@ -19,7 +19,7 @@ from penstock.results.checkpoint_files import read_checkpoints
 from penstock.results.run_folder import RUN_FILE, SUMMARY_FILE
 from penstock.results.run_record import RunRecord, read_record
 from penstock.units import format_rate
-from penstock.workload.layered_settings import dotted, flatten
+from penstock.workload.settings import dotted, flatten
 
 VARIABLE_SETTINGS: Final = (
     "reader.read_threads", "reader.write_threads", "reader.computation_threads", "reader.prefetch_size",

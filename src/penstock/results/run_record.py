@@ -23,9 +23,8 @@ from penstock.results import provenance, run_folder
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
 from penstock.units import format_seconds
-from penstock.workload.layered_settings import dotted
-from penstock.workload.spec import Workload
-from penstock.workload.workload_schema import read_workload, write_workload
+from penstock.workload.settings import dotted
+from penstock.workload.spec import Workload, read_workload, write_workload
 
 
 def workload_values(workload: Workload) -> dict[str, Any]:
@@ -37,10 +36,8 @@ def read_recorded_workload(values: Mapping[str, Any], *, name: str, accelerator:
     """The workload in a record; `where` names the record in the error if this version cannot read it."""
     workload, problems = read_workload(values, name=name, accelerator=accelerator)
     if workload is None:
-        first = problems[0]
-        raise StorageError(
-            f"Cannot read the recorded workload: {dotted(first.path)} {first.text}".rstrip(), uri=where
-        )
+        path, why = problems[0]
+        raise StorageError(f"Cannot read the recorded workload: {dotted(path)} {why}".rstrip(), uri=where)
     return workload
 
 

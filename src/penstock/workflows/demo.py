@@ -30,7 +30,7 @@ from penstock.transfer.pipeline import PipelineSettings
 from penstock.workflows import demo_page
 from penstock.workflows.demo_page import Tour
 from penstock.workload.load_workload import load, load_model
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 _NUM_FILES = 28
 _SAMPLE_BYTES = 8 << 20

@@ -34,8 +34,8 @@ from penstock.reports.report import (
 from penstock.results.event_files import read_events
 from penstock.results.step_series import RunSteps
 from penstock.units import format_bytes, format_rate, format_seconds
-from penstock.workload.accelerator_forecast import forecast_accelerators
 from penstock.workload.load_workload import load
+from penstock.workload.sizing import forecast_accelerators
 
 GIB: Final = 2**30
 _NEAR: Final = 1.02

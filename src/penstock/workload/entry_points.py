@@ -12,25 +12,25 @@ from penstock.errors import Unavailable, UsageError
 
 
 class Extension(StrEnum):
-    """The groups of entry points, and what each name in them is called with."""
+    """The groups of entry points, and the arguments that each name in them is called with."""
 
     LOADER = "penstock.loaders"
-    """`(workload, threads)`, threads None where the user says nothing; gives `LoaderOptions`."""
+    """`(workload, threads)`, threads None unless the user gives them; returns `LoaderOptions`."""
     READER = "penstock.readers"
-    """`(dataset, seed)`; gives the `FileFormat` that lays out, reads and decodes the files."""
+    """`(dataset, seed)`; returns the `FileFormat` that lays out, reads and decodes the files."""
     CHECKPOINT_MECHANISM = "penstock.checkpoint_mechanisms"
-    """Called with the workload; gives what writes and reads its checkpoints."""
+    """Called with the workload; returns the object that writes and reads its checkpoints."""
 
 
 def installed_extensions(kind: Extension) -> dict[str, EntryPoint]:
-    """What packages of this environment offer, by name."""
+    """The entry points of this environment's packages, by name."""
     return {entry.name: entry for entry in sorted(entry_points(group=kind.value), key=lambda one: one.name)}
 
 
 def load_extension(kind: Extension, name: str, *, where: str, own: tuple[str, ...] = ()) -> Any:
-    """What an entry point stands for; `UsageError` lists those there are, with `own` that need none.
+    """Load an entry point; for an unknown name `UsageError` lists the known ones, with our `own`.
 
-    One whose package cannot be imported is `Unavailable`, with the reason.
+    `Unavailable`, with the reason, if its package cannot be imported.
     """
     offered = installed_extensions(kind)
     if name not in offered:

@@ -14,18 +14,18 @@ class Choice(StrEnum):
 
 
 class Framework(Choice):
-    """Which framework's way of loading is imitated."""
+    """The framework whose way of loading is imitated."""
 
     TENSORFLOW = "tensorflow"
     PYTORCH = "pytorch"
 
 
 class DataFormat(Choice):
-    """What a file of samples is. One line declares a format.
+    """The format of data files. One line declares a format.
 
-    The line holds its name in workloads, what opens it (`module:callable` of `penstock.dataset.formats`,
-    called with the data set and the seed of its sample sizes), the endings of file names in external data
-    sets where they are others than the name, and whether files are streams, read front to back.
+    The line holds its name in workloads, its opener (`module:callable` of `penstock.dataset.formats`, called
+    with the data set and the seed of its sample sizes), the endings of file names in external data sets if
+    they differ from the name, and whether files are streams, read front to back.
     """
 
     opener: str
@@ -39,7 +39,7 @@ class DataFormat(Choice):
         endings: tuple[str, ...] = (),
         is_stream: bool = False,  # noqa: FBT001, FBT002 - members are rows of a table
     ) -> Self:
-        """Keep the columns of the table beside the name, which is the member's value."""
+        """Keep the columns of the table next to the name, which is the member's value."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.opener = opener
@@ -62,7 +62,7 @@ class DataFormat(Choice):
 
 
 class Compression(Choice):
-    """How files, or columns of them, are compressed."""
+    """The compression of files, or of columns in them."""
 
     NONE = "none"
     GZIP = "gzip"
@@ -76,7 +76,7 @@ class Compression(Choice):
 
 
 class Shuffle(Choice):
-    """Whether an order changes with the epoch, and whether two runs draw the same orders."""
+    """Off: in turn. Seed: another order each epoch, the same in every run. Random: different in every run."""
 
     OFF = "off"
     SEED = "seed"
@@ -89,7 +89,7 @@ class Shuffle(Choice):
 
 
 class LoaderKind(Choice):
-    """Whose data loader a workload asks for."""
+    """The data loader that a workload asks for."""
 
     TENSORFLOW = "tensorflow"
     PYTORCH = "pytorch"
@@ -101,14 +101,14 @@ class LoaderKind(Choice):
 
 
 class ReadType(Choice):
-    """Whether samples are read when they are wanted, or all before the first step."""
+    """Samples are read when they are needed, or all before the first step."""
 
     ON_DEMAND = "on_demand"
     MEMORY = "memory"
 
 
 class FileSharing(Choice):
-    """Whether each rank reads files of its own, or all ranks read parts of the same ones."""
+    """Each rank reads files of its own, or all ranks read parts of the same ones."""
 
     MULTI = "multi"
     SHARED = "shared"
@@ -116,7 +116,7 @@ class FileSharing(Choice):
 
 
 class ProcessStart(Choice):
-    """How worker processes are started."""
+    """The start method of worker processes."""
 
     FORK = "fork"
     SPAWN = "spawn"
@@ -134,7 +134,7 @@ class StorageKind(Choice):
 
 
 class StorageLibrary(Choice):
-    """Which client library speaks to an object service."""
+    """The client library that speaks to an object service."""
 
     OBSTORE = "obstore"
     MINIO = "minio"
@@ -143,14 +143,14 @@ class StorageLibrary(Choice):
 
 
 class Decode(Choice):
-    """Whether Parquet bytes are decoded after they were read."""
+    """Parquet bytes stay raw, or are decoded once they are read."""
 
     RAW = "raw"
     ARROW = "arrow"
 
 
 class CheckpointWriters(Choice):
-    """Which ranks write a checkpoint of plain model bytes."""
+    """The ranks that write a checkpoint of plain model bytes."""
 
     RANK_ZERO = "rank_zero"
     ALL_RANKS = "all_ranks"
@@ -175,7 +175,7 @@ class Datatype(Choice):
 
 
 class Profiler(Choice):
-    """What observes a run from outside."""
+    """The observer of a run from outside."""
 
     NONE = "none"
     IOSTAT = "iostat"

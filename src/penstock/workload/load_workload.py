@@ -1,82 +1,32 @@
 """Loads a `Workload` from a name, a YAML file and overrides, with remarks on keys that DLIO treats otherwise.
 
 The only way in: catalog or file, then overrides, become layers of settings, which are normalized
-(`dlio_keys`), parsed (`workload_schema`) and checked. All problems are reported in one error.
+(`dlio_keys`), parsed (`spec.read_workload`) and checked. All problems are reported in one error.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.did_you_mean import did_you_mean, nearest
 from penstock.errors import UsageError
-from penstock.workload.dataset_size import parquet_row_bytes
-from penstock.workload.dlio_keys import (
-    ALIASES,
-    EXPLAINED,
-    SECTION_ALIASES,
-    Remark,
-    apply_dlio_rules,
-    read_layer,
-)
+from penstock.workload.dlio_keys import ALIASES, EXPLAINED, SECTION_ALIASES, apply_dlio_rules, read_layer
 from penstock.workload.enums import CheckpointMode
-from penstock.workload.layered_settings import KeyPath, LayeredSettings, SettingProblem, dotted
-from penstock.workload.overrides import Override
+from penstock.workload.settings import LayeredSettings, Override, dotted
 from penstock.workload.shipped_catalog import (
     FileRule,
     ModelCard,
-    WorkloadFamily,
     cards,
     dlio_workloads,
     families,
+    full_names,
     read_card,
     shipped_card,
 )
-from penstock.workload.spec import Workload
+from penstock.workload.sizing import parquet_row_bytes
+from penstock.workload.spec import KeyPath, Workload, known_paths, read_workload
 from penstock.workload.strict_yaml import parse_yaml
-from penstock.workload.workload_schema import known_paths, read_workload
-
-
-def suggest_key(path: KeyPath) -> str:
-    """What to write instead of `path`, or which keys there are beside it."""
-    steps = tuple(step for step in path if not step.isdecimal())  # elements of a list share their keys
-    meant = _namesake(steps) or _sibling(steps) or _lookalike(steps)
-    if meant:
-        return f"did you mean {meant}?"
-    beside = sorted(_children(steps[:-1])) or sorted(_children(()))
-    return f"known here: {', '.join(beside)}"
-
-
-@cache
-def _all_paths() -> tuple[KeyPath, ...]:
-    return (*known_paths(), *ALIASES, *EXPLAINED, *((section,) for section in SECTION_ALIASES))
-
-
-def _children(section: KeyPath) -> set[str]:
-    depth = len(section)
-    return {path[depth] for path in _all_paths() if path[:depth] == section and len(path) > depth}
-
-
-def _sibling(path: KeyPath) -> str:
-    meant = nearest(path[-1], sorted(_children(path[:-1])))
-    return _ours((*path[:-1], meant)) if meant else ""
-
-
-def _namesake(path: KeyPath) -> str:
-    return next((_ours(known) for known in _all_paths() if known[-1] == path[-1]), "")
-
-
-def _lookalike(path: KeyPath) -> str:
-    meant = nearest(dotted(path), sorted(map(dotted, _all_paths())), cutoff=0.8)
-    return _ours(tuple(meant.split("."))) if meant else ""
-
-
-def _ours(path: KeyPath) -> str:
-    """An old spelling is understood, but not recommended."""
-    return dotted(ALIASES.get(path, path))
-
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -86,19 +36,7 @@ class LoadedWorkload:
     """A workload, and remarks on keys that DLIO reads otherwise or that mean nothing here."""
 
     workload: Workload
-    remarks: tuple[Remark, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Origin:
-    """Where a workload's values come from, before overrides."""
-
-    name: str
-    accelerator: str
-    source: str
-    layers: tuple[Mapping[str, Any], ...]
-    is_ours: bool
-    remarks: tuple[Remark, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def load(
@@ -108,52 +46,57 @@ def load(
     overrides: Sequence[Override] = (),
     config_dir: Path | None = None,
     prefers_dlio: bool = False,
+    is_data_set: bool = False,
 ) -> LoadedWorkload:
     """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
     A file `NAME.yaml` of `config_dir`, or of its folder `workload`, comes before a shipped one. Names that
-    only DLIO gives are known, too; `prefers_dlio` decides about those that mean another workload here.
+    only DLIO gives are known, too; `prefers_dlio` decides about those that mean another workload here. A data
+    set needs no accelerator: `is_data_set` then loads what all of them share.
     """
-    origin = _file_origin(name, accelerator, config_dir) or _model_origin(name)
-    if origin is None and not accelerator and (prefers_dlio or name not in families()):
-        origin = _dlio_origin(name)
-    return _finish(origin or _shipped_origin(name, accelerator), overrides)
+    if (path := _find_file(name, config_dir)) is not None:
+        tree, source = parse_yaml(read_text(path), source=str(path)), str(path)
+        return _load_layers([tree], path.stem, overrides, accelerator=accelerator, source=source)
+    is_family = name in families()
+    if is_data_set:
+        if is_family and not accelerator:
+            return _load_shared(name, overrides)
+    elif (card := shipped_card(name)) is not None:  # its checkpoints, without any training
+        return _load_layers([card.sections], card.name, overrides, is_ours=True)
+    elif not accelerator and (prefers_dlio or not is_family) and name in dlio_workloads():
+        own = dict(dlio_workloads()[name])
+        base = dlio_workloads().get(own.pop("like", ""), {})
+        return _load_layers([base, own], name, overrides, is_ours=True)
+    family, chosen = _choose_member(name, accelerator)
+    variants = families()[family]["accelerators"]
+    layers = [families()[family]["workload"], *([variants[chosen]] if chosen else ())]
+    source = f"{family}_{chosen}" if chosen else family
+    return _load_layers(layers, family, overrides, accelerator=chosen, source=source, is_ours=True)
+
+
+def _load_shared(family: str, overrides: Sequence[Override]) -> LoadedWorkload:
+    """The values that all accelerators of a family share."""
+    tree = families()[family]
+    otherwise = [
+        f"{variant} sets {', '.join(sorted(changes['dataset']))}"
+        for variant, changes in tree["accelerators"].items()
+        if "dataset" in changes
+    ]
+    note = f"dataset: values shared by all accelerators; {'; '.join(otherwise)} differently"
+    loaded = _load_layers([tree["workload"]], family, overrides, is_ours=True)
+    return replace(loaded, remarks=(*([note] if otherwise else ()), *loaded.remarks))
 
 
 def load_sections(
     sections: Mapping[str, Any], *, name: str, source: str, overrides: Sequence[Override] = ()
 ) -> LoadedWorkload:
     """The workload of these sections, which were read from `source`."""
-    origin = _Origin(name=name, accelerator="", source=source, layers=(sections,), is_ours=False)
-    return _finish(origin, overrides)
-
-
-def load_data_set(
-    name: str,
-    *,
-    accelerator: str = "",
-    overrides: Sequence[Override] = (),
-    config_dir: Path | None = None,
-) -> LoadedWorkload:
-    """As `load`, for those who look only at the data set: without an accelerator, what all of them share."""
-    origin = _file_origin(name, accelerator, config_dir)
-    if origin is None and not accelerator and name in families():
-        origin = _shared_origin(families()[name])
-    return _finish(origin or _shipped_origin(name, accelerator), overrides)
+    return _load_layers([sections], name, overrides, source=source)
 
 
 def shipped() -> tuple[LoadedWorkload, ...]:
     """Every workload of the catalog, one for each accelerator."""
-    names = [name for family in families().values() for name in family.full_names()]
-    return tuple(load(name) for name in names)
-
-
-def _file_origin(name: str, accelerator: str, config_dir: Path | None) -> _Origin | None:
-    path = _find_file(name, config_dir)
-    if path is None:
-        return None
-    tree = parse_yaml(read_text(path), source=str(path))
-    return _Origin(name=path.stem, accelerator=accelerator, source=str(path), layers=(tree,), is_ours=False)
+    return tuple(load(name) for family in families() for name in full_names(family))
 
 
 def read_text(path: Path) -> str:
@@ -169,26 +112,8 @@ def read_text(path: Path) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a word names a file rather than something shipped."""
+    """True if a word names a file rather than something shipped."""
     return name.endswith(_SUFFIXES) or "/" in name
-
-
-def _model_origin(name: str) -> _Origin | None:
-    """A shipped model card: its checkpoints, without any training."""
-    card = shipped_card(name)
-    if card is None:
-        return None
-    return _Origin(name=card.name, accelerator="", source=card.name, layers=(card.sections,), is_ours=True)
-
-
-def _dlio_origin(name: str) -> _Origin | None:
-    """A workload that DLIO ships and that is not one of our families."""
-    tree = dlio_workloads().get(name)
-    if tree is None:
-        return None
-    own = {section: values for section, values in tree.items() if section != "like"}
-    base = dlio_workloads()[tree["like"]] if "like" in tree else {}
-    return _Origin(name=name, accelerator="", source=name, layers=(base, own), is_ours=True)
 
 
 def _find_file(name: str, config_dir: Path | None) -> Path | None:
@@ -199,141 +124,111 @@ def _find_file(name: str, config_dir: Path | None) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _shipped_origin(name: str, accelerator: str) -> _Origin:
-    family, named = _family_of(name)
+def _choose_member(name: str, accelerator: str) -> tuple[str, str]:
+    """The family and accelerator of a shipped workload; `name` is the family's, or both in one word."""
+    stem, _, named = name.rpartition("_")
+    family, named = (name, "") if name in families() else (stem, named)
+    if family not in families():
+        known = [full for known_family in families() for full in full_names(known_family)]
+        meant = did_you_mean(name, [*families(), *known], cutoff=0.5)
+        raise UsageError(
+            f"No workload is called {name!r}",
+            fix=f"{meant}`penstock workloads` lists those that are shipped; a file's name ends with .yaml.",
+        )
     if named and accelerator and named != accelerator:
         raise UsageError(
             f"{name} is for {named}, but --accelerator says {accelerator}",
-            fix=f"Write {family.name} --accelerator {accelerator}.",
+            fix=f"Write {family} --accelerator {accelerator}.",
         )
-    chosen = named or accelerator or _only(family)
-    if chosen and chosen not in family.variants:
-        known = ", ".join(family.variants) or "none: it is the same for all"
-        raise UsageError(f"{family.name} is not known for {chosen!r}", fix=f"Its accelerators: {known}.")
-    return _Origin(
-        name=family.name,
-        accelerator=chosen,
-        source=f"{family.name}_{chosen}" if chosen else family.name,
-        layers=(family.shared, family.variants[chosen]) if chosen else (family.shared,),
-        is_ours=True,
-    )
-
-
-def _family_of(name: str) -> tuple[WorkloadFamily, str]:
-    if name in families():
-        return families()[name], ""
-    for family in families().values():
-        for accelerator in family.variants:
-            if name == f"{family.name}_{accelerator}":
-                return family, accelerator
-    known = [full for family in families().values() for full in family.full_names()]
-    stem, _, suffix = name.rpartition("_")
-    if stem in families():
-        return families()[stem], suffix
-    meant = did_you_mean(name, [*families(), *known], cutoff=0.5)
-    raise UsageError(
-        f"No workload is called {name!r}",
-        fix=f"{meant}`penstock workloads` lists those that are shipped; a file's name ends with .yaml.",
-    )
-
-
-def _only(family: WorkloadFamily) -> str:
-    if len(family.variants) > 1:
+    variants, chosen = families()[family]["accelerators"], named or accelerator
+    if not chosen and len(variants) > 1:
         raise UsageError(
-            f"{family.name} differs from accelerator to accelerator",
-            fix=f"Choose one: --accelerator {', '.join(family.variants)}.",
+            f"{family} differs from accelerator to accelerator",
+            fix=f"Choose one: --accelerator {', '.join(variants)}.",
         )
-    return next(iter(family.variants), "")
+    if chosen and chosen not in variants:
+        known_ones = ", ".join(variants) or "none: it is the same for all"
+        raise UsageError(f"{family} is not known for {chosen!r}", fix=f"Its accelerators: {known_ones}.")
+    return family, chosen or next(iter(variants), "")
 
 
-def _shared_origin(family: WorkloadFamily) -> _Origin:
-    otherwise = [
-        f"{accelerator} sets {', '.join(sorted(changes['dataset']))}"
-        for accelerator, changes in family.variants.items()
-        if "dataset" in changes
-    ]
-    note = (
-        Remark("dataset", f"values shared by all accelerators; {'; '.join(otherwise)} differently")
-        if otherwise
-        else None
-    )
-    return _Origin(
-        name=family.name,
-        accelerator="",
-        source=family.name,
-        layers=(family.shared,),
-        is_ours=True,
-        remarks=(note,) if note else (),
-    )
-
-
-def _finish(origin: _Origin, overrides: Sequence[Override]) -> LoadedWorkload:
+def _load_layers(
+    layers: Sequence[Mapping[str, Any]],
+    name: str,
+    overrides: Sequence[Override],
+    *,
+    accelerator: str = "",
+    source: str = "",
+    is_ours: bool = False,
+) -> LoadedWorkload:
+    """The workload of these layers and overrides; `source`, by default the name, is for messages."""
+    source = source or name
     stack = LayeredSettings()
-    remarks = list(origin.remarks)
-    for tree in origin.layers:
-        values, layer_remarks = read_layer(tree, origin.source)
-        stack.add_layer(values, source=origin.source, is_ours=origin.is_ours)
+    remarks = []
+    for tree in layers:
+        values, layer_remarks = read_layer(tree, source)
+        stack.add_layer(values, source=source, is_ours=is_ours)
         remarks += layer_remarks
     for override in overrides:
         values, layer_remarks = read_layer(override.tree(), override.source)
         stack.add_layer(values, source=override.source)
         remarks += layer_remarks
     rule_remarks, problems = apply_dlio_rules(stack)
-    workload, refused = read_workload(stack.tree(), name=origin.name, accelerator=origin.accelerator)
+    remarks += rule_remarks
+    workload, refused = read_workload(stack.tree(), name=name, accelerator=accelerator)
     problems += refused if workload is None else _contradictions(workload)
     if problems or workload is None:
-        raise _complaint(problems, stack, origin.source)
-    return LoadedWorkload(workload=workload, remarks=(*remarks, *rule_remarks, *_mismatches(workload, stack)))
+        lines = []
+        for path, text in problems:
+            asked = stack.source_of(path)
+            where = f" ({asked})" if asked not in ("", source) else ""
+            what = f"{text}{where}" if text else f"is not a key{where}; {suggest_key(path)}"
+            lines.append(f"{dotted(path)} {what}")
+        if len(lines) == 1:
+            raise UsageError(f"{source}: {lines[0]}")
+        raise UsageError("\n  ".join((f"{source}: {len(lines)} values are not understood:", *lines)))
+    row_bytes = parquet_row_bytes(workload.dataset)
+    length = ("dataset", "record_length_bytes")
+    if row_bytes not in (None, workload.dataset.record_length_bytes) and length in stack.settings:
+        remarks.append(f"{dotted(length)}: the columns make rows of {row_bytes} B, and they count")
+    return LoadedWorkload(workload=workload, remarks=tuple(remarks))
 
 
-def _contradictions(workload: Workload) -> Iterator[SettingProblem]:
-    """Values that are right each, and make no sense together."""
+def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:
+    """Values that are each right, and make no sense together."""
     dataset, model = workload.dataset, workload.model
     if dataset.record_dims and dataset.record_length_bytes_stdev:
-        yield SettingProblem(
-            path=("dataset", "record_length_bytes_stdev"),
-            kind="refused",
-            text="cannot go with record_dims, which fix every record's size; set one of them",
-        )
+        why = "cannot go with record_dims, which fix every record's size; set one of them"
+        yield ("dataset", "record_length_bytes_stdev"), why
     if workload.workflow.evaluation and not workload.evaluation.epochs_between_evals:
-        yield SettingProblem(
-            path=("evaluation", "epochs_between_evals"),
-            kind="refused",
-            text="is 0, which fits workflow.evaluation=false only; 1 evaluates after every epoch",
-        )
+        why = "is 0, which fits workflow.evaluation=false only; 1 evaluates after every epoch"
+        yield ("evaluation", "epochs_between_evals"), why
     if workload.checkpoint.mode is CheckpointMode.SUBSET and model.parallelism.data is None:
-        yield SettingProblem(
-            path=("checkpoint", "mode"),
-            kind="refused",
-            text="is 'subset', which needs model.parallelism.data: of how many replicas it is a subset",
-        )
+        why = "is 'subset', which needs model.parallelism.data: of how many replicas it is a subset"
+        yield ("checkpoint", "mode"), why
     names = [column.name for column in dataset.parquet.columns]
     for twice in sorted({name for name in names if names.count(name) > 1}):
-        yield SettingProblem(
-            path=("dataset", "parquet", "columns"), kind="refused", text=f"name {twice!r} more than once"
-        )
+        yield ("dataset", "parquet", "columns"), f"name {twice!r} more than once"
 
 
-def _mismatches(workload: Workload, stack: LayeredSettings) -> Iterator[Remark]:
-    row_bytes = parquet_row_bytes(workload.dataset)
-    is_asked = ("dataset", "record_length_bytes") in stack.settings
-    if row_bytes is not None and is_asked and row_bytes != workload.dataset.record_length_bytes:
-        yield Remark("dataset.record_length_bytes", f"the columns make rows of {row_bytes} B, and they count")
+def suggest_key(path: KeyPath) -> str:
+    """The key that was probably meant by `path`, or the keys next to it."""
+    known = (*known_paths(), *ALIASES, *EXPLAINED, *((section,) for section in SECTION_ALIASES))
 
+    def children(section: KeyPath) -> list[str]:
+        depth = len(section)
+        return sorted({path[depth] for path in known if path[:depth] == section and len(path) > depth})
 
-def _complaint(problems: Sequence[SettingProblem], stack: LayeredSettings, source: str) -> UsageError:
-    lines = [_sentence(problem, stack, source) for problem in problems]
-    if len(lines) == 1:
-        return UsageError(f"{source}: {lines[0]}")
-    return UsageError("\n  ".join((f"{source}: {len(lines)} values are not understood:", *lines)))
-
-
-def _sentence(problem: SettingProblem, stack: LayeredSettings, source: str) -> str:
-    asked = stack.source_of(problem.path)
-    where = f" ({asked})" if asked not in ("", source) else ""
-    if problem.kind == "unknown":
-        return f"{dotted(problem.path)} is not a key{where}; {suggest_key(problem.path)}"
-    return f"{dotted(problem.path)} {problem.text}{where}"
+    steps = tuple(step for step in path if not step.isdecimal())  # elements of a list share their keys
+    siblings = children(steps[:-1])
+    namesake = next((one for one in known if one[-1] == steps[-1]), ())
+    sibling = nearest(steps[-1], siblings)
+    lookalike = nearest(dotted(steps), sorted(map(dotted, known)), cutoff=0.8)
+    meant = namesake or ((*steps[:-1], sibling) if sibling else tuple(filter(None, lookalike.split("."))))
+    if meant:
+        # An old spelling is understood, but not recommended.
+        return f"did you mean {dotted(ALIASES.get(meant, meant))}?"
+    return f"known here: {', '.join(siblings or children(()))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,52 +243,38 @@ class CheckpointModel:
     num_ranks: int | None
     workload: Workload
     files: tuple[FileRule, ...] = ()
-    remarks: tuple[Remark, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What the card or the workload is called."""
-        return self.workload.full_name
+    remarks: tuple[str, ...] = ()
 
 
 def load_model(name: str, *, overrides: Sequence[Override] = ()) -> CheckpointModel:
     """The model of this name: `llama3-8b`, DLIO's `llama_8b_zero3`, `unet3d_h100`, or a YAML file."""
     if is_file_name(name):
         path = Path(name)
-        tree = parse_yaml(read_text(path), source=name)
-        card = read_card(tree, name=path.stem, source=name)
-        return _of_card(card, load_sections(card.sections, name=path.stem, source=name, overrides=overrides))
-    card_found = shipped_card(name)
-    if card_found is not None:
-        return _of_card(card_found, load(name, overrides=overrides))
-    if not any(name == family or name.startswith(f"{family}_") for family in families()):
-        raise _unknown(name)
-    loaded = load(name, overrides=overrides)
-    return CheckpointModel(about="", num_ranks=None, workload=loaded.workload, remarks=loaded.remarks)
+        card = read_card(parse_yaml(read_text(path), source=name), name=path.stem, source=name)
+        return _model(card, load_sections(card.sections, name=path.stem, source=name, overrides=overrides))
+    shipped_one = shipped_card(name)
+    if shipped_one is None and not any(
+        name == family or name.startswith(f"{family}_") for family in families()
+    ):
+        known = [*cards(), *(alias for card in cards().values() for alias in card.aliases), *families()]
+        meant = did_you_mean(name, known, cutoff=0.5)
+        raise UsageError(
+            f"No model is called {name!r}",
+            fix=f"{meant}`penstock checkpoint models` lists the shipped ones; a file's name ends with .yaml.",
+        )
+    return _model(shipped_one, load(name, overrides=overrides))
 
 
 def model_of_workload(name: str, workload: Workload) -> CheckpointModel:
-    """The model of a workload that was loaded by `name`; what its card says beside it is added."""
-    card = shipped_card(name)
-    if card is None:
-        return CheckpointModel(about="", num_ranks=None, workload=workload)
-    return CheckpointModel(about=card.about, num_ranks=card.ranks, workload=workload, files=tuple(card.files))
+    """The model of a workload that was loaded by `name`, with the facts of its card, if it has one."""
+    return _model(shipped_card(name), LoadedWorkload(workload=workload))
 
 
-def _of_card(card: ModelCard, loaded: LoadedWorkload) -> CheckpointModel:
+def _model(card: ModelCard | None, loaded: LoadedWorkload) -> CheckpointModel:
     return CheckpointModel(
-        about=card.about,
-        num_ranks=card.ranks,
+        about=card.about if card else "",
+        num_ranks=card.ranks if card else None,
         workload=loaded.workload,
-        files=tuple(card.files),
+        files=tuple(card.files) if card else (),
         remarks=loaded.remarks,
-    )
-
-
-def _unknown(name: str) -> UsageError:
-    known = [*cards(), *(alias for card in cards().values() for alias in card.aliases), *families()]
-    meant = did_you_mean(name, known, cutoff=0.5)
-    return UsageError(
-        f"No model is called {name!r}",
-        fix=f"{meant}`penstock checkpoint models` lists the shipped ones; a file's name ends with .yaml.",
     )

@@ -1,21 +1,20 @@
-"""What the divisions of MLPerf Storage let a training run change; the same table for runs and checks. Pure.
+"""The keys that the divisions of MLPerf Storage let a training run change, for runs and checks. Pure.
 
 A key that no set names is forbidden, so a key that a later edition adds is refused until its rule is entered.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Final
 
 from penstock.errors import UsageError
 from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.layered_settings import KeyPath, dotted
+from penstock.workload.settings import dotted
+from penstock.workload.spec import KeyPath
 
 
 class SubmissionDivision(StrEnum):
-    """Where a result is to be set beside others': `closed` fixes the workload, `open` lets it be adapted."""
+    """The division that a result is compared in: `closed` fixes the workload, `open` lets it be adapted."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -62,55 +61,42 @@ PLACE_KEYS: Final = frozenset(
         "storage.storage_options.s3_force_path_style",
     }
 )
-"""Keys that say where data is and how it is found, which tools set by themselves; never a change."""
+"""Keys for where data is and how it is found, which tools set by themselves; never a change."""
 
 ODIRECT_WORKLOADS: Final = frozenset({"unet3d"})
-"""Whose reader has a way past the page cache in the reference implementation."""
+"""Workloads whose reader has a way past the page cache in the reference implementation."""
 
-RULES: Final[Mapping[SubmissionDivision, str]] = MappingProxyType(
-    {SubmissionDivision.CLOSED: "3.6.2", SubmissionDivision.OPEN: "3.6.3"}
-)
-_ALLOWED: Final[Mapping[SubmissionDivision, frozenset[str]]] = MappingProxyType(
-    {SubmissionDivision.CLOSED: CLOSED_KEYS, SubmissionDivision.OPEN: OPEN_KEYS}
-)
+RULES: Final = {SubmissionDivision.CLOSED: "3.6.2", SubmissionDivision.OPEN: "3.6.3"}
+_ALLOWED: Final = {SubmissionDivision.CLOSED: CLOSED_KEYS, SubmissionDivision.OPEN: OPEN_KEYS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breach:
-    """A change that a rule forbids."""
-
-    rule: str
-    key: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.why} (rule {self.rule})"
+def describe_breach(rule: str, key: str, why: str) -> str:
+    """A change that a rule forbids, in a sentence."""
+    return f"{key} {why} (rule {rule})"
 
 
 def find_breaches(
     division: SubmissionDivision, changed: Iterable[KeyPath], *, workload: str
-) -> tuple[Breach, ...]:
-    """What a division forbids of these changed keys, of a workload of the family `workload`."""
+) -> tuple[str, ...]:
+    """The changed keys that a division forbids, for a workload of the family `workload`."""
     allowed = _ALLOWED[division] | PLACE_KEYS
     rule = RULES[division]
     breaches = []
     for key in dict.fromkeys(dotted(canonical_path(path)) for path in changed):
         if key not in allowed:
-            breaches.append(
-                Breach(rule=rule, key=key, why=f"must stay as it is in the {division.value} division")
-            )
+            why = f"must stay as it is in the {division.value} division"
+            breaches.append(describe_breach(rule, key, why))
         elif key == "reader.odirect" and workload not in ODIRECT_WORKLOADS:
-            breaches.append(Breach(rule=rule, key=key, why=f"is for {', '.join(ODIRECT_WORKLOADS)} alone"))
+            breaches.append(describe_breach(rule, key, f"is for {', '.join(ODIRECT_WORKLOADS)} alone"))
     return tuple(breaches)
 
 
 def require_allowed(division: SubmissionDivision, changed: Iterable[KeyPath], *, workload: str) -> None:
     """`UsageError` that names every forbidden key with its rule."""
-    breaches = find_breaches(division, changed, workload=workload)
-    if breaches:
+    if breaches := find_breaches(division, changed, workload=workload):
         free = ", ".join(sorted(_ALLOWED[division]))
         raise UsageError(
-            "; ".join(map(str, breaches)),
+            "; ".join(breaches),
             where=f"--{division.value}",
             fix=f"Leave these out. Free to choose are: {free}.",
         )

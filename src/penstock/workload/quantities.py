@@ -1,4 +1,4 @@
-"""Quantities of a workload, and how they are read: sizes and times with units, element types, durations.
+"""Quantities of a workload, read from text: sizes and times with units, element types, durations.
 
 What does not fit is a UsageError; nothing is guessed.
 """
@@ -6,11 +6,11 @@ What does not fit is a UsageError; nothing is guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_seconds
@@ -47,68 +47,67 @@ class Duration:
     scale_s: float = 0.0
     expected_events: float = 0.0
 
-    @classmethod
-    def fixed(cls, seconds: float) -> Self:
-        """Always `seconds`."""
-        return cls(mean_s=seconds)
-
     @property
     def is_zero(self) -> bool:
-        """Whether every draw is 0."""
+        """True if every draw is 0."""
         return self.law is Distribution.FIXED and self.mean_s == 0
 
     @property
     def expected_s(self) -> float:
-        """The mean of what `draw` returns; exact for a fixed time."""
-        match self.law:
-            case Distribution.FIXED:
-                return self.mean_s
-            case Distribution.NORMAL:
-                return _mean_of_folded_normal(self.mean_s, self.stdev_s)
-            case Distribution.UNIFORM:
-                return (self.min_s + self.max_s) / 2
-            case Distribution.GAMMA:
-                return self.shape * self.scale_s
-            case Distribution.EXPONENTIAL:
-                return self.scale_s
-            case Distribution.POISSON:
-                return self.expected_events
+        """The mean of the times that `draw` returns; exact for a fixed time."""
+        _, expected, _ = _LAWS[self.law]
+        return expected(self)
 
     def draw(self, generator: np.random.Generator) -> float:
         """One time in seconds, from the caller's generator: the same generator, the same times."""
-        match self.law:
-            case Distribution.FIXED:
-                return self.mean_s
-            case Distribution.NORMAL:
-                return abs(generator.normal(self.mean_s, self.stdev_s))
-            case Distribution.UNIFORM:
-                return generator.uniform(self.min_s, self.max_s)
-            case Distribution.GAMMA:
-                return generator.gamma(self.shape, self.scale_s)
-            case Distribution.EXPONENTIAL:
-                return generator.exponential(self.scale_s)
-            case Distribution.POISSON:
-                return float(generator.poisson(self.expected_events))
+        _, _, draw = _LAWS[self.law]
+        return float(draw(self, generator))
 
 
-def _mean_of_folded_normal(mean: float, stdev: float) -> float:
+_Mean = Callable[[Duration], float]
+_Draw = Callable[[Duration, "np.random.Generator"], float]
+
+
+def _mean_of_folded_normal(time: Duration) -> float:
+    mean, stdev = time.mean_s, time.stdev_s
     if stdev == 0:
         return abs(mean)
     tail = math.exp(-(mean**2) / (2 * stdev**2))
     return stdev * math.sqrt(2 / math.pi) * tail + mean * math.erf(mean / (stdev * math.sqrt(2)))
 
 
-_BYTE_TYPES: Final = ("string", "binary")
-
-_LAW_FIELDS: Final = {
-    Distribution.FIXED: {"mean": "mean_s"},
-    Distribution.NORMAL: {"mean": "mean_s", "stdev": "stdev_s"},
-    Distribution.UNIFORM: {"min": "min_s", "max": "max_s"},
-    Distribution.GAMMA: {"shape": "shape", "scale": "scale_s"},
-    Distribution.EXPONENTIAL: {"scale": "scale_s"},
-    Distribution.POISSON: {"lam": "expected_events"},
+_LAWS: Final[Mapping[Distribution, tuple[Mapping[str, str], _Mean, _Draw]]] = {
+    Distribution.FIXED: ({"mean": "mean_s"}, lambda time: time.mean_s, lambda time, _: time.mean_s),
+    Distribution.NORMAL: (
+        {"mean": "mean_s", "stdev": "stdev_s"},
+        _mean_of_folded_normal,
+        lambda time, generator: abs(generator.normal(time.mean_s, time.stdev_s)),
+    ),
+    Distribution.UNIFORM: (
+        {"min": "min_s", "max": "max_s"},
+        lambda time: (time.min_s + time.max_s) / 2,
+        lambda time, generator: generator.uniform(time.min_s, time.max_s),
+    ),
+    Distribution.GAMMA: (
+        {"shape": "shape", "scale": "scale_s"},
+        lambda time: time.shape * time.scale_s,
+        lambda time, generator: generator.gamma(time.shape, time.scale_s),
+    ),
+    Distribution.EXPONENTIAL: (
+        {"scale": "scale_s"},
+        lambda time: time.scale_s,
+        lambda time, generator: generator.exponential(time.scale_s),
+    ),
+    Distribution.POISSON: (
+        {"lam": "expected_events"},
+        lambda time: time.expected_events,
+        lambda time, generator: generator.poisson(time.expected_events),
+    ),
 }
-"""The parameters of each distribution, in DLIO's words, and the fields of a `Duration`."""
+"""Parameters in DLIO's words, each with its field of `Duration`; the mean; a draw."""
+
+
+_BYTE_TYPES: Final = ("string", "binary")
 
 
 def read_bytes(value: Any) -> Any:
@@ -122,16 +121,12 @@ def read_exact_bytes(value: Any) -> Fraction:
     """A size that may have a fraction of a byte, taken as written: 114660.07 is 11466007/100."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Fraction):
         raise UsageError(f"{value!r} is not a size", fix="Write bytes, or a size such as 4MiB.")
-    if isinstance(value, str) and not _is_number(value):
+    if isinstance(value, str) and not value.replace("_", "").replace(".", "", 1).isdecimal():
         return Fraction(parse_bytes(value))
     try:
         return Fraction(str(value).replace("_", ""))
     except ValueError as error:
         raise UsageError(f"{value!r} is not a size", fix="Write bytes, or a size such as 4MiB.") from error
-
-
-def _is_number(text: str) -> bool:
-    return text.replace("_", "").replace(".", "", 1).isdecimal()
 
 
 def read_seconds(value: Any) -> Any:
@@ -166,11 +161,25 @@ def read_duration(value: Any) -> Duration:
     if isinstance(value, Duration):
         return value
     if not isinstance(value, Mapping):
-        return Duration.fixed(_non_negative("it", value))
-    law = _law_of(value)
-    known = _LAW_FIELDS[law]
+        return Duration(mean_s=_non_negative("it", value))
+    # Without a type a spread means a normal distribution, as in DLIO.
+    named = value.get("type", Distribution.NORMAL if "stdev" in value else Distribution.FIXED)
+    try:
+        law = Distribution(named)
+    except ValueError as error:
+        raise UsageError(
+            f"{named!r} is not a distribution",
+            fix=f"Choose one of {', '.join(law.value for law in Distribution)}.",
+        ) from error
+    known, _, _ = _LAWS[law]
     given = {key: entry for key, entry in value.items() if key != "type"}
-    _compare_keys(law, known=set(known), given=set(given))
+    wrong = [f"{key} is missing" for key in sorted(known.keys() - given.keys())]
+    wrong += [f"{key} is not one of its values" for key in sorted(given.keys() - known.keys())]
+    if wrong:
+        raise UsageError(
+            f"A {law.value} time is given wrongly: {', '.join(wrong)}",
+            fix=f"It takes {', '.join(sorted(known))}.",
+        )
     values = {known[key]: _non_negative(key, entry) for key, entry in given.items()}
     if law is Distribution.UNIFORM and values["min_s"] > values["max_s"]:
         raise UsageError(f"min {values['min_s']:g} is above max {values['max_s']:g}", fix="Swap them.")
@@ -181,31 +190,8 @@ def write_duration(duration: Duration) -> float | dict[str, str | float]:
     """The inverse of `read_duration`: a bare number for a fixed time."""
     if duration.law is Distribution.FIXED:
         return duration.mean_s
-    known = _LAW_FIELDS[duration.law]
+    known, _, _ = _LAWS[duration.law]
     return {"type": duration.law.value, **{key: getattr(duration, name) for key, name in known.items()}}
-
-
-def _law_of(value: Mapping[str, Any]) -> Distribution:
-    """The law by its `type`; without one a spread means a normal distribution, as in DLIO."""
-    named = value.get("type", Distribution.NORMAL if "stdev" in value else Distribution.FIXED)
-    try:
-        return Distribution(named)
-    except ValueError as error:
-        raise UsageError(
-            f"{named!r} is not a distribution",
-            fix=f"Choose one of {', '.join(law.value for law in Distribution)}.",
-        ) from error
-
-
-def _compare_keys(law: Distribution, *, known: set[str], given: set[str]) -> None:
-    if given == known:
-        return
-    wrong = [f"{key} is missing" for key in sorted(known - given)]
-    wrong += [f"{key} is not one of its values" for key in sorted(given - known)]
-    raise UsageError(
-        f"A {law.value} time is given wrongly: {', '.join(wrong)}",
-        fix=f"It takes {', '.join(sorted(known))}.",
-    )
 
 
 def _non_negative(key: str, value: Any) -> float:

@@ -1,12 +1,11 @@
 """The shipped workloads (families, with a variant for each accelerator) and the shipped model cards.
 
 A family's file holds `about`, `workload` (what all accelerators share, in DLIO's keys) and `accelerators`
-(what each of them changes). A model card holds the sections of a workload and, beside them, `about`, `ranks`,
-`aliases`, and `files` where the checkpoint's files are known one by one.
+(what each of them changes). A model card holds the sections of a workload and, next to them, `about`,
+`ranks`, `aliases`, and `files` if the checkpoint's files are known one by one.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Final
@@ -16,54 +15,36 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.errors import UsageError
 from penstock.workload.strict_yaml import parse_yaml
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadFamily:
-    """One file of the catalog. `variants` is empty where the workload names no accelerator."""
-
-    name: str
-    about: str
-    shared: Mapping[str, Any]
-    variants: Mapping[str, Mapping[str, Any]]
-
-    def full_names(self) -> tuple[str, ...]:
-        """What `workload=` may call its members."""
-        return tuple(f"{self.name}_{accelerator}" for accelerator in self.variants) or (self.name,)
+Family = Mapping[str, Any]
 
 
 @cache
-def families() -> Mapping[str, WorkloadFamily]:
-    """All families by name, in order."""
-    folder = resources.files("penstock.workload") / "catalog"
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
-    shipped = (
-        _family(entry.name, entry.read_text())
-        for entry in entries
-        if entry.name.endswith(".yaml") and entry.name != "dlio.yaml"
-    )
-    return {family.name: family for family in shipped}
+def families() -> Mapping[str, Family]:
+    """The content of each family's file, by name, in order."""
+    return {name: {"accelerators": {}, **tree} for name, tree in _read_folder("catalog") if name != "dlio"}
 
 
-def _family(file_name: str, text: str) -> WorkloadFamily:
-    tree = parse_yaml(text, source=file_name)
-    return WorkloadFamily(
-        name=file_name.removesuffix(".yaml"),
-        about=tree["about"],
-        shared=tree["workload"],
-        variants=tree.get("accelerators", {}),
-    )
+def full_names(name: str) -> tuple[str, ...]:
+    """The names that `workload=` accepts for a family's members."""
+    return tuple(f"{name}_{accelerator}" for accelerator in families()[name]["accelerators"]) or (name,)
 
 
 @cache
 def dlio_workloads() -> Mapping[str, Mapping[str, Any]]:
-    """The workloads that DLIO ships under names of its own, beside those of the families."""
-    folder = resources.files("penstock.workload") / "catalog" / "dlio.yaml"
-    named: Mapping[str, Mapping[str, Any]] = parse_yaml(folder.read_text(), source="dlio.yaml")
-    return named
+    """The workloads that only DLIO ships, under its names."""
+    return dict(_read_folder("catalog"))["dlio"]
+
+
+def _read_folder(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The YAML files of a shipped folder: name and content."""
+    entries = sorted((resources.files("penstock.workload") / folder).iterdir(), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name.endswith(".yaml"):
+            yield entry.name.removesuffix(".yaml"), parse_yaml(entry.read_text(), source=entry.name)
 
 
 CARD_KEYS: Final = ("about", "ranks", "aliases", "files")
-"""What a card has beside the sections of its workload."""
+"""The keys of a card that are no sections of its workload."""
 
 
 class FileRule(BaseModel):
@@ -96,22 +77,12 @@ class ModelCard(BaseModel):
 @cache
 def cards() -> Mapping[str, ModelCard]:
     """All shipped cards by name, in order."""
-    folder = resources.files("penstock.workload") / "catalog" / "models"
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
-    found = (
-        read_card(
-            parse_yaml(entry.read_text(), source=entry.name),
-            name=entry.name.removesuffix(".yaml"),
-            source=entry.name,
-        )
-        for entry in entries
-        if entry.name.endswith(".yaml")
-    )
-    return {card.name: card for card in found}
+    files = _read_folder("catalog/models")
+    return {name: read_card(tree, name=name, source=f"{name}.yaml") for name, tree in files}
 
 
 def shipped_card(name: str) -> ModelCard | None:
-    """The card of this name, or of which this is DLIO's name."""
+    """The card of this name or alias."""
     return cards().get(name) or next((card for card in cards().values() if name in card.aliases), None)
 
 
@@ -126,8 +97,11 @@ def read_card(tree: Mapping[str, Any], *, name: str, source: str) -> ModelCard:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        known = ", ".join(FileRule.model_fields)
-        fix = "See `penstock docs checkpointing`."
-        if place.startswith("files"):
-            fix = f"A rule of files has: {known}."
-        raise UsageError(f"{place} is not understood: {first['msg']}", where=source, fix=fix) from error
+        is_rule = place.startswith("files")
+        raise UsageError(
+            f"{place} is not understood: {first['msg']}",
+            where=source,
+            fix=f"A rule of files has: {', '.join(FileRule.model_fields)}."
+            if is_rule
+            else "See `penstock docs checkpointing`.",
+        ) from error

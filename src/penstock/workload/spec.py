@@ -1,12 +1,15 @@
 """A workload as typed data: one frozen dataclass per section, with DLIO's defaults.
 
-Types say how `workload_schema` reads and writes a value; the constructors check nothing. A spec is never
-changed: an override makes another one. Units are part of the names; an alias is the key where DLIO's differs.
+Types tell `read_workload` and `write_workload` how to read and write a value; the constructors check nothing.
+A spec is never changed: an override makes another one. Units are part of the names; an alias is the key where
+DLIO's differs. What `write_workload` prints (secrets apart), `read_workload` reads as an equal workload.
 """
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar, Final
+from functools import cache
+from typing import Annotated, Any, ClassVar, Final, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 from pydantic import (
@@ -17,20 +20,26 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     Strict,
+    TypeAdapter,
+    ValidationError,
 )
+from pydantic.fields import FieldInfo
 
 from penstock.workload import enums, quantities
 
-
-def _write_fraction(value: Fraction) -> float:
-    return int(value) if value.denominator == 1 else float(value)
+KeyPath = tuple[str, ...]
+"""The place of a value: `("dataset", "num_files_train")`."""
 
 
 Integer = Annotated[int, Strict()]
 Count = Annotated[Integer, Ge(0)]
 AtLeastOne = Annotated[Integer, Ge(1)]
 Bytes = Annotated[Count, BeforeValidator(quantities.read_bytes)]
-_Exact = Annotated[Fraction, BeforeValidator(quantities.read_exact_bytes), PlainSerializer(_write_fraction)]
+_Exact = Annotated[
+    Fraction,
+    BeforeValidator(quantities.read_exact_bytes),
+    PlainSerializer(lambda value: int(value) if value.denominator == 1 else float(value)),
+]
 ExactBytes = Annotated[_Exact, Gt(0)]
 """Mean sizes may be fractions of a byte (114660.07): kept exactly, so that ceilings are right."""
 SpreadBytes = Annotated[_Exact, Ge(0)]
@@ -47,7 +56,7 @@ Secret = Annotated[str | None, Field(exclude=True)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workflow:
-    """Which stages run. `checkpoint` without `train` measures checkpoints alone."""
+    """The stages that run. `checkpoint` without `train` measures checkpoints alone."""
 
     generate_data: bool = False
     train: bool = True
@@ -68,7 +77,7 @@ class ParquetColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parquet:
-    """How Parquet files are laid out. Without `columns` there is one, of record-sized byte strings.
+    """The layout of Parquet files. Without `columns` there is one, of record-sized byte strings.
 
     `row_group_size` and `generation_batch_size` are rows; a batch of 0 rows is one row group.
     """
@@ -81,7 +90,7 @@ class Parquet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hdf5:
-    """How HDF5 datasets are chunked: `chunk_dims` in elements, empty for contiguous."""
+    """The chunks of HDF5 datasets: `chunk_dims` in elements, empty for contiguous."""
 
     chunk_dims: tuple[AtLeastOne, ...] = ()
     num_dset_per_record: AtLeastOne = 1
@@ -123,7 +132,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSection:
-    """How samples come in. `read_threads` and `write_threads` of None are chosen by the machine's cores.
+    """The reading of samples. `read_threads` and `write_threads` of None are chosen by the machine's cores.
 
     `prefetch_size` is in batches, `shuffle_size` in samples; `transfer_bytes` of None leaves the size of
     sequential reads to the format. `drop_page_cache`, which DLIO does not have, evicts what an epoch is about
@@ -179,7 +188,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
-    """When and how checkpoints are taken; `steps_between_checkpoints`, where given, replaces epochs."""
+    """The times and the way of checkpoints; `steps_between_checkpoints`, where given, replaces epochs."""
 
     checkpoint_folder: str = "./checkpoints/"
     checkpoint_after_epoch: AtLeastOne = 1
@@ -197,7 +206,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """Over how many ranks a model is split; `data` of None follows from the number of ranks."""
+    """The ranks that a model is split over; `data` of None follows from the number of ranks."""
 
     tensor: AtLeastOne = 1
     pipeline: AtLeastOne = 1
@@ -218,7 +227,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a checkpoint holds: plain bytes, explicit layers, or a `transformer`.
+    """The content of a checkpoint: plain bytes, explicit layers, or a `transformer`.
 
     `num_layers` of None means that the layout is not by layers. `layer_parameters` and `optimization_groups`
     count elements a rank holds of each tensor.
@@ -238,7 +247,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSection:
-    """Where results go; `folder` of None leaves the choice to the command."""
+    """The place of results; `folder` of None leaves the choice to the command."""
 
     folder: str | None = None
     log_file: str = "dlio.log"
@@ -246,7 +255,7 @@ class OutputSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """How a run is judged: the accelerator utilization `au` it must keep, and steps that do not count."""
+    """The judgement of a run: the accelerator utilization `au` it must keep, and steps that do not count."""
 
     au: Share = 0.90
     exclude_start_steps: Count = 1
@@ -255,7 +264,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiling:
-    """What observes a run from outside, and which devices."""
+    """The observer of a run from outside, and the devices that it watches."""
 
     profiler: enums.Profiler = enums.Profiler.IOSTAT
     iostat_devices: tuple[str, ...] = ()
@@ -263,7 +272,7 @@ class Profiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
-    """How an object service is reached. None leaves the choice to the storage's own defaults.
+    """The way to an object service. None leaves the choice to the storage's own defaults.
 
     `prefetch_window` and `max_outstanding` are reads in flight, of a worker and of a process. The two keys
     are secrets: they are left out of every printed form.
@@ -290,7 +299,7 @@ SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSection:
-    """Where data is, in DLIO's terms; a `--data` URI replaces it.
+    """The place of data, in DLIO's terms; a `--data` URI replaces it.
 
     `endpoint_uris` are the addresses of one service, used in turn instead of `endpoint_url`.
     """
@@ -328,3 +337,59 @@ class Workload:
     def full_name(self) -> str:
         """`unet3d_h100`: what `workload=` of DLIO's command line calls it."""
         return f"{self.name}_{self.accelerator}" if self.accelerator else self.name
+
+
+_NOT_IN_FILES: Final = ("name", "accelerator")
+"""Fields that come from a file's name and the command line."""
+
+
+@cache
+def _adapter() -> TypeAdapter[Workload]:
+    return TypeAdapter(Workload)
+
+
+def read_workload(
+    tree: Mapping[str, Any], *, name: str, accelerator: str
+) -> tuple[Workload | None, list[tuple[KeyPath, str]]]:
+    """The workload that `tree` describes, or every wrong value by its path; "" marks an unknown key."""
+    try:
+        workload = _adapter().validate_python({**tree, "name": name, "accelerator": accelerator})
+    except ValidationError as refused:
+        return None, [_describe(error) for error in refused.errors(include_url=False)]
+    return workload, []
+
+
+def write_workload(workload: Workload) -> dict[str, Any]:
+    """All values under DLIO's keys, defaults included, as plain values; None where a value is unset."""
+    tree = _adapter().dump_python(workload, mode="json", by_alias=True)
+    return {key: value for key, value in tree.items() if key not in _NOT_IN_FILES}
+
+
+def known_paths(section: type = Workload, above: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every key, as a path; keys of a list's elements are below the list's own."""
+    hints = get_type_hints(section, include_extras=True)
+    for entry in fields(section):
+        if section is Workload and entry.name in _NOT_IN_FILES:
+            continue
+        hint = hints[entry.name]
+        is_value = get_origin(hint) is Annotated
+        marks = (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, FieldInfo))
+        key = next((mark.alias for mark in marks if mark.alias), entry.name)
+        inner = [] if is_value else [option for option in (hint, *get_args(hint)) if is_dataclass(option)]
+        if not inner or get_origin(hint) is tuple:
+            yield (*above, key)
+        for section_type in inner:
+            yield from known_paths(section_type, (*above, key))  # type: ignore[arg-type]  # types, no instances
+
+
+def _describe(error: Any) -> tuple[KeyPath, str]:
+    path = tuple(str(step) for step in error["loc"])
+    if error["type"] == "unexpected_keyword_argument":
+        return path, ""
+    if error["type"] == "dataclass_type":
+        return path, f"is {error['input']!r}, but it is a section of keys"
+    if error["type"] == "missing":
+        return path, "is missing"
+    cause = error.get("ctx", {}).get("error")
+    reason = str(cause) if cause is not None else f"it {error['msg'].removeprefix('Input ')}"
+    return path, f"is {'a secret' if path[-1] in SECRET_NAMES else repr(error['input'])}: {reason}"

@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Hashable
-from functools import cache
 from typing import Any, Final
 
 import yaml
 
 from penstock.errors import UsageError
 
-_FAST_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FAST_NESTING: Final = 2000
 """libyaml ends the process somewhere above 20,000 levels, on a stack of 8 MiB."""
 _BLOCK_PREFIX: Final = re.compile(r"^[-?: \t]+", re.MULTILINE)
@@ -34,29 +32,25 @@ class _UniqueKeys:
         return mapping
 
 
-def choose_loader(text: str) -> Any:
-    """PyYAML's loader for `text`: libyaml's, which is seven times as fast, unless the text may nest deeply.
-
-    libyaml's composer recurses on the C stack without a limit, so brackets alone would end the process. The
-    loader in Python raises RecursionError.
-    """
-    # Each bracket and each column of indentation opens one level at most.
-    block_levels = max(map(len, _BLOCK_PREFIX.findall(text)), default=0)
-    may_nest_deeply = text.count("[") + text.count("{") + block_levels > _FAST_NESTING
-    return yaml.SafeLoader if may_nest_deeply else _FAST_LOADER
+class _PlainLoader(_UniqueKeys, yaml.SafeLoader):
+    """PyYAML's loader in Python, which raises RecursionError where documents nest too deeply."""
 
 
-@cache
-def _strict(loader: Any) -> Any:
-    return type("StrictLoader", (_UniqueKeys, loader), {})
+_FAST_LOADER: Final[Any] = type(
+    "FastLoader", (_UniqueKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {}
+)
+"""libyaml's, seven times as fast. It recurses on the C stack: brackets alone could end the process."""
 
 
 def parse_yaml(
     text: str, *, source: str, kind: str = "A workload", page: str = "workloads"
 ) -> dict[str, Any]:
     """The mapping that `text` holds; errors name `source`, and the page that describes such documents."""
+    # Each bracket and each column of indentation opens one level at most.
+    block_levels = max(map(len, _BLOCK_PREFIX.findall(text)), default=0)
+    may_nest_deeply = text.count("[") + text.count("{") + block_levels > _FAST_NESTING
     try:
-        tree = yaml.load(text, Loader=_strict(choose_loader(text)))  # noqa: S506 - safe loaders
+        tree = yaml.load(text, Loader=_PlainLoader if may_nest_deeply else _FAST_LOADER)  # noqa: S506 - safe
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"Not YAML: {error.problem}", where=f"{source}{line}") from error

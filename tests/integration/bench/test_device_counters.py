@@ -41,7 +41,7 @@ WORKLOAD = Workload(
     name="small",
     dataset=Dataset(format=DataFormat.NPZ, num_files_train=16, record_length_bytes=Fraction(4 * MIB)),
     reader=ReaderSection(batch_size=4),
-    train=Train(epochs=1, computation_time=Duration.fixed(0.001)),
+    train=Train(epochs=1, computation_time=Duration(mean_s=0.001)),
 )
 
 

@@ -11,7 +11,7 @@ from penstock.cli.dlio import main
 from penstock.cli.dlio_storage import checkpoint_location
 from penstock.workload.enums import StorageKind
 from penstock.workload.load_workload import load
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 TINY = """
 model:

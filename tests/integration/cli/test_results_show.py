@@ -20,7 +20,7 @@ from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import read_host
 from penstock.results.run_record import RunRequest
 from penstock.workload.load_workload import load
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 PUBLISHED = Path(os.environ.get("PENSTOCK_MLPERF_RESULTS", "/nowhere"))
 

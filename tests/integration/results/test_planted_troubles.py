@@ -38,7 +38,7 @@ WORKLOAD = Workload(
         format=DataFormat.NPZ, num_files_train=2 * RANKS * STEPS, record_length_bytes=Fraction(64 << 10)
     ),
     reader=ReaderSection(batch_size=2),
-    train=Train(epochs=2, computation_time=Duration.fixed(0.03)),
+    train=Train(epochs=2, computation_time=Duration(mean_s=0.03)),
     metric=Metric(au=0.7),
 )
 

@@ -17,7 +17,7 @@ from penstock.results.provenance import read_host
 from penstock.results.run_comparison import summarize_run
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
 from penstock.workload.load_workload import load
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 RANK = """
 import sys, time
@@ -29,7 +29,7 @@ from penstock.results.event_files import SpoolWriter, spool_path
 from penstock.workload.quantities import Duration
 
 folder, rank, clock = Path(sys.argv[1]), int(sys.argv[2]), SystemClock()
-times = ComputeTimes(duration=Duration.fixed(0.004), seed=1, phase=StepPhase.TRAIN, rank=rank)
+times = ComputeTimes(duration=Duration(mean_s=0.004), seed=1, phase=StepPhase.TRAIN, rank=rank)
 with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n"))) as recorder:
     for epoch in (1, 2):
         begun = clock.now_ns()

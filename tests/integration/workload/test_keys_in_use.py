@@ -14,10 +14,7 @@ from penstock.workload import spec
 from penstock.workload.quantities import Duration
 
 ROOT = Path(penstock.__file__).parent
-NOT_A_USE = {
-    f"workload/{name}.py"
-    for name in ("spec", "workload_schema", "dlio_keys", "quantities", "mlperf_divisions")
-}
+NOT_A_USE = {f"workload/{name}.py" for name in ("spec", "dlio_keys", "quantities", "mlperf_divisions")}
 """Modules that name every key in order to read, write or explain it."""
 
 

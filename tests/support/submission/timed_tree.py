@@ -237,8 +237,8 @@ class _Training:
 
     def _values(self) -> dict[str, Any]:
         family = families()[self.workload]
-        values = copy.deepcopy(dict(family.shared))
-        for section, entries in family.variants[self.accelerator].items():
+        values: dict[str, Any] = copy.deepcopy(family["workload"])
+        for section, entries in family["accelerators"][self.accelerator].items():
             values.setdefault(section, {}).update(copy.deepcopy(entries))
         values["dataset"] |= {
             "num_files_train": NUM_FILES,

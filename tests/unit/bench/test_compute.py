@@ -86,7 +86,7 @@ def times(
     phase: StepPhase = StepPhase.TRAIN,
 ) -> ComputeTimes:
     duration = {
-        Distribution.FIXED: Duration.fixed(0.323),
+        Distribution.FIXED: Duration(mean_s=0.323),
         Distribution.NORMAL: Duration(law=Distribution.NORMAL, mean_s=0.3, stdev_s=0.1),
         Distribution.UNIFORM: Duration(law=Distribution.UNIFORM, min_s=0.1, max_s=0.2),
         Distribution.GAMMA: Duration(law=Distribution.GAMMA, shape=2.0, scale_s=0.1),

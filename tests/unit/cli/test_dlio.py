@@ -22,7 +22,7 @@ from penstock.cli.dlio import (
 from penstock.cli.dlio_storage import data_location
 from penstock.errors import UsageError
 from penstock.workload.load_workload import load
-from penstock.workload.overrides import parse_dlio_words, parse_settings
+from penstock.workload.settings import parse_dlio_words, parse_settings
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload
@@ -35,7 +35,9 @@ def unet3d(*settings: str) -> Workload:
 
 
 def folder_of(words: str, *settings: str, environment: dict[str, str] | None = None) -> Path:
-    return choose_run_folder(parse_dlio_words(words.split()), unet3d(*settings), environment or {}, now=NOW)
+    _, asked = parse_dlio_words(words.split())
+    run_dir = asked.get("hydra.run.dir")
+    return choose_run_folder(run_dir, unet3d(*settings), environment or {}, now=NOW)
 
 
 def s3(*settings: str) -> Workload:

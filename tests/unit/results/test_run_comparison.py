@@ -23,11 +23,9 @@ from penstock.results.run_comparison import (
     summarize_run,
 )
 from penstock.results.run_record import RunRequest, read_record
-from penstock.workload.layered_settings import dotted
 from penstock.workload.load_workload import load
-from penstock.workload.overrides import parse_settings
-from penstock.workload.spec import Workload
-from penstock.workload.workload_schema import known_paths
+from penstock.workload.settings import dotted, parse_settings
+from penstock.workload.spec import Workload, known_paths
 
 HOST = HostFacts(
     host="node1", kernel="Linux 6.1", machine="x86_64", num_cores=4, memory_bytes=2**30,

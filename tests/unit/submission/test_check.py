@@ -17,7 +17,7 @@ from penstock.submission.finding import Finding, Validity, Verdict
 from penstock.submission.result_files import TreeContext, read_results
 from penstock.submission.rules import rule_by_id
 from penstock.submission.rules.rule import Case
-from penstock.workload.dataset_size import MEMORY_MULTIPLE, MIN_STEPS
+from penstock.workload.sizing import MEMORY_MULTIPLE, MIN_STEPS
 
 EDITION = load_edition("v1.0")
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.workload.accelerator_forecast import MODEL, forecast_accelerators
 from penstock.workload.load_workload import load, shipped
 from penstock.workload.quantities import Duration
+from penstock.workload.sizing import MODEL, forecast_accelerators
 from penstock.workload.spec import Workload
 
 GIB = 1 << 30

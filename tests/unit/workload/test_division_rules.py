@@ -4,7 +4,6 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.layered_settings import KeyPath, dotted
 from penstock.workload.mlperf_divisions import (
     CLOSED_KEYS,
     OPEN_KEYS,
@@ -13,7 +12,8 @@ from penstock.workload.mlperf_divisions import (
     find_breaches,
     require_allowed,
 )
-from penstock.workload.workload_schema import known_paths
+from penstock.workload.settings import dotted
+from penstock.workload.spec import KeyPath, known_paths
 
 CLOSED, OPEN = SubmissionDivision.CLOSED, SubmissionDivision.OPEN
 
@@ -32,13 +32,14 @@ def test_both_divisions_leave_free_what_the_closed_one_does(key: str) -> None:
 def test_only_the_open_division_lets_the_workload_be_adapted(key: str) -> None:
     assert find_breaches(OPEN, keys(key), workload="unet3d") == ()
     (breach,) = find_breaches(CLOSED, keys(key), workload="unet3d")
-    assert breach.rule == "3.6.2"
+    assert "(rule 3.6.2)" in breach
 
 
 @pytest.mark.parametrize("key", ["reader.batch_size", "train.computation_time", "metric.au", "new.key"])
 def test_whatever_no_rule_names_is_forbidden(key: str) -> None:
-    assert [one.rule for one in find_breaches(CLOSED, keys(key), workload="unet3d")] == ["3.6.2"]
-    assert [one.rule for one in find_breaches(OPEN, keys(key), workload="unet3d")] == ["3.6.3"]
+    for division, rule in ((CLOSED, "3.6.2"), (OPEN, "3.6.3")):
+        (breach,) = find_breaches(division, keys(key), workload="unet3d")
+        assert breach.endswith(f"(rule {rule})")
 
 
 def test_a_key_counts_once_and_by_whatever_word() -> None:
@@ -51,7 +52,7 @@ def test_a_key_counts_once_and_by_whatever_word() -> None:
 
 def test_reading_past_the_page_cache_is_for_one_workload() -> None:
     (breach,) = find_breaches(CLOSED, keys("reader.odirect"), workload="retinanet")
-    assert "unet3d alone" in str(breach)
+    assert "unet3d alone" in breach
 
 
 def test_a_refusal_names_every_key_its_rule_and_what_is_free() -> None:

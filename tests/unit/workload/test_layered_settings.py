@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.layered_settings import LayeredSettings, dotted, flatten
+from penstock.workload.settings import LayeredSettings, dotted, flatten
 
 
 def stack_of(*layers: dict[tuple[str, ...], object]) -> LayeredSettings:

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.workload.load_workload import load, load_model
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 from penstock.workload.shipped_catalog import cards, families, shipped_card
 
 # hidden, FFN, heads, kv heads, layers, vocabulary, tensor, pipeline, data, ZeRO
@@ -84,7 +84,7 @@ def test_a_file_of_ones_own_is_a_card_or_a_workload_of_dlios(tmp_path: Path, *, 
     sections = "model: {name: mine, num_layers: 2, optimization_groups: [8, 8]}"
     path.write_text(f"about: Small.\nranks: 4\nworkload:\n  {sections}\n" if wrapped else sections)
     model = load_model(str(path))
-    assert (model.name, model.num_ranks) == ("mine", 4 if wrapped else None)
+    assert (model.workload.full_name, model.num_ranks) == ("mine", 4 if wrapped else None)
     assert model.workload.model.optimization_groups == (8, 8)
 
 

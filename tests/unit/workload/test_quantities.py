@@ -77,10 +77,10 @@ def test_an_unknown_element_type_is_refused() -> None:
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        (0.323, Duration.fixed(0.323)),
-        (2, Duration.fixed(2.0)),
-        ("250ms", Duration.fixed(0.25)),
-        ({"mean": 0.5}, Duration.fixed(0.5)),
+        (0.323, Duration(mean_s=0.323)),
+        (2, Duration(mean_s=2.0)),
+        ("250ms", Duration(mean_s=0.25)),
+        ({"mean": 0.5}, Duration(mean_s=0.5)),
         ({"mean": "500ms", "stdev": 0.1}, Duration(law=Distribution.NORMAL, mean_s=0.5, stdev_s=0.1)),
         ({"type": "normal", "mean": 1, "stdev": 0}, Duration(law=Distribution.NORMAL, mean_s=1.0)),
         (
@@ -93,7 +93,7 @@ def test_an_unknown_element_type_is_refused() -> None:
         ),
         ({"type": "exponential", "scale": 0.1}, Duration(law=Distribution.EXPONENTIAL, scale_s=0.1)),
         ({"type": "poisson", "lam": 3}, Duration(law=Distribution.POISSON, expected_events=3.0)),
-        (Duration.fixed(1.0), Duration.fixed(1.0)),
+        (Duration(mean_s=1.0), Duration(mean_s=1.0)),
     ],
 )
 def test_every_way_to_write_a_time_is_read(written: Any, read: Duration) -> None:
@@ -124,7 +124,7 @@ def test_a_wrong_time_says_what_is_wrong_with_it(written: Any, said: str) -> Non
 
 @given(
     st.one_of(
-        st.builds(Duration.fixed, TIMES),
+        st.builds(lambda mean: Duration(mean_s=mean), TIMES),
         st.builds(
             lambda mean, spread: Duration(law=Distribution.NORMAL, mean_s=mean, stdev_s=spread), TIMES, TIMES
         ),
@@ -143,7 +143,7 @@ def test_a_written_time_reads_as_itself(duration: Duration) -> None:
 
 
 LAWS = [
-    Duration.fixed(0.323),
+    Duration(mean_s=0.323),
     Duration(law=Distribution.NORMAL, mean_s=0.3, stdev_s=0.05),
     Duration(law=Distribution.NORMAL, mean_s=0.1, stdev_s=0.4),
     Duration(law=Distribution.NORMAL, mean_s=0.0, stdev_s=0.2),
@@ -171,8 +171,8 @@ def test_the_same_generator_draws_the_same_times(duration: Duration) -> None:
 def test_a_fixed_time_is_exact_and_draws_nothing_from_the_generator() -> None:
     generator = np.random.default_rng(3)
     before = generator.bit_generator.state
-    assert Duration.fixed(0.00551).draw(generator) == 0.00551
-    assert Duration.fixed(0.00551).expected_s == 0.00551
+    assert Duration(mean_s=0.00551).draw(generator) == 0.00551
+    assert Duration(mean_s=0.00551).expected_s == 0.00551
     assert generator.bit_generator.state == before
 
 
@@ -182,5 +182,5 @@ def test_a_normal_time_without_spread_is_its_mean() -> None:
 
 def test_only_a_fixed_nothing_is_zero() -> None:
     assert Duration().is_zero
-    assert not Duration.fixed(0.1).is_zero
+    assert not Duration(mean_s=0.1).is_zero
     assert not Duration(law=Distribution.NORMAL, mean_s=0.0, stdev_s=1.0).is_zero

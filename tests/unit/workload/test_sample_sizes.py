@@ -5,13 +5,13 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workload.dataset_size import (
+from penstock.workload.enums import DataFormat
+from penstock.workload.sizing import (
     column_bytes,
     parquet_row_bytes,
     read_bytes_per_sample,
     record_bytes,
 )
-from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 COLUMNS = st.lists(

@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.workload.dataset_size import column_bytes, read_bytes_per_sample, record_bytes
 from penstock.workload.enums import DataFormat, Framework, LoaderKind, Shuffle
 from penstock.workload.load_workload import load, shipped
 from penstock.workload.quantities import Duration
 from penstock.workload.shipped_catalog import families
+from penstock.workload.sizing import column_bytes, read_bytes_per_sample, record_bytes
 
 # name, framework: format, files, samples a file, record, stdev, resize, batch, seconds, epochs, threads,
 # files and samples shuffled, AU
@@ -66,7 +66,7 @@ def test_a_shipped_workload_has_exactly_these_numbers(row: list[str]) -> None:
         Fraction(row[6]),
         int(row[7]),
         int(row[8]),
-        Duration.fixed(float(row[9])),
+        Duration(mean_s=float(row[9])),
         int(row[10]),
         int(row[11]),
         Shuffle(row[12]),
@@ -86,7 +86,7 @@ def test_shipped_workloads_load_without_remarks() -> None:
 
 
 def test_every_family_says_what_it_is() -> None:
-    assert all(family.about.endswith(".") for family in families().values())
+    assert all(family["about"].endswith(".") for family in families().values())
 
 
 def test_dlrm_reads_a_fifth_of_its_columns() -> None:

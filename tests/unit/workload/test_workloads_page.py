@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.workload.dlio_keys import DEPARTURES, EXPLAINED, REFUSED
-from penstock.workload.layered_settings import dotted
 from penstock.workload.quantities import Distribution
+from penstock.workload.settings import dotted
 
 PAGE = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text(encoding="utf-8")
 

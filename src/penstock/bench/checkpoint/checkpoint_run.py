@@ -271,7 +271,7 @@ class CheckpointRequest(RunSettings):
         """The settings that another run needs to read these checkpoints."""
         layout, mode = self.layout, "subset" if self.layout.is_subset else "default"
         return CheckpointShape(
-            model=self.model.name,
+            model=self.model.workload.full_name,
             processes=layout.num_processes,
             mode=mode,
             scale=str(self.scale),
@@ -284,7 +284,7 @@ class CheckpointRequest(RunSettings):
         mesh = self.layout.mesh
         return {
             "kind": "checkpoint",
-            "model": self.model.name,
+            "model": self.model.workload.full_name,
             "parameters": self.layout.num_parameters,
             "parallelism": {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "data": mesh.data},
             "is_subset": self.layout.is_subset,
@@ -427,7 +427,7 @@ class _Session:
             steps = {*(figures.round.step for figures in rounds), *(earlier.step_numbers if earlier else ())}
             remove_steps(runner.storages[0], sorted(steps), comm=self.comm)
         return CheckpointResult(
-            model=self.request.model.name,
+            model=self.request.model.workload.full_name,
             ranks=self.comm.size,
             results_dir=str(folder),
             target=runner.storages[0].uri,

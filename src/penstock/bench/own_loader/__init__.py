@@ -41,7 +41,7 @@ def measure_loader(
 
     function, batch_time_s = (step, 0.0) if callable(step) else (None, step)
     name = getattr(factory, "__name__", type(factory).__name__)
-    train = Train(epochs=epochs, computation_time=Duration.fixed(batch_time_s))
+    train = Train(epochs=epochs, computation_time=Duration(mean_s=batch_time_s))
     request = OwnLoaderRequest(
         results=Path(results),
         workload=Workload(name=name, train=train),

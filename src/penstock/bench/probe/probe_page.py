@@ -11,7 +11,7 @@ from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headli
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, Series, Tone, table_section
 from penstock.units import format_bytes, format_rate
 from penstock.workload import load_workload
-from penstock.workload.accelerator_forecast import forecast_accelerators
+from penstock.workload.sizing import forecast_accelerators
 from penstock.workload.spec import Workload
 
 GIB: Final = 2**30

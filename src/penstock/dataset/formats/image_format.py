@@ -13,7 +13,7 @@ import numpy as np
 from penstock.dataset.formats import format_base
 from penstock.dataset.formats import format_protocol as fp
 from penstock.errors import UsageError
-from penstock.workload.dataset_size import record_bytes
+from penstock.workload.sizing import record_bytes
 from penstock.workload.spec import Dataset
 
 

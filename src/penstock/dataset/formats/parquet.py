@@ -22,8 +22,8 @@ from penstock.dataset.formats import file_objects, format_base
 from penstock.dataset.formats import format_protocol as fp
 from penstock.errors import UsageError
 from penstock.storage import Source
-from penstock.workload.dataset_size import column_bytes
 from penstock.workload.enums import Compression
+from penstock.workload.sizing import column_bytes
 from penstock.workload.spec import Dataset, ParquetColumn
 
 _TEXT_TYPES: Final = {"string": pa.large_string(), "binary": pa.large_binary()}

@@ -15,7 +15,7 @@ from penstock.storage.uri import find_local_paths_at, parse_uri
 from penstock.submission.authoring.result_dir import HIDDEN, RunSeries
 from penstock.submission.edition import Edition
 from penstock.workload.enums import StorageKind
-from penstock.workload.mlperf_divisions import Breach, SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision, describe_breach
 from penstock.workload.spec import Workload
 
 
@@ -71,30 +71,30 @@ def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
     )
 
 
-def require_none(breaches: Iterable[Breach], where: str) -> None:
+def require_none(breaches: Iterable[str], where: str) -> None:
     """Raise `UsageError` with every breach and its rule."""
-    if found := "; ".join(map(str, breaches)):
+    if found := "; ".join(breaches):
         raise UsageError(found, where=where, fix="Change these: nothing was made yet.")
 
 
 def training_breaches(
     edition: Edition, series: RunSeries, *, accelerator: str, num_accelerators: int, num_hosts: int, data: str
-) -> Iterator[Breach]:
+) -> Iterator[str]:
     """All breaches of the edition's rules for a training result; `data` is the URI of the data set."""
     workloads = edition.min_utilization_percent
     if series.model not in workloads:
-        yield Breach(rule="2.1.11", key=series.model, why=f"is not one of {', '.join(workloads)}")
+        yield describe_breach("2.1.11", series.model, f"is not one of {', '.join(workloads)}")
     if accelerator not in edition.accelerators:
         why = f"is not one of {', '.join(edition.accelerators)}"
-        yield Breach(rule="2.1.11", key=accelerator or "no accelerator", why=why)
+        yield describe_breach("2.1.11", accelerator or "no accelerator", why)
     if num_accelerators % num_hosts:
         key = f"{num_accelerators} accelerators"
-        yield Breach(rule="3.3.6", key=key, why=f"do not divide evenly among {num_hosts} hosts")
+        yield describe_breach("3.3.6", key, f"do not divide evenly among {num_hosts} hosts")
     # The storage under test must not be in the tree; `.mlps/` does not belong to it.
     if paths := find_local_paths_at(data):
         place, root = Path(paths.local_root).resolve(), series.tree.root.resolve()
         if place.is_relative_to(root) and not place.is_relative_to(root / HIDDEN):
-            yield Breach(rule="3.4.1", key=f"--data {place}", why="must be outside of the submission's tree")
+            yield describe_breach("3.4.1", f"--data {place}", "must be outside of the submission's tree")
 
 
 def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing result
@@ -110,42 +110,40 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
     scale: Fraction,
     changed: Sequence[str],
     size_gib: float,
-) -> Iterator[Breach]:
+) -> Iterator[str]:
     """All breaches of the rules on checkpointing; `changed` are the keys that are set, by dotted name."""
     rules = edition.require(edition.checkpoints)
     limits = rules.models.get(model)
     if limits is None:
-        yield Breach(rule="4.3.3", key=model, why=f"is not one of {', '.join(rules.models)}")
+        yield describe_breach("4.3.3", model, f"is not one of {', '.join(rules.models)}")
         return
     if scale != 1:
-        yield Breach(rule="4.3.4", key="--scale", why="must be 1: submitted checkpoints are full-size")
+        yield describe_breach("4.3.4", "--scale", "must be 1: submitted checkpoints are full-size")
     for key in changed:
         if key not in rules.parameters.allowed(division):
-            yield Breach(rule="4.6.3", key=key, why=f"must stay as it is in the {division.value} division")
+            yield describe_breach("4.6.3", key, f"must stay as it is in the {division.value} division")
     memory, ranks = rules.accelerator_memory_gb, f"{num_processes} ranks"
     if accelerator not in memory:
-        yield Breach(
-            rule="4.3.4", key=accelerator or "no accelerator", why=f"is not one of {', '.join(memory)}"
-        )
+        yield describe_breach("4.3.4", accelerator or "no accelerator", f"is not one of {', '.join(memory)}")
     elif memory[accelerator] * num_processes < size_gib:
-        yield Breach(
-            rule="4.3.4",
-            key=f"{num_processes} x {memory[accelerator]:g} GB",
-            why=f"are less than a checkpoint of {size_gib:.1f} GiB",
+        yield describe_breach(
+            "4.3.4",
+            f"{num_processes} x {memory[accelerator]:g} GB",
+            f"are less than a checkpoint of {size_gib:.1f} GiB",
         )
     if division is SubmissionDivision.OPEN:
         if num_processes % limits.open_unit:
-            yield Breach(rule="4.6.4", key=ranks, why=f"are not a multiple of {limits.open_unit}")
+            yield describe_breach("4.6.4", ranks, f"are not a multiple of {limits.open_unit}")
         return
     for what, number in (("writes", num_writes), ("reads", num_reads)):
         if number not in (0, rules.num_checkpoints):
-            yield Breach(rule="4.7.1", key=f"{number} {what}", why=f"are not {rules.num_checkpoints} or 0")
+            yield describe_breach("4.7.1", f"{number} {what}", f"are not {rules.num_checkpoints} or 0")
     subset = rules.subset
     if is_subset and (model not in subset.models or num_processes != subset.num_accelerators):
-        yield Breach(
-            rule="4.3.5",
-            key="--subset",
-            why=f"is for {', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators",
+        yield describe_breach(
+            "4.3.5",
+            "--subset",
+            f"is for {', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators",
         )
     elif not is_subset and num_processes != limits.closed_processes:
-        yield Breach(rule="4.6.1", key=ranks, why=f"are not {limits.closed_processes}")
+        yield describe_breach("4.6.1", ranks, f"are not {limits.closed_processes}")

@@ -45,7 +45,7 @@ from penstock.submission.tree_layout import (
     metadata_name,
 )
 from penstock.workload.enums import StorageKind
-from penstock.workload.layered_settings import dotted, flatten
+from penstock.workload.settings import dotted, flatten
 from penstock.workload.spec import Workload
 
 RULES_EDITION: Final = "3.0"

@@ -35,7 +35,7 @@ from penstock.submission.rules.rule import (
     require_runs,
 )
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.dataset_size import bytes_text, quotient_text
+from penstock.workload.sizing import bytes_text, quotient_text
 
 _STORAGE_KEYS: Final = {
     Benchmark.TRAINING: "data_dir",

@@ -341,10 +341,11 @@ def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, 
         card = shipped_card(family)
         return None if card is None else canonical_values(card.sections)
     shipped = families().get(family)
-    if shipped is None or accelerator not in shipped.variants:
+    if shipped is None or accelerator not in shipped["accelerators"]:
         return None
     # What an accelerator sets replaces what all share.
-    return {**canonical_values(shipped.shared), **canonical_values(shipped.variants[accelerator])}
+    shared, changes = shipped["workload"], shipped["accelerators"][accelerator]
+    return {**canonical_values(shared), **canonical_values(changes)}
 
 
 def _recorded_configuration(case: Case) -> KeyPath:

@@ -40,7 +40,7 @@ from penstock.storage.uri import Location
 from penstock.testing.faults import FailAtCall, Full, Late
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.load_workload import load_model
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 SMALL = PipelineSettings(streams=2, chunk_bytes=64 << 10, buffer_memory_bytes=512 << 10)
 SCALE = Fraction(1, 100_000)

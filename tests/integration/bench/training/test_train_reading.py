@@ -62,7 +62,7 @@ class Ground:
                 name="small",
                 dataset=self.dataset,
                 reader=reads,
-                train=Train(epochs=2, computation_time=Duration.fixed(0.002)),
+                train=Train(epochs=2, computation_time=Duration(mean_s=0.002)),
             ),
             results=self.place / "runs",
             seed=5,
@@ -130,7 +130,7 @@ def test_decoding_files_from_elsewhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_samples_are_preprocessed_for_as_long_as_asked(tmp_path: Path) -> None:
-    result = Ground(tmp_path).run(replace(READER, preprocess_time=Duration.fixed(0.001)))
+    result = Ground(tmp_path).run(replace(READER, preprocess_time=Duration(mean_s=0.001)))
     assert total(result, "decode_ns") >= 24 * 1_000_000
 
 

@@ -57,7 +57,7 @@ def workload(dataset: Dataset = FILES, *, epochs: int = 2, **fields: Any) -> Wor
         name="small",
         dataset=dataset,
         reader=SHUFFLED,
-        train=Train(epochs=epochs, computation_time=Duration.fixed(0.004)),
+        train=Train(epochs=epochs, computation_time=Duration(mean_s=0.004)),
     )
     return replace(base, **fields)
 
@@ -274,7 +274,7 @@ class _SlowSource(WrappedSource):
 def test_slow_storage_is_named_as_the_bottleneck(tmp_path: Path) -> None:
     inside = Ground(MemoryStorage(), tmp_path).make()
     # The client alone keeps this utilization, whatever else the machine does.
-    asked = workload(train=Train(epochs=2, computation_time=Duration.fixed(0.02)), metric=Metric(au=0.5))
+    asked = workload(train=Train(epochs=2, computation_time=Duration(mean_s=0.02)), metric=Metric(au=0.5))
     document = Ground(_SlowStorage(inside.storage), tmp_path).run(asked).document()
     assert document["bottleneck"] == "storage"
     assert not document["meets_threshold"]
@@ -304,7 +304,7 @@ def test_evaluation_follows_the_epochs_it_was_asked_for(ground: Ground) -> None:
         dataset,
         epochs=3,
         workflow=Workflow(evaluation=True),
-        evaluation=Evaluation(eval_time=Duration.fixed(0.002), eval_after_epoch=2),
+        evaluation=Evaluation(eval_time=Duration(mean_s=0.002), eval_after_epoch=2),
         reader=replace(SHUFFLED, batch_size_eval=2),
     )
     result = ground.make(dataset).run(asked)

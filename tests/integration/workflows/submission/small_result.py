@@ -35,7 +35,7 @@ from penstock.workflows.submission.draft_training_result import (
 from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
 from penstock.workload.load_workload import load
 from penstock.workload.mlperf_divisions import SubmissionDivision
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 
 if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult

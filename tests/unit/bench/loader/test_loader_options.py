@@ -12,7 +12,7 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.errors import Unavailable, UsageError
 from penstock.workload.load_workload import load
 from penstock.workload.mlperf_divisions import SubmissionDivision, choose_reading
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 from penstock.workload.shipped_catalog import families
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ WORKLOAD = Workload(
         format=DataFormat.NPY, num_files_train=12, num_files_eval=4, record_length_bytes=Fraction(2000)
     ),
     reader=ReaderSection(batch_size=3, batch_size_eval=2),
-    train=Train(epochs=2, computation_time=Duration.fixed(0.002)),
-    evaluation=Evaluation(eval_time=Duration.fixed(0.001)),
+    train=Train(epochs=2, computation_time=Duration(mean_s=0.002)),
+    evaluation=Evaluation(eval_time=Duration(mean_s=0.001)),
 )
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dataset.formats.parquet import ParquetFormat, column_type
-from penstock.workload.dataset_size import column_bytes
 from penstock.workload.enums import DataFormat
+from penstock.workload.sizing import column_bytes
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 TYPES = [

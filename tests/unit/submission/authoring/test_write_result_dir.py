@@ -20,7 +20,7 @@ from penstock.submission.code_image import Program
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.load_workload import load
 from penstock.workload.mlperf_divisions import SubmissionDivision
-from penstock.workload.overrides import parse_settings
+from penstock.workload.settings import parse_settings
 from penstock.workload.spec import Workload
 
 BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)

@@ -9,16 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.workload.dataset_size import (
+from penstock.workload.load_workload import load
+from penstock.workload.sizing import (
     FILES_PER_FOLDER,
     DatasetSizingRequest,
     bytes_text,
-    describe_size,
     make_sizing_request,
     quotient_text,
     size_dataset,
 )
-from penstock.workload.load_workload import load
 
 GIB = 1 << 30
 
@@ -52,10 +51,10 @@ def test_the_files_suffice_and_one_fewer_does_not(request: DatasetSizingRequest)
 def test_the_judge_says_what_the_rules_say(request: DatasetSizingRequest, more: int) -> None:
     found = size_dataset(request)
     num_files = max(0, found.min_files + more)
-    verdict = found.check_files(num_files)
-    assert verdict.passed == holds(request, num_files)
-    assert f"{num_files:,} files" in verdict.proof
-    assert f"{found.min_files:,} files needed" in verdict.proof
+    passed, comparison = found.check_files(num_files)
+    assert passed == holds(request, num_files)
+    assert f"{num_files:,} files" in comparison
+    assert f"{found.min_files:,} files needed" in comparison
 
 
 @given(REQUESTS, st.integers(1, 1 << 40), st.integers(1, 1000))
@@ -108,9 +107,8 @@ def test_the_known_case_is_one_file_more_than_the_floor() -> None:
     assert "memory: 5 x 1024 GiB / 146600628 B = 37,500.2 -> 37,501 files" in found.proof
     assert "steps: 500 steps x 7 samples x 8 accelerators = 28,000 files" in found.proof
     assert "larger: memory, 37,501 files" in found.proof
-    assert not found.check_files(37_500).passed
-    assert found.check_files(37_500).proof == "37,500 files < 37,501 files needed"
-    assert found.check_files(37_501).proof == "37,501 files >= 37,501 files needed"
+    assert found.check_files(37_500) == (False, "37,500 files < 37,501 files needed")
+    assert found.check_files(37_501) == (True, "37,501 files >= 37,501 files needed")
     assert found.num_subfolders == 4
 
 
@@ -142,7 +140,7 @@ def test_parquet_is_counted_by_its_columns_and_judged_by_samples() -> None:
     assert request.record_bytes == 761
     assert found.min_samples == math.ceil(Fraction(5 * 512 * GIB, 761))
     assert found.min_files == 766
-    assert found.check_files(1024).passed
+    assert found.check_files(1024)[0]
 
 
 def test_rates_count_what_is_read_and_vanish_without_computation() -> None:
@@ -214,4 +212,3 @@ def test_a_quotient_is_never_shown_as_a_whole_number_that_it_is_not(value: Fract
 def test_bytes_are_shown_as_they_were_given() -> None:
     assert bytes_text(Fraction(146600628)) == "146600628"
     assert bytes_text(Fraction("114660.07")) == "114660.07"
-    assert describe_size(5 * GIB) == "5 GiB (5,368,709,120 B)"

@@ -9,11 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.enums import DataFormat, Shuffle
-from penstock.workload.layered_settings import SettingProblem
 from penstock.workload.load_workload import shipped
 from penstock.workload.quantities import Distribution, Duration
-from penstock.workload.spec import Parquet, ParquetColumn, StorageOptions, Transformer, Workload
-from penstock.workload.workload_schema import known_paths, read_workload, write_workload
+from penstock.workload.spec import (
+    KeyPath,
+    Parquet,
+    ParquetColumn,
+    StorageOptions,
+    Transformer,
+    Workload,
+    known_paths,
+    read_workload,
+    write_workload,
+)
 
 
 def read(tree: dict[str, Any]) -> Workload:
@@ -32,7 +40,7 @@ def without_nulls(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def problems_of(tree: dict[str, Any]) -> list[SettingProblem]:
+def problems_of(tree: dict[str, Any]) -> list[tuple[KeyPath, str]]:
     workload, problems = read_workload(tree, name="w", accelerator="")
     assert workload is None
     return problems
@@ -66,7 +74,7 @@ def test_every_shipped_workload_survives_being_written_and_read(workload: Worklo
     columns=st.lists(
         st.builds(ParquetColumn, name=st.text(min_size=1), size=st.integers(1, 9), read=st.booleans())
     ),
-    time=st.floats(0, 10).map(Duration.fixed)
+    time=st.floats(0, 10).map(lambda mean: Duration(mean_s=mean))
     | st.just(Duration(law=Distribution.GAMMA, shape=2.0, scale_s=0.5)),
 )
 def test_any_values_survive_being_written_and_read(**values: Any) -> None:
@@ -168,18 +176,17 @@ def test_switches_have_the_usual_spellings(written: Any) -> None:
     ],
 )
 def test_a_wrong_value_is_refused_at_its_path(tree: dict[str, Any], path: tuple[str, ...], said: str) -> None:
-    (problem,) = problems_of(tree)
-    assert problem.path == path
-    assert problem.kind == "refused"
-    assert said in problem.text
+    ((refused, why),) = problems_of(tree)
+    assert refused == path
+    assert said in why
 
 
 def test_all_problems_come_at_once_and_unknown_keys_are_called_so() -> None:
     found = problems_of({"reader": {"batch_size": 0, "bath_size": 1}, "tarin": {"epochs": 1}})
-    assert {(problem.path, problem.kind) for problem in found} == {
-        (("reader", "batch_size"), "refused"),
-        (("reader", "bath_size"), "unknown"),
-        (("tarin",), "unknown"),
+    assert {(path, why != "") for path, why in found} == {
+        (("reader", "batch_size"), True),
+        (("reader", "bath_size"), False),
+        (("tarin",), False),
     }
 
 

@@ -1,6 +1,5 @@
 """Values from a command line: the same grammar for --set and for DLIO's words, and a round trip."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.workload.overrides import (
+from penstock.workload.settings import (
     format_value,
     parse_dlio_words,
     parse_settings,
@@ -104,7 +103,7 @@ def test_a_formatted_value_is_read_as_itself(value: Any) -> None:
 def test_a_formatted_setting_and_dlios_word_give_the_same_path_and_value(path: list[str], value: Any) -> None:
     text = f"{'.'.join(path)}={format_value(value)}"
     (ours,) = parse_settings([text])
-    (theirs,) = parse_dlio_words([f"++workload.{text}"]).overrides
+    ((theirs,), _) = parse_dlio_words([f"++workload.{text}"])
     assert (ours.path, ours.value) == (theirs.path, theirs.value) == (tuple(path), value)
 
 
@@ -122,7 +121,7 @@ def test_what_sets_nothing_is_refused(text: str) -> None:
 
 
 def test_dlios_whole_command_line_is_understood() -> None:
-    words = parse_dlio_words(
+    overrides, words = parse_dlio_words(
         [
             "workload=unet3d_h100",
             "++workload.dataset.num_files_train=42",
@@ -134,11 +133,13 @@ def test_dlios_whole_command_line_is_understood() -> None:
             "/my, configs",
         ]
     )
-    assert words.workload == "unet3d_h100"
-    assert words.config_dir == Path("/my, configs")
-    assert words.run_dir == "/results/a b"
-    assert words.output_subdir == "dlio_config"
-    assert [(override.path, override.value) for override in words.overrides] == [
+    assert words == {
+        "workload": "unet3d_h100",
+        "--config-dir": "/my, configs",
+        "hydra.run.dir": "/results/a b",
+        "hydra.output_subdir": "dlio_config",
+    }
+    assert [(override.path, override.value) for override in overrides] == [
         (("dataset", "num_files_train"), 42),
         (("train", "computation_time"), {"mean": 1, "stdev": 0.1}),
         (("reader", "file_shuffle"), "off"),
@@ -147,20 +148,17 @@ def test_dlios_whole_command_line_is_understood() -> None:
 
 @pytest.mark.parametrize("words", [["--config-dir=/x"], ["-cd", "/x"], ["--config-dir", "/x"]])
 def test_the_folder_of_configurations_has_three_spellings(words: list[str]) -> None:
-    assert parse_dlio_words(words).config_dir == Path("/x")
+    assert parse_dlio_words(words) == ((), {"--config-dir": "/x"})
 
 
 def test_a_tilde_leaves_a_key_at_its_default() -> None:
-    (left_out,) = parse_dlio_words(["~workload.dataset.compression"]).overrides
+    ((left_out,), _) = parse_dlio_words(["~workload.dataset.compression"])
     assert (left_out.path, left_out.value) == (("dataset", "compression"), None)
 
 
 def test_a_folder_is_taken_literally_and_a_null_is_told_from_silence() -> None:
-    words = parse_dlio_words(["--config-dir=/a,b 'c'", "hydra.output_subdir=null", "workload=2024"])
-    assert words.config_dir == Path("/a,b 'c'")
-    assert words.output_subdir == ""
-    assert words.workload == "2024"
-    assert words.run_dir is None
+    _, words = parse_dlio_words(["--config-dir=/a,b 'c'", "hydra.output_subdir=null", "workload=2024"])
+    assert words == {"--config-dir": "/a,b 'c'", "hydra.output_subdir": "", "workload": "2024"}
 
 
 def test_a_secret_is_kept_out_of_what_messages_quote() -> None:
@@ -175,8 +173,7 @@ def test_a_secret_is_kept_out_of_what_messages_quote() -> None:
 
 
 def test_no_words_ask_for_nothing() -> None:
-    words = parse_dlio_words([])
-    assert (words.workload, words.overrides, words.config_dir, words.run_dir) == (None, (), None, None)
+    assert parse_dlio_words([]) == ((), {})
 
 
 @pytest.mark.parametrize(
