@@ -7,12 +7,13 @@ never count as equal. A difference that is known is reported first.
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from penstock.cluster.facts.host_facts import ClusterFacts, Cpu, HostReport, Mount, PresentHost
 from penstock.reports.report import Banner, Chart, Look, Report, bar_chart, table_section
 from penstock.units import format_bytes
 
+Holder = TypeVar("Holder")
 Verdict = Literal["pass", "warning", "fail", "not checked"]
 
 MEMORY_SLACK = 0.01
@@ -214,22 +215,29 @@ def _same_entries(
     fix: str,
 ) -> HomogeneityCheck:
     """Check that named facts are the same on all hosts; each that is not is listed."""
-    known = {host.host: entries for host in hosts if (entries := facts(host.report)) is not None}
-    names = sorted({name for entries in known.values() for name in entries})
-    differences = []
-    for name in names:
-        values: dict[str, list[str]] = defaultdict(list)
-        for host, entries in known.items():
-            values[entries.get(name, "absent")].append(host)
-        if len(values) > 1:
-            values_with_hosts = ", ".join(
-                f"{value} on {', '.join(names_with)}" for value, names_with in values.items()
-            )
-            differences.append(f"{name}: {values_with_hosts}")
+    known = [(host.host, entries) for host in hosts if (entries := facts(host.report)) is not None]
+    num_names, differences = find_differences(known, absent="absent", name=", ".join)
     if differences:
         return HomogeneityCheck(subject, differing, "; ".join(differences), fix)
     unknown = _unknown(subject, _grouped(hosts, lambda report: None if facts(report) is None else True))
-    return unknown or HomogeneityCheck(subject, "pass", f"{len(names)} the same on all hosts")
+    return unknown or HomogeneityCheck(subject, "pass", f"{num_names} the same on all hosts")
+
+
+def find_differences(
+    entries: Sequence[tuple[Holder, Mapping[str, str]]], *, absent: str, name: Callable[[list[Holder]], str]
+) -> tuple[int, list[str]]:
+    """The number of keys, and a clause for each whose value is not the same for all holders."""
+    keys = sorted({key for _, values in entries for key in values}, key=str.lower)
+    differences = []
+    for key in keys:
+        holders: dict[str, list[Holder]] = defaultdict(list)
+        for holder, values in entries:
+            holders[values.get(key, absent)].append(holder)
+        if len(holders) > 1:
+            differences.append(
+                f"{key}: {', '.join(f'{value} on {name(of)}' for value, of in holders.items())}"
+            )
+    return len(keys), differences
 
 
 def _grouped(

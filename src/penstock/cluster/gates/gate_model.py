@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
@@ -43,11 +43,7 @@ class GateVerdict(StrEnum):
     SKIPPED = "skipped"
 
 
-CLOSED: Final = frozenset({GateVerdict.FAIL, GateVerdict.NOT_CHECKED})
-"""Verdicts that stop a run whose result is to be submitted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GateFinding:
     """One gate: the verdict, a sentence about what was found, and a fix."""
 
@@ -58,8 +54,8 @@ class GateFinding:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the verdict stops a run whose result is to be submitted."""
-        return self.verdict in CLOSED
+        """True if the verdict stops a run whose result is to be submitted."""
+        return self.verdict in (GateVerdict.FAIL, GateVerdict.NOT_CHECKED)
 
 
 ClusterState = Literal["whole", "partial", "unknown"]
@@ -69,7 +65,7 @@ ClusterState = Literal["whole", "partial", "unknown"]
 class Preflight:
     """The findings of all gates for a run's record; with `is_strict`, closed gates stop the run.
 
-    `cluster` says whether the facts of all, some or none of the run's hosts are beside the record.
+    `cluster` says whether the facts of all, some or none of the run's hosts are stored with the record.
     """
 
     is_strict: bool
@@ -88,13 +84,13 @@ class Preflight:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run must not start."""
+        """True if the run must not start."""
         return self.is_strict and bool(self.closed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRequest:
-    """What one rank is about to do, as far as gates need to know.
+    """The part of a run that gates need to know: what one rank is about to do.
 
     `reopen` opens the storage at `uri` once more, for a probe of a few bytes. `written_bytes` is what this
     rank will write there; `results_option` names `results` in messages. None where the run has no such thing.

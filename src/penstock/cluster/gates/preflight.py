@@ -82,15 +82,17 @@ def run_preflight(
     )
     reports: Sequence[RankReport | str] = ()
     if set(selected) & _REPORT_CHECKS.keys():
-        reports = comm.gather(_report(request, comm), awaiting="the reports of all ranks")
-    findings = {
-        gate: GateFinding(gate=gate, verdict=GateVerdict.SKIPPED, found="skipped on request")
-        for gate in skips
-        if gate in gates
-    }
+        report: RankReport | str
+        try:
+            report = read_rank_report(request, comm)
+        except (OSError, ValueError, KeyError, PenstockError) as error:
+            report = f"rank {comm.rank} on {comm.host}: {type(error).__name__}: {error}"
+        reports = comm.gather(report, awaiting="the reports of all ranks")
+    skipped = (gate for gate in skips if gate in gates)
+    findings = {gate: GateFinding(gate, GateVerdict.SKIPPED, "skipped on request") for gate in skipped}
     for gate in selected:
         if lack := _lack(gate, request, is_private=is_private):
-            findings[gate] = GateFinding(gate=gate, verdict=GateVerdict.NOT_APPLICABLE, found=lack)
+            findings[gate] = GateFinding(gate, GateVerdict.NOT_APPLICABLE, lack)
         elif gate is Gate.CLUSTER:
             assert cluster is not None
             findings[gate] = gate_checks.check_cluster(cluster)
@@ -103,11 +105,9 @@ def run_preflight(
             assert request.reopen is not None
             findings[gate] = check_shared_storage(comm, request.uri, request.reopen)
         elif missing := [report for report in reports if isinstance(report, str)]:
+            found = f"{len(missing)} of {len(reports)} ranks did not report: {'; '.join(missing[:3])}"
             findings[gate] = GateFinding(
-                gate=gate,
-                verdict=GateVerdict.NOT_CHECKED,
-                found=f"{len(missing)} of {len(reports)} ranks did not report: {'; '.join(missing[:3])}",
-                fix="Fix the errors of these ranks.",
+                gate, GateVerdict.NOT_CHECKED, found, "Fix the errors of these ranks."
             )
         else:
             whole = [report for report in reports if isinstance(report, RankReport)]
@@ -132,13 +132,6 @@ def _lack(gate: Gate, doing: PreflightRequest, *, is_private: bool) -> str:
     return ""
 
 
-def _report(request: PreflightRequest, comm: Comm) -> RankReport | str:
-    try:
-        return read_rank_report(request, comm)
-    except (OSError, ValueError, KeyError, PenstockError) as error:
-        return f"rank {comm.rank} on {comm.host}: {type(error).__name__}: {error}"
-
-
 _LOGIND: Final = ("etc/systemd/logind.conf", "usr/lib/systemd/logind.conf")
 _REMOVE_IPC: Final = re.compile(r"^[ \t]*(#?)[ \t]*RemoveIPC[ \t]*=[ \t]*(\w+)", re.MULTILINE)
 
@@ -147,15 +140,19 @@ def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
     """The report of this rank. `OSError` where a fact cannot be read."""
     root = request.root
     shared_memory = root / "dev/shm"
+    versions = {"penstock": __version__, "Python": platform.python_version(), **package_versions()}
+    # System V limits: the largest segment, in bytes, and the number of segments, where the kernel has them.
+    segments = {name: root / "proc/sys/kernel" / name for name in ("shmmax", "shmmni")}
+    paths = None if request.uri is None else find_local_paths_at(request.uri, request.environment)
     return RankReport(
         rank=comm.rank,
         host=comm.host,
-        versions=_versions(comm),
+        versions={**versions, "messages": comm.carrier} if comm.carrier else versions,
         limits=soft_limits(),
         shared_memory=read_volume(shared_memory, comm.host) if shared_memory.is_dir() else None,
-        shared_segments=_shared_segments(root / "proc/sys/kernel"),
+        shared_segments={name: int(path.read_text()) for name, path in segments.items() if path.is_file()},
         loses_shared_memory=read_loses_shared_memory(root),
-        target=_target_volume(request, comm.host),
+        target=None if paths is None else read_volume(Path(paths.local_root), comm.host),
         results=None if request.results is None else read_volume(request.results, comm.host),
         results_option=request.results_option,
         written_bytes=request.written_bytes,
@@ -180,12 +177,24 @@ def read_volume(path: Path, host: str) -> Volume:
 
 
 def read_loses_shared_memory(root: Path, user_id: int | None = None) -> bool:
-    """Whether logind removes a user's shared memory after the last logout."""
+    """Check whether logind removes a user's shared memory after the last logout."""
     user_id = os.getuid() if user_id is None else user_id
+    user = str(user_id)
+    with suppress(KeyError):  # containers run as users without an entry
+        user = pwd.getpwuid(user_id).pw_name
+    # logind spares system users, below 1000.
     has_logind = (root / "run/systemd/system").is_dir()
-    lingers = (root / "var/lib/systemd/linger" / _user_name(user_id)).exists()
-    # logind spares system users, below 1000; where nothing is set, its own default is to remove.
-    return has_logind and user_id >= 1000 and not lingers and _removes_ipc(root) is not False
+    if not has_logind or user_id < 1000 or (root / "var/lib/systemd/linger" / user).exists():
+        return False
+    main = next((root / name for name in _LOGIND if (root / name).is_file()), None)
+    folders = [root / base / "systemd/logind.conf.d" for base in ("usr/lib", "run", "etc")]
+    # A file below /etc hides those of its name elsewhere; later names override earlier ones.
+    drop_ins = {path.name: path for folder in folders for path in sorted(folder.glob("*.conf"))}
+    removes = True  # logind's own default
+    for path in ([main] if main else []) + [drop_ins[name] for name in sorted(drop_ins)]:
+        setting = parse_remove_ipc(path.read_text(encoding="utf-8", errors="replace"))
+        removes = removes if setting is None else setting
+    return removes
 
 
 def parse_remove_ipc(text: str) -> bool | None:
@@ -195,43 +204,6 @@ def parse_remove_ipc(text: str) -> bool | None:
         for comment, word in _REMOVE_IPC.findall(text)
     }
     return settings.get(False, settings.get(True))
-
-
-def _shared_segments(folder: Path) -> dict[str, int]:
-    """The largest segment, in bytes, and the number of segments, where the kernel has such limits."""
-    paths = {name: folder / name for name in ("shmmax", "shmmni")}
-    return {name: int(path.read_text(encoding="ascii")) for name, path in paths.items() if path.is_file()}
-
-
-def _removes_ipc(root: Path) -> bool | None:
-    main = next((root / name for name in _LOGIND if (root / name).is_file()), None)
-    folders = [root / base / "systemd/logind.conf.d" for base in ("usr/lib", "run", "etc")]
-    # A file below /etc hides those of its name elsewhere; later names override earlier ones.
-    drop_ins = {path.name: path for folder in folders for path in sorted(folder.glob("*.conf"))}
-    removes = None
-    for path in ([main] if main else []) + [drop_ins[name] for name in sorted(drop_ins)]:
-        setting = parse_remove_ipc(path.read_text(encoding="utf-8", errors="replace"))
-        removes = removes if setting is None else setting
-    return removes
-
-
-def _user_name(user_id: int) -> str:
-    try:
-        return pwd.getpwuid(user_id).pw_name
-    except KeyError:  # containers run as users without an entry
-        return str(user_id)
-
-
-def _versions(comm: Comm) -> dict[str, str]:
-    own = {"penstock": __version__, "Python": platform.python_version(), **package_versions()}
-    return {**own, "messages": comm.carrier} if comm.carrier else own
-
-
-def _target_volume(request: PreflightRequest, host: str) -> Volume | None:
-    if request.uri is None:
-        return None
-    paths = find_local_paths_at(request.uri, request.environment)
-    return None if paths is None else read_volume(Path(paths.local_root), host)
 
 
 NUM_ROUNDS: Final = 5
@@ -326,12 +298,8 @@ def check_shared_storage(
         comm.broadcast(placed, awaiting="rank 0 to write a probe to the storage"),
     )
     if isinstance(probe, str):
-        return GateFinding(
-            gate=Gate.STORAGE,
-            verdict=GateVerdict.NOT_CHECKED,
-            found=probe,
-            fix="Give rank 0 permission to write there, or at least to read an object.",
-        )
+        fix = "Give rank 0 permission to write there, or at least to read an object."
+        return GateFinding(Gate.STORAGE, GateVerdict.NOT_CHECKED, probe, fix)
     folder, key, digest, is_fresh = probe
     views = comm.gather(look(folder, key), awaiting="all ranks to read the probe")
     if comm.rank == 0 and is_fresh:
