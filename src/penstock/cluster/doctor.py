@@ -4,15 +4,13 @@ A check never raises: what it cannot determine, it reports.
 """
 
 import ctypes
-import importlib.metadata
-import importlib.util
 import os
 import resource
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +18,7 @@ from typing import Final, Literal
 
 from penstock.environment import Environment
 from penstock.optional_libraries import EXTRAS, install_command
+from penstock.results.provenance import package_versions
 from penstock.units import format_bytes, format_seconds
 
 State = Literal["ok", "limited", "missing"]
@@ -36,10 +35,12 @@ class Diagnosis:
     fix: str = ""
 
 
-def _check(area: str, subject: str, found: str, *, good: bool, otherwise: str) -> Diagnosis:
+def _check(
+    area: str, subject: str, found: str, *, good: bool = True, otherwise: str = "", bad: State = "limited"
+) -> Diagnosis:
     if good:
         return Diagnosis(area=area, subject=subject, state="ok", found=found)
-    return Diagnosis(area=area, subject=subject, state="limited", found=found, fix=otherwise)
+    return Diagnosis(area=area, subject=subject, state=bad, found=found, fix=otherwise)
 
 
 def examine(folder: Path, environment: Environment) -> Iterator[Diagnosis]:
@@ -48,18 +49,23 @@ def examine(folder: Path, environment: Environment) -> Iterator[Diagnosis]:
     yield from _ranks(environment)
     yield from _object_clients(environment)
     yield from _packages("packages")
-    yield from _file_system(folder)
+    yield from _files(folder.resolve())
     yield from _limits()
-    yield _clock_resolution()
-    yield _clock_synchronised()
-    yield from _programs()
+    yield from _clock()
+    for name, purpose in (
+        ("fio", "`make bench` compares the probe with it"),
+        ("strace", "tests count calls"),
+    ):
+        path = shutil.which(name)
+        otherwise = f"Optional: {purpose}; install the package {name} of your distribution."
+        yield _check("programs", name, path or "not on PATH", good=path is not None, otherwise=otherwise)
 
 
 def _machine() -> Iterator[Diagnosis]:
     import psutil  # noqa: PLC0415 - slow to import
 
     version = ".".join(str(part) for part in sys.version_info[:3])
-    yield Diagnosis(area="machine", subject="Python", state="ok", found=f"{version} at {sys.executable}")
+    yield _check("machine", "Python", f"{version} at {sys.executable}")
     usable = len(os.sched_getaffinity(0))
     total = os.cpu_count() or usable
     yield _check(
@@ -71,7 +77,7 @@ def _machine() -> Iterator[Diagnosis]:
     )
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
-    yield Diagnosis(area="machine", subject="memory", state="ok", found=found)
+    yield _check("machine", "memory", found)
 
 
 _EXTRAS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
@@ -104,18 +110,16 @@ def _packages(area: str) -> Iterator[Diagnosis]:
 
 
 def _package(area: str, distribution: str, purpose: str, command: str) -> Diagnosis:
-    """Whether a package is installed, from its metadata: importing torch takes seconds."""
-    try:
-        version = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return Diagnosis(
-            area=area,
-            subject=distribution,
-            state="missing",
-            found="not installed",
-            fix=f"For {purpose}: {command}",
-        )
-    return Diagnosis(area=area, subject=distribution, state="ok", found=f"{version}, for {purpose}")
+    """Look for a package in the metadata of packages: importing torch takes seconds."""
+    version = package_versions([distribution]).get(distribution)
+    return _check(
+        area,
+        distribution,
+        f"{version}, for {purpose}" if version else "not installed",
+        good=version is not None,
+        otherwise=f"For {purpose}: {command}",
+        bad="missing",
+    )
 
 
 def _ranks(environment: Environment) -> Iterator[Diagnosis]:
@@ -124,12 +128,13 @@ def _ranks(environment: Environment) -> Iterator[Diagnosis]:
     mpiexec = (
         str(own_mpiexec) if own_mpiexec.exists() else shutil.which("mpiexec", path=environment.get("PATH"))
     )
-    yield Diagnosis(
-        area="ranks",
-        subject="mpiexec",
-        state="ok" if mpiexec else "missing",
-        found=mpiexec or "neither beside this Python nor on PATH",
-        fix="" if mpiexec else f"For --ranks: {install_command('mpi')}, or load your site's MPI.",
+    yield _check(
+        "ranks",
+        "mpiexec",
+        mpiexec or "neither next to this Python nor on PATH",
+        good=mpiexec is not None,
+        otherwise=f"For --ranks: {install_command('mpi')}, or load your site's MPI.",
+        bad="missing",
     )
 
 
@@ -148,101 +153,69 @@ def _object_clients(environment: Environment) -> Iterator[Diagnosis]:
     )
 
 
-def _file_system(folder: Path) -> Iterator[Diagnosis]:
+def _files(folder: Path) -> Iterator[Diagnosis]:
     import psutil  # noqa: PLC0415 - slow to import
 
-    place = folder.resolve()
-    mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
+    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     kind = f"{mount.fstype} on {mount.device} at {mount.mountpoint}" if mount else "unknown"
-    usage = shutil.disk_usage(place)
+    usage = shutil.disk_usage(folder)
     yield _check(
         "files",
-        str(place),
+        str(folder),
         f"{kind}, {format_bytes(usage.free)} free of {format_bytes(usage.total)}",
         good=usage.free > 0.05 * usage.total,
         otherwise="Free some space before measuring: a nearly full file system is slower.",
     )
-    yield _direct_io(place)
-    yield _shared_memory()
-
-
-def _direct_io(folder: Path) -> Diagnosis:
-    """Whether files open with O_DIRECT here. On tmpfs they may, too: success does not prove a disk."""
+    # On tmpfs, too, files may open with O_DIRECT: success does not prove a disk.
     refusal = ""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".penstock-doctor-") as room:
             os.close(os.open(Path(room, "direct"), os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError as error:
         refusal = str(error.strerror)
-    return _check(
+    yield _check(
         "files",
         "O_DIRECT",
         f"refused in {folder}: {refusal}" if refusal else f"opens in {folder}",
         good=not refusal,
         otherwise="Measure with file:// there, or pass a folder on another file system as --at.",
     )
-
-
-def _shared_memory() -> Diagnosis:
-    path = Path("/dev/shm")  # noqa: S108 - where DataLoader workers and MPI share memory
-    if not path.is_dir():
-        return Diagnosis(
-            area="files",
-            subject=str(path),
-            state="missing",
-            found="no such folder",
-            fix="Mount a tmpfs there: MPI on one node and DataLoader workers pass memory through it.",
-        )
-    usage = shutil.disk_usage(path)
-    return _check(
+    memory = Path("/dev/shm")  # noqa: S108 - where DataLoader workers and MPI share memory
+    if not memory.is_dir():
+        fix = "Mount a tmpfs there: MPI on one node and DataLoader workers pass memory through it."
+        yield _check("files", str(memory), "no such folder", good=False, otherwise=fix, bad="missing")
+        return
+    usage = shutil.disk_usage(memory)
+    yield _check(
         "files",
-        str(path),
+        str(memory),
         f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}",
         good=usage.total >= 1 << 30,
         otherwise="Give it 1 GiB or more (in a container: --shm-size); a full one kills workers by SIGBUS.",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    subject: str
-    kind: int
-    wanted: int
-    fix: str
-    show: Callable[[float], str]
-
-
-_LIMITS: Final = (
-    _Limit("open files", resource.RLIMIT_NOFILE, 4096, "ulimit -n 65536", lambda value: f"{value:.0f}"),
-    _Limit("processes", resource.RLIMIT_NPROC, 1024, "ulimit -u 4096", lambda value: f"{value:.0f}"),
-    _Limit("locked memory", resource.RLIMIT_MEMLOCK, 64 << 20, "ulimit -l unlimited", format_bytes),
-    _Limit("file size", resource.RLIMIT_FSIZE, 1 << 50, "ulimit -f unlimited", format_bytes),
-)
-
-
 def _limits() -> Iterator[Diagnosis]:
-    for limit in _LIMITS:
-        soft, _hard = resource.getrlimit(limit.kind)
+    for subject, kind, wanted, fix in (
+        ("open files", resource.RLIMIT_NOFILE, 4096, "ulimit -n 65536"),
+        ("processes", resource.RLIMIT_NPROC, 1024, "ulimit -u 4096"),
+        ("locked memory", resource.RLIMIT_MEMLOCK, 64 << 20, "ulimit -l unlimited"),
+        ("file size", resource.RLIMIT_FSIZE, 1 << 50, "ulimit -f unlimited"),
+    ):
+        soft, _hard = resource.getrlimit(kind)
         unlimited = soft == resource.RLIM_INFINITY
+        limit = format_bytes(soft) if wanted > 4096 else f"{soft:.0f}"
         yield _check(
             "limits",
-            limit.subject,
-            "unlimited" if unlimited else limit.show(soft),
-            good=unlimited or soft >= limit.wanted,
-            otherwise=f"Raise it in the shell that starts jobs: {limit.fix}",
+            subject,
+            "unlimited" if unlimited else limit,
+            good=unlimited or soft >= wanted,
+            otherwise=f"Raise it in the shell that starts jobs: {fix}",
         )
-    yield from _kernel_switches()
-
-
-def _kernel_switches() -> Iterator[Diagnosis]:
-    aio = _first_line(Path("/proc/sys/fs/aio-max-nr"))
-    if aio:
-        yield Diagnosis(
-            area="limits", subject="asynchronous requests", state="ok", found=f"{aio} system-wide"
-        )
-    uring = _first_line(Path("/proc/sys/kernel/io_uring_disabled"))
-    if uring:
+    if aio := _first_line(Path("/proc/sys/fs/aio-max-nr")):
+        yield _check("limits", "asynchronous requests", f"{aio} system-wide")
+    if uring := _first_line(Path("/proc/sys/kernel/io_uring_disabled")):
         yield _check(
             "limits",
             "io_uring",
@@ -264,20 +237,28 @@ def _first_line(path: Path) -> str:
     return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
 
-def _clock_resolution() -> Diagnosis:
+def _clock() -> Iterator[Diagnosis]:
     source = _first_line(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
     resolution_s = time.get_clock_info("monotonic").resolution
     start = time.perf_counter()
     for _ in range(1000):
         time.monotonic_ns()
     cost_s = (time.perf_counter() - start) / 1000
-    return _check(
+    yield _check(
         "clock",
         "monotonic",
         f"{source or 'unknown source'}, {format_seconds(resolution_s)} resolution, "
         f"{format_seconds(cost_s)} per reading",
         good=cost_s < 1e-6,
         otherwise="Reading the clock takes a system call; select the clock source tsc if there is one.",
+    )
+    is_synchronised = clock_is_synchronised()
+    yield _check(
+        "clock",
+        "synchronised",
+        f"{'yes' if is_synchronised else 'no'}, according to the kernel",
+        good=is_synchronised,
+        otherwise="Durations are not affected; start chrony to compare times between hosts.",
     )
 
 
@@ -288,33 +269,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock_is_synchronised() -> bool:
-    """Whether the kernel considers this machine's wall clock synchronised."""
+    """True if the kernel considers this machine's wall clock synchronised."""
     unsynchronised = 5  # TIME_ERROR of adjtimex(2)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
     return bool(0 <= state < unsynchronised)
-
-
-def _clock_synchronised() -> Diagnosis:
-    good = clock_is_synchronised()
-    return _check(
-        "clock",
-        "synchronised",
-        "yes, according to the kernel" if good else "no, according to the kernel",
-        good=good,
-        otherwise="Durations are not affected; start chrony to compare times between hosts.",
-    )
-
-
-def _programs() -> Iterator[Diagnosis]:
-    for name, purpose in (
-        ("fio", "`make bench` compares the probe with it"),
-        ("strace", "tests count calls"),
-    ):
-        path = shutil.which(name)
-        yield _check(
-            "programs",
-            name,
-            path or "not on PATH",
-            good=path is not None,
-            otherwise=f"Optional: {purpose}; install the package {name} of your distribution.",
-        )

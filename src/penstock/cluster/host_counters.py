@@ -1,4 +1,6 @@
-"""The kernel counters of a host during a run: read from `/proc` and `/sys`, once a second.
+"""The kernel counters of a host during a run, and which of them cover the bytes of a storage.
+
+They are read from `/proc` and `/sys`, once a second.
 
 Tests replace the root. Invariants: a sample holds only integers that the kernel counts by itself, so that the
 difference of two samples is what happened between them on the whole host; the sampler keeps one sample in
@@ -9,10 +11,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Literal, Self
+
+from penstock.storage import Storage
+from penstock.storage.capabilities import SupportsEndpoints, find_local_root, unwrap
+from penstock.storage.volumes import nearest_folder
+
+logger = logging.getLogger(__name__)
 
 ROOT: Final = Path("/")
 _SECTOR_BYTES: Final = 512
@@ -77,32 +85,16 @@ def find_hardware(root: Path = ROOT) -> HostHardware:
 def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
     """The counters now. `OSError` without `/proc`; counters that this kernel lacks are left out."""
     monotonic_ns = time.monotonic_ns()
-    values = dict(_processors(_text(root / "proc/stat")))
-    values.update(_memory(_text(root / "proc/meminfo")))
-    values.update(_drives(_text(root / "proc/diskstats")))
-    values.update(_networks(_text(root / "proc/net/dev"), hardware))
-    values.update(_ports(root / "sys/class/infiniband", hardware))
-    return CounterSample(monotonic_ns=monotonic_ns, values=values)
-
-
-def _processors(text: str) -> Iterator[tuple[str, int]]:
-    """The sums of all processors, in milliseconds; the kernel counts ticks."""
-    ticks = text.partition("\n")[0].split()[1:]
+    # The sums of all processors, which the kernel counts in ticks.
     tick_ms = 1000 // os.sysconf("SC_CLK_TCK")
-    for name, count in zip(_CPU, ticks, strict=False):
-        yield f"cpu.{name}_ms", int(count) * tick_ms
-
-
-def _memory(text: str) -> Iterator[tuple[str, int]]:
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
+    ticks = _text(root / "proc/stat").partition("\n")[0].split()[1:]
+    values = {f"cpu.{name}_ms": int(count) * tick_ms for name, count in zip(_CPU, ticks, strict=False)}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, size = line.partition(":")
         if name in _MEMORY:
-            yield f"memory.{_MEMORY[name]}_bytes", int(value.split()[0]) * 1024
-
-
-def _drives(text: str) -> Iterator[tuple[str, int]]:
-    """Drives, partitions and devices made of them; those that were never used are left out."""
-    for line in text.splitlines():
+            values[f"memory.{_MEMORY[name]}_bytes"] = int(size.split()[0]) * 1024
+    # Drives, partitions and devices made of them; those that were never used are left out.
+    for line in _text(root / "proc/diskstats").splitlines():
         _, _, name, *fields = line.split()
         counts = dict(zip(_DRIVE, fields, strict=False))
         if name.startswith(_NO_DRIVES) or counts["reads"] == counts["writes"] == "0":
@@ -110,28 +102,23 @@ def _drives(text: str) -> Iterator[tuple[str, int]]:
         for counter, count in counts.items():
             if counter:
                 unit = _SECTOR_BYTES if counter.endswith("_bytes") else 1
-                yield f"disk.{name}.{counter}", int(count) * unit
-
-
-def _networks(text: str, hardware: HostHardware) -> Iterator[tuple[str, int]]:
-    """Physical interfaces, and the loopback, which shows services on the same host."""
-    for line in text.splitlines()[2:]:
-        name, _, counts = line.partition(":")
+                values[f"disk.{name}.{counter}"] = int(count) * unit
+    # Physical interfaces, and the loopback, which shows services on the same host.
+    for line in _text(root / "proc/net/dev").splitlines()[2:]:
+        name, _, sizes = line.partition(":")
         name = name.strip()
         if name in hardware.nics or name == "lo":
-            fields = counts.split()
-            yield f"net.{name}.received_bytes", int(fields[0])
-            yield f"net.{name}.sent_bytes", int(fields[8])
-
-
-def _ports(folder: Path, hardware: HostHardware) -> Iterator[tuple[str, int]]:
-    """RDMA, which network interfaces do not count."""
+            fields = sizes.split()
+            values[f"net.{name}.received_bytes"] = int(fields[0])
+            values[f"net.{name}.sent_bytes"] = int(fields[8])
+    # RDMA, which network interfaces do not count.
     for name in hardware.ports:
         device, _, port = name.partition("/")
-        counters = folder / device / "ports" / port / "counters"
+        folder = root / "sys/class/infiniband" / device / "ports" / port / "counters"
         for counter, meaning in (("port_rcv_data", "received"), ("port_xmit_data", "sent")):
-            if (counters / counter).is_file():
-                yield f"ib.{name}.{meaning}_bytes", int(_text(counters / counter)) * _IB_WORD_BYTES
+            if (folder / counter).is_file():
+                values[f"ib.{name}.{meaning}_bytes"] = int(_text(folder / counter)) * _IB_WORD_BYTES
+    return CounterSample(monotonic_ns=monotonic_ns, values=values)
 
 
 def _names(folder: Path) -> list[str]:
@@ -141,8 +128,6 @@ def _names(folder: Path) -> list[str]:
 def _text(path: Path) -> str:
     return path.read_text(encoding="ascii", errors="replace")
 
-
-logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 1.0
 
@@ -193,3 +178,65 @@ class CounterSampler:
     def _work(self) -> None:
         while not self._ends.wait(self._interval_s) and self.failure is None:
             self.sample()
+
+
+# The counters that cover a storage
+
+
+_NETWORK: Final = frozenset(
+    {"nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "smb3", "pvfs2", "orangefs", "afs", "gpfs"}
+)
+_POOLS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
+"""File systems over several drives, under a device number of their own."""
+_IN_MEMORY: Final = ("loop", "ram", "zram")
+"""Devices backed by files or memory: what they count may have come from RAM."""
+
+Watched = Literal["device", "drives", "network", "client", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterCoverage:
+    """The counters to read: of one device, drives, networks, a client's networks and caches, or none."""
+
+    watched: Watched
+    device: str = ""
+    reason: str = ""
+
+
+def find_coverage(storage: Storage, *, proc: Path = Path("/proc")) -> CounterCoverage:
+    """Find the counters of this host that cover the storage's bytes; once, before a run.
+
+    Where it is not certain that any do, the answer is "nothing", with the reason.
+    """
+    if isinstance(unwrap(storage), SupportsEndpoints):
+        return CounterCoverage(watched="network")
+    root = find_local_root(storage)
+    if root is None:
+        return CounterCoverage(watched="nothing", reason=f"{storage.uri} is on no device with counters")
+    folder = nearest_folder(root).resolve()
+    return find_device_coverage(folder, folder.stat().st_dev, proc=proc)
+
+
+def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCoverage:
+    """The same for a folder on the file system with device number `device`."""
+    if os.major(device):
+        numbers = [str(os.major(device)), str(os.minor(device))]
+        lines = map(str.split, _text(proc / "diskstats").splitlines())
+        name = next((fields[2] for fields in lines if fields[:2] == numbers), "")
+        if name.startswith(_IN_MEMORY):
+            return CounterCoverage(watched="nothing", reason=f"{name} is backed by a file or by memory")
+        if not name:
+            return CounterCoverage(watched="nothing", reason=f"device {':'.join(numbers)} has no counters")
+        return CounterCoverage(watched="device", device=name)
+    # The type of the innermost mount; of several on one folder the last.
+    kind, depth = "an unknown file system", -1
+    for line in (proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, source = line.partition(" - ")
+        mounted = Path(mount.split(" ")[4].replace("\\040", " "))
+        if folder.is_relative_to(mounted) and len(mounted.parts) >= depth:
+            kind, depth = source.split(" ")[0], len(mounted.parts)
+    if kind in _NETWORK:
+        return CounterCoverage(watched="client")
+    if kind in _POOLS:
+        return CounterCoverage(watched="drives")
+    return CounterCoverage(watched="nothing", reason=f"{kind} at {folder} is on no device with counters")

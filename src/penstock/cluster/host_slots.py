@@ -5,6 +5,8 @@ cannot be parsed is refused, because a host that is left out would go unnoticed.
 """
 
 import ipaddress
+import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,41 +24,38 @@ class HostSlots:
 
 def parse_hosts(text: str, *, ranks: int | None) -> tuple[HostSlots, ...]:
     """`a:4,b:4`, or `a,b` to spread `ranks` evenly; IPv6 addresses are in brackets: `[fe80::1]:4`."""
-    entries = [_host_and_count(entry.strip(), text) for entry in text.split(",")]
-    return _completed(entries, ranks, where=f"--hosts {text}")
+    return _spread(_entries(text), ranks, where=f"--hosts {text}")
 
 
 def parse_hostfile(lines: str, *, ranks: int | None, where: str) -> tuple[HostSlots, ...]:
     """One host per line: `a`, `a:4` (MPICH) or `a slots=4` (Open MPI); `#` begins a comment."""
-    return _completed(_hostfile_entries(lines, where), ranks, where=where)
+    return _spread(_hostfile_entries(lines, where), ranks, where=where)
 
 
 def parse_host_names(text: str) -> tuple[str, ...]:
     """The machines of `a,b:4`, without their numbers of ranks."""
-    return _each_once([_host_and_count(entry.strip(), text) for entry in text.split(",")], f"--hosts {text}")
+    return tuple(_entries(text))
 
 
 def parse_hostfile_names(lines: str, *, where: str) -> tuple[str, ...]:
     """The machines of a host file."""
-    return _each_once(_hostfile_entries(lines, where), where)
+    return tuple(_hostfile_entries(lines, where))
 
 
 def count_ranks(hosts: Sequence[HostSlots], ranks: int | None, *, where: str) -> int:
-    """How many ranks to start: `ranks`, or one for each slot; refused where the slots are too few."""
+    """The number of ranks to start: `ranks`, or one for each slot; refused where the slots are too few."""
     slots = sum(host.slots for host in hosts)
-    if ranks is None:
-        return slots
-    if ranks > slots:
+    if ranks is not None and ranks > slots:
         raise UsageError(
             f"{ranks} ranks do not fit into {slots} slots",
             where=where,
             fix="Lower --ranks, or raise the counts after the hosts.",
         )
-    return ranks
+    return slots if ranks is None else ranks
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` means the local machine, whichever that is."""
+    """True if `host` means the local machine, whichever that is."""
     if host == "localhost":
         return True
     try:
@@ -65,113 +64,91 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _hostfile_entries(lines: str, where: str) -> list[tuple[str, int | None]]:
-    entries = []
+def _entries(text: str) -> dict[str, int | None]:
+    counts: dict[str, int | None] = {}
+    for entry in text.split(","):
+        _add(counts, entry.strip(), text, where=f"--hosts {text}")
+    return counts
+
+
+def _hostfile_entries(lines: str, where: str) -> dict[str, int | None]:
+    counts: dict[str, int | None] = {}
     for line in lines.splitlines():
         words = line.partition("#")[0].split()
-        if not words:
-            continue
-        slots = next((word.removeprefix("slots=") for word in words[1:] if word.startswith("slots=")), None)
-        entries.append(
-            (words[0], _count(slots, line)) if slots is not None else _host_and_count(words[0], line)
-        )
-    if not entries:
+        if words:
+            slots = next((word.removeprefix("slots") for word in words[1:] if word.startswith("slots=")), "")
+            _add(counts, words[0] + slots.replace("=", ":"), line, where=where)
+    if not counts:
         raise UsageError("The host file is empty", where=where, fix="Write one host per line: node1:4")
-    return entries
+    return counts
 
 
-def _host_and_count(entry: str, where: str) -> tuple[str, int | None]:
-    if entry.startswith("["):
-        host, bracket, after = entry[1:].partition("]")
-        if bracket and host:
-            return host, _count(after.removeprefix(":"), where) if after else None
-    host, colon, count = entry.partition(":")
-    if not host or "[" in entry:
+def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) -> None:
+    """Add a host and its number of ranks, None if it has none; a host that is named twice is refused."""
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
         raise UsageError(
-            f"{entry!r} is not a host", where=where, fix="Write hosts like node1:4,node2:4, without spaces."
+            f"{entry!r} is not a host", where=text, fix="Write hosts like node1:4,node2:4, without spaces."
         )
-    return host, _count(count, where) if colon else None
-
-
-def _count(text: str, where: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
+    address, name, count = match.groups()
+    if count is not None and (not count.isdecimal() or int(count) == 0):
         raise UsageError(
-            f"{text!r} is not a number of ranks",
-            where=where.strip(),
+            f"{count!r} is not a number of ranks",
+            where=text.strip(),
             fix="Write a whole number of at least 1 after the host, as in node1:4.",
         )
-    return int(text)
+    host = address or name
+    if host in counts:
+        fix = f"Name it once, with the sum: {host}:2"
+        raise UsageError(f"Host {host!r} is named twice", where=where, fix=fix)
+    counts[host] = None if count is None else int(count)
 
 
-def _completed(
-    entries: list[tuple[str, int | None]], ranks: int | None, *, where: str
-) -> tuple[HostSlots, ...]:
-    _each_once(entries, where)
-    counted = [count for _, count in entries if count is not None]
-    if counted and len(counted) < len(entries):
+def _spread(counts: dict[str, int | None], ranks: int | None, *, where: str) -> tuple[HostSlots, ...]:
+    if len({count is None for count in counts.values()}) > 1:
         raise UsageError(
             "Only some hosts have a count",
             where=where,
             fix="Give a count to every host, or to none for an even spread.",
         )
-    even = -(-(ranks or len(entries)) // len(entries))
-    return tuple(HostSlots(host, count if count is not None else even) for host, count in entries)
-
-
-def _each_once(entries: list[tuple[str, int | None]], where: str) -> tuple[str, ...]:
-    names = [host for host, _ in entries]
-    duplicate = next((host for host in names if names.count(host) > 1), None)
-    if duplicate is not None:
-        raise UsageError(
-            f"Host {duplicate!r} is named twice",
-            where=where,
-            fix=f"Name it once, with the sum: {duplicate}:2",
-        )
-    return tuple(names)
+    even = -(-(ranks or len(counts)) // len(counts))
+    return tuple(HostSlots(host, even if count is None else count) for host, count in counts.items())
 
 
 LONGEST = 100_000
 """In hosts: more than any cluster has, and few enough for memory."""
 
-_ITEM = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
+_ENTRY = re.compile(r"(?:\[([^\]]+)\]|([^\[:]+))(?::(.*))?")
+"""An address in brackets or a name, and a count."""
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
     """The hosts of a list of Slurm's, in its order; numbers keep their leading zeros."""
-    hosts: list[str] = []
-    position = 0
-    while position < len(text):
-        item = _ITEM.match(text, position)
-        if item is None:
-            raise _not_understood(text, text[position:])
-        hosts.extend(_expanded(item[1], text, room=LONGEST - len(hosts)))
-        position = item.end()
-    if not hosts or text.endswith(","):
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
         raise _not_understood(text, text)
-    return tuple(hosts)
-
-
-def _expanded(item: str, text: str, *, room: int) -> list[str]:
-    """The product of an item's brackets, from left to right."""
-    names = [""]
-    for plain, bracket in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-        endings = [plain] if plain else list(_numbers(bracket, text, room=room))
-        if len(names) * len(endings) > room:
+    hosts: list[str] = []
+    for item in items:
+        # Plain text and the content of brackets take turns: "r[1-2]c[8]" -> "r", "1-2", "c", "8", "".
+        choices = [
+            [part] if number % 2 == 0 else list(_numbers(part, text))
+            for number, part in enumerate(re.split(r"\[([^\]]*)\]", item))
+        ]
+        if len(hosts) + math.prod(map(len, choices)) > LONGEST:
             raise UsageError(
                 f"The list has more than {LONGEST:,} hosts", where=text[:80], fix="Check its ranges."
             )
-        names = [name + ending for name in names for ending in endings]
-    return names
+        hosts += map("".join, itertools.product(*choices))
+    return tuple(hosts)
 
 
-def _numbers(bracket: str, text: str, *, room: int) -> Iterator[str]:
+def _numbers(bracket: str, text: str) -> Iterator[str]:
     for part in bracket.split(","):
         match = _RANGE.fullmatch(part)
-        if match is None:
-            raise _not_understood(text, f"[{bracket}]")
-        first, last = match[1], match[2] or match[1]
-        if not int(first) <= int(last) <= int(first) + room:
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if not int(first) <= int(last) <= int(first) + LONGEST:
             raise _not_understood(text, f"[{bracket}]")
         for number in range(int(first), int(last) + 1):
             yield str(number).zfill(len(first))

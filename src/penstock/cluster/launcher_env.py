@@ -43,21 +43,16 @@ _FIRST_STEP_OF_SLURM_ITSELF = 0xFFFFFFF0
 
 
 def detect_rank(environment: Environment) -> LauncherRank | None:
-    """Which rank this process is; None if no launcher started it as one of several."""
+    """The rank that this process is; None if no launcher started it as one of several."""
     for launcher, rank, size, proof in _PLACES:
         if {rank, size, proof} <= environment.keys():
-            if launcher is Launcher.SLURM and not _is_srun(environment):
-                continue
-            return LauncherRank(launcher, _number(environment, rank), _number(environment, size))
+            ranked = LauncherRank(launcher, _number(environment, rank), _number(environment, size))
+            # A single task of Slurm looks like a plain shell in an allocation: that does not count as a launch.
+            if launcher is not Launcher.SLURM or (
+                ranked.size > 1 and _number(environment, proof) < _FIRST_STEP_OF_SLURM_ITSELF
+            ):
+                return ranked
     return None
-
-
-def _is_srun(environment: Environment) -> bool:
-    # A single task looks like a plain shell in an allocation, so it does not count as a launch.
-    return (
-        _number(environment, "SLURM_STEP_ID") < _FIRST_STEP_OF_SLURM_ITSELF
-        and _number(environment, "SLURM_STEP_NUM_TASKS") > 1
-    )
 
 
 def _number(environment: Environment, name: str) -> int:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal
 
-from penstock.cluster.counter_coverage import CounterCoverage
-from penstock.cluster.host_counters import HostHardware
+from penstock.cluster.host_counters import CounterCoverage, HostHardware
 from penstock.units import format_bytes
 
 LEAST_SHARE: Final = 0.9

@@ -17,7 +17,7 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cli import main
 from penstock.cluster.comm import SoloComm
-from penstock.cluster.counter_coverage import find_coverage
+from penstock.cluster.host_counters import find_coverage
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate

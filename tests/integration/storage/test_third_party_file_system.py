@@ -18,9 +18,9 @@ from penstock.bench.probe.probe_plan import ProbeRequest
 from penstock.bench.probe.probe_run import probe
 from penstock.checkpoint.commit.catalog import local_path, split_path
 from penstock.cluster.comm import SoloComm
-from penstock.cluster.counter_coverage import find_coverage
 from penstock.cluster.gates.gate_model import Gate, GateVerdict, PreflightRequest
 from penstock.cluster.gates.preflight import run_preflight
+from penstock.cluster.host_counters import find_coverage
 from penstock.errors import OutOfSpace
 from penstock.progress import Progress
 from penstock.storage import Storage, uri

@@ -73,6 +73,6 @@ def test_a_low_limit_is_shown_with_the_command_that_raises_it(
 
 
 def test_a_file_system_that_refuses_direct_access_is_limited_not_fatal() -> None:
-    seen = doctor._direct_io(Path("/proc"))
+    seen = _by_subject(Path("/proc"))["O_DIRECT"]
     assert seen.state == "limited"
     assert "file://" in seen.fix

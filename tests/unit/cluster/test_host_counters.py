@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.counter_coverage import CounterCoverage, find_coverage, find_device_coverage
 from penstock.cluster.host_counters import (
+    CounterCoverage,
     CounterSample,
     CounterSampler,
     HostHardware,
+    find_coverage,
+    find_device_coverage,
     find_hardware,
     read_sample,
 )

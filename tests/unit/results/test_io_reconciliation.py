@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.counter_coverage import CounterCoverage, Watched
-from penstock.cluster.host_counters import HostHardware
+from penstock.cluster.host_counters import CounterCoverage, HostHardware, Watched
 from penstock.results.io_reconciliation import Direction, HostTraffic, ReconciliationVerdict, reconcile
 
 MIB = 1 << 20
