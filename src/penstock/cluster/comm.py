@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError, WaitTimeout
@@ -120,16 +120,14 @@ def run_on_all_ranks(
     """
     if comm.size == 1:
         return work()
-    outcome, own_error = _attempt(comm, work)
-    own_failure = outcome if isinstance(outcome, _Failure) else None
-    with _raising_own(comm, own_error):
-        answers = comm.gather((own_failure, same), awaiting=awaiting, timeout_s=timeout_s)
-    for failure, _ in answers:
-        if failure is not None:
-            raise failure.error() from (own_error if failure.rank == comm.rank else None)
-    _require_same([folder for _, folder in answers])
-    assert not isinstance(outcome, _Failure), "a failure of any rank was raised"
-    return outcome
+    own: list[Result] = []
+
+    def keep() -> str:
+        own.append(work())
+        return same
+
+    _require_same(all_gather_results(comm, keep, awaiting=awaiting, timeout_s=timeout_s))
+    return own[0]
 
 
 def run_on_rank0(
@@ -274,7 +272,6 @@ LATE_AFTER_S = 5.0
 """A wait longer than this, or than half its limit, calls `on_late`: the launcher then knows who waits."""
 
 
-@dataclass(slots=True)
 class PollingWait:
     """A wait by polling, with one limit for all its steps. Its clock starts at construction.
 
@@ -282,21 +279,26 @@ class PollingWait:
     eagerly at first, then sleeps longer and longer. Every wait ends, at the latest with a `WaitTimeout`.
     """
 
-    awaiting: str
-    timeout_s: float
-    on_late: Callable[[], None] = lambda: None
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    _started_s: float = field(init=False)
-    _was_late: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self._started_s = self.clock()
+    def __init__(
+        self,
+        awaiting: str,
+        timeout_s: float,
+        *,
+        on_late: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.awaiting = awaiting
+        self._timeout_s = timeout_s
+        self._on_late: Callable[[], None] | None = on_late
+        self._clock = clock
+        self._sleep = sleep
+        self._started_s = clock()
 
     @property
     def waited_s(self) -> float:
         """The time since it began."""
-        return self.clock() - self._started_s
+        return self._clock() - self._started_s
 
     def until(self, ready: Callable[[], bool]) -> None:
         """Return once `ready()` is true; it is called at least once, even when no time is left."""
@@ -306,20 +308,17 @@ class PollingWait:
             os.sched_yield()
         while not ready():
             waited_s = self.waited_s
-            self._check(waited_s)
-            self.sleep(min(max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE), LONGEST_SLEEP_S))
-
-    def _check(self, waited_s: float) -> None:
-        if waited_s >= self.timeout_s:
-            raise WaitTimeout(self.awaiting, self.timeout_s)
-        if not self._was_late and waited_s >= min(LATE_AFTER_S, self.timeout_s / 2):
-            self._was_late = True
-            self.on_late()
+            if waited_s >= self._timeout_s:
+                raise WaitTimeout(self.awaiting, self._timeout_s)
+            if self._on_late is not None and waited_s >= min(LATE_AFTER_S, self._timeout_s / 2):
+                self._on_late()
+                self._on_late = None
+            self._sleep(min(max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE), LONGEST_SLEEP_S))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWait:
-    """The wait of this rank at the moment; `absent` has the ranks that have not come, where known."""
+    """The wait of this rank at the moment; `absent` has the ranks that have not arrived, where known."""
 
     awaiting: str
     waited_s: float
@@ -344,7 +343,7 @@ class Comm(ABC):
         self.on_late: Callable[[int, str], None] = lambda _call, _awaiting: None
         """Called once for a call that waits long, with the call's number and what it awaits."""
         self.find_absent: Callable[[int], tuple[int, ...]] = lambda _call: ()
-        """The ranks that have not come to a call of this number, if a launcher knows them."""
+        """The ranks that have not arrived at a call of this number, if a launcher knows them."""
         self._call = 0
         self._left_early: str | None = None
         self._wait: PollingWait | None = None

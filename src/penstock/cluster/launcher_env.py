@@ -47,7 +47,7 @@ def detect_rank(environment: Environment) -> LauncherRank | None:
     for launcher, rank, size, proof in _PLACES:
         if {rank, size, proof} <= environment.keys():
             ranked = LauncherRank(launcher, _number(environment, rank), _number(environment, size))
-            # A single task of Slurm looks like a plain shell in an allocation: that does not count as a launch.
+            # A single task of Slurm looks like a plain shell in an allocation: it does not count as a launch.
             if launcher is not Launcher.SLURM or (
                 ranked.size > 1 and _number(environment, proof) < _FIRST_STEP_OF_SLURM_ITSELF
             ):

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+_GIVEN_UP: list[MPI.Request] = []
+
+
+def _finish(request: MPI.Request, wait: PollingWait) -> None:
+    try:
+        wait.until(request.Test)
+    except (WaitTimeout, KeyboardInterrupt):
+        _GIVEN_UP.append(request)
+        raise
+
+
 class MpiComm(Comm):
     """All ranks of `communicator`, in a private duplicate of it. Making one is collective.
 
@@ -30,7 +41,6 @@ class MpiComm(Comm):
     ) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size(), host)
         self._mpi = communicator.Dup()
-        self._given_up: list[MPI.Request] = []
         self._at_close = at_close
 
     def close(self) -> None:
@@ -43,23 +53,16 @@ class MpiComm(Comm):
         """A transfer between the same ranks, in a duplicate of its own."""
         return MpiPointToPoint(self._mpi.Dup())
 
-    def _finish(self, request: MPI.Request, wait: PollingWait) -> None:
-        try:
-            wait.until(request.Test)
-        except (WaitTimeout, KeyboardInterrupt):
-            self._given_up.append(request)
-            raise
-
     def _move_nothing(self, wait: PollingWait) -> None:
-        self._finish(self._mpi.Ibarrier(), wait)
+        _finish(self._mpi.Ibarrier(), wait)
 
     def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
         size_bytes = np.array([0 if payload is None else len(payload)], dtype=np.int64)
-        self._finish(self._mpi.Ibcast(size_bytes), wait)
+        _finish(self._mpi.Ibcast(size_bytes), wait)
         received = np.empty(int(size_bytes[0]), dtype=np.uint8)
         if payload is not None:
             received[:] = np.frombuffer(payload, dtype=np.uint8)
-        self._finish(self._mpi.Ibcast(received), wait)
+        _finish(self._mpi.Ibcast(received), wait)
         return received.tobytes()
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
@@ -77,11 +80,11 @@ class MpiComm(Comm):
     ) -> list[bytes]:
         # On ranks that receive nothing the sizes stay zero, and MPI ignores where they would receive.
         sizes_bytes = np.zeros(self.size, dtype=np.int64)
-        self._finish(gather_sizes(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
+        _finish(gather_sizes(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
         ends = np.cumsum(sizes_bytes)
         received = np.empty(int(ends[-1]), dtype=np.uint8)
         layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
-        self._finish(gather_payloads(np.frombuffer(payload, dtype=np.uint8), [received, layout]), wait)
+        _finish(gather_payloads(np.frombuffer(payload, dtype=np.uint8), [received, layout]), wait)
         return [part.tobytes() for part in np.split(received, ends[:-1])]
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
@@ -90,19 +93,19 @@ class MpiComm(Comm):
         sizes_bytes = np.array([len(part) for part in payloads or ()], dtype=np.int64)
         own_size = np.empty(1, dtype=np.int64)
         announced = None if payloads is None else -sizes_bytes if is_same else sizes_bytes
-        self._finish(self._mpi.Iscatter(announced, own_size), wait)
+        _finish(self._mpi.Iscatter(announced, own_size), wait)
         received = np.empty(abs(int(own_size[0])), dtype=np.uint8)
         if own_size[0] < 0:
             if payloads is not None:
                 received[:] = np.frombuffer(payloads[0], dtype=np.uint8)
-            self._finish(self._mpi.Ibcast(received), wait)
+            _finish(self._mpi.Ibcast(received), wait)
             return received.tobytes()
         sent = None
         if payloads is not None:
             ends = np.cumsum(sizes_bytes)
             layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
             sent = [np.frombuffer(b"".join(payloads), dtype=np.uint8), layout]
-        self._finish(self._mpi.Iscatterv(sent, received), wait)
+        _finish(self._mpi.Iscatterv(sent, received), wait)
         return received.tobytes()
 
 
@@ -113,19 +116,14 @@ class MpiPointToPoint:
         self.rank = communicator.Get_rank()
         self.size = communicator.Get_size()
         self._mpi = communicator
-        self._given_up: list[MPI.Request] = []
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> MpiPendingTransfer:
         """Begin to send the whole of `buffer`."""
-        return MpiPendingTransfer(
-            self._mpi.Isend(np.frombuffer(buffer, dtype=np.uint8), to, tag), self._given_up
-        )
+        return MpiPendingTransfer(self._mpi.Isend(np.frombuffer(buffer, dtype=np.uint8), to, tag))
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> MpiPendingTransfer:
         """Begin to fill the whole of `buffer`."""
-        return MpiPendingTransfer(
-            self._mpi.Irecv(np.frombuffer(buffer, dtype=np.uint8), source, tag), self._given_up
-        )
+        return MpiPendingTransfer(self._mpi.Irecv(np.frombuffer(buffer, dtype=np.uint8), source, tag))
 
     def close(self) -> None:
         """Free the duplicate."""
@@ -135,17 +133,12 @@ class MpiPointToPoint:
 class MpiPendingTransfer:
     """One send or receive of MPI."""
 
-    def __init__(self, request: MPI.Request, given_up: list[MPI.Request]) -> None:
+    def __init__(self, request: MPI.Request) -> None:
         self._request = request
-        self._given_up = given_up
 
     def wait(self, *, awaiting: str, timeout_s: float) -> None:
         """Return when the bytes have left, or arrived."""
-        try:
-            PollingWait(awaiting, timeout_s).until(self._request.Test)
-        except (WaitTimeout, KeyboardInterrupt):
-            self._given_up.append(self._request)
-            raise
+        _finish(self._request, PollingWait(awaiting, timeout_s))
 
 
 def join_mpi(host: str, expected_size: int) -> MpiComm:

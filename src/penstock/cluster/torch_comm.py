@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,15 +25,6 @@ from penstock.errors import Unavailable, UsageError, WaitTimeout
 
 LONGEST_CALL = timedelta(days=7)
 """gloo's own limit, which must not come first: each call of a `Comm` has one of its own."""
-
-HEAD_BYTES: Final = 512
-"""gloo moves equal shapes only. A short payload travels with its size in one message of this many bytes; a
-long one follows in a second message, padded to the longest."""
-_SIZE: Final = struct.Struct("<q")
-_ROOM: Final = HEAD_BYTES - _SIZE.size
-_BROADCAST: Final = struct.Struct("<qq")
-"""The head of a scatter: the size of this rank's part, and the size of the message that follows; -1: the
-part follows in a broadcast."""
 
 
 class TorchComm(Comm):
@@ -72,69 +62,50 @@ class TorchComm(Comm):
     def _move_nothing(self, wait: PollingWait) -> None:
         self._finish(self._group.allreduce([torch.zeros(1, device="cpu")]), wait)
 
-    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
-        head = _padded(HEAD_BYTES, b"" if payload is None else _SIZE.pack(len(payload)) + payload[:_ROOM])
-        self._finish(self._group.broadcast(head, 0), wait)
-        content = head.numpy().tobytes()
-        (size_bytes,) = _SIZE.unpack_from(content)
-        if size_bytes <= _ROOM:
-            return content[_SIZE.size : _SIZE.size + size_bytes]
-        return self._broadcast_rest(size_bytes, payload, wait)
+    # gloo moves equal shapes only: sizes travel first, and payloads are padded to the largest.
 
-    def _broadcast_rest(self, size_bytes: int, payload: bytes | None, wait: PollingWait) -> bytes:
-        whole = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        if payload is not None:
-            whole = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
+        size = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device="cpu")
+        self._finish(self._group.broadcast(size, 0), wait)
+        return self._broadcast_known(payload, int(size), wait)
+
+    def _broadcast_known(self, payload: bytes | None, size_bytes: int, wait: PollingWait) -> bytes:
+        whole = _padded(payload or b"", size_bytes)
         self._finish(self._group.broadcast(whole, 0), wait)
-        return payload if payload is not None else whole.numpy().tobytes()
+        return whole.numpy().tobytes() if payload is None else payload
+
+    def _gather_sizes(self, payload: bytes, wait: PollingWait) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        own = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
+        self._finish(self._group.allgather([sizes], [own]), wait)
+        return [int(size) for size in sizes]
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        def gather(content: bytes, size_bytes: int) -> list[torch.Tensor]:
-            parts = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
-            self._finish(self._group.allgather([parts], [_padded(size_bytes, content)]), wait)
-            return parts
-
-        heads = gather(_SIZE.pack(len(payload)) + payload[:_ROOM], HEAD_BYTES)
-        sizes = [_size_in(head) for head in heads]
-        if max(sizes) <= _ROOM:
-            return _cut(heads, sizes, _SIZE.size)
-        return _cut(gather(payload, max(sizes)), sizes)
+        sizes = self._gather_sizes(payload, wait)
+        parts = [_padded(b"", max(sizes)) for _ in sizes]
+        self._finish(self._group.allgather([parts], [_padded(payload, max(sizes))]), wait)
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        # All ranks have to know whether a second message follows, and of which size.
-        largest = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
-        self._finish(self._group.allreduce([largest], dist.ReduceOp.MAX), wait)
-        size_bytes = _SIZE.size + int(largest[0])
-        num_parts = self.size if self.rank == 0 else 0
-        parts = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(num_parts)]
-        self._finish(
-            self._group.gather(parts, _padded(size_bytes, _SIZE.pack(len(payload)) + payload), 0), wait
-        )
-        return _cut(parts, [_size_in(part) for part in parts], _SIZE.size)
+        sizes = self._gather_sizes(payload, wait)
+        parts = [_padded(b"", max(sizes)) for _ in sizes] if self.rank == 0 else []
+        self._finish(self._group.gather(parts, _padded(payload, max(sizes)), 0), wait)
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
-        def scatter(size_bytes: int, contents: Sequence[bytes]) -> bytes:
-            own = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-            self._finish(
-                self._group.scatter(own, [_padded(size_bytes, content) for content in contents], 0), wait
-            )
-            return own.numpy().tobytes()
-
-        heads, longest = [], max(map(len, payloads or ()), default=0)
+        # Equal parts for all travel as one broadcast, which a last number announces.
+        sizes = torch.zeros(self.size + 1, dtype=torch.int64, device="cpu")
         if payloads is not None:
             is_same = all(part is payloads[0] for part in payloads)
-            follows = 0 if longest <= HEAD_BYTES - _BROADCAST.size else -1 if is_same else longest
-            heads = [
-                _BROADCAST.pack(len(part), follows) + part[: HEAD_BYTES - _BROADCAST.size]
-                for part in payloads
-            ]
-        head = scatter(HEAD_BYTES, heads)
-        size_bytes, follows = _BROADCAST.unpack_from(head)
-        if follows == 0:
-            return head[_BROADCAST.size : _BROADCAST.size + size_bytes]
-        if follows == -1:
-            return self._broadcast_rest(size_bytes, payloads[0] if payloads else None, wait)
-        return scatter(follows, payloads or ())[:size_bytes]
+            sizes = torch.tensor([*map(len, payloads), is_same], dtype=torch.int64, device="cpu")
+        self._finish(self._group.broadcast(sizes, 0), wait)
+        *of_ranks, is_same = sizes.tolist()
+        if is_same:
+            return self._broadcast_known(payloads[0] if payloads else None, of_ranks[0], wait)
+        own = _padded(b"", max(of_ranks))
+        parts = [_padded(part, max(of_ranks)) for part in payloads or ()]
+        self._finish(self._group.scatter(own, parts, 0), wait)
+        return own[: of_ranks[self.rank]].numpy().tobytes()
 
 
 def _require_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -153,22 +124,12 @@ def _require_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _padded(size_bytes: int, content: bytes) -> torch.Tensor:
+def _padded(content: bytes, size_bytes: int) -> torch.Tensor:
     """`content`, padded with zeros to `size_bytes`."""
     padded = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
     if content:
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return padded
-
-
-def _size_in(head: torch.Tensor) -> int:
-    """The size that a message begins with."""
-    return int(head[: _SIZE.size].view(torch.int64)[0])
-
-
-def _cut(parts: Sequence[torch.Tensor], sizes: Sequence[int], begin: int = 0) -> list[bytes]:
-    """Each part without what it was padded with."""
-    return [part[begin : begin + size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 class TorchPointToPoint:
