@@ -13,15 +13,14 @@ from penstock.cli.terminal import Terminal, TextTable, View, bold
 from penstock.errors import name_some, printable
 from penstock.submission import check as judging
 from penstock.submission.check import CheckedResult
-from penstock.submission.edition import Edition
-from penstock.submission.edition_choice import EditionChoice, choose_edition
+from penstock.submission.edition import Edition, EditionChoice, choose_edition
 from penstock.submission.find_results import FoundTree, search_tree
 from penstock.submission.finding import Verdict
 from penstock.submission.rules import RULES, rule_by_id
 from penstock.submission.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from penstock.submission.reports.result_report import ResultReport
+    from penstock.submission.result_report import ResultReport
 
 _FOLDER_TEXT = "Directory of a round, of several rounds, or of one submitter."
 _EDITION_TEXT = "Apply this edition of the rules; auto: by the layout of the tree."
@@ -78,8 +77,8 @@ def _write_findings(
 ) -> None:
     from penstock.reports.page import write_report
     from penstock.results.published_files import write_text
-    from penstock.submission.reports.result_report import findings_csv
-    from penstock.submission.reports.submission_pages import verdicts_page
+    from penstock.submission.result_report import findings_csv
+    from penstock.submission.submission_pages import verdicts_page
 
     if (path := options.csv) is not None:
         write_text(path.parent, path.name, findings_csv(results))
@@ -169,7 +168,7 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
 
       penstock submission report results --write --json
     """
-    from penstock.submission.reports import result_report, submission_pages
+    from penstock.submission import result_report, submission_pages
 
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
@@ -194,7 +193,7 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
 
 
 def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> View:
-    from penstock.submission.reports.submission_pages import figure_row, value_text
+    from penstock.submission.submission_pages import figure_row, value_text
 
     for entry in reports:
         result, figures = entry.checked, entry.figures

@@ -23,7 +23,7 @@ from penstock.kvcache.entries import EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
 from penstock.kvcache.mlperf_plan import LEVELS, OptionSettings
 from penstock.results import published_files
-from penstock.submission.query_runs import SUMS
+from penstock.submission.recomputed_metrics import SUMS
 
 GIB: Final = 1 << 30
 _PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}

@@ -21,7 +21,7 @@ from typing import Final
 from penstock.errors import DataDamaged
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.submission.bounded_files import read_bytes
+from penstock.submission.parsed_file import read_bytes
 
 POOL: Final = "code-images"
 POOL_MARK: Final = ".mlps-image-pool"

@@ -1,19 +1,41 @@
 """An edition of the rules as data: the numbers, names and lists that rules compare with.
 
-The YAML files in `editions/` are parsed here, strictly. Invariant: a rule contains no number of its own.
+The YAML files in `editions/` are parsed here, strictly. `choose_edition` detects a submitter's edition by
+files that only that edition has; a folder may hold submitters of several. Invariants: a rule contains no
+number of its own; each submitter is judged by its own edition, and one whose files have no mark like the
+others in the folder.
 """
 
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import UsageError
-from penstock.submission.parsed_file import MissingFact
+from penstock.errors import Unavailable, UsageError
+from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
+from penstock.submission.find_results import Submitter, find_submitters, list_benchmarks, walk_result_dirs
+from penstock.submission.tree_layout import (
+    MANIFEST,
+    PROVENANCE,
+    SENTINEL,
+    Benchmark,
+    find_folder,
+    list_folder,
+)
 from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.strict_yaml import parse_yaml
+
+EDITIONS: Final = ("v1.0", "v2.0", "v3.0", "v3.0-strict")
+AUTO: Final = "auto"
+_ONLY_V3: Final = b"usable_capacity_tib"
+"""A key that v3.0 requires in every description, and no other edition knows."""
+_MAX_DESCRIPTION_BYTES: Final = 1 << 20
+_ABSENT: Final[Any] = None
 
 
 class _Strict(BaseModel):
@@ -154,11 +176,8 @@ class VectorLimits(_Strict):
     closed_keys: frozenset[str]
 
 
-Part = TypeVar("Part", bound=_Strict)
-
-
 class Edition(_Strict):
-    """One edition; the last ones are absent where it has no such tree or benchmark.
+    """One edition; the last parts are None where it has no such tree or benchmark, and then no rules on it.
 
     `rules` is the edition whose rules apply. `is_softened` says that its round let pass with a warning what
     these rules forbid.
@@ -178,10 +197,10 @@ class Edition(_Strict):
     min_utilization_percent: dict[str, float]
     parameters: ParameterLists
     for_the_reviewer: tuple[str, ...]
-    timed: TimedTree | None = None
-    checkpoints: CheckpointLimits | None = None
-    kv_cache: KvCacheLimits | None = None
-    vectors: VectorLimits | None = None
+    timed: TimedTree = _ABSENT
+    checkpoints: CheckpointLimits = _ABSENT
+    kv_cache: KvCacheLimits = _ABSENT
+    vectors: VectorLimits = _ABSENT
 
     def count_warm_ups(self, num_runs: int) -> int:
         """The number of warm-ups in `num_runs`: none if the edition allows to leave them out."""
@@ -194,15 +213,6 @@ class Edition(_Strict):
     def of(self, _submitter: Path) -> Self:
         """The edition of a submitter's folder: this one."""
         return self
-
-    def require(self, part: Part | None) -> Part:
-        """A part that some editions lack: `edition.require(edition.checkpoints)`."""
-        if part is None:
-            raise MissingFact(f"{self.edition} has no such rules")
-        return part
-
-
-EDITIONS = ("v1.0", "v2.0", "v3.0", "v3.0-strict")
 
 
 @cache
@@ -227,3 +237,89 @@ def _read_edition(name: str) -> dict[str, Any]:
     for key, value in values.items():
         merged[key] = {**merged[key], **value} if isinstance(value, dict) else value
     return merged
+
+
+@dataclass(frozen=True, slots=True)
+class EditionChoice:
+    """The editions of several submitters, by their folders."""
+
+    by_submitter: MappingProxyType[Path, Edition]
+
+    @property
+    def edition(self) -> str:
+        """The names of all editions."""
+        return ", ".join(edition.edition for edition in self._distinct())
+
+    @property
+    def for_the_reviewer(self) -> tuple[str, ...]:
+        """The points that files cannot show, over all editions."""
+        return tuple(
+            dict.fromkeys(point for edition in self._distinct() for point in edition.for_the_reviewer)
+        )
+
+    def of(self, submitter: Path) -> Edition:
+        """The edition of a submitter's folder."""
+        return self.by_submitter[submitter]
+
+    def _distinct(self) -> list[Edition]:
+        by_name = {edition.edition: edition for edition in self.by_submitter.values()}
+        return [by_name[name] for name in sorted(by_name)]
+
+
+def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
+    """The edition `name` for all; with `auto`, for each submitter the one detected from its tree."""
+    if name != AUTO:
+        return load_edition(name)
+    detected: dict[Path, str] = {}
+    for submitter in find_submitters(root):
+        detected[submitter.folder] = ""
+        with suppress(Unavailable):  # the search for results names the folder
+            detected[submitter.folder] = detect_edition(submitter)
+    known = {edition for edition in detected.values() if edition}
+    usual = max(known, default="v1.0")
+    editions = {folder: load_edition(edition or usual) for folder, edition in detected.items()}
+    if len({edition.edition for edition in editions.values()}) < 2:
+        return load_edition(usual)
+    return EditionChoice(MappingProxyType(editions))
+
+
+def detect_edition(submitter: Submitter) -> str:
+    """Detect the edition of a submitter's tree; "" where no file tells."""
+    results, described = find_folder(submitter.folder, "results"), find_folder(submitter.folder, "systems")
+    benchmarks = list_benchmarks(results) if results else frozenset[Benchmark]()
+    descriptions = list_folder(described)
+    if Benchmark.KV_CACHE in benchmarks or any(map(_is_only_v3, descriptions)):
+        return "v3.0"
+    if results and benchmarks:
+        has_mark = _has_own_mark(submitter, results)
+        # Marks at the top belong to all submitters, unless some have marks of their own.
+        if not has_mark and any((submitter.top / name).exists() for name in (POOL, SENTINEL)):
+            others = find_submitters(submitter.top)
+            has_mark = not any(_has_own_mark(each, find_folder(each.folder, "results")) for each in others)
+        return "v3.0" if has_mark else "v2.0"
+    is_json = any(path.suffix.lower() == ".json" for path in descriptions)
+    return "v1.0" if results or is_json else ""
+
+
+def _is_only_v3(description: Path) -> bool:
+    try:
+        if description.suffix.lower() not in (".yaml", ".yml") or not description.is_file():
+            return False
+        with description.open("rb") as stream:
+            return _ONLY_V3 in stream.read(_MAX_DESCRIPTION_BYTES)
+    except OSError:  # the rule on descriptions reports that it cannot be read
+        return False
+
+
+def _has_own_mark(submitter: Submitter, results: Path | None) -> bool:
+    marks = (
+        submitter.folder / POOL,
+        submitter.top / submitter.organisation / POOL_MARK,
+        submitter.folder / MANIFEST,
+        submitter.folder / "code" / DIGEST_FILE,
+    )
+    return any(mark.exists() for mark in marks) or any(
+        (folder / name).exists()
+        for folder in (walk_result_dirs(results) if results else ())
+        for name in (POINTER, PROVENANCE)
+    )

@@ -17,21 +17,19 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import Unavailable, UsageError
-from penstock.submission.folder_listing import (
-    find_file,
-    find_folder,
-    list_folder,
-    list_linked_subfolders,
-    list_links,
-    list_subfolders,
-)
 from penstock.submission.tree_layout import (
     RESULTS_FILE,
     SENTINEL,
     SUMMARY,
     Benchmark,
     SubmissionPhase,
+    find_file,
+    find_folder,
     is_result_dir_name,
+    list_folder,
+    list_linked_subfolders,
+    list_links,
+    list_subfolders,
 )
 from penstock.workload.mlperf_divisions import SubmissionDivision
 

@@ -77,21 +77,6 @@ def pass_if(
     )
 
 
-def violation(
-    *,
-    evidence: str,
-    proof: str,
-    fix: str,
-    value: object = "",
-    limit: object = "",
-    verdict: Verdict = Verdict.FAIL,
-) -> Finding:
-    """A finding of a rule that is known to be broken."""
-    return Finding(
-        verdict=verdict, evidence=evidence, value=str(value), limit=str(limit), proof=proof, fix=fix
-    )
-
-
 def not_applicable(evidence: str, reason: str) -> Finding:
     """The finding of a rule that does not apply."""
     return Finding(verdict=Verdict.NOT_APPLICABLE, evidence=evidence, proof=reason)

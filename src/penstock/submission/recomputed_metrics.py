@@ -1,23 +1,36 @@
 """Rates, means, durations and times of a result, recomputed from what each epoch and rank reports.
 
-Rules compare them with what the files state; reports print them. Invariant: a stated mean is never used; a
-figure that cannot be recomputed is absent, and the rule that needs it gets the reason.
+Rules compare them with what the files state; reports print them. Invariant: a stated mean or rate is never
+used; a figure that cannot be recomputed is absent, and the rule that needs it gets the reason.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from fractions import Fraction
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
 from penstock.submission.parsed_file import MissingFact, ParsedFile
-from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
+from penstock.submission.result_files import RankResult, ResultDir, ResultRun, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.quantities import element_bytes
 
 MIB: Final = 1 << 20
+SUMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "aggregated_read_bandwidth_gbps": ("cache_stats", "tier_storage_read_bandwidth_gbps"),
+        "aggregated_write_bandwidth_gbps": ("cache_stats", "tier_storage_write_bandwidth_gbps"),
+        "aggregated_avg_throughput_tokens_per_sec": ("avg_throughput_tokens_per_sec",),
+        "aggregated_storage_throughput_tokens_per_sec": ("storage_throughput_tokens_per_sec",),
+    }
+)
+"""Figures of a key-value cache's option: sums over ranks, averaged over trials, and where a rank has them."""
+LATENCY: Final = "aggregated_p95_latency_ms"
+
+Interval = tuple[datetime, datetime]
+"""The begin and the end of an invocation."""
 
 
 def mean(values: tuple[float, ...]) -> float:
@@ -41,40 +54,33 @@ def mib_per_second(run_dir: ResultDir) -> float:
     return samples_per_second(run_dir) * float(record_bytes(run_dir)) / MIB
 
 
+def utilization_percent(run_dir: ResultDir) -> float:
+    """The mean utilization over the epochs of one result directory."""
+    return mean(run_dir.summary.numbers("metric", "train_au_percentage"))
+
+
 def record_bytes(run_dir: ResultDir) -> Fraction:
-    """The bytes of a sample in the configuration: its length, else the sum of its columns."""
+    """The bytes of a sample in the configuration: its length, else the sum of its columns (Parquet)."""
+    config, dataset = run_dir.config, ("workload", "dataset")
     for name in ("record_length_bytes", "record_length"):
-        if run_dir.config.has("workload", "dataset", name):
-            stated = run_dir.config.number("workload", "dataset", name)
+        if config.has(*dataset, name):
+            stated = config.number(*dataset, name)
             length = Fraction(int(stated)) if stated.is_integer() else Fraction(str(stated))
             if length > 0:
                 return length
-            raise MissingFact(f"workload.dataset.{name} is not positive", where=run_dir.config.file)
-    return _columns_bytes(run_dir)
-
-
-def _columns_bytes(run_dir: ResultDir) -> Fraction:
-    """The bytes of a Parquet sample, whose configuration has columns in place of a length."""
-    if not run_dir.config.has("workload", "dataset", "parquet", "columns"):
-        raise MissingFact("there is no field workload.dataset.record_length", where=run_dir.config.file)
-    columns = run_dir.config.value("workload", "dataset", "parquet", "columns")
-    total = 0
+            raise MissingFact(f"workload.dataset.{name} is not positive", where=config.file)
+    if not config.has(*dataset, "parquet", "columns"):
+        raise MissingFact("there is no field workload.dataset.record_length", where=config.file)
+    columns, total = config.value(*dataset, "parquet", "columns"), 0
     for number, column in enumerate(columns if isinstance(columns, list) else ()):
         try:
             total += int(column.get("size", 1)) * element_bytes(column["dtype"])
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise MissingFact(
-                f"workload.dataset.parquet.columns.{number} is {column!r:.60}, not a column",
-                where=run_dir.config.file,
-            ) from error
+            place = f"workload.dataset.parquet.columns.{number}"
+            raise MissingFact(f"{place} is {column!r:.60}, not a column", where=config.file) from error
     if total < 1:
-        raise MissingFact("workload.dataset.parquet.columns has no column", where=run_dir.config.file)
+        raise MissingFact("workload.dataset.parquet.columns has no column", where=config.file)
     return Fraction(total)
-
-
-def utilization_percent(run_dir: ResultDir) -> float:
-    """The mean utilization over the epochs of one result directory."""
-    return mean(run_dir.summary.numbers("metric", "train_au_percentage"))
 
 
 def num_accelerators(run: ResultRun) -> int:
@@ -86,14 +92,13 @@ def per_run(result: SubmittedResult, read: Callable[[ResultDir], float]) -> tupl
     """A figure of each counted run, summed over its directories."""
     if not result.counted_runs:
         raise MissingFact("there are no runs", where=result.name)
-    return tuple(math.fsum(read(run_dir) for run_dir in run.dirs) for run in result.counted_runs)
+    return tuple(math.fsum(map(read, run.dirs)) for run in result.counted_runs)
 
 
 def _utilization(result: SubmittedResult) -> float:
-    run_dirs = tuple(run_dir for run in result.counted_runs for run_dir in run.dirs)
-    if not run_dirs:
+    if not result.counted_runs:
         raise MissingFact("there are no runs", where=result.name)
-    return mean(tuple(map(utilization_percent, run_dirs)))
+    return mean(tuple(utilization_percent(run_dir) for run in result.counted_runs for run_dir in run.dirs))
 
 
 def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
@@ -123,20 +128,14 @@ def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, 
     size_gib = run_dir.summary.number("metric", "checkpoint_size_GB")
     if min(first) <= 0:
         raise MissingFact("a checkpoint took no time", where=run_dir.stats[0].file)
+    by_first, by_slowest = (mean(tuple(size_gib / s for s in seconds)) for seconds in (first, slowest))
     return {
-        f"{prefix}_checkpoint_io_mean_GB_per_second": (
-            _mean_rate(size_gib, first),
-            _mean_rate(size_gib, slowest),
-        ),
+        f"{prefix}_checkpoint_io_mean_GB_per_second": (by_first, by_slowest),
         f"{prefix}_checkpoint_duration_mean_seconds": (mean(first), mean(slowest)),
     }
 
 
-def _mean_rate(size_gib: float, durations: tuple[float, ...]) -> float:
-    return mean(tuple(size_gib / seconds for seconds in durations))
-
-
-def result_checkpoint_means(result: SubmittedResult, name: str) -> tuple[float, float]:
+def _result_checkpoint_means(name: str, result: SubmittedResult) -> tuple[float, float]:
     """The mean over the invocations that wrote or read: by their first ranks, and by their slowest."""
     prefix = name.partition("_")[0]
     means = [checkpoint_means(run_dir, prefix) for run_dir in result.run_dirs()]
@@ -147,71 +146,99 @@ def result_checkpoint_means(result: SubmittedResult, name: str) -> tuple[float, 
     return mean(first), mean(slowest)
 
 
-def _checkpoint_metric(name: str) -> Callable[[SubmittedResult], float]:
-    """By the first ranks, as results are published."""
-    return lambda result: result_checkpoint_means(result, name)[0]
-
-
-TRAINING_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = MappingProxyType(
-    {
+METRICS: Final[Mapping[Benchmark, Mapping[str, Callable[[SubmittedResult], float | tuple[float, ...]]]]] = {
+    Benchmark.TRAINING: {
         "train_throughput_mean_samples_per_second": lambda r: mean(per_run(r, samples_per_second)),
         "train_throughput_stdev_samples_per_second": lambda r: deviation(per_run(r, samples_per_second)),
         "train_throughput_mean_MB_per_second": lambda r: mean(per_run(r, mib_per_second)),
         "train_throughput_stdev_MB_per_second": lambda r: deviation(per_run(r, mib_per_second)),
         "train_au_mean_percentage": _utilization,
-    }
-)
-"""By the names that reports use; MB are MiB there."""
-
-CHECKPOINT_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = MappingProxyType(
-    {
-        name: _checkpoint_metric(name)
+    },
+    Benchmark.CHECKPOINTING: {
+        name: partial(_result_checkpoint_means, name)
         for prefix in ("save", "load")
         for name in (
             f"{prefix}_checkpoint_io_mean_GB_per_second",
             f"{prefix}_checkpoint_duration_mean_seconds",
         )
-    }
-)
-"""By the names that summaries use; GB are GiB there."""
+    },
+}
+"""By the names that reports and summaries use; MB are MiB there, and GB GiB.
+
+Those of checkpoints are by the first ranks, as results are published, and by the slowest.
+"""
 
 
 def recompute(result: SubmittedResult) -> dict[str, float]:
     """All figures of a result that can be recomputed."""
     metrics = {}
-    by_benchmark = {Benchmark.TRAINING: TRAINING_METRICS, Benchmark.CHECKPOINTING: CHECKPOINT_METRICS}
-    for name, metric in by_benchmark.get(result.location.benchmark, {}).items():
+    for name, metric in METRICS.get(result.location.benchmark, {}).items():
         try:
-            value = metric(result)
+            found = metric(result)
         except (MissingFact, ArithmeticError):  # the rule on means names what is missing or absurd
             continue
+        value = found[0] if isinstance(found, tuple) else found
         if math.isfinite(value):
             metrics[name] = value
     return metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """The time of an invocation."""
+def recompute_option(ranks: tuple[RankResult, ...], option: int) -> dict[str, float]:
+    """The figures of an option: sums over ranks, then means over trials; the largest latency of all."""
+    of_option = [(trial, summary) for number, trial, _, summary in ranks if number == option]
+    if not of_option:
+        raise MissingFact(f"there is no file of a rank of option {option}", where="option_*/trial_*/rank_*")
+    trials = sorted({trial for trial, _ in of_option})
+    figures = {
+        name: sum(
+            sum(summary.number(*path) for number, summary in of_option if number == trial) for trial in trials
+        )
+        / len(trials)
+        for name, path in SUMS.items()
+    }
+    return figures | {LATENCY: max(each.number("storage_io_latency_ms", "p95") for _, each in of_option)}
 
-    begin: datetime
-    end: datetime
 
-    @property
-    def duration_s(self) -> float:
-        """Its length."""
-        return (self.end - self.begin).total_seconds()
+def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
+    """Queries, seconds and queries per second over all ranks; of a run without ranks by its own totals.
+
+    The time is from the first rank's start to the last one's end.
+    """
+    if not aggregate.has("rank_summaries"):
+        queries, seconds = aggregate.number("total_queries"), aggregate.number("total_time_seconds")
+        problem = f"total_time_seconds is {seconds:g}"
+    else:
+        entries, problem = aggregate.value("rank_summaries"), "its ranks took no time"
+        if not isinstance(entries, list) or not entries:
+            raise MissingFact("rank_summaries has no rank", where=aggregate.file)
+        ranks = [ParsedFile(file=aggregate.file, content=entry) for entry in entries]
+        queries = sum(rank.number("total_queries") for rank in ranks)
+        begin = min(rank.number("start_time") for rank in ranks)
+        seconds = max(rank.number("end_time") for rank in ranks) - begin
+    if seconds <= 0:
+        raise MissingFact(problem, where=aggregate.file)
+    return {"query_count": queries, "total_time_seconds": seconds, "throughput_qps": queries / seconds}
+
+
+def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
+    """Each option's part of the summary of a key-value cache's run."""
+    options = summary.value("options")
+    if not isinstance(options, dict):
+        raise MissingFact("options is no mapping", where=summary.file)
+    return {
+        int(name): ParsedFile(file=summary.file, content=entry)
+        for name, entry in options.items()
+        if str(name).isdigit()
+    }
 
 
 def read_interval(run_dir: ResultDir) -> Interval:
-    """The interval by the tool's own marks, else by the benchmark's summary."""
-    marks = ("invocation_start_time", "invocation_end_time")
-    if all(run_dir.metadata.has(mark) for mark in marks):
-        file, (begin, end) = run_dir.metadata, marks
-    else:
-        file, (begin, end) = run_dir.summary, ("start", "end")
-    interval = Interval(begin=read_time(file, begin), end=read_time(file, end))
-    if interval.duration_s < 0:
+    """The interval of an invocation by the tool's own marks, else by the benchmark's summary."""
+    file, begin, end = run_dir.metadata, "invocation_start_time", "invocation_end_time"
+    if not (file.has(begin) and file.has(end)):
+        file, begin, end = run_dir.summary, "start", "end"
+    interval = read_time(file, begin), read_time(file, end)
+    if interval[1] < interval[0]:
         raise MissingFact(f"{end} is before {begin}", where=file.file)
     return interval
 

@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import DataDamaged, Unavailable
-from penstock.submission import query_runs, tree_layout
-from penstock.submission.bounded_files import (
-    LEADS_OUT,
-    MAX_YAML_BYTES,
-    leads_out,
-    parse_json,
-    read_bytes,
-    tree_of,
-)
+from penstock.submission import tree_layout
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK, parse_pointer, tree_digest
 from penstock.submission.find_results import (
     V1_REPORT_FILE,
@@ -32,7 +24,24 @@ from penstock.submission.find_results import (
     find_submitters,
     list_clients,
 )
-from penstock.submission.folder_listing import (
+from penstock.submission.parsed_file import (
+    LEADS_OUT,
+    MAX_YAML_BYTES,
+    NO_FILE,
+    MissingFact,
+    ParsedFile,
+    leads_out,
+    parse_json,
+    read_bytes,
+    read_description,
+    read_file,
+    read_named_file,
+    relative,
+    tree_of,
+)
+from penstock.submission.tree_layout import (
+    Benchmark,
+    SubmissionPhase,
     find_file,
     find_folder,
     is_leaving,
@@ -40,22 +49,19 @@ from penstock.submission.folder_listing import (
     list_names,
     list_subfolders,
 )
-from penstock.submission.parsed_file import (
-    NO_FILE,
-    MissingFact,
-    ParsedFile,
-    read_description,
-    read_file,
-    read_named_file,
-    relative,
-)
-from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 _V1_STATS: Final = "per_epoch_stats.json"
 _RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
 _NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such file")
 _NOTHING: Final = ParsedFile(file="", problem=NO_FILE)
 _IMAGE: Final = re.compile(r"code-[0-9a-f]{8}")
+_OLD_SUMMARY: Final = re.compile(r"kvcache_run_summary_\d{8}_\d{6}\.json")
+"""The name of the summary in older tools for key-value caches."""
+_RANK_FILE: Final = re.compile(r"kvcache_results_.*\.json", re.IGNORECASE)
+_AGGREGATES: Final = ("vdb_multi_node_summary.json", "statistics.json")
+"""The names of the figures over all ranks of vector search."""
+RankResult = tuple[int, int, int, ParsedFile]
+"""The option, the trial and the rank of a file, and its summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,7 @@ class ResultDir:
     epochs: ParsedFile
     stats: tuple[ParsedFile, ...] = ()
     unlisted: str = ""
-    ranks: tuple[query_runs.RankResult, ...] = ()
+    ranks: tuple[RankResult, ...] = ()
     aggregate: ParsedFile = _NOT_IN_EDITION
     ground_truth: ParsedFile = _NOT_IN_EDITION
 
@@ -129,20 +135,14 @@ class ResultRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeImage:
-    """One code image: its own statement, and the digest of its files ("" if they cannot be read)."""
-
-    name: str
-    stated: ParsedFile
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CodeImagePool:
-    """All code images of a tree, and the digests that any submitter's result directories point to."""
+    """All code images of a tree, and the digests that any submitter's result directories point to.
+
+    Each image has its own statement, and the digest of its files ("" if they cannot be read).
+    """
 
     name: str = ""
-    images: tuple[CodeImage, ...] = ()
+    images: Mapping[str, tuple[ParsedFile, str]] = field(default_factory=dict)
     pointed: frozenset[str] = frozenset()
 
 
@@ -207,17 +207,16 @@ def read_results(
         return (_read_numbered(location, context, base),)
     is_training = location.benchmark is Benchmark.TRAINING
     runs = [
-        ResultRun(name=folder.name, dirs=(_read_timed_dir(folder, location, SubmissionPhase.RUN, base),))
+        ResultRun(name=folder.name, dirs=(_read_dir(folder, base, location.benchmark, SubmissionPhase.RUN),))
         for folder in location.run_folders
     ]
     if location.benchmark is Benchmark.KV_CACHE:  # of several runs the latest without errors counts
-        error_free = [run for run in runs if query_runs.is_error_free(run.dirs[0].summary)]
-        runs = (error_free or runs)[-1:]
+        runs = ([run for run in runs if _is_error_free(run.dirs[0].summary)] or runs)[-1:]
     groups = _group_by_accelerator(runs)
     above = location.run_folders[0].parent if is_training and location.run_folders else location.folder
     description = find_file(find_folder(location.submitter.folder, "systems"), f"{location.system}.yaml")
     datasize, datagen = (
-        tuple(_read_timed_dir(folder, location, phase, base) for folder in folders)
+        tuple(_read_dir(folder, base, location.benchmark, phase) for folder in folders)
         for folders, phase in (
             (location.datasize_folders, SubmissionPhase.DATASIZE),
             (location.datagen_folders, SubmissionPhase.DATAGEN),
@@ -242,6 +241,13 @@ def read_results(
     return tuple(results)
 
 
+def _is_error_free(summary: ParsedFile) -> bool:
+    """Check whether no rank's file is missing and no launch failed."""
+    if summary.problem or not summary.has("options") or summary.content.get("trial_failures"):
+        return False
+    return not summary.has("partial_failure") or summary.value("partial_failure") is False
+
+
 def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
     """Group runs; those without a readable accelerator join the others if these have one in common."""
     groups: dict[str, list[ResultRun]] = {}
@@ -264,10 +270,7 @@ def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -
     runs = []
     for folder in location.run_folders:
         clients = [] if find_file(folder, tree_layout.SUMMARY) else list_clients(folder)
-        dirs = tuple(
-            _read_dir(path, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
-            for path in clients or [folder]
-        )
+        dirs = tuple(_read_dir(path, base, Benchmark.TRAINING, None) for path in clients or [folder])
         runs.append(ResultRun(name=folder.name, dirs=dirs))
     # The submitter's systems/, else one that lies among the results.
     submitter = location.submitter.folder
@@ -290,21 +293,13 @@ def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -
 def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
     """Read handwritten JSON: a trailing comma is only remarked on."""
     strict = read_file(path, base)
-    if not strict.problem:
-        return strict
-    try:
-        raw = read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES)
-        content, _ = parse_json(raw, is_lenient=True)
-    except (OSError, ValueError, RecursionError):
-        return strict
-    return ParsedFile(file=strict.file, content=content, remark="a comma stands before a closing bracket")
-
-
-def _read_timed_dir(folder: Path, location: ResultLocation, phase: SubmissionPhase, base: Path) -> ResultDir:
-    log, _ = tree_layout.log_names(location.benchmark, phase)
-    return _read_dir(
-        folder, base, benchmark=location.benchmark, config_folder=tree_layout.CONFIG_FOLDER, log=log
-    )
+    if strict.problem:
+        with suppress(OSError, ValueError, RecursionError):
+            raw = read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES)
+            content, _ = parse_json(raw, is_lenient=True)
+            remark = "a comma stands before a closing bracket"
+            return ParsedFile(file=strict.file, content=content, remark=remark)
+    return strict
 
 
 def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str, str], str]:
@@ -328,8 +323,10 @@ def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str,
     return files, ""
 
 
-def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: str, log: str) -> ResultDir:
+def _read_dir(folder: Path, base: Path, benchmark: Benchmark, phase: SubmissionPhase | None) -> ResultDir:
+    """Read a result directory; those of v1.0 have no phase."""
     name, path, tree = relative(folder, base), str(folder), str(base)
+    config_folder = tree_layout.CONFIG_FOLDER if phase else "configs"
     files, unlisted = _list_files(folder, config_folder, base)
 
     def read(file: str) -> ParsedFile:
@@ -347,13 +344,13 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
     queries: dict[str, Any] = {}
     if benchmark is Benchmark.KV_CACHE:
         if summary not in files:  # older tools wrote it under another name
-            summary = next(filter(query_runs.OLD_SUMMARY.fullmatch, files), summary)
+            summary = next(filter(_OLD_SUMMARY.fullmatch, files), summary)
         with suppress(Unavailable):  # rules on figures report that files of ranks are missing
-            queries["ranks"] = query_runs.read_rank_results(folder, base)
+            queries["ranks"] = read_rank_results(folder, base)
     elif benchmark is Benchmark.VECTOR_SEARCH:
-        queries["ground_truth"] = read(query_runs.VERDICT)
+        queries["ground_truth"] = read("result_verdict.json")
         try:
-            queries["aggregate"] = query_runs.read_aggregate(folder, base)
+            queries["aggregate"] = _read_aggregate(folder, base)
         except Unavailable as error:
             queries["aggregate"] = ParsedFile(file=name, problem=str(error))
     stats = sorted(filter(_RANK_STATS.fullmatch, files))
@@ -369,12 +366,48 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
         pointer=read(POINTER),
         separation=read(tree_layout.SEPARATION),
         record=read(tree_layout.RUN_RECORD),
-        log=read(log) if log else _NOT_IN_EDITION,
+        log=read(tree_layout.log_names(benchmark, phase)[0]) if phase else _NOT_IN_EDITION,
         epochs=read(next((name for name in (_V1_STATS, *stats[:1]) if name in files), _V1_STATS)),
         stats=tuple(map(read, stats)) if benchmark is Benchmark.CHECKPOINTING else (),
         unlisted=unlisted,
         **queries,
     )
+
+
+def read_rank_results(folder: Path, base: Path) -> tuple[RankResult, ...]:
+    """The files of all ranks below a key-value cache's run, in order; of each only the summary is kept.
+
+    option_O/trial_T/rank_N/kvcache_results_*.json
+    """
+    places: list[tuple[tuple[int, ...], Path]] = [((), folder)]
+    for kind in ("option", "trial", "rank"):
+        places = [
+            ((*numbers, int(entry.name[len(kind) + 1 :])), entry)
+            for numbers, place in places
+            for entry in list_subfolders(place)
+            if re.fullmatch(rf"{kind}_\d+", entry.name)
+        ]
+    found: list[RankResult] = []
+    for (option, trial, rank), place in sorted(places):
+        for path in filter(lambda each: _RANK_FILE.fullmatch(each.name), list_folder(place)):
+            parsed = read_file(path, base)
+            content = parsed.content.get("summary") if isinstance(parsed.content, dict) else None
+            summary = ParsedFile(file=parsed.file, content=content or {}, problem=parsed.problem)
+            found.append((option, trial, rank, summary))
+    return tuple(found)
+
+
+def _read_aggregate(folder: Path, base: Path) -> ParsedFile:
+    """The figures over all ranks of vector search, at most three levels down, as in vectordb/simple/."""
+    found: dict[str, Path] = {}
+    level = [folder]
+    for _ in range(4):
+        found |= {path.name: path for place in level for path in list_folder(place)}
+        level = [below for place in level for below in list_subfolders(place)]
+    for name in _AGGREGATES:
+        if name in found:
+            return read_file(found[name], base)
+    return ParsedFile(file=f"{relative(folder, base)}/{_AGGREGATES[0]}", problem=NO_FILE)
 
 
 def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> TreeContext:
@@ -423,18 +456,18 @@ def _is_pool(folder: Path) -> bool:
 
 def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:
     """Hash all images in `folder`, and collect the digests that any result directory points to."""
-    base, images, pointed = root.resolve(), [], set()
+    base, images, pointed = root.resolve(), {}, set()
     for entry in list_subfolders(folder):
         try:
             digest, stated = tree_digest(entry), read_file(entry / DIGEST_FILE, base)
         except OSError as error:  # the rule on images names the file
             unread = relative(Path(str(error.filename or entry)), base)
             digest, stated = "", ParsedFile(file=unread, problem=f"cannot be read: {error.strerror}")
-        images.append(CodeImage(name=entry.name, stated=stated, digest=digest))
+        images[entry.name] = stated, digest
     for result_dir in (each for other in find_submitters(submitter.top) for each in find_result_dirs(other)):
         try:
             text = str(read_file(result_dir / POINTER, result_dir).value())
             pointed.add(parse_pointer(text, where=str(result_dir)))
         except (MissingFact, DataDamaged):  # the rule on pointers names it
             continue
-    return CodeImagePool(name=relative(folder, base), images=tuple(images), pointed=frozenset(pointed))
+    return CodeImagePool(name=relative(folder, base), images=images, pointed=frozenset(pointed))

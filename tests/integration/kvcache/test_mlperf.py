@@ -21,12 +21,12 @@ from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import find_model
 from penstock.progress import Progress
 from penstock.storage.in_memory import MemoryStorage
-from penstock.submission import query_runs
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import read_file
-from penstock.submission.query_runs import SUMS
+from penstock.submission.recomputed_metrics import recompute_option
+from penstock.submission.result_files import read_rank_results
 
 LIMITS = load_limits()
 PUBLISHED_RANKS = Path(__file__).parents[2] / "golden" / "kvcache_published_v3.json"
@@ -125,12 +125,11 @@ def leaf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_figures_are_those_of_the_files_of_ranks(leaf: Path) -> None:
     summary = json.loads((leaf / "summary.json").read_text())
-    ranks = query_runs.read_rank_results(leaf, leaf)
+    ranks = read_rank_results(leaf, leaf)
     assert len(ranks) == 3 * 3 * 4
     for number, option in summary["options"].items():
-        for name, value in query_runs.recompute_option(ranks, int(number)).items():
+        for name, value in recompute_option(ranks, int(number)).items():
             assert option[name] == pytest.approx(value, rel=1e-9)
-    assert dict(query_runs.SUMS) == dict(SUMS)
 
 
 def test_honest_figures_stand_beside_each_metric(leaf: Path) -> None:
@@ -192,10 +191,10 @@ def test_a_published_result_is_recomputed_from_the_files_of_its_ranks(tmp_path: 
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"summary": summary}))
         ours.append(_result(option, trial, {"summary": summary}))
-    ranks = query_runs.read_rank_results(tmp_path, tmp_path)
+    ranks = read_rank_results(tmp_path, tmp_path)
     summarized = summarize(ours, time="20260627_194318", hosts=1, ranks=1)["options"]
     for number, figures in published["options"].items():
-        checked = query_runs.recompute_option(ranks, int(number))
+        checked = recompute_option(ranks, int(number))
         for name, value in figures.items():
             assert checked[name] == pytest.approx(value, rel=1e-9)
             assert summarized[number][name] == pytest.approx(value, rel=1e-9)

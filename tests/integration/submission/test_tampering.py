@@ -8,8 +8,7 @@ from tests.support.submission.tampered_folders import WAYS, Lying, Tampering
 from tests.support.submission.timed_tree import valid_training
 
 from penstock.submission.check import CheckedResult, check
-from penstock.submission.edition import load_edition
-from penstock.submission.edition_choice import choose_edition
+from penstock.submission.edition import choose_edition, load_edition
 from penstock.submission.finding import Validity, Verdict
 
 

@@ -97,7 +97,7 @@ def boundaries(edition: Edition) -> Iterator[Boundary]:
         verdicts=(_WARNING, _PASS, _PASS),
     )
     yield from _of_checkpoints(edition, trees)
-    if edition.kv_cache is not None and edition.vectors is not None:
+    if edition.rules == "v3.0":
         yield from _of_queries(edition.kv_cache, edition.vectors)
 
 
@@ -117,7 +117,7 @@ def _of_sizing(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
 
 
 def _of_checkpoints(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
-    checkpoints = edition.require(edition.checkpoints)
+    checkpoints = edition.checkpoints
     for name, model in checkpoints.models.items():
         at = f"checkpoints.models.{name}"
         yield Boundary(
@@ -380,7 +380,7 @@ class _Trees:
 
     def size(self, name: str, gib: float, *, outer: bool) -> Making:
         """At the upper end of what is let pass, or at the lower one."""
-        tolerance = self.edition.require(self.edition.checkpoints).size_tolerance
+        tolerance = self.edition.checkpoints.size_tolerance
         edge = gib * (1 + tolerance if outer else 1 - tolerance)
 
         def tree(steps: int) -> Round:

@@ -8,13 +8,13 @@ import click
 from penstock.cli.app import RESULTS
 from penstock.results.history import FILE, FOLDER
 from penstock.results.run_catalog import INCOMPLETE, parse_outcomes
-from penstock.submission.reports.result_figures import (
+from penstock.submission.result_figures import (
     CONFIDENCE,
     MAX_SCORE,
     MEAN_DEVIATION_SCALE,
     MEDIAN_DEVIATION_SCALE,
 )
-from penstock.submission.reports.result_report import FINDING_COLUMNS
+from penstock.submission.result_report import FINDING_COLUMNS
 
 DOCS = Path(__file__).parents[3] / "docs"
 HISTORY = (DOCS / "results.md").read_text(encoding="utf-8").partition("## History")[2]

@@ -10,8 +10,7 @@ from tests.support.submission.timed_tree import valid_round
 
 from penstock.errors import UsageError
 from penstock.submission.check import apply_rule, check, exit_code
-from penstock.submission.edition import load_edition
-from penstock.submission.edition_choice import choose_edition
+from penstock.submission.edition import choose_edition, load_edition
 from penstock.submission.find_results import search_tree
 from penstock.submission.finding import Finding, Validity, Verdict
 from penstock.submission.result_files import TreeContext, read_results

@@ -9,8 +9,7 @@ from tests.support.submission.timed_tree import Round, valid_checkpointing, vali
 from tests.support.submission.tree_store import Tree, TreeStore
 
 from penstock.submission.check import read_tree
-from penstock.submission.edition import load_edition
-from penstock.submission.edition_choice import detect_edition
+from penstock.submission.edition import detect_edition, load_edition
 from penstock.submission.find_results import (
     find_result_dirs,
     find_submitters,

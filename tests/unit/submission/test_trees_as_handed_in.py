@@ -12,8 +12,7 @@ from tests.support.submission.tree_store import TreeStore
 
 from penstock.errors import UsageError
 from penstock.submission.check import check, check_lone_descriptions
-from penstock.submission.edition import load_edition
-from penstock.submission.edition_choice import choose_edition
+from penstock.submission.edition import choose_edition, load_edition
 from penstock.submission.find_results import require_results, search_tree
 from penstock.submission.finding import Validity, Verdict
 

@@ -287,7 +287,7 @@ def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> Ser
             data_path=last.data_path,
             num_files=last.num_files,
             num_runs=num_required,
-            max_pause_runs=edition.require(edition.timed).max_pause_runs,
+            max_pause_runs=edition.timed.max_pause_runs,
         )
         counted, _ = select_runs(state.runs, request, now=now)
     missing: list[str] = []
@@ -313,7 +313,7 @@ def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> Ser
 
 def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
     """The numbers of checkpoint writes and reads that the result lacks."""
-    required, runs = edition.require(edition.checkpoints).num_checkpoints, state.runs
+    required, runs = edition.checkpoints.num_checkpoints, state.runs
     return {
         "writes": max(0, required - sum(run_dir.num_writes for run_dir in runs)),
         "reads": max(0, required - sum(run_dir.num_reads for run_dir in runs)),

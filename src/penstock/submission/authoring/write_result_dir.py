@@ -30,7 +30,7 @@ from penstock.submission.authoring.result_dir import ResultDirAddress, RunSeries
 from penstock.submission.code_image import POINTER, UNKNOWN, Program, pointer_text
 from penstock.submission.edition import Edition
 from penstock.submission.find_results import Submitter, find_result_dirs
-from penstock.submission.reports.result_report import plan_tree, report_all, write_files
+from penstock.submission.result_report import plan_tree, report_all, write_files
 from penstock.submission.tree_layout import (
     CONFIG_FOLDER,
     DATAGEN_MANIFEST,

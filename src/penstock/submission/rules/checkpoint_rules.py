@@ -1,10 +1,10 @@
 """Rules about checkpointing: what was written and read, by how many processes, and how far apart."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from penstock.submission.edition import ModelLimits
-from penstock.submission.finding import Finding, Verdict, pass_if, violation
+from penstock.submission.finding import Finding, Verdict, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import Interval, read_durations, read_interval
 from penstock.submission.result_files import ResultDir
@@ -30,7 +30,8 @@ from penstock.submission.rules.tree_rules import SOLUTION, require_description
 
 _RUNS: Final[Scope] = {"editions": LATER, "benchmarks": CHECKPOINTING}
 _RESULTS: Final[Scope] = {"editions": LATER, "benchmarks": CHECKPOINTING, "each": "result"}
-_NO_STATISTICS: Final = "there is no per_epoch_stats.json of a rank"
+_SIZE: Final = ("metric", "checkpoint_size_GB")
+"""The size of one checkpoint over all ranks, in GiB."""
 
 
 def _requested(run: ResultDir) -> tuple[int, int]:
@@ -46,42 +47,38 @@ def _is_subset(run: ResultDir) -> bool:
     return by_mode or (run.metadata.has(*option) and run.metadata.boolean(*option))
 
 
-def _gib(run: ResultDir) -> float:
-    """The size of one checkpoint, over all ranks."""
-    return run.summary.number("metric", "checkpoint_size_GB")
-
-
 def _model(case: Case) -> ModelLimits:
     name, _ = case.run.workload()
-    models = case.checkpoints.models
+    models = case.edition.checkpoints.models
     if name not in models:
         raise MissingFact(f"{name} is not a model of {case.edition.edition}", where=case.run.metadata.file)
     return models[name]
 
 
-def _write_and_read(case: Case) -> tuple[Interval, Interval] | None:
-    """The intervals of two invocations, in the order of their names; None of one alone."""
+def _intervals(case: Case) -> list[Interval]:
+    """The begin and the end of each invocation, in the order of their names."""
     require_runs(case.result)
-    if len(case.result.runs) != 2:
+    return [read_interval(run) for run in case.result.run_dirs()]
+
+
+def _gap_seconds(case: Case) -> float | None:
+    """The time between writing and reading; None unless these are two invocations."""
+    if len(require_runs(case.result)) != 2:
         return None
-    first, second = (run.dirs[0] for run in case.result.runs)
-    return read_interval(first), read_interval(second)
-
-
-def _gap_seconds(case: Case) -> float:
-    """The time between writing and reading; 0 in one invocation."""
-    times = _write_and_read(case)
-    return (times[1].begin - times[0].end).total_seconds() if times else 0.0
+    (_, end), (begin, _) = _intervals(case)
+    return (begin - end).total_seconds()
 
 
 def _judge_invocations(case: Case) -> Iterator[Finding]:
     require_runs(case.result)
-    full = case.checkpoints.num_checkpoints
+    full = case.edition.checkpoints.num_checkpoints
     counts = [_requested(run) for run in case.result.run_dirs()]
     allowed = [[(full, full)], [(full, 0), (0, full)]]
-    holds = len(counts) <= case.checkpoints.max_invocations and (not case.is_closed or counts in allowed)
-    times = _write_and_read(case) if holds else None
-    overlap = "; the second began before the first" if times and times[1].begin < times[0].begin else ""
+    holds = len(counts) <= case.edition.checkpoints.max_invocations and (
+        not case.is_closed or counts in allowed
+    )
+    begins = [begin for begin, _ in _intervals(case)] if holds and len(counts) == 2 else []
+    overlap = "; the second began before the first" if begins != sorted(begins) else ""
     listed = ", ".join(map(str, counts))
     yield pass_if(
         holds and not overlap,
@@ -95,7 +92,7 @@ def _judge_invocations(case: Case) -> Iterator[Finding]:
 
 def _judge_counts(case: Case) -> Iterator[Finding]:
     """A finding for the request, and one for what was done."""
-    run, full = case.run, case.checkpoints.num_checkpoints
+    run, full = case.run, case.edition.checkpoints.num_checkpoints
     writes, reads = requested = _requested(run)
     yield pass_if(
         not case.is_closed or (set(requested) <= {0, full} and any(requested)),
@@ -106,31 +103,28 @@ def _judge_counts(case: Case) -> Iterator[Finding]:
         fix=f"Repeat the run with {full} of each.",
     )
     if not run.stats:
-        raise MissingFact(_NO_STATISTICS, where=run.name)
-    done_writes, done_reads = done = tuple(
-        len(read_durations(run.stats[0], prefix)) for prefix in ("save", "load")
-    )
+        raise MissingFact("there is no per_epoch_stats.json of a rank", where=run.name)
+    written, read = done = tuple(len(read_durations(run.stats[0], prefix)) for prefix in ("save", "load"))
     yield pass_if(
         done == requested,
         evidence=run.stats[0].file,
-        value=f"{done_writes} writes, {done_reads} reads",
+        value=f"{written} writes, {read} reads",
         limit=f"{writes} writes, {reads} reads",
-        proof=f"{done_writes} writes and {done_reads} reads are in the statistics",
+        proof=f"{written} writes and {read} reads are in the statistics",
         fix="Hand in the files of one whole run.",
     )
 
 
 def _total_seconds(case: Case) -> float:
-    require_runs(case.result)
-    intervals = [read_interval(run) for run in case.result.run_dirs()]
-    return (intervals[-1].end - intervals[0].begin).total_seconds()
+    intervals = _intervals(case)
+    return (intervals[-1][1] - intervals[0][0]).total_seconds()
 
 
 def _judge_remap(case: Case) -> Iterator[Finding]:
     description, capabilities = require_description(case), (*SOLUTION, "capabilities")
     declared_s = description.number(*capabilities, "remap_time_in_seconds")
-    required_s = case.checkpoints.min_remap_share * declared_s
-    gap_s = _gap_seconds(case)
+    required_s = case.edition.checkpoints.min_remap_share * declared_s
+    gap_s = _gap_seconds(case) or 0.0
     yield pass_if(
         gap_s >= required_s,
         evidence=description.file,
@@ -141,11 +135,11 @@ def _judge_remap(case: Case) -> Iterator[Finding]:
     )
     is_shared = all(description.boolean(*capabilities, f"simultaneous_{way}") for way in ("write", "read"))
     if declared_s > 0 and is_shared:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.WARNING,
             evidence=description.file,
             proof="time to remap is declared together with simultaneous writes and reads, which need none",
             fix="Declare the one or the other.",
-            verdict=Verdict.WARNING,
         )
 
 
@@ -154,7 +148,7 @@ def _judge_processes(case: Case) -> Iterator[Finding]:
     model, processes = _model(case), case.run.metadata.integer("num_processes")
     unit, required = model.open_unit, 0  # any positive multiple of the unit
     if _is_subset(case.run):
-        required = case.checkpoints.subset.num_accelerators
+        required = case.edition.checkpoints.subset.num_accelerators
     elif case.is_closed:
         required = model.closed_processes
     wanted = required or f"a multiple of {unit}"
@@ -178,7 +172,7 @@ def _judge_processes(case: Case) -> Iterator[Finding]:
 
 
 def _judge_subset(case: Case) -> Iterator[Finding]:
-    run, subset = case.run, case.checkpoints.subset
+    run, subset = case.run, case.edition.checkpoints.subset
     model, _ = run.workload()
     if not _is_subset(run) or not case.is_closed:
         yield Finding(verdict=Verdict.PASS, evidence=run.config.file, proof="no subset, or not in CLOSED")
@@ -195,21 +189,21 @@ def _judge_subset(case: Case) -> Iterator[Finding]:
 
 
 def _judge_accelerator_memory(case: Case) -> Iterator[Finding]:
-    run, memory_gb = case.run, case.checkpoints.accelerator_memory_gb
-    named = run.accelerator() or case.checkpoints.unnamed_accelerator
+    run, memory_gb = case.run, case.edition.checkpoints.accelerator_memory_gb
+    named = run.accelerator() or case.edition.checkpoints.unnamed_accelerator
     # Published metadata may name no accelerator: the smallest of the edition is then a lower bound.
     accelerator = named or min(memory_gb, key=lambda name: memory_gb[name])
-    each_gb, accelerators, size = memory_gb.get(accelerator, 0.0), num_accelerators(case), _gib(run)
-    total = each_gb * accelerators
+    each_gb, accelerators = memory_gb.get(accelerator, 0.0), num_accelerators(case)
+    size, total = run.summary.number(*_SIZE), each_gb * accelerators
     sum_text, sign = f"{accelerators} x {each_gb:g} GB of {accelerator}", ">=" if total >= size else "<"
     if not named:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.WARNING if total >= size else Verdict.NOT_CHECKED,
             evidence=run.metadata.file,
             value=f"{size:g} GB",
             limit=f"{total:g} GB",
             proof=f"the metadata name no accelerator; {sum_text}, the smallest, {sign} {size:g} GB",
             fix="Let the submitter name the accelerator that was simulated.",
-            verdict=Verdict.WARNING if total >= size else Verdict.NOT_CHECKED,
         )
         return
     yield pass_if(
@@ -226,41 +220,43 @@ def _judge_accelerator_memory(case: Case) -> Iterator[Finding]:
     )
 
 
-def _judge_data_ratio(case: Case) -> Iterator[Finding]:
-    counts = [(run, _requested(run)[0]) for run in case.result.run_dirs()]
-    written = [(run, writes) for run, writes in counts if writes]
+def _ratio_facts(case: Case) -> dict[str, Any]:
+    """All that was written, and the memory of the hosts that wrote it."""
+    written = [(run, writes) for run in case.result.run_dirs() if (writes := _requested(run)[0])]
     if not written:
         raise MissingFact("nothing was written", where=case.name)
-    total, first = sum(_gib(run) * writes for run, writes in written), written[0][0]
-    require_all_hosts(first)
-    memory, multiple = sum(first.summary.numbers("host_memory_GB")), case.checkpoints.memory_multiple
-    holds = total > multiple * memory
-    yield pass_if(
-        holds,
-        evidence=first.summary.file,
-        value=f"{total:g} GiB",
-        limit=f"{multiple * memory:g} GiB",
-        proof=f"{total:g} GiB written {'>' if holds else '<='} {multiple:g} x {memory:g} GiB of memory",
-        fix="Let the reviewer confirm that caches were cleared before reading.",
-        otherwise=Verdict.WARNING,
+    total, summary = (
+        sum(run.summary.number(*_SIZE) * writes for run, writes in written),
+        written[0][0].summary,
     )
+    require_all_hosts(written[0][0])
+    memory, multiple = sum(summary.numbers("host_memory_GB")), case.edition.checkpoints.memory_multiple
+    sign, least = ">" if total > multiple * memory else "<=", multiple * memory
+    return {
+        "file": summary.file,
+        "total": total,
+        "sign": sign,
+        "multiple": multiple,
+        "memory": memory,
+        "least": least,
+    }
 
 
 def _size_facts(case: Case) -> dict[str, float]:
     model = _model(case)
     share = num_accelerators(case) / model.closed_processes if _is_subset(case.run) else 1.0
     return {
-        "size": _gib(case.run),
+        "size": case.run.summary.number(*_SIZE),
         "stated": share * model.size_gib,
         "by_design": share * model.architecture_gib,
-        "tolerance": case.checkpoints.size_tolerance,
+        "tolerance": case.edition.checkpoints.size_tolerance,
     }
 
 
 def _judge_ranks(case: Case) -> Iterator[Finding]:
     run = case.run
     ranks = {int(stats.file.rpartition("/")[2].partition("_")[0]) for stats in run.stats}
-    expected = run.summary.integer("num_accelerators")
+    expected = num_accelerators(case)
     missing = sorted(set(range(min(expected, 1 << 20))) - ranks)
     extra = sorted(rank for rank in ranks if rank >= expected)
     problem = f"no statistics of {len(missing)} ranks, first rank {missing[0]}" if missing else ""
@@ -281,10 +277,7 @@ RULES: Final = (
         title="All is written and read in one invocation, or written in one and then read in another",
         **_RESULTS,
         source="2.1.23, 4.7.1; the tool's spelling of the division does not matter",
-        formula=(
-            "at most max_invocations result directories; CLOSED: (10, 10), or (10, 0) and then (0, 10) "
-            "without overlap"
-        ),
+        formula="at most max_invocations; in CLOSED (10, 10), or (10, 0) and then (0, 10) without overlap",
         passes="(10, 0), then (0, 10)",
         fails="(10, 0), (0, 5), (0, 5)",
         judge=_judge_invocations,
@@ -299,31 +292,29 @@ RULES: Final = (
         fails="--num-checkpoints-write 5",
         judge=_judge_counts,
     ),
-    Rule(
+    check(
         id="checkpoint.gap",
         title="Reading begins soon after writing ended",
         **_RESULTS,
         source="4.7.1, by the marks that the tool itself makes",
         formula=(
-            "begin of reading - end of writing <= max_gap_s; below 0 the clocks differ (warning); more was "
-            "let pass in v3.0 (a warning)"
+            "0 <= begin of reading - end of writing <= max_gap_s; below 0, and in v3.0's round above, a "
+            "warning"
         ),
         passes="20 seconds",
         fails="31 seconds",
-        unless=lambda case: "" if _write_and_read(case) else "there are not two invocations",
-        judge=check(
-            lambda case: {"gap_s": _gap_seconds(case), "most_s": case.checkpoints.max_gap_s},
-            lambda it: 0 <= it.gap_s <= it.most_s,
-            at=lambda case: case.result.runs[1].dirs[0].metadata.file,
-            show=("{gap_s:g} s", "{most_s:g} s"),
-            proof="{gap_s:g} s lie between the two, at most {most_s:g} s may",
-            fix=lambda it: (
-                "Compare the hosts' clocks." if it.gap_s < 0 else "Repeat it with less time between the two."
-            ),
-            otherwise=lambda it: Verdict.WARNING if it.gap_s < 0 else it.case.verdict_of_round,
+        unless=lambda case: "there are not two invocations" if _gap_seconds(case) is None else "",
+        facts=lambda case: {"gap_s": _gap_seconds(case), "most_s": case.edition.checkpoints.max_gap_s},
+        holds=lambda it: 0 <= it.gap_s <= it.most_s,
+        at=lambda case: case.result.runs[1].dirs[0].metadata.file,
+        show=("{gap_s:g} s", "{most_s:g} s"),
+        proof="{gap_s:g} s lie between the two, at most {most_s:g} s may",
+        fix=lambda it: (
+            "Compare the hosts' clocks." if it.gap_s < 0 else "Repeat it with less time between the two."
         ),
+        otherwise=lambda it: Verdict.WARNING if it.gap_s < 0 else it.case.verdict_of_round,
     ),
-    Rule(
+    limit(
         id="checkpoint.duration",
         title="The time from the first write to the last read is known",
         **_RESULTS,
@@ -331,16 +322,14 @@ RULES: Final = (
         formula="end of the last invocation - begin of the first > 0 (else warning)",
         passes="36 minutes",
         fails="an invocation that ended before the first began (a warning)",
-        judge=limit(
-            _total_seconds,
-            ">",
-            0,
-            at=NAME,
-            show=("{:g} s", "more than {:g} s"),
-            proof="{fact:g} s from the first begin to the last end",
-            fix="Compare the hosts' clocks.",
-            otherwise=Verdict.WARNING,
-        ),
+        fact=_total_seconds,
+        compare=">",
+        limit=0,
+        at=NAME,
+        show=("{fact:g} s", "more than {limit:g} s"),
+        proof="{fact:g} s from the first begin to the last end",
+        fix="Compare the hosts' clocks.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="checkpoint.remap",
@@ -349,14 +338,12 @@ RULES: Final = (
         benchmarks=CHECKPOINTING,
         each="result",
         source="4.7.3",
-        formula=(
-            "gap >= min_remap_share x remap_time_in_seconds; remapping with simultaneous access is a warning"
-        ),
+        formula="gap >= min_remap_share x remap_time_in_seconds; a warning with simultaneous access",
         passes="remap_time_in_seconds 0, or 30 with a gap of 20 s",
         fails="remap_time_in_seconds 60 with a gap of 20 s",
         judge=_judge_remap,
     ),
-    Rule(
+    check(
         id="checkpoint.shared",
         title="Hosts that access storage at the same time are declared to",
         editions=NEWEST,
@@ -365,24 +352,22 @@ RULES: Final = (
         formula="num_hosts 1, or simultaneous_write and simultaneous_read are declared (else warning)",
         passes="one host",
         fails="two hosts, simultaneous_read: false (a warning)",
-        judge=check(
-            lambda case: {
-                "hosts": num_hosts(case.run),
-                "missing": ", ".join(
-                    name
-                    for name in ("simultaneous_write", "simultaneous_read")
-                    if not require_description(case).boolean(*SOLUTION, "capabilities", name)
-                ),
-            },
-            lambda it: it.hosts == 1 or not it.missing,
-            at=lambda case: require_description(case).file,
-            show=("{missing}", "simultaneous_write, simultaneous_read"),
-            proof=lambda it: f"{it.hosts} hosts; {it.missing or 'nothing'} is declared false",
-            fix="Declare what the system can do, and let the reviewer see that it did.",
-            otherwise=Verdict.WARNING,
-        ),
+        facts=lambda case: {
+            "hosts": num_hosts(case.run),
+            "missing": ", ".join(
+                name
+                for name in ("simultaneous_write", "simultaneous_read")
+                if not require_description(case).boolean(*SOLUTION, "capabilities", name)
+            ),
+        },
+        holds=lambda it: it.hosts == 1 or not it.missing,
+        at=lambda case: require_description(case).file,
+        show=("{missing}", "simultaneous_write, simultaneous_read"),
+        proof=lambda it: f"{it.hosts} hosts; {it.missing or 'nothing'} is declared false",
+        fix="Declare what the system can do, and let the reviewer see that it did.",
+        otherwise=Verdict.WARNING,
     ),
-    Rule(
+    limit(
         id="checkpoint.fsync",
         title="Every checkpoint is synced",
         **_RUNS,
@@ -390,14 +375,12 @@ RULES: Final = (
         formula="checkpoint.fsync is true in the run's configuration",
         passes="fsync: true",
         fails="fsync: false",
-        judge=limit(
-            lambda case: str(case.run.config.boolean("workload", "checkpoint", "fsync")).lower(),
-            "==",
-            "true",
-            at=CONFIG,
-            proof="checkpoint.fsync is {fact}",
-            fix="Repeat the run with fsync.",
-        ),
+        fact=lambda case: str(case.run.config.boolean("workload", "checkpoint", "fsync")).lower(),
+        compare="==",
+        limit="true",
+        at=CONFIG,
+        proof="checkpoint.fsync is {fact}",
+        fix="Repeat the run with fsync.",
     ),
     Rule(
         id="checkpoint.processes",
@@ -405,14 +388,14 @@ RULES: Final = (
         **_RUNS,
         source="4.6.1, 4.6.4; the tool's spelling of the division does not matter",
         formula=(
-            "CLOSED: processes == the model's, of a subset == the subset's; OPEN: a positive multiple of the "
-            "model's unit; and the summary has as many accelerators"
+            "CLOSED: processes == the model's (of a subset, the subset's); OPEN: a multiple of the model's "
+            "unit; the summary has as many accelerators"
         ),
         passes="llama3-70b on 64 processes",
         fails="llama3-70b on 60 processes, in CLOSED",
         judge=_judge_processes,
     ),
-    Rule(
+    limit(
         id="checkpoint.hosts",
         title="In CLOSED every host has several accelerators",
         **_RUNS,
@@ -421,18 +404,16 @@ RULES: Final = (
         passes="8 accelerators on one host",
         fails="8 accelerators on 4 hosts",
         unless=free_in_open,
-        judge=limit(
-            lambda case: num_accelerators(case) / num_hosts(case.run),
-            ">",
-            lambda case: case.checkpoints.min_per_host,
-            at=SUMMARY,
-            show=("{:g}", "more than {}"),
-            proof=lambda case, each, _: (
-                f"{num_accelerators(case)} accelerators / {num_hosts(case.run)} hosts = {each:g}"
-            ),
-            fix="Use fewer hosts.",
-            otherwise=lambda each, least: Verdict.WARNING if each == least else Verdict.FAIL,
+        fact=lambda case: num_accelerators(case) / num_hosts(case.run),
+        compare=">",
+        limit=lambda case: case.edition.checkpoints.min_per_host,
+        at=SUMMARY,
+        show=("{fact:g}", "more than {limit}"),
+        proof=lambda it: (
+            f"{num_accelerators(it.case)} accelerators / {num_hosts(it.case.run)} hosts = {it.fact:g}"
         ),
+        fix="Use fewer hosts.",
+        otherwise=lambda it: Verdict.WARNING if it.fact == it.limit else Verdict.FAIL,
     ),
     Rule(
         id="checkpoint.subset",
@@ -450,14 +431,14 @@ RULES: Final = (
         **_RUNS,
         source="4.3.4, by each accelerator's own memory",
         formula=(
-            "memory of an accelerator of this type x accelerators >= checkpoint_size_GB; without a type a "
-            "warning, if the smallest of the edition is enough (else not checked)"
+            "memory of an accelerator x accelerators >= checkpoint_size_GB; if none is named, a warning "
+            "where the edition's smallest is enough (else not checked)"
         ),
         passes="8 x 180 GB of b200, 105 GB written",
         fails="8 x 80 GB of h100, 912 GB written",
         judge=_judge_accelerator_memory,
     ),
-    Rule(
+    check(
         id="checkpoint.ratio",
         title="More is written than the hosts can keep in memory",
         **_RESULTS,
@@ -465,32 +446,33 @@ RULES: Final = (
         formula="checkpoint_size_GB x writes > memory_multiple x sum of the hosts' memory (else warning)",
         passes="10 x 105 GiB on one host of 256 GiB",
         fails="10 x 105 GiB on one host of 512 GiB (a warning)",
-        judge=_judge_data_ratio,
+        facts=_ratio_facts,
+        holds=lambda it: it.sign == ">",
+        at="file",
+        show=("{total:g} GiB", "{least:g} GiB"),
+        proof="{total:g} GiB written {sign} {multiple:g} x {memory:g} GiB of memory",
+        fix="Let the reviewer confirm that caches were cleared before reading.",
+        otherwise=Verdict.WARNING,
     ),
-    Rule(
+    check(
         id="checkpoint.size",
         title="A checkpoint has the size that its model requires",
         **_RUNS,
-        source=(
-            "ours, by the edition's table 2 and by the model's own architecture, which differ for llama3-1t"
-        ),
+        source="ours, by the edition's table 2 and by the model's architecture, which differ for llama3-1t",
         formula=(
-            "checkpoint_size_GB is within size_tolerance of one of both (of a subset: of its share), else "
-            "warning"
+            "checkpoint_size_GB is within size_tolerance of either, or of a subset's share (else warning)"
         ),
         passes="llama3-8b with 104.7 GiB",
         fails="llama3-8b with 10 GiB (a warning)",
-        judge=check(
-            _size_facts,
-            lambda it: any(
-                abs(it.size - expected) <= it.tolerance * expected for expected in (it.stated, it.by_design)
-            ),
-            at=SUMMARY,
-            show=("{size:g} GiB", "{stated:g} or {by_design:g} GiB +- {tolerance:.0%}"),
-            proof="{size:g} GiB, stated are {stated:g} GiB, by its architecture {by_design:g} GiB",
-            fix="Let the reviewer see what was written.",
-            otherwise=Verdict.WARNING,
+        facts=_size_facts,
+        holds=lambda it: any(
+            abs(it.size - expected) <= it.tolerance * expected for expected in (it.stated, it.by_design)
         ),
+        at=SUMMARY,
+        show=("{size:g} GiB", "{stated:g} or {by_design:g} GiB +- {tolerance:.0%}"),
+        proof="{size:g} GiB, stated are {stated:g} GiB, by its architecture {by_design:g} GiB",
+        fix="Let the reviewer see what was written.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="checkpoint.ranks",
@@ -498,8 +480,7 @@ RULES: Final = (
         **_RUNS,
         source="ours: each rank writes them, and without the slowest one no duration can be recomputed",
         formula=(
-            "ranks of *_per_epoch_stats.json are 0 ... num_accelerators - 1; with several hosts, whose files"
-            " may lie on each, missing ones are a warning"
+            "ranks of *_per_epoch_stats.json are 0 ... num_accelerators - 1; with several hosts a warning"
         ),
         passes="8 accelerators, 0_per_epoch_stats.json to 7_per_epoch_stats.json",
         fails="8 accelerators on one host, no 7_per_epoch_stats.json",

@@ -10,14 +10,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache, lru_cache
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.submission.edition import Edition
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import num_accelerators, record_bytes
 from penstock.submission.result_files import ResultDir, ResultRun
@@ -28,10 +28,12 @@ from penstock.submission.rules.rule import (
     LATER,
     NEWEST,
     Case,
+    Judge,
     Rule,
     limit,
     num_hosts,
     require_all_hosts,
+    require_datagen,
     require_runs,
 )
 from penstock.submission.tree_layout import Benchmark
@@ -53,6 +55,11 @@ _MEMORY_LIMIT: Final = re.compile(
 _UNITS: Final = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _GIB: Final = 1 << 30
 _SIZING_SOURCE: Final = "v1.0 rules and sizing command; 3.1.2 of later editions"
+_ORDER: Final[Any] = {
+    "editions": LATER,
+    "source": "ours",
+    "unless": lambda case: "the run has no run.json" if case.run.record.is_missing else "",
+}
 _MODULUS: Final = 1 << 64
 _CHUNK_ITEMS: Final = 1 << 20
 """Items that are hashed together, so that memory stays small."""
@@ -105,17 +112,15 @@ def _judge_file_systems(case: Case) -> Iterator[Finding]:
     has_log = run.benchmark in BOTH or not run.log.is_missing
     mounts = [mount for _, mount in _MOUNT.findall(str(run.log.value()))] if has_log else []
     if not mounts:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.WARNING if run.benchmark is Benchmark.KV_CACHE else case.verdict_of_round,
             evidence=run.separation.file,
             proof="there is no fs_separation.json, and the run's log has no df",
             fix="Let the reviewer ask where the results were written.",
-            verdict=Verdict.WARNING if run.benchmark is Benchmark.KV_CACHE else case.verdict_of_round,
         )
         return
-    tested, results = (
-        _mount_point(under_test, mounts),
-        _mount_point(_path_argument(run, "results_dir"), mounts),
-    )
+    paths = (under_test, _path_argument(run, "results_dir"))
+    tested, results = (_mount_point(path, mounts) for path in paths)
     yield pass_if(
         tested != results,
         evidence=run.log.file,
@@ -133,20 +138,13 @@ def _mount_point(path: str, mounts: list[str]) -> str:
     return max(above, key=len, default="/")
 
 
-def _require_datagen(case: Case) -> ResultDir:
-    """The result directory of the last data generation."""
-    if not case.result.datagen:
-        raise MissingFact("there is no result directory in datagen/", where=case.result.name)
-    return case.result.datagen[-1]
-
-
 def _num_files(directory: ResultDir, case: Case) -> int:
     """The files of the data set: from the summary in the metadata, else from their whole configuration."""
     metadata = directory.metadata
     if metadata.has("dataset", "num_files_train"):
         return metadata.integer("dataset", "num_files_train")
     # Tools of different ages wrote the configuration under different names.
-    known = case.timed.metadata_parameters
+    known = case.edition.timed.metadata_parameters
     section = next((name for name in known if metadata.has(name)), None)
     if section is None:
         metadata.value()
@@ -164,11 +162,11 @@ def _judge_sized_files(case: Case) -> Iterator[Finding]:
         and directory.accelerator() == run.accelerator()
     ]
     if not sizings:
-        yield violation(
+        yield Finding(
+            verdict=case.verdict_of_round,
             evidence=case.result.name,
             proof=f"nothing in datasize/ is for {data_folder} on {run.accelerator()}",
             fix="Size the data set (penstock training size), and hand in the result directory.",
-            verdict=case.verdict_of_round,
         )
         return
     sized, read = _num_files(sizings[-1], case), run.summary.integer("num_files_train")
@@ -184,7 +182,7 @@ def _judge_sized_files(case: Case) -> Iterator[Finding]:
 
 
 def _judge_generated_files(case: Case) -> Iterator[Finding]:
-    datagen = _require_datagen(case)
+    datagen = require_datagen(case)
     generated, read = _num_files(datagen, case), case.run.summary.integer("num_files_train")
     yield pass_if(
         read <= generated,
@@ -218,22 +216,26 @@ def _min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> in
     return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
 
 
-def _judge_steps(case: Case) -> Iterator[Finding]:
-    require_runs(case.result)
-    for run in case.result.runs:  # the clients of a run, which read one data set, are judged together
-        try:
-            yield _judge_steps_of(run, case.edition)
-        except MissingFact as reason:
-            yield not_checked(reason)
+def _each_run(judge: Callable[[ResultRun, Case], Finding]) -> Judge:
+    """Judge the runs of a result: their clients, which read one data set, are judged together."""
+
+    def judge_all(case: Case) -> Iterator[Finding]:
+        for run in require_runs(case.result):
+            try:
+                yield judge(run, case)
+            except MissingFact as reason:
+                yield not_checked(reason)
+
+    return judge_all
 
 
-def _judge_steps_of(run: ResultRun, edition: Edition) -> Finding:
-    first, steps = run.dirs[0], edition.sizing.min_steps
+def _judge_steps(run: ResultRun, case: Case) -> Finding:
+    first, steps = run.dirs[0], case.edition.sizing.min_steps
     batch = first.config.integer("workload", "reader", "batch_size")
     per_file, files = _read_files(first)
     accelerators = num_accelerators(run)
     samples = Fraction(steps * batch * accelerators)
-    needed = _min_files(samples, per_file, edition)
+    needed = _min_files(samples, per_file, case.edition)
     return pass_if(
         files >= needed,
         evidence=first.summary.file,
@@ -248,18 +250,7 @@ def _judge_steps_of(run: ResultRun, edition: Edition) -> Finding:
     )
 
 
-def _judge_memory(case: Case) -> Iterator[Finding]:
-    require_runs(case.result)
-    # All runs are of one system, whose description is searched once, and only if it matters.
-    find_limit = cache(lambda: find_memory_limit(case.result.systems))
-    for run in case.result.runs:
-        try:
-            yield _judge_memory_of(run, case, find_limit)
-        except MissingFact as reason:
-            yield not_checked(reason)
-
-
-def _judge_memory_of(run: ResultRun, case: Case, find_limit: Callable[[], tuple[int, str] | None]) -> Finding:
+def _judge_memory(run: ResultRun, case: Case) -> Finding:
     """Judge first by the memory that the hosts have, then by the part of it that they may use."""
     first, edition = run.dirs[0], case.edition
     require_all_hosts(first)
@@ -267,9 +258,9 @@ def _judge_memory_of(run: ResultRun, case: Case, find_limit: Callable[[], tuple[
     physical = _compare_with_memory(first, hosts, edition)
     if physical.verdict is Verdict.PASS:
         return physical
-    limit_of_host = find_limit()
     if typed := _compare_with_typed_memory(run, hosts, edition):
         return replace(typed, proof=f"{physical.proof}; {typed.proof}")
+    limit_of_host = find_memory_limit(case.result.systems)
     if limit_of_host is None:
         for system in case.result.systems:  # one that cannot be read may state a limit
             system.value()
@@ -374,10 +365,6 @@ def _strings(content: object) -> Iterator[str]:
             yield from _strings(entry)
 
 
-def _unless_no_record(case: Case) -> str:
-    return "the run has no run.json" if case.run.record.is_missing else ""
-
-
 def _epochs(record: ParsedFile) -> list[tuple[ParsedFile, list[ParsedFile]]]:
     """Each epoch of the plan in `run.json`, with the shares of its ranks."""
     epochs = record.value("plan", "epochs")
@@ -411,7 +398,7 @@ def _largest_remainder(case: Case) -> int:
     return max((total - sum(rank.integer("samples") for rank in ranks) for _, ranks in epochs), key=abs)
 
 
-def _prove_remainder(case: Case, remainder: int, _: int) -> str:
+def _prove_remainder(case: Case, remainder: int) -> str:
     total, policy = _num_samples(case.run.record), case.run.record.text("plan", "division")
     share = remainder / total if total else 0.0
     return f"an epoch leaves out {remainder:,} of {total:,} samples ({share:.3%}); the policy is {policy}"
@@ -514,8 +501,8 @@ RULES: Final = (
         benchmarks=EVERY,
         source="3.4.1, 4.4.1, 5.4.1, 6.4.1",
         formula=(
-            "args.data_dir (checkpoint_folder, storage_root, cache_dir) and args.results_dir are set, and "
-            "not equal; a storage_root that is not set was let pass in v3.0 (a warning)"
+            "args.data_dir (checkpoint_folder, storage_root, cache_dir) and args.results_dir are set and "
+            "differ; no storage_root was a warning in v3.0's round"
         ),
         passes="data_dir /mnt/data, results_dir /home/acme/results",
         fails="both /mnt/data",
@@ -528,8 +515,8 @@ RULES: Final = (
         benchmarks=EVERY,
         source="3.4.2, 4.4.2, 5.4.2, 6.4.1; the validator never asks a key-value cache for it",
         formula=(
-            "fs_separation.json says same_filesystem: false; without it, df in the log shows two devices by "
-            "longest mount; neither of both was let pass in v3.0 (a warning); objects have no file system"
+            "fs_separation.json says same_filesystem: false, or df in the log shows two mount points; "
+            "neither was a warning in v3.0's round; not applicable to objects"
         ),
         passes="same_filesystem: false",
         fails="same_filesystem: true",
@@ -540,9 +527,7 @@ RULES: Final = (
         title="A run has at least as many files as were sized for its data folder",
         editions=NEWEST,
         source="3.1.1, 3.3.1 (DATASIZE-MISSING, DATASIZE-UNDERRUN)",
-        formula=(
-            "num_files of the last datasize with the run's data_dir and accelerator <= the run's num_files"
-        ),
+        formula="num_files of the last datasize with the run's data_dir and accelerator <= the run's",
         passes="28,000 files sized, 28,000 read",
         fails="28,000 files sized, 27,999 read",
         judge=_judge_sized_files,
@@ -557,7 +542,7 @@ RULES: Final = (
         fails="27,999 files generated, 28,000 read",
         judge=_judge_generated_files,
     ),
-    Rule(
+    limit(
         id="dataset.bytes",
         title="At least as many bytes were generated as a run reads",
         editions=LATER,
@@ -565,15 +550,13 @@ RULES: Final = (
         formula="files x samples a file x bytes a sample of the data generation >= the run's",
         passes="the same files, samples and bytes",
         fails="generated with a record length of 1",
-        judge=limit(
-            lambda case: _num_files(_require_datagen(case), case) * _file_bytes(_require_datagen(case)),
-            ">=",
-            lambda case: case.run.summary.integer("num_files_train") * _file_bytes(case.run),
-            at=lambda case: _require_datagen(case).config.file,
-            show="{:,} B",
-            proof="{fact:,} B generated {sign} {limit:,} B read",
-            fix="Generate the data set with the workload's own values.",
-        ),
+        fact=lambda case: _num_files(require_datagen(case), case) * _file_bytes(require_datagen(case)),
+        compare=">=",
+        limit=lambda case: case.run.summary.integer("num_files_train") * _file_bytes(case.run),
+        at=lambda case: require_datagen(case).config.file,
+        show=("{fact:,} B", "{limit:,} B"),
+        proof="{fact:,} B generated {sign} {limit:,} B read",
+        fix="Generate the data set with the workload's own values.",
     ),
     Rule(
         id="sizing.steps",
@@ -584,7 +567,7 @@ RULES: Final = (
         formula="files >= min_steps x batch x accelerators / samples a file, rounded as the edition says",
         passes="unet3d, batch 7, 2 accelerators: 7,000 files (500 x 7 x 2)",
         fails="the same with 6,999 files",
-        judge=_judge_steps,
+        judge=_each_run(_judge_steps),
     ),
     Rule(
         id="sizing.memory",
@@ -594,59 +577,48 @@ RULES: Final = (
         source=_SIZING_SOURCE,
         formula=(
             "files >= memory_multiple x sum of the hosts' memory / record length / samples a file, rounded "
-            "as the edition says; memory that the system description limits (a cgroup's memory.max) counts "
-            "as limited, and is then left to the reviewer as a warning; so is a data set for the memory in "
-            "whole GiB, within the edition's tolerance"
+            "as the edition says; enough for the memory that the system description leaves (a cgroup's "
+            "memory.max), or for whole GiB within the edition's tolerance, is a warning"
         ),
         passes="unet3d on one host of 256 GiB: 9,376 files of 146,600,628 bytes",
         fails="the same with 9,374 files",
-        judge=_judge_memory,
+        judge=_each_run(_judge_memory),
     ),
-    Rule(
+    limit(
         id="order.left_out",
         title="Every epoch reads all samples",
-        editions=LATER,
-        source="ours",
-        formula=(
-            "samples - samples of all ranks == 0 in each epoch (else warning), with count, share and policy"
-        ),
+        **_ORDER,
+        formula="samples == sum over all ranks in each epoch (else warning), with count, share and policy",
         passes="28,000 samples, batches of 7 on 8 accelerators: none is left out",
         fails="28,001 samples: one is left out of each epoch (a warning)",
-        unless=_unless_no_record,
-        judge=limit(
-            _largest_remainder,
-            "==",
-            0,
-            at=lambda case: case.run.record.file,
-            show="{:,} samples",
-            proof=_prove_remainder,
-            fix="Choose a number of files that all accelerators' batches divide.",
-            otherwise=Verdict.WARNING,
-        ),
+        fact=_largest_remainder,
+        compare="==",
+        limit=0,
+        at=lambda case: case.run.record.file,
+        show=("{fact:,} samples", "{limit:,} samples"),
+        proof=lambda it: _prove_remainder(it.case, it.fact),
+        fix="Choose a number of files that all accelerators' batches divide.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="order.shuffled",
         title="Samples come in the order that the workload asks for, which changes in each epoch",
-        editions=LATER,
-        source="ours",
+        **_ORDER,
         formula=(
-            "plan.shuffle is seed where the workload shuffles; ranks of two epochs do not have the same "
-            "shares, unless seed_change_epoch is false or there is one rank (else warning)"
+            "plan.shuffle is seed where the workload shuffles; no two epochs have the same shares, unless "
+            "seed_change_epoch is false or there is one rank (else warning)"
         ),
         passes="file_shuffle: seed, shuffle: seed, other shares in each epoch",
         fails="file_shuffle: seed, shuffle: off (a warning)",
-        unless=_unless_no_record,
         judge=_judge_shuffle,
     ),
     Rule(
         id="order.once",
         title="No epoch reads a sample twice",
-        editions=LATER,
-        source="ours",
+        **_ORDER,
         formula="digests of all ranks and of the samples left out sum up to the digest of all (else warning)",
         passes="eight ranks with an eighth each",
         fails="one rank that has what another has (a warning)",
-        unless=_unless_no_record,
         judge=_judge_repeated_samples,
     ),
 )

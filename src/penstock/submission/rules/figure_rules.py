@@ -4,18 +4,19 @@ Who raises a figure has to raise all that depend on it. Every tolerance is far b
 need. A fact that older tools do not record makes a rule not applicable, never broken.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
-from penstock.submission import recomputed_metrics
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import (
+    METRICS,
     Interval,
+    checkpoint_means,
+    mib_per_second,
     read_time,
     samples_per_second,
     utilization_percent,
@@ -29,8 +30,10 @@ from penstock.submission.rules.rule import (
     NAME,
     SUMMARY,
     Case,
+    Facts,
     Rule,
     check,
+    compare_stated,
     limit,
     nothing,
     num_accelerators,
@@ -53,7 +56,7 @@ _MAX_PROBLEMS: Final = 3
 """One lie about time shows in many records."""
 _FIRST_RANK: Final = frozenset({"per_epoch_stats.json", "0_per_epoch_stats.json"})
 _RATES: Final = ("metric", "train_throughput_samples_per_second")
-_NO_STATISTICS: Final = "the run has no per_epoch_stats.json"
+
 _AS_WRITTEN: Final = "Hand in the summary as the benchmark wrote it."
 
 
@@ -61,15 +64,9 @@ def _min_utilization(case: Case) -> float:
     family, _ = case.run.workload()
     limits = case.edition.min_utilization_percent
     if family not in limits:
-        raise MissingFact(
-            f"{family} is not a workload of {case.edition.edition}", where=case.run.overrides.file
-        )
+        what = f"{family} is not a workload of {case.edition.edition}"
+        raise MissingFact(what, where=case.run.overrides.file)
     return limits[family]
-
-
-def _num_epoch_entries(case: Case) -> int:
-    entries = case.run.summary.value("metric", "train_au_percentage")
-    return len(entries) if isinstance(entries, list) else 0
 
 
 def _compare_stated(
@@ -87,14 +84,14 @@ def _compare_stated(
     if isinstance(recomputed, tuple):
         recomputed = min(recomputed, key=lambda candidate: abs(candidate - stated))
     tolerance = case.edition.means.relative_tolerance
-    holds = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
-    return pass_if(
-        holds,
+    return compare_stated(
+        ".".join(path),
+        stated,
+        recomputed,
         evidence=file.file,
-        value=repr(stated),
-        limit=repr(recomputed),
-        proof=f"{'.'.join(path)}: stated {stated!r} {'==' if holds else '!='} recomputed {recomputed!r}",
         fix="State the recomputed figure, or restore the files that it was made from.",
+        rel_tol=tolerance,
+        abs_tol=tolerance,
     )
 
 
@@ -102,7 +99,7 @@ def _judge_run_means(case: Case) -> Iterator[Finding]:
     for name, metric in (
         ("train_au_mean_percentage", utilization_percent),
         ("train_throughput_mean_samples_per_second", samples_per_second),
-        ("train_io_mean_MB_per_second", recomputed_metrics.mib_per_second),
+        ("train_io_mean_MB_per_second", mib_per_second),
     ):
         yield _compare_stated(case, case.run.summary, ("metric", name), partial(metric, case.run))
 
@@ -110,14 +107,13 @@ def _judge_run_means(case: Case) -> Iterator[Finding]:
 def _judge_checkpoint_means(case: Case) -> Iterator[Finding]:
     summary = case.run.summary
     for prefix in ("save", "load"):
-        for name, candidates in recomputed_metrics.checkpoint_means(case.run, prefix).items():
+        for name, candidates in checkpoint_means(case.run, prefix).items():
             summary.number("metric", name)  # without it nothing of the run is compared
             yield _compare_stated(case, summary, ("metric", name), partial(tuple, candidates))
 
 
 def _judge_results_means(case: Case) -> Iterator[Finding]:
-    report, is_training = case.result.report, case.result.location.benchmark is Benchmark.TRAINING
-    metrics = recomputed_metrics.TRAINING_METRICS if is_training else recomputed_metrics.CHECKPOINT_METRICS
+    report, metrics = case.result.report, METRICS[case.result.location.benchmark]
     stated = [
         path
         for name in metrics
@@ -125,9 +121,7 @@ def _judge_results_means(case: Case) -> Iterator[Finding]:
         if report.has(*path)
     ]
     for path in stated:
-        compute = metrics[path[-1]] if is_training else recomputed_metrics.result_checkpoint_means
-        arguments = (case.result,) if is_training else (case.result, path[-1])
-        yield _compare_stated(case, report, path, partial(compute, *arguments))
+        yield _compare_stated(case, report, path, partial(metrics[path[-1]], case.result))
     if not stated:
         report.value()
         yield not_applicable(report.file, "it states no known figure")
@@ -135,7 +129,7 @@ def _judge_results_means(case: Case) -> Iterator[Finding]:
 
 def _judge_report_means(case: Case) -> Iterator[Finding]:
     case.result.report.value("overall")
-    for name, metric in recomputed_metrics.TRAINING_METRICS.items():
+    for name, metric in METRICS[Benchmark.TRAINING].items():
         if name.startswith("train_throughput"):
             yield _compare_stated(case, case.result.report, ("overall", name), partial(metric, case.result))
 
@@ -150,26 +144,26 @@ def _maximum_rate(case: Case) -> float:
     return batch * num_accelerators(case) / step_s
 
 
-def _verdict_on_low_rate(case: Case) -> Verdict:
-    """Nobody can sign a utilization that the rate contradicts, and the files do not say why it does.
+def _verdict_on_rate(it: Facts) -> Verdict:
+    """Only a rate above the utilization is a failure.
 
-    A program that is slow to start writes such figures, too, so it is no failure. A warm-up is in no mean.
+    Of a lower one the files do not say why: a program that is slow to start writes such figures, too. Nobody
+    can sign it, but a warm-up is in no mean.
     """
-    return Verdict.WARNING if case.is_warm_up else Verdict.NOT_CHECKED
+    if it.share > it.utilization:
+        return Verdict.FAIL
+    return Verdict.WARNING if it.case.is_warm_up else Verdict.NOT_CHECKED
 
 
 def _unless_no_statistics(case: Case) -> str:
-    return _NO_STATISTICS if case.run.epochs.is_missing else ""
+    return "the run has no per_epoch_stats.json" if case.run.epochs.is_missing else ""
 
 
 def _epochs(case: Case) -> list[ParsedFile]:
     """The statistics of each training epoch, in order."""
-    content = case.run.epochs.value()
-    epochs = content if isinstance(content, dict) else {}
-    return [
-        ParsedFile(file=case.run.epochs.file, content=epoch)
-        for _, epoch in sorted(epochs.items(), key=lambda item: (len(str(item[0])), str(item[0])))
-    ]
+    content, file = case.run.epochs.value(), case.run.epochs.file
+    epochs = {str(name): epoch for name, epoch in content.items()} if isinstance(content, dict) else {}
+    return [ParsedFile(file=file, content=epochs[name]) for name in sorted(epochs, key=lambda n: (len(n), n))]
 
 
 def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
@@ -177,9 +171,9 @@ def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
     if not any(each.dirs == (run,) for each in case.result.runs):
         yield not_applicable(case.name, "several clients ran")
         return
-    epochs = _epochs(case)
-    total = run.summary.integer("num_files_train") * run.summary.integer("num_samples_per_file")
-    rates = run.summary.numbers(*_RATES)
+    epochs, summary = _epochs(case), run.summary
+    total = summary.integer("num_files_train") * summary.integer("num_samples_per_file")
+    rates = summary.numbers(*_RATES)
     if total < 1:
         raise MissingFact("there are no samples", where=run.summary.file)
     shares = [
@@ -232,18 +226,18 @@ def _moment(stats: ParsedFile, text: Any) -> datetime:
 
 
 def _interval(record: ParsedFile) -> Interval:
-    return Interval(begin=read_time(record, "start"), end=read_time(record, "end"))
+    return read_time(record, "start"), read_time(record, "end")
 
 
 def _judge_times(case: Case) -> Iterator[Finding]:
     problems = list(_find_time_problems(case))
+    fix = "Hand in the files of one run, as the benchmark wrote them."
     for file, problem in problems[:_MAX_PROBLEMS]:
-        yield violation(
-            evidence=file, proof=problem, fix="Hand in the files of one run, as the benchmark wrote them."
-        )
+        yield Finding(verdict=Verdict.FAIL, evidence=file, proof=problem, fix=fix)
     metadata = case.run.metadata
     if not problems and metadata.has("runtime"):
-        spanned_s, runtime_s = _interval(case.run.summary).duration_s, metadata.number("runtime")
+        begin, end = _interval(case.run.summary)
+        spanned_s, runtime_s = (end - begin).total_seconds(), metadata.number("runtime")
         yield pass_if(
             spanned_s <= runtime_s + _SECONDS_TOLERANCE,
             evidence=metadata.file,
@@ -258,24 +252,21 @@ def _judge_times(case: Case) -> Iterator[Finding]:
 
 
 def _find_time_problems(case: Case) -> Iterator[tuple[str, str]]:
-    run = case.run
-    whole, slack = _interval(run.summary), timedelta(seconds=_SECONDS_TOLERANCE)
-    if whole.duration_s < 0:
+    run, slack = case.run, timedelta(seconds=_SECONDS_TOLERANCE)
+    run_begin, run_end = _interval(run.summary)
+    if run_end < run_begin:
         yield run.summary.file, f"end {run.summary.text('end')} is before start {run.summary.text('start')}"
         return
     for stats in run.stats or (run.epochs,):
-        if stats.is_missing:
-            continue
-        has_summary_clock = stats.file.rpartition("/")[2] in _FIRST_RANK
-        for name, record in _timed_records(stats.value()):
+        for name, record in () if stats.is_missing else _timed_records(stats.value()):
             begin, end = _moment(stats, record["start"]), _moment(stats, record["end"])
             spanned_s = (end - begin).total_seconds()
             if "duration" in record and (
                 problem := _find_wrong_duration(name, record, stats.file, spanned_s)
             ):
                 yield stats.file, f"{name}: {problem}"
-            if has_summary_clock and (begin < whole.begin - slack or end > whole.end + slack):
-                outside = max(whole.begin - begin, end - whole.end)
+            outside = max(run_begin - begin, end - run_end)
+            if stats.file.rpartition("/")[2] in _FIRST_RANK and outside > slack:  # the summary's own clock
                 yield stats.file, f"{name} lies {outside.total_seconds():.6g} s outside of the run"
 
 
@@ -293,33 +284,30 @@ def _find_wrong_duration(name: str, record: dict[str, Any], file: str, spanned_s
 
 
 def _find_copies(case: Case) -> Iterator[str]:
-    require_runs(case.result)
     first_with: dict[tuple[str, tuple[Any, ...]], str] = {}
-    for run in case.result.runs:
+    for run in require_runs(case.result):
         try:
             rates = tuple(directory.summary.numbers(*_RATES) for directory in run.dirs)
             starts = tuple(directory.summary.text("start") for directory in run.dirs)
         except MissingFact:  # the rules on means name what is missing
             continue
         for mark in (("rates", rates), ("start", starts)):
-            if mark in first_with:
+            if first_with.setdefault(mark, run.name) != run.name:
                 yield f"{run.name} has the {mark[0]} of {first_with[mark]}"
-            first_with.setdefault(mark, run.name)
 
 
 def _find_overlaps(case: Case) -> Iterator[str]:
-    require_runs(case.result)
     spans: list[tuple[datetime, datetime, str]] = []
-    for run in case.result.runs:
-        whole = [_interval(directory.summary) for directory in run.dirs]
-        spans.append((min(each.begin for each in whole), max(each.end for each in whole), run.name))
+    for run in require_runs(case.result):
+        begins, ends = zip(*(_interval(directory.summary) for directory in run.dirs), strict=True)
+        spans.append((min(begins), max(ends), run.name))
     for before, after in pairwise(sorted(spans)):
         if after[0] < before[1]:
             yield f"{after[2]} starts {(before[1] - after[0]).total_seconds():g} s before {before[2]} ends"
 
 
 RULES: Final = (
-    Rule(
+    limit(
         id="utilization.minimum",
         title="Accelerators are kept as busy as the workload asks for",
         editions=ALL,
@@ -327,21 +315,18 @@ RULES: Final = (
         formula="mean of train_au_percentage over the epochs >= the workload's minimum",
         passes="cosmoflow at 70.1 %",
         fails="unet3d at 89.9 %",
-        judge=limit(
-            lambda case: utilization_percent(case.run),
-            ">=",
-            _min_utilization,
-            at=SUMMARY,
-            show=("{:.6g} %", "{:g} %"),
-            proof=lambda case, percent, least: (
-                f"mean over epochs {percent!r} % {'>=' if percent >= least else '<'} {least:g} % "
-                f"of {case.run.workload()[0]}"
-            ),
-            fix="Hand in a result with fewer accelerators, which this storage can feed.",
-            lenient_in_warm_up=True,
+        fact=lambda case: utilization_percent(case.run),
+        compare=">=",
+        limit=_min_utilization,
+        at=SUMMARY,
+        show=("{fact:.6g} %", "{limit:g} %"),
+        proof=lambda it: (
+            f"mean over epochs {it.fact!r} % {it.sign} {it.limit:g} % of {it.case.run.workload()[0]}"
         ),
+        fix="Hand in a result with fewer accelerators, which this storage can feed.",
+        is_lenient_in_warm_up=True,
     ),
-    Rule(
+    limit(
         id="utilization.stated",
         title="Each run states that it reached its utilization",
         editions=ALL,
@@ -349,37 +334,35 @@ RULES: Final = (
         formula='metric.train_au_meet_expectation == "success"',
         passes='"success"',
         fails='"fail"',
-        judge=limit(
-            lambda case: case.run.summary.text("metric", "train_au_meet_expectation"),
-            "==",
-            "success",
-            at=SUMMARY,
-            proof="train_au_meet_expectation is {fact!r}",
-            fix="Repeat the run with fewer accelerators, which this storage can feed.",
-            lenient_in_warm_up=True,
-        ),
+        fact=lambda case: case.run.summary.text("metric", "train_au_meet_expectation"),
+        compare="==",
+        limit="success",
+        at=SUMMARY,
+        proof="train_au_meet_expectation is {fact!r}",
+        fix="Repeat the run with fewer accelerators, which this storage can feed.",
+        is_lenient_in_warm_up=True,
     ),
-    Rule(
+    limit(
         id="means.epochs",
         title="Each run that counts reports every epoch",
         editions=LATER,
         source="3.3.8",
-        formula=(
-            "entries of train_au_percentage == epochs of the configuration: none fails, another number warns"
-        ),
+        formula="entries of train_au_percentage == epochs of config.yaml; another number than 0 is a warning",
         passes="5 epochs, 5 entries",
         fails="5 epochs, no entry",
-        judge=limit(
-            _num_epoch_entries,
-            "==",
-            lambda case: case.run.config.integer("workload", "train", "epochs"),
-            at=SUMMARY,
-            show=("{} entries", "{} epochs"),
-            proof="train_au_percentage has {fact} entries for {limit} epochs",
-            fix="Repeat the run, to its end.",
-            otherwise=lambda entries, _: Verdict.WARNING if entries else Verdict.FAIL,
-            lenient_in_warm_up=True,
+        fact=lambda case: (
+            len(entries)
+            if isinstance(entries := case.run.summary.value("metric", "train_au_percentage"), list)
+            else 0
         ),
+        compare="==",
+        limit=lambda case: case.run.config.integer("workload", "train", "epochs"),
+        at=SUMMARY,
+        show=("{fact} entries", "{limit} epochs"),
+        proof="train_au_percentage has {fact} entries for {limit} epochs",
+        fix="Repeat the run, to its end.",
+        otherwise=lambda it: Verdict.WARNING if it.fact else Verdict.FAIL,
+        is_lenient_in_warm_up=True,
     ),
     Rule(
         id="means.run",
@@ -397,10 +380,7 @@ RULES: Final = (
         editions=LATER,
         benchmarks=CHECKPOINTING,
         source="4.3.6: the mean of size / duration over the checkpoints, not all bytes over all time",
-        formula=(
-            "stated == mean over checkpoints, within the edition's tolerance, by rank 0 or by each "
-            "one's slowest rank"
-        ),
+        formula="stated == mean over checkpoints, within the edition's tolerance, by rank 0 or the slowest",
         passes="10 checkpoints of 104.7 GiB in 4 ... 6.25 s, save_checkpoint_io_mean_GB_per_second 21.1",
         fails="the same, stated 26.2",
         judge=_judge_checkpoint_means,
@@ -413,9 +393,8 @@ RULES: Final = (
         each="result",
         source="3.3.8, 4.3.6",
         formula=(
-            "every figure that is known by its name, at the top or in metrics or overall, == the recomputed "
-            "one, within the edition's tolerance; warm-ups do not count; checkpoints by rank 0 or by the "
-            "slowest"
+            "every known figure, at the top or in metrics or overall, == the recomputed one, within the "
+            "edition's tolerance; without warm-ups; checkpoints by rank 0 or by the slowest"
         ),
         passes="five runs of 20.1 ... 20.5 samples/s, train_throughput_mean_samples_per_second 20.3",
         fails="the same, stated 20.25, which is the mean with the warm-up",
@@ -432,7 +411,7 @@ RULES: Final = (
         fails="the same, reported 11",
         judge=_judge_report_means,
     ),
-    Rule(
+    limit(
         id="rates.maximum",
         title="A run reads no more samples than its accelerators can compute",
         editions=ALL,
@@ -440,20 +419,18 @@ RULES: Final = (
         formula="mean samples/s <= batch x accelerators / computation time, + 0.2 %",
         passes="unet3d on 2 h100: 42 samples/s of at most 7 x 2 / 0.323 s = 43.3",
         fails="the same with 48 samples/s",
-        judge=limit(
-            lambda case: samples_per_second(case.run),
-            "<=",
-            lambda case: _maximum_rate(case) * _RATE_TOLERANCE,
-            at=SUMMARY,
-            show="{:.6g} samples/s",
-            proof=lambda case, rate, _: (
-                f"{rate:.6g} samples/s are {rate / _maximum_rate(case):.2%} of what "
-                f"{num_accelerators(case)} accelerators can compute"
-            ),
-            fix=_AS_WRITTEN,
+        fact=lambda case: samples_per_second(case.run),
+        compare="<=",
+        limit=lambda case: _maximum_rate(case) * _RATE_TOLERANCE,
+        at=SUMMARY,
+        show=("{fact:.6g} samples/s", "{limit:.6g} samples/s"),
+        proof=lambda it: (
+            f"{it.fact:.6g} samples/s are {it.fact / _maximum_rate(it.case):.2%} of what "
+            f"{num_accelerators(it.case)} accelerators can compute"
         ),
+        fix=_AS_WRITTEN,
     ),
-    Rule(
+    limit(
         id="utilization.maximum",
         title="Accelerators are not busy for more than all of the time",
         editions=ALL,
@@ -461,48 +438,43 @@ RULES: Final = (
         formula="each entry of train_au_percentage <= 100, + 0.5",
         passes="99.6 % in every epoch",
         fails="150 % in one epoch",
-        judge=limit(
-            lambda case: max(case.run.summary.numbers("metric", "train_au_percentage")),
-            "<=",
-            100 + _UTILIZATION_TOLERANCE,
-            at=SUMMARY,
-            show="{:.6g} %",
-            proof="the highest utilization of an epoch is {fact:.6g} %",
-            fix=_AS_WRITTEN,
-        ),
+        fact=lambda case: max(case.run.summary.numbers("metric", "train_au_percentage")),
+        compare="<=",
+        limit=100 + _UTILIZATION_TOLERANCE,
+        at=SUMMARY,
+        show=("{fact:.6g} %", "{limit:.6g} %"),
+        proof="the highest utilization of an epoch is {fact:.6g} %",
+        fix=_AS_WRITTEN,
     ),
-    Rule(
+    check(
         id="rates.utilization",
         title="The rate of a run is the one that its utilization says",
         editions=ALL,
         source="ours: accelerators that are busy for a share of the time compute that share of the samples",
         formula=(
-            "share of the accelerators' rate <= mean of train_au_percentage + 0.5; more than 30 below it, "
-            "both cannot be true: not checked, since the files do not say which one is, and a warning in a "
-            "warm-up"
+            "share of the accelerators' rate <= mean of train_au_percentage + 0.5; more than 30 below it "
+            "one of the two is wrong: not checked, and in a warm-up a warning"
         ),
         passes="97 % utilization, 96.9 % of the rate that the accelerators can compute",
         fails="90 % utilization, 99 % of the rate",
-        judge=check(
-            lambda case: {
-                "share": 100 * samples_per_second(case.run) / _maximum_rate(case),
-                "utilization": utilization_percent(case.run),
-            },
-            lambda it: (
-                it.utilization - _MAX_UTILIZATION_GAP <= it.share <= it.utilization + _UTILIZATION_TOLERANCE
-            ),
-            at=SUMMARY,
-            show=("{share:.6g} %", "{utilization:.6g} %"),
-            proof="the rate is {share:.6g} % of the accelerators', the utilization {utilization:.6g} %",
-            fix=lambda it: (
-                _AS_WRITTEN
-                if it.share > it.utilization
-                else "Let the reviewer see from the run's log which of the two is true."
-            ),
-            otherwise=lambda it: Verdict.FAIL if it.share > it.utilization else _verdict_on_low_rate(it.case),
+        facts=lambda case: {
+            "share": 100 * samples_per_second(case.run) / _maximum_rate(case),
+            "utilization": utilization_percent(case.run),
+        },
+        holds=lambda it: (
+            it.utilization - _MAX_UTILIZATION_GAP <= it.share <= it.utilization + _UTILIZATION_TOLERANCE
         ),
+        at=SUMMARY,
+        show=("{share:.6g} %", "{utilization:.6g} %"),
+        proof="the rate is {share:.6g} % of the accelerators', the utilization {utilization:.6g} %",
+        fix=lambda it: (
+            _AS_WRITTEN
+            if it.share > it.utilization
+            else "Let the reviewer see from the run's log which of the two is true."
+        ),
+        otherwise=_verdict_on_rate,
     ),
-    Rule(
+    check(
         id="epochs.recorded",
         title="The statistics have every epoch that the summary has a rate of",
         editions=ALL,
@@ -511,14 +483,12 @@ RULES: Final = (
         passes="5 rates, and epochs 1 to 5",
         fails="5 rates, and a file without epochs",
         unless=_unless_no_statistics,
-        judge=check(
-            lambda case: {"epochs": len(_epochs(case)), "rates": len(case.run.summary.numbers(*_RATES))},
-            lambda it: it.epochs == it.rates,
-            at=lambda case: case.run.epochs.file,
-            show=("{epochs} epochs", "{rates} epochs"),
-            proof="the statistics have {epochs} epochs, the summary has rates of {rates}",
-            fix="Hand in the statistics as the benchmark wrote them.",
-        ),
+        facts=lambda case: {"epochs": len(_epochs(case)), "rates": len(case.run.summary.numbers(*_RATES))},
+        holds=lambda it: it.epochs == it.rates,
+        at=lambda case: case.run.epochs.file,
+        show=("{epochs} epochs", "{rates} epochs"),
+        proof="the statistics have {epochs} epochs, the summary has rates of {rates}",
+        fix="Hand in the statistics as the benchmark wrote them.",
     ),
     Rule(
         id="rates.files",
@@ -526,8 +496,8 @@ RULES: Final = (
         editions=ALL,
         source="ours; runs of several clients, which share the samples, are left out",
         formula=(
-            "samples/s x seconds of the epoch's blocks == files x samples a file, +- 5 % and 0.5 s; an epoch "
-            "that reads less is a warning"
+            "samples/s x seconds of the epoch's blocks == files x samples a file, +- 5 % and 0.5 s; less is "
+            "a warning"
         ),
         passes="28,000 files in 85 s at 329.4 samples/s",
         fails="the same at 494 samples/s",
@@ -541,16 +511,15 @@ RULES: Final = (
         benchmarks=BOTH,
         source="ours: start, end and duration are written by one clock",
         formula=(
-            "end >= start; |duration - (end - start)| <= 0.02 s + 0.1 % of each block and checkpoint; the "
-            "blocks of an epoch <= its duration <= end - start, with the same tolerance; epochs lie within "
-            "the summary's start and end (+ 1 s); a summary that spans more than the tool's runtime is a "
-            "warning"
+            "end >= start; |duration - (end - start)| <= 0.02 s + 0.1 % of each block and checkpoint; "
+            "blocks of an epoch <= its duration <= end - start; epochs lie within the summary's start and "
+            "end (+ 1 s); a summary that spans more than the tool's runtime is a warning"
         ),
         passes='start 10:00:00, end 10:01:25, duration "85.00"',
         fails="a checkpoint of 10 s whose duration is 5",
         judge=_judge_times,
     ),
-    Rule(
+    nothing(
         id="runs.distinct",
         title="No run is a copy of another",
         editions=ALL,
@@ -559,15 +528,13 @@ RULES: Final = (
         formula="the rates of all epochs of a run, and its start, differ from every other run's",
         passes="five runs with rates of their own",
         fails="run4 with the rates of run3",
-        judge=nothing(
-            _find_copies,
-            at=NAME,
-            show="{} copies",
-            proof="each run has rates and a start of its own",
-            fix="Repeat the runs that are copies.",
-        ),
+        problems=_find_copies,
+        at=NAME,
+        show=("{number} copies", "0 copies"),
+        proof="each run has rates and a start of its own",
+        fix="Repeat the runs that are copies.",
     ),
-    Rule(
+    nothing(
         id="runs.overlap",
         title="One run ends before another begins",
         editions=FIRST,
@@ -576,12 +543,10 @@ RULES: Final = (
         formula="in order of their starts, each run starts after the end of the one before",
         passes="10:00 to 10:03, 10:04 to 10:07",
         fails="10:00 to 10:03, 10:02 to 10:05",
-        judge=nothing(
-            _find_overlaps,
-            at=NAME,
-            show="{} overlap",
-            proof=lambda case: f"{len(case.result.runs)} runs come one after the other",
-            fix="Repeat the runs one after the other.",
-        ),
+        problems=_find_overlaps,
+        at=NAME,
+        show=("{number} overlap", "0 overlap"),
+        proof=lambda it: f"{len(it.case.result.runs)} runs come one after the other",
+        fix="Repeat the runs one after the other.",
     ),
 )

@@ -5,14 +5,15 @@ defaults.
 """
 
 import math
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from penstock.submission import query_runs
-from penstock.submission.finding import Finding, Verdict, not_checked, pass_if, violation
+from penstock.submission.finding import Finding, Verdict, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact, ParsedFile
-from penstock.submission.query_runs import CacheCommand, read_commands
-from penstock.submission.result_files import ResultDir, ResultRun
+from penstock.submission.recomputed_metrics import LATENCY, SUMS, options_of, recompute_option, recompute_run
 from penstock.submission.rules.rule import (
     METADATA,
     NAME,
@@ -23,9 +24,11 @@ from penstock.submission.rules.rule import (
     Rule,
     Scope,
     check,
+    compare_stated,
     free_in_open,
     limit,
     nothing,
+    require_datagen,
     require_runs,
 )
 from penstock.submission.rules.tree_rules import SOLUTION, require_description
@@ -37,15 +40,67 @@ _VECTORS: Final[Scope] = {"editions": NEWEST, "benchmarks": (Benchmark.VECTOR_SE
 _LATENCIES: Final = ("mean_latency_ms", "p95_latency_ms", "p99_latency_ms", "p999_latency_ms")
 _CLOCK_TOLERANCE: Final = 1e-7
 """A time since 1970 in a double is exact to a quarter of a microsecond."""
+_PLACE: Final = re.compile(r"option_(\d+)/trial_(\d+)")
+_NUM_PROCESSES: Final = ("-n", "-np", "--np", "--ntasks")
+_NUMBER: Final = re.compile(r"-*\d+(\.\d*)?|-*\.\d+")
 _RESTORE_SUMMARY: Final = "Restore the summary as the benchmark wrote it."
 
 
-def _options(case: Case) -> list[tuple[int, ParsedFile]]:
-    return sorted(query_runs.options_of(case.run.summary).items())
+@dataclass(frozen=True, slots=True)
+class CacheCommand:
+    """A command that the tool executed for one trial of one option; flags without values are empty texts.
+
+    `num_processes` is 0 where the launcher's command does not state it.
+    """
+
+    option: int
+    trial: int
+    num_processes: int
+    options: Mapping[str, str]
 
 
 def _commands(case: Case) -> tuple[CacheCommand, ...]:
-    return read_commands(case.run.metadata)
+    """The commands of all trials in the order of their execution."""
+    metadata = case.run.metadata
+    entries = metadata.value("command_output_files") or []
+    texts = [str(entry.get("command", "")) for entry in entries if isinstance(entry, dict)]
+    commands = tuple(command for text in texts if (command := _parse_command(text)))
+    if not commands:
+        raise MissingFact("command_output_files names no command of a trial", where=metadata.file)
+    return commands
+
+
+def _parse_command(text: str) -> CacheCommand | None:
+    place = _PLACE.search(text)
+    try:
+        words = shlex.split(text)
+    except ValueError:  # its quotes are cut off: it is no command of a trial
+        return None
+    if place is None or "--num-users" not in text:
+        return None
+    program = next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
+    launcher = _flags(words[:program])
+    number = next((launcher[name] for name in _NUM_PROCESSES if name in launcher), "")
+    return CacheCommand(
+        option=int(place[1]),
+        trial=int(place[2]),
+        num_processes=int(number) if number.isdigit() else 0,
+        options={name.removeprefix("--"): value for name, value in _flags(words[program + 1 :]).items()},
+    )
+
+
+def _flags(words: list[str]) -> dict[str, str]:
+    """Flags and their values: ["--seed", "42", "--quiet", "--n=3"] is {--seed: 42, --quiet: "", --n: 3}."""
+    found: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        if word.startswith("-") and not _NUMBER.fullmatch(word):
+            name, equals, value = word.partition("=")
+            found[name] = value if equals else "" if following.startswith("-") else following
+    return found
+
+
+def _options(case: Case) -> list[tuple[int, ParsedFile]]:
+    return sorted(options_of(case.run.summary).items())
 
 
 def _file_problems(case: Case) -> list[str]:
@@ -74,7 +129,7 @@ def _losses(case: Case) -> list[str]:
 
 def _judge_table(case: Case) -> Iterator[Finding]:
     commands = _commands(case)
-    for number, option in case.kv_cache.options.items():
+    for number, option in case.edition.kv_cache.options.items():
         wanted: dict[str, str | float] = {
             "model": option.model,
             "duration": option.duration_s,
@@ -89,7 +144,7 @@ def _judge_table(case: Case) -> Iterator[Finding]:
                 f"--{name} is {command.options.get(name, 'not set')}, not {value}"
                 for command in own
                 for name, value in wanted.items()
-                if not _is_set(command, name, value)
+                if not _agrees(command.options.get(name), value)
             }
         )
         yield pass_if(
@@ -102,18 +157,15 @@ def _judge_table(case: Case) -> Iterator[Finding]:
         )
 
 
-def _is_set(command: CacheCommand, name: str, wanted: str | float) -> bool:
-    stated = command.options.get(name)
-    if stated is None or isinstance(wanted, str):
-        return stated == wanted
+def _agrees(stated: str | None, wanted: str | float) -> bool:
     try:
-        return float(stated) == wanted
+        return stated == wanted if stated is None or isinstance(wanted, str) else float(stated) == wanted
     except ValueError:
         return False
 
 
 def _judge_sequence(case: Case) -> Iterator[Finding]:
-    metadata, limits, commands = case.run.metadata, case.kv_cache, _commands(case)
+    metadata, limits, commands = case.run.metadata, case.edition.kv_cache, _commands(case)
     ran = [(command.option, command.trial) for command in commands]
     wanted = [
         (option, trial) for option in sorted(map(int, limits.options)) for trial in range(limits.trials)
@@ -141,7 +193,7 @@ def _judge_ranks(case: Case) -> Iterator[Finding]:
     summary, metadata = case.run.summary, case.run.metadata
     ranks, each, hosts = (summary.integer(name) for name in ("total_ranks", "npernode", "host_count"))
     problems = [] if ranks == each * hosts else [f"{each} a host x {hosts} hosts != {ranks} ranks"]
-    launched = {command.num_processes for command in read_commands(metadata)} - {0}
+    launched = {command.num_processes for command in _commands(case)} - {0}  # 0: not stated
     if metadata.has("num_processes"):
         launched.add(metadata.integer("num_processes"))
     if launched - {ranks}:
@@ -154,6 +206,11 @@ def _judge_ranks(case: Case) -> Iterator[Finding]:
         proof="; ".join(problems) or f"{each} ranks on each of {hosts} hosts, {ranks} in all",
         fix="Repeat the run with as many ranks on every host.",
     )
+
+
+def _stated_users(case: Case, option: int) -> str:
+    stated = {c.options.get("num-users", "none") for c in _commands(case) if c.option == option}
+    return ", ".join(sorted(stated))
 
 
 def _outputs(case: Case) -> list[str]:
@@ -203,32 +260,33 @@ def _figures(*names: str) -> Judge:
         tolerance = case.edition.means.relative_tolerance
         for number, option in _options(case):
             try:
-                recomputed = query_runs.recompute_option(case.run.ranks, number)
+                recomputed = recompute_option(case.run.ranks, number)
             except MissingFact as reason:
                 yield not_checked(MissingFact(reason.what, where=case.run.name))
                 continue
             for name in names:
-                stated = option.number(name)
-                holds = math.isclose(stated, recomputed[name], rel_tol=tolerance, abs_tol=tolerance)
-                yield pass_if(
-                    holds,
+                yield compare_stated(
+                    f"option {number}, {name}",
+                    option.number(name),
+                    recomputed[name],
                     evidence=option.file,
-                    value=repr(stated),
-                    limit=repr(recomputed[name]),
-                    proof=(
-                        f"option {number}, {name}: stated {stated!r} {'==' if holds else '!='} recomputed "
-                        f"{recomputed[name]!r}"
-                    ),
                     fix="Restore the files of the ranks, and aggregate them again.",
+                    rel_tol=tolerance,
+                    abs_tol=tolerance,
                 )
 
     return judge
 
 
 def _judge_tiers(case: Case) -> Iterator[Finding]:
+    entries = ("cache_stats", "storage_entries")
     for number, option in _options(case):
         stated = option.value("cpu_tier_ranks")
-        in_memory = {rank.rank for rank in query_runs.ranks_in_memory(case.run.ranks, number)}
+        in_memory = {
+            rank
+            for each, _, rank, summary in case.run.ranks
+            if each == number and summary.has(*entries) and summary.number(*entries) == 0
+        }
         num_in_memory = max(len(in_memory), len(stated) if isinstance(stated, list) else 0)
         ranks = option.integer("rank_count")
         yield pass_if(
@@ -244,11 +302,11 @@ def _judge_tiers(case: Case) -> Iterator[Finding]:
 
 def _missing_figures(case: Case) -> list[str]:
     options = dict(_options(case))
-    missing = [f"option {number}" for number in case.kv_cache.options if int(number) not in options]
+    missing = [f"option {number}" for number in case.edition.kv_cache.options if int(number) not in options]
     missing += [
         f"option {number}: {name}"
         for number, option in options.items()
-        for name in (*query_runs.SUMS, query_runs.LATENCY)
+        for name in (*SUMS, LATENCY)
         if not option.has(name)
     ]
     return missing if case.run.summary.has("total_ranks") else [*missing, "total_ranks"]
@@ -258,43 +316,33 @@ def _judge_gateway(case: Case) -> Iterator[Finding]:
     folder, description = case.run.metadata.text("args", "cache_dir"), require_description(case)
     api = description.text(*SOLUTION, "architecture", "product_API")
     if "://" in folder:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.FAIL,
             evidence=case.run.metadata.file,
             value=folder,
             limit="a path",
             proof=f"cache_dir is {folder}, which is no path",
             fix="Repeat the run through a gateway that serves files.",
         )
-        return
-    yield pass_if(
-        api != "object",
-        evidence=description.file,
-        value=api,
-        proof=f"cache_dir is {folder}, the product serves {api}s",
-        fix="Let the submitter name the gateway and its mount options.",
-        otherwise=Verdict.WARNING,
-    )
+    else:
+        yield pass_if(
+            api != "object",
+            evidence=description.file,
+            value=api,
+            proof=f"cache_dir is {folder}, the product serves {api}s",
+            fix="Let the submitter name the gateway and its mount options.",
+            otherwise=Verdict.WARNING,
+        )
 
 
 def _extra_cache_settings(case: Case) -> list[str]:
     metadata = case.run.metadata
-    flags = {name for command in read_commands(metadata) for name in command.options}
-    return [f"--{name}" for name in sorted(flags - case.kv_cache.flags)] + [
+    flags = {name for command in _commands(case) for name in command.options}
+    return [f"--{name}" for name in sorted(flags - case.edition.kv_cache.flags)] + [
         f"{'.'.join(path)} is {metadata.value(*path)!r:.60}"
         for path in (("args", "params"), ("override_parameters",))
         if metadata.has(*path) and metadata.value(*path)
     ]
-
-
-def _loading(case: Case) -> ResultDir:
-    if not case.result.datagen:
-        raise MissingFact("there is no result directory in datagen/", where=case.result.name)
-    return case.result.datagen[-1]
-
-
-def _runs(case: Case) -> tuple[ResultRun, ...]:
-    require_runs(case.result)
-    return case.result.runs
 
 
 def _index(case: Case) -> str:
@@ -322,11 +370,11 @@ def _judge_vector_files(case: Case) -> Iterator[Finding]:
 def _judge_truth(case: Case) -> Iterator[Finding]:
     truth = case.run.ground_truth
     if truth.is_missing:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.WARNING,
             evidence=truth.file,
             proof="there is no result_verdict.json: nothing says what recall was measured against",
             fix="Let the reviewer ask how the ground truth was built.",
-            verdict=Verdict.WARNING,
         )
         return
     is_ok, coverage = truth.boolean("flat_setup", "ok"), truth.number("flat_setup", "coverage")
@@ -382,21 +430,20 @@ def _vector_keys(case: Case) -> set[str]:
 
 
 def _judge_vector_means(case: Case) -> Iterator[Finding]:
-    for name, recomputed in query_runs.recompute_run(case.run.aggregate).items():
-        stated = case.run.summary.number(name)
-        holds = math.isclose(stated, recomputed, rel_tol=_CLOCK_TOLERANCE)
-        yield pass_if(
-            holds,
-            evidence=case.run.summary.file,
-            value=repr(stated),
-            limit=repr(recomputed),
-            proof=f"{name}: stated {stated!r} {'==' if holds else '!='} recomputed {recomputed!r}",
+    summary = case.run.summary
+    for name, recomputed in recompute_run(case.run.aggregate).items():
+        yield compare_stated(
+            name,
+            summary.number(name),
+            recomputed,
+            evidence=summary.file,
             fix="Restore the files of the run as the benchmark wrote them.",
+            rel_tol=_CLOCK_TOLERANCE,
         )
 
 
 RULES: Final = (
-    Rule(
+    nothing(
         id="kvcache.files",
         title="A run of a key-value cache has its metadata and its summary",
         **_CACHE,
@@ -404,14 +451,12 @@ RULES: Final = (
         formula="one *_metadata.json and summary.json; a summary under the old name is in no table",
         passes="summary.json, kv_cache_20260701_100000_metadata.json",
         fails="kvcache_run_summary_20260701_100000.json alone",
-        judge=nothing(
-            _file_problems,
-            at=NAME,
-            proof="both are there",
-            fix=f"Restore the metadata; call the summary {SUMMARY_FILE}.",
-        ),
+        problems=_file_problems,
+        at=NAME,
+        proof="both are there",
+        fix=f"Restore the metadata; call the summary {SUMMARY_FILE}.",
     ),
-    Rule(
+    check(
         id="kvcache.runs",
         title="A result of a key-value cache is one run",
         editions=NEWEST,
@@ -421,21 +466,19 @@ RULES: Final = (
         formula="one result directory in run/ (else a warning that names the one that counts)",
         passes="run/20260701_100000/",
         fails="run/20260701_100000/ and run/20260702_100000/ (a warning)",
-        judge=check(
-            lambda case: {
-                "counted": _runs(case)[0].name,
-                "names": ", ".join(folder.name for folder in case.result.location.run_folders),
-                "number": len(case.result.location.run_folders),
-            },
-            lambda it: it.number == 1,
-            at=NAME,
-            show=("{number}", "1"),
-            proof="{names}: {counted} counts",
-            fix="Hand in the one run that counts, or give each a system of its own.",
-            otherwise=Verdict.WARNING,
-        ),
+        facts=lambda case: {
+            "counted": require_runs(case.result)[0].name,
+            "names": ", ".join(folder.name for folder in case.result.location.run_folders),
+            "number": len(case.result.location.run_folders),
+        },
+        holds=lambda it: it.number == 1,
+        at=NAME,
+        show=("{number}", "1"),
+        proof="{names}: {counted} counts",
+        fix="Hand in the one run that counts, or give each a system of its own.",
+        otherwise=Verdict.WARNING,
     ),
-    Rule(
+    nothing(
         id="kvcache.complete",
         title="No rank of a key-value cache is missing, and no trial failed",
         **_CACHE,
@@ -443,13 +486,11 @@ RULES: Final = (
         formula="partial_failure is false, missing_files and trial_failures are empty (else a warning)",
         passes="partial_failure false",
         fails="partial_failure true, 45 missing files (a warning)",
-        judge=nothing(
-            _losses,
-            at=SUMMARY,
-            proof="all ranks reported in all trials",
-            fix="Repeat the run; its means leave out the lost ranks.",
-            otherwise=Verdict.WARNING,
-        ),
+        problems=_losses,
+        at=SUMMARY,
+        proof="all ranks reported in all trials",
+        fix="Repeat the run; its means leave out the lost ranks.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="kvcache.table",
@@ -464,22 +505,19 @@ RULES: Final = (
     ),
     Rule(
         id="kvcache.sequence",
-        title=(
-            "In CLOSED the options ran in their order, each in three trials, with the edition's seed and "
-            "delay"
-        ),
+        title="In CLOSED the options ran in order, in three trials each, with the edition's seed and delay",
         **_CACHE,
         source="6.3.2.1",
         formula=(
             "commands are options 1, 2, 3 with trials 0, 1, 2; --seed-base and inter_option_delay are the "
-            "edition's; no configuration of the submitter's"
+            "edition's; no args.config"
         ),
         passes="nine commands in order, --seed-base 42, inter_option_delay 90",
         fails="two trials of option 3",
         unless=free_in_open,
         judge=_judge_sequence,
     ),
-    Rule(
+    limit(
         id="kvcache.autoscaling",
         title="In CLOSED nothing scales the users",
         **_CACHE,
@@ -488,15 +526,13 @@ RULES: Final = (
         passes="... --generation-mode none",
         fails="... --enable-autoscaling",
         unless=free_in_open,
-        judge=limit(
-            lambda case: sum("enable-autoscaling" in command.options for command in _commands(case)),
-            "==",
-            0,
-            at=METADATA,
-            show="{} commands",
-            proof="{fact} commands have --enable-autoscaling",
-            fix="Repeat the run without autoscaling.",
-        ),
+        fact=lambda case: sum("enable-autoscaling" in command.options for command in _commands(case)),
+        compare="==",
+        limit=0,
+        at=METADATA,
+        show=("{fact} commands", "{limit} commands"),
+        proof="{fact} commands have --enable-autoscaling",
+        fix="Repeat the run without autoscaling.",
     ),
     Rule(
         id="kvcache.ranks",
@@ -508,7 +544,7 @@ RULES: Final = (
         fails="2 ranks on each of 16 hosts, total_ranks 30",
         judge=_judge_ranks,
     ),
-    Rule(
+    check(
         id="kvcache.users",
         title="In CLOSED every rank serves all users of its option",
         **_CACHE,
@@ -517,59 +553,39 @@ RULES: Final = (
         passes="option 1 on 32 ranks: --num-users 200",
         fails="option 1 on 2 ranks: --num-users 100",
         unless=free_in_open,
-        judge=check(
-            lambda case, numbered: {
-                "number": numbered[0],
-                "users": numbered[1].num_users,
-                "stated": ", ".join(
-                    sorted(
-                        {
-                            command.options.get("num-users", "none")
-                            for command in _commands(case)
-                            if command.option == int(numbered[0])
-                        }
-                    )
-                ),
-            },
-            lambda it: it.stated == str(it.users),
-            over=lambda case: case.kv_cache.options.items(),
-            at=METADATA,
-            show=("{stated}", "{users}"),
-            proof=lambda it: f"option {it.number}: {it.stated or 'no'} users a rank",
-            fix="Repeat the run with the users of the table on every rank.",
+        facts=lambda case: (
+            {"number": number, "users": option.num_users, "stated": _stated_users(case, int(number))}
+            for number, option in case.edition.kv_cache.options.items()
         ),
+        holds=lambda it: it.stated == str(it.users),
+        at=METADATA,
+        show=("{stated}", "{users}"),
+        proof=lambda it: f"option {it.number}: {it.stated or 'no'} users a rank",
+        fix="Repeat the run with the users of the table on every rank.",
     ),
-    Rule(
+    nothing(
         id="kvcache.isolation",
         title="Every trial writes to a folder of its own, and every rank to its own cache",
         **_CACHE,
         source="6.3.3.3",
-        formula=(
-            "--rank-output-base differs in all commands; --rank-cache-base is set and is no --rank-output-"
-            "base"
-        ),
+        formula="--rank-output-base differs in all commands; --rank-cache-base is set and is none of them",
         passes="--rank-output-base .../option_1/trial_0 --rank-cache-base /mnt/cache",
         fails="two trials with one --rank-output-base",
-        judge=nothing(
-            _shared_folders,
-            at=METADATA,
-            show=(
-                lambda case: f"{len(set(_outputs(case)))} folders",
-                lambda case: f"{len(_outputs(case))} trials",
-            ),
-            proof=lambda case: f"{len(_outputs(case))} trials in as many folders",
-            fix="Repeat the run as the tool launches it.",
+        problems=_shared_folders,
+        at=METADATA,
+        show=(
+            lambda it: f"{len(set(_outputs(it.case)))} folders",
+            lambda it: f"{len(_outputs(it.case))} trials",
         ),
+        proof=lambda it: f"{len(_outputs(it.case))} trials in as many folders",
+        fix="Repeat the run as the tool launches it.",
     ),
     Rule(
         id="kvcache.shared",
         title="All ranks wrote to one results folder",
         **_CACHE,
         source="6.3.3.4",
-        formula=(
-            "one host, or the files of all ranks of all trials are there, or the tool's probe of the folder "
-            "ran"
-        ),
+        formula="one host, or the files of all ranks of all trials are there, or the tool probed the folder",
         passes="32 ranks x 3 options x 3 trials: 288 files",
         fails="16 hosts, and the files of rank 0 alone",
         judge=_judge_shared_folder,
@@ -579,12 +595,10 @@ RULES: Final = (
         title="The bandwidths of an option are the sums of its ranks",
         **_CACHE,
         source="6.3.4.1",
-        formula=(
-            "mean over trials of the sum over ranks of tier_storage_{read,write}_bandwidth_gbps == stated"
-        ),
+        formula="mean over trials of the sum over ranks of tier_storage_*_bandwidth_gbps == stated",
         passes="two ranks with 1.5 and 2.5 GiB/s in each trial, aggregated 4.0",
         fails="the same, aggregated 4.4",
-        judge=_figures(*tuple(query_runs.SUMS)[:2]),
+        judge=_figures(*tuple(SUMS)[:2]),
     ),
     Rule(
         id="kvcache.tokens",
@@ -594,7 +608,7 @@ RULES: Final = (
         formula="mean over trials of the sum over ranks of both rates of tokens == stated",
         passes="two ranks with 100 and 110 tokens/s, aggregated 210",
         fails="the same, aggregated 220",
-        judge=_figures(*tuple(query_runs.SUMS)[2:]),
+        judge=_figures(*tuple(SUMS)[2:]),
     ),
     Rule(
         id="kvcache.latency",
@@ -604,21 +618,19 @@ RULES: Final = (
         formula="max over ranks and trials of storage_io_latency_ms.p95 == stated",
         passes="ranks with 10 and 15 ms, aggregated 15",
         fails="the same, aggregated 12.5",
-        judge=_figures(query_runs.LATENCY),
+        judge=_figures(LATENCY),
     ),
     Rule(
         id="kvcache.tiers",
         title="Not all ranks of an option were served by memory alone",
         **_CACHE,
         source="6.3.4.4",
-        formula=(
-            "cpu_tier_ranks, or ranks with storage_entries 0, < all ranks of the option; some are a warning"
-        ),
+        formula="cpu_tier_ranks, or ranks with storage_entries 0, < all ranks; some are a warning",
         passes="storage_entries 4,000 on every rank",
         fails="storage_entries 0 on every rank",
         judge=_judge_tiers,
     ),
-    Rule(
+    nothing(
         id="kvcache.headline",
         title="Each option states its bandwidths, tokens, latency and ranks",
         **_CACHE,
@@ -626,17 +638,15 @@ RULES: Final = (
         formula="the figures of all options of the edition are numbers, and total_ranks is one",
         passes="options 1, 2 and 3 with all figures",
         fails="options 1 and 2 alone",
-        judge=nothing(
-            _missing_figures,
-            at=SUMMARY,
-            show="{} missing",
-            proof="all figures are there",
-            bad="missing: {}",
-            separator=", ",
-            fix="Repeat the run, to its end.",
-        ),
+        problems=_missing_figures,
+        at=SUMMARY,
+        show=("{number} missing", "0 missing"),
+        proof="all figures are there",
+        bad="missing: {}",
+        join=", ".join,
+        fix="Repeat the run, to its end.",
     ),
-    Rule(
+    check(
         id="kvcache.traffic",
         title="Each option wrote to its storage and read from it",
         **_CACHE,
@@ -644,20 +654,19 @@ RULES: Final = (
         formula="aggregated_read_bandwidth_gbps and aggregated_write_bandwidth_gbps > 0",
         passes="151.7 GiB/s read, 39.1 GiB/s written",
         fails="0 GiB/s read",
-        judge=check(
-            lambda _, numbered: {
-                "number": numbered[0],
-                "file": numbered[1].file,
-                "read": numbered[1].number("aggregated_read_bandwidth_gbps"),
-                "written": numbered[1].number("aggregated_write_bandwidth_gbps"),
-            },
-            lambda it: it.read > 0 and it.written > 0,
-            over=_options,
-            at="file",
-            show=("{read:g} and {written:g} GiB/s", "more than 0 GiB/s"),
-            proof="option {number} read {read:g} GiB/s and wrote {written:g} GiB/s",
-            fix="Repeat the run with less memory for the cache.",
+        facts=lambda case: (
+            {
+                "number": number,
+                "read": option.number("aggregated_read_bandwidth_gbps"),
+                "written": option.number("aggregated_write_bandwidth_gbps"),
+            }
+            for number, option in _options(case)
         ),
+        holds=lambda it: it.read > 0 and it.written > 0,
+        at=SUMMARY,
+        show=("{read:g} and {written:g} GiB/s", "more than 0 GiB/s"),
+        proof="option {number} read {read:g} GiB/s and wrote {written:g} GiB/s",
+        fix="Repeat the run with less memory for the cache.",
     ),
     Rule(
         id="kvcache.gateway",
@@ -665,35 +674,29 @@ RULES: Final = (
         **_CACHE,
         source="6.5.1, 6.5.2",
         formula=(
-            "cache_dir is a path; an object storage behind it is a warning, because its gateway and mount "
-            "options are to be on record"
+            "cache_dir is a path; over an object storage a warning, to have gateway and mount options named"
         ),
         passes="cache_dir /mnt/cache, product_API file",
         fails="cache_dir s3://bucket/cache",
         judge=_judge_gateway,
     ),
-    Rule(
+    nothing(
         id="kvcache.closed",
         title="In CLOSED only hosts, ranks and paths are the submitter's choice",
         **_CACHE,
         source="6.6.1",
-        formula=(
-            "every command has only flags of the edition's list; args.params and override_parameters are "
-            "empty"
-        ),
+        formula="every command has only the edition's flags; args.params and override_parameters are empty",
         passes="--model --num-users ... --rank-cache-base",
         fails="--performance-profile latency",
         unless=free_in_open,
-        judge=nothing(
-            _extra_cache_settings,
-            at=METADATA,
-            proof="only hosts, ranks and paths are set",
-            bad="set beyond the table: {}",
-            separator=", ",
-            fix="Hand it in as OPEN, or repeat the run without them.",
-        ),
+        problems=_extra_cache_settings,
+        at=METADATA,
+        proof="only hosts, ranks and paths are set",
+        bad="set beyond the table: {}",
+        join=", ".join,
+        fix="Hand it in as OPEN, or repeat the run without them.",
     ),
-    Rule(
+    limit(
         id="vectors.runs",
         title="An index has exactly as many runs as the edition asks for",
         editions=NEWEST,
@@ -703,14 +706,12 @@ RULES: Final = (
         formula="number of runs == the edition's",
         passes="five result directories in run/",
         fails="four result directories in run/",
-        judge=limit(
-            lambda case: len(case.result.runs),
-            "==",
-            lambda case: case.vectors.num_runs,
-            at=NAME,
-            proof="{fact} runs {sign} {limit}",
-            fix="Hand in all runs of the index.",
-        ),
+        fact=lambda case: len(case.result.runs),
+        compare="==",
+        limit=lambda case: case.edition.vectors.num_runs,
+        at=NAME,
+        proof="{fact} runs {sign} {limit}",
+        fix="Hand in all runs of the index.",
     ),
     Rule(
         id="vectors.files",
@@ -718,13 +719,13 @@ RULES: Final = (
         **_VECTORS,
         source="LEAF-01; without summary.json tables are made of the figures over all ranks",
         formula=(
-            "one *_metadata.json; summary.json (else a warning) or the figures over all ranks (else fail)"
+            "one *_metadata.json; summary.json (else a warning), or the figures over all ranks (else fail)"
         ),
         passes="summary.json, vector_database_20260701_100000_metadata.json",
         fails="neither summary.json nor vdb_multi_node_summary.json",
         judge=_judge_vector_files,
     ),
-    Rule(
+    check(
         id="vectors.scale",
         title="A run states how many vectors of which dimension it searched",
         **_VECTORS,
@@ -732,16 +733,14 @@ RULES: Final = (
         formula="num_vectors and dimension of the summary are positive",
         passes="1,000,000 vectors of 1,536 dimensions",
         fails="num_vectors 0",
-        judge=check(
-            lambda case: {name: case.run.summary.integer(name) for name in ("num_vectors", "dimension")},
-            lambda it: it.num_vectors > 0 and it.dimension > 0,
-            at=SUMMARY,
-            show=("{num_vectors:,} x {dimension:,}", "more than 0"),
-            proof="{num_vectors:,} vectors of {dimension:,} dimensions",
-            fix="Repeat the run on vectors.",
-        ),
+        facts=lambda case: {name: case.run.summary.integer(name) for name in ("num_vectors", "dimension")},
+        holds=lambda it: it.num_vectors > 0 and it.dimension > 0,
+        at=SUMMARY,
+        show=("{num_vectors:,} x {dimension:,}", "more than 0"),
+        proof="{num_vectors:,} vectors of {dimension:,} dimensions",
+        fix="Repeat the run on vectors.",
     ),
-    Rule(
+    check(
         id="vectors.dimension",
         title="The vectors that are searched have the dimension of those that were loaded",
         **_VECTORS,
@@ -749,20 +748,18 @@ RULES: Final = (
         formula="dimension of the loading == dimension of the run == args.vector_dim",
         passes="1,536 loaded, 1,536 searched",
         fails="1,536 loaded, 768 searched",
-        judge=check(
-            lambda case: {
-                "loaded": _loading(case).summary.integer("dimension"),
-                "searched": case.run.summary.integer("dimension"),
-                "asked": case.run.metadata.integer("args", "vector_dim"),
-            },
-            lambda it: it.loaded == it.searched == it.asked,
-            at=SUMMARY,
-            show=("{searched}", "{loaded}"),
-            proof="{loaded} dimensions loaded, {searched} searched, {asked} asked for",
-            fix="Search the vectors that were loaded.",
-        ),
+        facts=lambda case: {
+            "loaded": require_datagen(case).summary.integer("dimension"),
+            "searched": case.run.summary.integer("dimension"),
+            "asked": case.run.metadata.integer("args", "vector_dim"),
+        },
+        holds=lambda it: it.loaded == it.searched == it.asked,
+        at=SUMMARY,
+        show=("{searched}", "{loaded}"),
+        proof="{loaded} dimensions loaded, {searched} searched, {asked} asked for",
+        fix="Search the vectors that were loaded.",
     ),
-    Rule(
+    check(
         id="vectors.inserted",
         title="All vectors were inserted",
         **_VECTORS,
@@ -770,21 +767,21 @@ RULES: Final = (
         formula="inserted_vectors == num_vectors, in the loading and in the run",
         passes="1,000,000 of 1,000,000",
         fails="999,000 of 1,000,000",
-        judge=check(
-            lambda _, directory: {
-                "file": directory.summary.file,
-                "inserted": directory.summary.integer("inserted_vectors"),
-                "asked": directory.summary.integer("num_vectors"),
-            },
-            lambda it: it.inserted == it.asked,
-            over=lambda case: (_loading(case), case.run),
-            at="file",
-            show=("{inserted:,}", "{asked:,}"),
-            proof="{inserted:,} vectors were inserted, of {asked:,}",
-            fix="Load all vectors, and repeat the runs.",
+        facts=lambda case: (
+            {
+                "file": summary.file,
+                "inserted": summary.integer("inserted_vectors"),
+                "asked": summary.integer("num_vectors"),
+            }
+            for summary in (require_datagen(case).summary, case.run.summary)
         ),
+        holds=lambda it: it.inserted == it.asked,
+        at="file",
+        show=("{inserted:,}", "{asked:,}"),
+        proof="{inserted:,} vectors were inserted, of {asked:,}",
+        fix="Load all vectors, and repeat the runs.",
     ),
-    Rule(
+    check(
         id="vectors.index",
         title="The index that is searched is the one that was built, and the folder's",
         **_VECTORS,
@@ -792,20 +789,18 @@ RULES: Final = (
         formula="index_type of the loading == index_type of the run == the folder's name, in any case",
         passes="DISKANN built, DISKANN searched, milvus/DISKANN/",
         fails="DISKANN built, HNSW searched",
-        judge=check(
-            lambda case: {
-                "built": _loading(case).summary.text("index_type").upper(),
-                "searched": _index(case),
-                "folder": case.result.location.model.upper(),
-            },
-            lambda it: it.built == it.searched == it.folder,
-            at=SUMMARY,
-            show=("{searched}", "{built}"),
-            proof="{built} was built, {searched} searched, the folder is called {folder}",
-            fix="Search the index that was built, and name the folder by it.",
-        ),
+        facts=lambda case: {
+            "built": require_datagen(case).summary.text("index_type").upper(),
+            "searched": _index(case),
+            "folder": case.result.location.model.upper(),
+        },
+        holds=lambda it: it.built == it.searched == it.folder,
+        at=SUMMARY,
+        show=("{searched}", "{built}"),
+        proof="{built} was built, {searched} searched, the folder is called {folder}",
+        fix="Search the index that was built, and name the folder by it.",
     ),
-    Rule(
+    check(
         id="vectors.recall",
         title="A run found some of the nearest vectors",
         **_VECTORS,
@@ -813,20 +808,18 @@ RULES: Final = (
         formula="0 < recall <= 1, and == the mean over all queries",
         passes="recall 0.95",
         fails="recall 0.0",
-        judge=check(
-            lambda case: {
-                "recall": case.run.summary.number("recall"),
-                "mean": case.run.aggregate.number("recall", "mean_recall"),
-                "tolerance": case.edition.means.relative_tolerance,
-            },
-            lambda it: 0 < it.recall <= 1 and math.isclose(it.recall, it.mean, rel_tol=it.tolerance),
-            at=SUMMARY,
-            show=("{recall:g}", "more than 0"),
-            proof="recall is {recall:g}, the mean over all queries {mean:g}",
-            fix="Build the ground truth from the vectors that were loaded, and repeat the runs.",
-        ),
+        facts=lambda case: {
+            "recall": case.run.summary.number("recall"),
+            "mean": case.run.aggregate.number("recall", "mean_recall"),
+            "tolerance": case.edition.means.relative_tolerance,
+        },
+        holds=lambda it: 0 < it.recall <= 1 and math.isclose(it.recall, it.mean, rel_tol=it.tolerance),
+        at=SUMMARY,
+        show=("{recall:g}", "more than 0"),
+        proof="recall is {recall:g}, the mean over all queries {mean:g}",
+        fix="Build the ground truth from the vectors that were loaded, and repeat the runs.",
     ),
-    Rule(
+    check(
         id="vectors.queries",
         title="A run states how many queries it made",
         **_VECTORS,
@@ -834,22 +827,20 @@ RULES: Final = (
         formula="query_count > 0, and == throughput_qps x total_time_seconds to 1e-6",
         passes="3,607,200 queries in 62.6 s, 57,620 a second",
         fails="1,000 queries in 62.6 s, 57,620 a second",
-        judge=check(
-            lambda case: {
-                "queries": case.run.summary.number("query_count"),
-                "rate": case.run.summary.number("throughput_qps"),
-                "seconds": case.run.summary.number("total_time_seconds"),
-                "product": case.run.summary.number("throughput_qps")
-                * case.run.summary.number("total_time_seconds"),
-            },
-            lambda it: it.queries > 0 and math.isclose(it.queries, it.product, rel_tol=1e-6),
-            at=SUMMARY,
-            show=("{queries:,.0f}", "{product:,.0f}"),
-            proof="{queries:,.0f} queries; {rate:g} a second x {seconds:g} s = {product:,.0f}",
-            fix=_RESTORE_SUMMARY,
-        ),
+        facts=lambda case: {
+            "queries": case.run.summary.number("query_count"),
+            "rate": case.run.summary.number("throughput_qps"),
+            "seconds": case.run.summary.number("total_time_seconds"),
+            "product": case.run.summary.number("throughput_qps")
+            * case.run.summary.number("total_time_seconds"),
+        },
+        holds=lambda it: it.queries > 0 and math.isclose(it.queries, it.product, rel_tol=1e-6),
+        at=SUMMARY,
+        show=("{queries:,.0f}", "{product:,.0f}"),
+        proof="{queries:,.0f} queries; {rate:g} a second x {seconds:g} s = {product:,.0f}",
+        fix=_RESTORE_SUMMARY,
     ),
-    Rule(
+    check(
         id="vectors.figures",
         title="A run states its rate and its latencies",
         **_VECTORS,
@@ -857,18 +848,16 @@ RULES: Final = (
         formula="throughput_qps and four latencies are positive; p95 <= p99 <= p999",
         passes="6.3 ms on average, 19.6, 107.4 and 160.1 ms",
         fails="p99 107 ms, p999 16 ms",
-        judge=check(
-            lambda case: {
-                "rate": case.run.summary.number("throughput_qps"),
-                "latencies": [case.run.summary.number(name) for name in _LATENCIES],
-                "listed": ", ".join(f"{case.run.summary.number(name):g}" for name in _LATENCIES),
-            },
-            lambda it: min(it.rate, *it.latencies) > 0 and it.latencies[1:] == sorted(it.latencies[1:]),
-            at=SUMMARY,
-            show=("{listed}", "in order"),
-            proof="{rate:g} queries a second; mean, p95, p99, p999: {listed} ms",
-            fix=_RESTORE_SUMMARY,
-        ),
+        facts=lambda case: {
+            "rate": case.run.summary.number("throughput_qps"),
+            "latencies": [case.run.summary.number(name) for name in _LATENCIES],
+            "listed": ", ".join(f"{case.run.summary.number(name):g}" for name in _LATENCIES),
+        },
+        holds=lambda it: min(it.rate, *it.latencies) > 0 and it.latencies[1:] == sorted(it.latencies[1:]),
+        at=SUMMARY,
+        show=("{listed}", "in order"),
+        proof="{rate:g} queries a second; mean, p95, p99, p999: {listed} ms",
+        fix=_RESTORE_SUMMARY,
     ),
     Rule(
         id="vectors.truth",
@@ -890,7 +879,7 @@ RULES: Final = (
         fails="object in one run, file in the others",
         judge=_judge_backend,
     ),
-    Rule(
+    limit(
         id="vectors.engine",
         title="In CLOSED the engine is one of the edition's",
         **_VECTORS,
@@ -899,16 +888,14 @@ RULES: Final = (
         passes="milvus",
         fails="pgvector",
         unless=free_in_open,
-        judge=limit(
-            lambda case: case.run.metadata.text("args", "vdb_engine").lower(),
-            "in",
-            lambda case: sorted(case.vectors.engines),
-            at=METADATA,
-            proof="the engine is {fact}",
-            fix="Hand it in as OPEN.",
-        ),
+        fact=lambda case: case.run.metadata.text("args", "vdb_engine").lower(),
+        compare="in",
+        limit=lambda case: sorted(case.edition.vectors.engines),
+        at=METADATA,
+        proof="the engine is {fact}",
+        fix="Hand it in as OPEN.",
     ),
-    Rule(
+    limit(
         id="vectors.closed_index",
         title="In CLOSED the index is one of the edition's",
         **_VECTORS,
@@ -917,16 +904,14 @@ RULES: Final = (
         passes="DISKANN",
         fails="IVF_FLAT",
         unless=free_in_open,
-        judge=limit(
-            _index,
-            "in",
-            lambda case: sorted(case.vectors.closed_indexes),
-            at=SUMMARY,
-            proof="the index is {fact}",
-            fix="Hand it in as OPEN.",
-        ),
+        fact=_index,
+        compare="in",
+        limit=lambda case: sorted(case.edition.vectors.closed_indexes),
+        at=SUMMARY,
+        proof="the index is {fact}",
+        fix="Hand it in as OPEN.",
     ),
-    Rule(
+    nothing(
         id="vectors.parameters",
         title="In CLOSED only keys are set that the division leaves free",
         **_VECTORS,
@@ -935,16 +920,14 @@ RULES: Final = (
         passes="index.M=64",
         fails="dataset.distribution=zipfian",
         unless=free_in_open,
-        judge=nothing(
-            lambda case: sorted(_vector_keys(case) - case.vectors.closed_keys),
-            at=METADATA,
-            proof=lambda case: f"{len(_vector_keys(case))} keys, all are free",
-            bad="set beyond the list: {}",
-            separator=", ",
-            fix="Hand it in as OPEN, or repeat the runs without them.",
-        ),
+        problems=lambda case: sorted(_vector_keys(case) - case.edition.vectors.closed_keys),
+        at=METADATA,
+        proof=lambda it: f"{len(_vector_keys(it.case))} keys, all are free",
+        bad="set beyond the list: {}",
+        join=", ".join,
+        fix="Hand it in as OPEN, or repeat the runs without them.",
     ),
-    Rule(
+    check(
         id="vectors.open",
         title="In OPEN engine and index are known ones",
         **_VECTORS,
@@ -952,18 +935,18 @@ RULES: Final = (
         formula="the index is in one of the edition's lists (else a warning)",
         passes="IVF_FLAT in OPEN",
         fails="TREE in OPEN (a warning)",
-        judge=check(
-            lambda case: {
-                "index": _index(case),
-                "known": ", ".join(sorted(case.vectors.closed_indexes | case.vectors.open_indexes)),
-            },
-            lambda it: it.case.is_closed or it.index in it.known.split(", "),
-            at=SUMMARY,
-            show=("{index}", "{known}"),
-            proof=lambda it: "this is CLOSED" if it.case.is_closed else f"the index is {it.index}",
-            fix="Let the reviewer see what this index is.",
-            otherwise=Verdict.WARNING,
-        ),
+        facts=lambda case: {
+            "index": _index(case),
+            "known": ", ".join(
+                sorted(case.edition.vectors.closed_indexes | case.edition.vectors.open_indexes)
+            ),
+        },
+        holds=lambda it: it.case.is_closed or it.index in it.known.split(", "),
+        at=SUMMARY,
+        show=("{index}", "{known}"),
+        proof=lambda it: "this is CLOSED" if it.case.is_closed else f"the index is {it.index}",
+        fix="Let the reviewer see what this index is.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="vectors.means",
@@ -975,7 +958,7 @@ RULES: Final = (
         fails="the same, 63,000 a second",
         judge=_judge_vector_means,
     ),
-    Rule(
+    limit(
         id="vectors.traffic",
         title="The storage was read while vectors were searched",
         **_VECTORS,
@@ -984,15 +967,13 @@ RULES: Final = (
         passes="total_bytes_read 5,000,000,000",
         fails="total_bytes_read 0 (a warning)",
         unless=_unless_no_traffic,
-        judge=limit(
-            lambda case: case.run.aggregate.integer("disk_io", "total_bytes_read"),
-            ">",
-            0,
-            at=lambda case: case.run.aggregate.file,
-            show=("{:,} B", "more than {} B"),
-            proof="the hosts' own devices read {fact:,} B",
-            fix="Let the reviewer ask for the traffic at the storage.",
-            otherwise=Verdict.WARNING,
-        ),
+        fact=lambda case: case.run.aggregate.integer("disk_io", "total_bytes_read"),
+        compare=">",
+        limit=0,
+        at=lambda case: case.run.aggregate.file,
+        show=("{fact:,} B", "more than {limit} B"),
+        proof="the hosts' own devices read {fact:,} B",
+        fix="Let the reviewer ask for the traffic at the storage.",
+        otherwise=Verdict.WARNING,
     ),
 )

@@ -1,31 +1,26 @@
-"""The row of a rule, and the two comparisons by which most rules judge.
+"""The row of a rule, and the three kinds of rows that need no function of their own.
 
-    Rule(id=..., editions=..., judge=limit(fact, "<=", bound, at=SUMMARY, proof=..., fix=...))
-    Rule(id=..., editions=..., judge=nothing(problems, at=SUMMARY, proof=..., fix=...))
+    limit(id=..., editions=..., fact=..., compare="<=", limit=..., at=SUMMARY, proof=..., fix=...)
+    check(id=..., editions=..., facts=..., holds=..., at=SUMMARY, show=..., proof=..., fix=...)
+    nothing(id=..., editions=..., problems=..., at=SUMMARY, proof=..., fix=...)
     Rule(id=..., editions=..., judge=function)
 
-`limit` compares one fact with one limit, `nothing` passes if a list of problems is empty, and a function is
-for rules that yield several findings or need more than that. The tables of rows are in `*_rules.py`.
+`limit` compares one fact with one limit, `check` judges several facts together, and `nothing` passes if a
+list of problems is empty. A function yields findings of any kind. The tables of rows are in `*_rules.py`.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, Final, Literal, Required, TypedDict
+from typing import Any, Final, Literal, Required, TypedDict, Unpack
 
-from penstock.submission.edition import (
-    CheckpointLimits,
-    Edition,
-    KvCacheLimits,
-    ParameterLists,
-    TimedTree,
-    VectorLimits,
-)
+from penstock.submission.edition import Edition, ParameterLists
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact
-from penstock.submission.result_files import ResultDir, SubmittedResult
+from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
@@ -37,51 +32,29 @@ TRAINING: Final = (Benchmark.TRAINING,)
 CHECKPOINTING: Final = (Benchmark.CHECKPOINTING,)
 BOTH: Final = (*TRAINING, *CHECKPOINTING)
 EVERY: Final = tuple(Benchmark)
+_NO_RUN: Final[Any] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The subject of a rule: one result, or one result directory of a run (in v1.0 one client's share)."""
+    """The subject of a rule: one result, or one result directory of a run (in v1.0 one client's share).
+
+    Only a rule that is judged for each run has a `run`.
+    """
 
     result: SubmittedResult
     edition: Edition
-    directory: ResultDir | None = None
-
-    @property
-    def run(self) -> ResultDir:
-        """The result directory, in a rule that is judged for each run."""
-        assert self.directory is not None
-        return self.directory
+    run: ResultDir = _NO_RUN
 
     @property
     def name(self) -> str:
         """The folder that is judged, relative to the checked one."""
-        return self.directory.name if self.directory else self.result.name
-
-    @property
-    def timed(self) -> TimedTree:
-        """The edition's limits for a tree whose runs are named by time."""
-        return self.edition.require(self.edition.timed)
-
-    @property
-    def checkpoints(self) -> CheckpointLimits:
-        """The edition's limits for checkpointing."""
-        return self.edition.require(self.edition.checkpoints)
-
-    @property
-    def kv_cache(self) -> KvCacheLimits:
-        """The edition's limits for key-value caches."""
-        return self.edition.require(self.edition.kv_cache)
-
-    @property
-    def vectors(self) -> VectorLimits:
-        """The edition's limits for vector search."""
-        return self.edition.require(self.edition.vectors)
+        return self.result.name if self.run is _NO_RUN else self.run.name
 
     @property
     def parameters(self) -> ParameterLists:
         """The keys that a run of this benchmark may set."""
-        return self.checkpoints.parameters if self.is_checkpointing else self.edition.parameters
+        return (self.edition.checkpoints if self.is_checkpointing else self.edition).parameters
 
     @property
     def division(self) -> SubmissionDivision:
@@ -108,7 +81,7 @@ class Case:
     @property
     def is_warm_up(self) -> bool:
         """Check whether the run counts in no mean."""
-        return any(run.is_warm_up and self.directory in run.dirs for run in self.result.runs)
+        return any(run.is_warm_up and self.run in run.dirs for run in self.result.runs)
 
     @property
     def verdict_of_round(self) -> Verdict:
@@ -116,21 +89,33 @@ class Case:
         return Verdict.WARNING if self.edition.is_softened else Verdict.FAIL
 
 
+Judge = Callable[[Case], Iterable[Finding]]
+Read = Callable[[Case], Any]
+Facts = SimpleNamespace
+"""The facts of a row, and the `case`, as attributes."""
+Text = str | Callable[[Facts], str]
+"""A text that names facts ("{hosts} hosts"), or a function of them."""
+
+
 class Scope(TypedDict, total=False):
-    """The scope of rules, shared by several rows: Rule(id=..., **SCOPE, ...)."""
+    """The scope of rules, shared by several rows: limit(id=..., **SCOPE, ...)."""
 
     editions: Required[tuple[str, ...]]
     benchmarks: tuple[Benchmark, ...]
     each: Literal["run", "result"]
 
 
-Judge = Callable[[Case], Iterator[Finding]]
-Read = Callable[[Case], Any]
+class About(Scope, total=False):
+    """The fields of `Rule` that rows of all kinds give."""
 
-
-def free_in_open(case: Case) -> str:
-    """Apply a rule in CLOSED alone."""
-    return "" if case.is_closed else "OPEN leaves this free"
+    id: Required[str]
+    title: Required[str]
+    source: Required[str]
+    formula: Required[str]
+    passes: Required[str]
+    fails: Required[str]
+    unless: Callable[[Case], str]
+    is_lenient_in_warm_up: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +123,8 @@ class Rule:
     """One row. `passes` and `fails` are examples in words; the tests have trees for both.
 
     `unless` returns the reason why the rule does not apply to a case, or "". `judge` yields findings, or
-    raises `MissingFact`; a fact that one run lacks hides nothing about the other runs.
+    raises `MissingFact`; a fact that one run lacks hides nothing about the other runs. A failure in a
+    warm-up, which counts in no mean, is a warning if the rule `is_lenient_in_warm_up`.
     """
 
     id: str
@@ -151,6 +137,7 @@ class Rule:
     passes: str
     fails: str
     unless: Callable[[Case], str] = lambda _: ""
+    is_lenient_in_warm_up: bool = False
     judge: Judge
 
     def findings(self, result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
@@ -168,8 +155,12 @@ class Rule:
     def _judge(self, case: Case) -> Iterator[Finding]:
         if reason := self.unless(case):
             yield not_applicable(case.name, reason)
-        else:
-            yield from self.judge(case)
+            return
+        for finding in self.judge(case):
+            if self.is_lenient_in_warm_up and finding.verdict is Verdict.FAIL and case.is_warm_up:
+                yield replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
+            else:
+                yield finding
 
 
 NAME: Final[Read] = attrgetter("name")
@@ -179,137 +170,144 @@ OVERRIDES: Final[Read] = attrgetter("run.overrides.file")
 METADATA: Final[Read] = attrgetter("run.metadata.file")
 """The files that are usual evidence."""
 
-Operator = Literal["==", "<=", ">=", ">", "in"]
-_COMPARE: Final[Mapping[Operator, tuple[Callable[[Any, Any], bool], str]]] = {
+_SIGNS: Final[Mapping[str, tuple[Callable[[Any, Any], bool], str]]] = {
     "==": (operator.eq, "!="),
     "<=": (operator.le, ">"),
     ">=": (operator.ge, "<"),
     ">": (operator.gt, "<="),
-    "in": (lambda fact, bound: fact in bound, "not in"),
+    "in": (lambda fact, limit: fact in limit, "not in"),
 }
 """Each comparison, and the sign that proofs show where it does not hold."""
 
 
-def limit(
-    fact: Read,
-    compare: Operator,
-    bound: Read | float | str,
-    *,
-    at: Read,
-    proof: str | Callable[[Case, Any, Any], str],
-    fix: str,
-    show: str | tuple[str, str] = "{}",
-    otherwise: Verdict | Callable[[Any, Any], Verdict] = Verdict.FAIL,
-    lenient_in_warm_up: bool = False,
-) -> Judge:
-    """Compare a fact with its limit. `at` returns the file that is the evidence.
-
-    `proof` and `fix` may name {fact}, {limit} and {sign}; `show` formats the fact and the limit of the
-    finding, e.g. ("{} entries", "{} epochs"); `otherwise` is the verdict where the comparison does not hold.
-    A failure in a warm-up, which counts in no mean, may be `lenient_in_warm_up`: a warning.
-    """
-    show_fact, show_limit = (show, show) if isinstance(show, str) else show
-    holds, sign_if_broken = _COMPARE[compare]
-
-    def judge(case: Case) -> Iterator[Finding]:
-        # The fact is read before the limit: if both are missing, the fact is reported.
-        value = fact(case)
-        most = bound(case) if callable(bound) else bound
-        is_kept = holds(value, most)
-        texts = {"fact": value, "limit": most, "sign": compare if is_kept else sign_if_broken}
-        finding = pass_if(
-            is_kept,
-            evidence=at(case),
-            value=show_fact.format(value),
-            limit=show_limit.format(", ".join(most) if isinstance(most, list) else most),
-            proof=proof(case, value, most) if callable(proof) else proof.format(**texts),
-            fix=fix.format(**texts),
-            otherwise=otherwise(value, most) if callable(otherwise) else otherwise,
-        )
-        if lenient_in_warm_up and case.is_warm_up and finding.verdict is Verdict.FAIL:
-            finding = replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
-        yield finding
-
-    return judge
-
-
 def check(
-    facts: Callable[..., Mapping[str, Any]],
-    holds: Callable[[Any], bool],
     *,
-    over: Callable[[Case], Iterable[Any]] | None = None,
+    facts: Callable[[Case], Mapping[str, Any] | Iterable[Mapping[str, Any]]],
+    holds: Callable[[Facts], bool],
     at: Read | str,
-    show: tuple[str, str],
-    proof: str | Callable[[Any], str],
-    fix: str | Callable[[Any], str],
-    otherwise: Verdict | Callable[[Any], Verdict] = Verdict.FAIL,
-) -> Judge:
-    """Judge several facts together: `holds` and other functions get them as attributes, texts by {name}.
+    show: tuple[Text, Text],
+    proof: Text,
+    fix: Text,
+    otherwise: Verdict | Callable[[Facts], Verdict] = Verdict.FAIL,
+    **about: Unpack[About],
+) -> Rule:
+    """Judge several facts together, once for each mapping of `facts`.
 
-    check(lambda case: {"hosts": ..., "ranks": ...}, lambda it: it.ranks >= it.hosts, proof="{ranks} ranks")
+    check(facts=lambda case: {"hosts": ..., "ranks": ...}, holds=lambda it: it.ranks >= it.hosts, ...)
 
-    With `over`, each of these items is judged, and `facts` gets it as a second argument. If `at` is a text,
-    it names the fact that is the evidence.
+    `at` returns the file that is the evidence, or names the fact that does. `show` has the texts of the
+    finding's value and limit; `otherwise` is the verdict where the facts do not hold.
     """
 
     def judge(case: Case) -> Iterator[Finding]:
-        for item in over(case) if over else (None,):
-            known = facts(case, item) if over else facts(case)
-            it = SimpleNamespace(**known, case=case)
+        found = facts(case)
+        for known in (found,) if isinstance(found, Mapping) else found:
+            it = Facts(**known, case=case)
+            value, limit, proved, remedy = (
+                text(it) if callable(text) else text.format(**known) for text in (*show, proof, fix)
+            )
             yield pass_if(
                 holds(it),
                 evidence=known[at] if isinstance(at, str) else at(case),
-                value=show[0].format(**known),
-                limit=show[1].format(**known),
-                proof=proof(it) if callable(proof) else proof.format(**known),
-                fix=fix(it) if callable(fix) else fix.format(**known),
+                value=value,
+                limit=limit,
+                proof=proved,
+                fix=remedy,
                 otherwise=otherwise(it) if callable(otherwise) else otherwise,
             )
 
-    return judge
+    return Rule(judge=judge, **about)
+
+
+def limit(
+    *,
+    fact: Read,
+    compare: Literal["==", "<=", ">=", ">", "in"],
+    limit: Read | float | str,
+    show: tuple[Text, Text] = ("{fact}", "{limit}"),
+    **row: Any,
+) -> Rule:
+    """Compare a fact with its limit: a `check` of {fact}, {limit} and the {sign} between them."""
+    compares, sign_if_broken = _SIGNS[compare]
+
+    def facts(case: Case) -> Mapping[str, Any]:
+        # The fact is read before the limit: if both are missing, the fact is reported.
+        value = fact(case)
+        bound = limit(case) if callable(limit) else limit
+        return {
+            "fact": value,
+            "limit": ", ".join(bound) if isinstance(bound, list) else bound,
+            "sign": compare if compares(value, bound) else sign_if_broken,
+        }
+
+    return check(facts=facts, holds=lambda it: it.sign == compare, show=show, **row)
 
 
 def nothing(
-    problems: Callable[[Case], Iterable[str]],
     *,
-    at: Read,
-    proof: str | Read,
-    fix: str,
-    show: str | tuple[str | Read, str | Read] = "{}",
+    problems: Callable[[Case], Iterable[str]],
+    proof: Text,
     bad: str = "{}",
-    separator: str = "; ",
-    otherwise: Verdict | Read = Verdict.FAIL,
-) -> Judge:
-    """Pass if nothing is wrong. `proof` is the text of a pass, `bad` the one of the problems ("unknown: {}").
+    join: Callable[[list[str]], str] = "; ".join,
+    show: tuple[Text, Text] = ("{number}", "0"),
+    **row: Any,
+) -> Rule:
+    """Pass if nothing is wrong: a `check` of the {number} of problems and the {problems} in one text.
 
-    `show` formats the number of problems for the value and for the limit, which is 0; functions of the case
-    return other texts.
+    `proof` is the text of a pass, `bad` the one of the problems ("unknown: {}").
     """
-    shown = (show, show) if isinstance(show, str) else show
 
-    def judge(case: Case) -> Iterator[Finding]:
+    def facts(case: Case) -> Mapping[str, Any]:
         found = list(problems(case))
-        value, none = (
-            text(case) if callable(text) else text.format(number)
-            for text, number in zip(shown, (len(found), 0), strict=True)
-        )
-        yield pass_if(
-            not found,
-            evidence=at(case),
-            value=value,
-            limit=none,
-            proof=bad.format(separator.join(found)) if found else proof(case) if callable(proof) else proof,
-            fix=fix,
-            otherwise=otherwise(case) if callable(otherwise) else otherwise,
-        )
+        return {"number": len(found), "problems": join(found)}
 
-    return judge
+    def prove(it: Facts) -> str:
+        if it.number:
+            return bad.format(it.problems)
+        return proof(it) if callable(proof) else proof
+
+    return check(facts=facts, holds=lambda it: not it.number, show=show, proof=prove, **row)
 
 
-def require_runs(result: SubmittedResult) -> None:
-    """Raise `MissingFact` if there are no runs."""
+def compare_stated(
+    name: str,
+    stated: float,
+    recomputed: float,
+    *,
+    evidence: str,
+    fix: str,
+    rel_tol: float,
+    abs_tol: float = 0.0,
+) -> Finding:
+    """Pass if a stated figure is the recomputed one."""
+    holds = math.isclose(stated, recomputed, rel_tol=rel_tol, abs_tol=abs_tol)
+    return pass_if(
+        holds,
+        evidence=evidence,
+        value=repr(stated),
+        limit=repr(recomputed),
+        proof=f"{name}: stated {stated!r} {'==' if holds else '!='} recomputed {recomputed!r}",
+        fix=fix,
+    )
+
+
+def free_in_open(case: Case) -> str:
+    """Apply a rule in CLOSED alone."""
+    return "" if case.is_closed else "OPEN leaves this free"
+
+
+def require_runs(result: SubmittedResult) -> tuple[ResultRun, ...]:
+    """The runs; `MissingFact` if there are none."""
     if not result.runs:
         raise MissingFact("there are no runs", where=result.name)
+    return result.runs
+
+
+def require_datagen(case: Case) -> ResultDir:
+    """The result directory of the last data generation."""
+    if not case.result.datagen:
+        raise MissingFact("there is no result directory in datagen/", where=case.result.name)
+    return case.result.datagen[-1]
 
 
 def require_all_hosts(run: ResultDir) -> None:

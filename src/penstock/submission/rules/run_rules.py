@@ -12,11 +12,12 @@ from itertools import chain, pairwise
 from typing import Any, Final
 
 from penstock.errors import name_some
-from penstock.submission import recomputed_metrics, tree_layout
+from penstock.submission import tree_layout
 from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
-from penstock.submission.recomputed_metrics import per_run, samples_per_second
-from penstock.submission.result_files import ResultDir, ResultRun
+from penstock.submission.recomputed_metrics import num_accelerators as num_accelerators_of
+from penstock.submission.recomputed_metrics import per_run, read_interval, samples_per_second
+from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
     ALL,
     BOTH,
@@ -47,47 +48,28 @@ _MEMORY_TOLERANCE: Final = 0.01
 _KIB_IN_GIB: Final = 1 << 20
 
 
-def _judge_files(directory: ResultDir, patterns: tuple[str, ...]) -> Finding:
-    """Pass if each pattern matches a file of the directory."""
-    if directory.unlisted:
-        raise MissingFact(directory.unlisted, where=directory.name)
-    missing = [pattern for pattern in patterns if not fnmatch.filter(directory.files, pattern)]
-    return pass_if(
-        not missing,
-        evidence=directory.name,
-        value=f"{len(patterns) - len(missing)} files",
-        limit=f"{len(patterns)} files",
-        proof=f"there is no {', no '.join(missing)}" if missing else "all files are there",
-        fix="Copy the run's whole output folder.",
-    )
-
-
-def _judge_datagen_files(case: Case) -> Iterator[Finding]:
-    for directory in case.result.datagen:
-        yield _judge_files(directory, case.timed.datagen_files)
-
-
-def _judge_run_files(case: Case) -> Iterator[Finding]:
-    yield _judge_files(case.run, case.checkpoints.files if case.is_checkpointing else case.edition.run_files)
-
-
-def _judge_num_runs(case: Case) -> Iterator[Finding]:
-    num_runs, expected = len(case.result.runs), case.edition.num_runs
-    if not num_runs:
-        raise MissingFact("there is no folder of a run", where=case.name)
-    yield pass_if(
-        num_runs == expected,
-        evidence=case.name,
-        value=num_runs,
-        limit=expected,
-        proof=f"{num_runs} runs {'==' if num_runs == expected else '!='} {expected}",
-        fix=f"Hand in {expected} consecutive runs, all of them.",
-        otherwise=Verdict.WARNING if case.edition.is_without_warm_ups(num_runs) else Verdict.FAIL,
-    )
+def _judge_files(case: Case) -> Iterator[Finding]:
+    """Pass if each of the edition's patterns matches a file of the run, or of the data generation."""
+    edition, is_datagen = case.edition, case.name == case.result.name
+    patterns = edition.checkpoints.files if case.is_checkpointing else edition.run_files
+    if is_datagen:
+        patterns = edition.timed.datagen_files
+    for directory in case.result.datagen if is_datagen else (case.run,):
+        if directory.unlisted:
+            raise MissingFact(directory.unlisted, where=directory.name)
+        missing = [pattern for pattern in patterns if not fnmatch.filter(directory.files, pattern)]
+        yield pass_if(
+            not missing,
+            evidence=directory.name,
+            value=f"{len(patterns) - len(missing)} files",
+            limit=f"{len(patterns)} files",
+            proof=f"there is no {', no '.join(missing)}" if missing else "all files are there",
+            fix="Copy the run's whole output folder.",
+        )
 
 
 def _judge_config_files(case: Case) -> Iterator[Finding]:
-    expected, prefix = set(case.timed.config_files), f"{tree_layout.CONFIG_FOLDER}/"
+    expected, prefix = set(case.edition.timed.config_files), f"{tree_layout.CONFIG_FOLDER}/"
     for directory in (*case.result.datagen, *case.result.run_dirs()):
         present = {name.removeprefix(prefix) for name in directory.files if name.startswith(prefix)}
         problems = [f"there is no {name}" for name in sorted(expected - present)]
@@ -115,24 +97,21 @@ def _judge_results_file(case: Case) -> Iterator[Finding]:
 
 
 def _judge_workload(case: Case) -> Iterator[Finding]:
-    run, edition = case.run, case.edition
+    run, edition, checkpoints = case.run, case.edition, case.edition.checkpoints
     family, accelerator = run.workload()
-    if case.is_checkpointing:
-        families_, accelerators = (
-            tuple(case.checkpoints.models),
-            tuple(case.checkpoints.accelerator_memory_gb),
-        )
-        is_known = family in families_  # the rule on accelerators' memory judges the accelerator
-    else:
-        families_, accelerators = tuple(edition.min_utilization_percent), edition.accelerators
-        is_known = family in families_ and accelerator in accelerators
+    known: Mapping[str, Any] = (
+        checkpoints.models if case.is_checkpointing else edition.min_utilization_percent
+    )
+    # Of checkpoints the rule on accelerators' memory judges the accelerator.
+    accelerators = checkpoints.accelerator_memory_gb if case.is_checkpointing else edition.accelerators
+    is_known = family in known and (case.is_checkpointing or accelerator in accelerators)
     folder = case.result.location.model.lower()
-    is_misplaced = is_known and bool(folder) and folder != family
+    is_misplaced = is_known and folder not in ("", family)
     yield pass_if(
         is_known and not is_misplaced,
         evidence=run.metadata.file if case.is_checkpointing else run.overrides.file,
         value=f"{family} on {accelerator}",
-        limit=f"{', '.join(families_)} on {', '.join(accelerators)}",
+        limit=f"{', '.join(known)} on {', '.join(accelerators)}",
         proof=(
             f"{family} lies in a folder called {folder}"
             if is_misplaced
@@ -142,33 +121,26 @@ def _judge_workload(case: Case) -> Iterator[Finding]:
     )
 
 
-def _over_dirs(read: Callable[[ResultDir], str]) -> Callable[[ResultRun], str]:
-    return lambda run: ", ".join(sorted({read(directory) for directory in run.dirs}))
+_SHARED_SETTINGS: Final[Mapping[str, Callable[[ResultDir], object]]] = {
+    "workload": lambda run: "_".join(run.workload()),
+    "files": lambda run: run.summary.integer("num_files_train"),
+    "samples a file": lambda run: run.summary.integer("num_samples_per_file"),
+}
+"""Settings that all directories of all runs share."""
 
 
-_SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[ResultRun], str]], ...]] = (
-    ("workload", _over_dirs(lambda run: "_".join(run.workload()))),
-    ("accelerators", lambda run: str(recomputed_metrics.num_accelerators(run))),
-    ("files", _over_dirs(lambda run: str(run.summary.integer("num_files_train")))),
-    ("samples a file", _over_dirs(lambda run: str(run.summary.integer("num_samples_per_file")))),
-)
-"""Settings that all runs of a result share; checkpoints have the first two."""
-
-
-def _judge_same_settings(case: Case) -> Iterator[Finding]:
-    require_runs(case.result)
-    for name, read in _SHARED_SETTINGS[:2] if case.is_checkpointing else _SHARED_SETTINGS:
-        values = {run.name: read(run) for run in case.result.runs}
-        distinct = sorted(set(values.values()))
+def _shared_settings(case: Case) -> Iterator[dict[str, Any]]:
+    """Each setting that runs share, with its values; checkpoints have no files."""
+    runs = require_runs(case.result)
+    for name in ("workload", "accelerators", *(() if case.is_checkpointing else ("files", "samples a file"))):
+        values = {
+            run.name: str(num_accelerators_of(run))
+            if name == "accelerators"
+            else ", ".join(sorted({str(_SHARED_SETTINGS[name](directory)) for directory in run.dirs}))
+            for run in runs
+        }
         listed = ", ".join(f"{run}: {value}" for run, value in values.items())
-        yield pass_if(
-            len(distinct) == 1,
-            evidence=case.name,
-            value=", ".join(distinct),
-            limit="one value",
-            proof=f"{name}: {distinct[0]} in all runs" if len(distinct) == 1 else f"{name}: {listed}",
-            fix="Repeat the runs that differ.",
-        )
+        yield {"setting": name, "values": sorted(set(values.values())), "listed": listed}
 
 
 def _judge_pauses(case: Case) -> Iterator[Finding]:
@@ -176,11 +148,11 @@ def _judge_pauses(case: Case) -> Iterator[Finding]:
     if len(runs) < 2:
         found = "is one run" if runs else "are no runs"
         raise MissingFact(f"there {found}, and no pause", where=case.name)
-    intervals = [recomputed_metrics.read_interval(run.dirs[0]) for run in runs]
-    shortest_s = min(interval.duration_s for interval in intervals)
-    limit_s = case.timed.max_pause_runs * shortest_s
-    for (before, after), run in zip(pairwise(intervals), runs[1:], strict=True):
-        pause_s = (after.begin - before.end).total_seconds()
+    intervals = [read_interval(run.dirs[0]) for run in runs]
+    shortest_s = min((end - begin).total_seconds() for begin, end in intervals)
+    limit_s = case.edition.timed.max_pause_runs * shortest_s
+    for ((_, end), (begin, _)), run in zip(pairwise(intervals), runs[1:], strict=True):
+        pause_s = (begin - end).total_seconds()
         holds = 0 <= pause_s < limit_s
         yield pass_if(
             holds,
@@ -213,7 +185,11 @@ def _judge_single_host(case: Case) -> Iterator[Finding]:
 def _judge_alike_hosts(case: Case) -> Iterator[Finding]:
     summary, metadata = case.run.summary, case.run.metadata
     require_all_hosts(case.run)
-    count, max_ratio, path = num_hosts(case.run), case.timed.max_ratio_of_hosts, ("system_info", "hosts")
+    count, max_ratio, path = (
+        num_hosts(case.run),
+        case.edition.timed.max_ratio_of_hosts,
+        ("system_info", "hosts"),
+    )
     for name, key in (
         ("host_memory_GB", ("memory", "total")),
         ("host_cpu_count", ("cpu", "num_logical_cores")),
@@ -304,10 +280,10 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
     free = parameters.allowed(case.division)
     family, accelerator = run.workload()
     reference = _published_values(family, None if case.is_checkpointing else accelerator)
-    if reference is None and case.is_checkpointing:
-        raise MissingFact(f"{family} has no known parameters", where=run.metadata.file)
     if reference is None:
-        raise MissingFact(f"{family} on {accelerator} has no known parameters", where=run.overrides.file)
+        name = family if case.is_checkpointing else f"{family} on {accelerator}"
+        file = run.metadata if case.is_checkpointing else run.overrides
+        raise MissingFact(f"{name} has no known parameters", where=file.file)
     given = canonical_values(run.config.value("workload"))
     # Compared by our own paths, because configurations spell some keys in two ways.
     compared = {
@@ -350,7 +326,7 @@ def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, 
 
 def _recorded_configuration(case: Case) -> KeyPath:
     """The name under which the metadata have the whole configuration."""
-    names = case.edition.timed.metadata_parameters if case.edition.timed else ()
+    names = case.edition.timed.metadata_parameters if case.edition.rules in LATER else ()
     return next(((name,) for name in names if case.run.metadata.has(name)), ("parameters",))
 
 
@@ -386,19 +362,19 @@ def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
         ]
     problems += _find_other_models(run)
     # The command line's own number: the configuration shows what came of it.
-    overridden, key = [], "num_files_train"
+    verdict, key = Verdict.FAIL if problems else Verdict.WARNING, "num_files_train"
     if (text := run.settings().get(f"dataset.{key}")) is not None:
         asked = ParsedFile(file=run.overrides.file, content={key: text}).number(key)
         if asked != (read := run.summary.number(key)):
-            overridden = [f"files: {asked:,g} in {_short(run.overrides)}, {read:,g} in summary.json"]
+            problems.append(f"files: {asked:,g} in {_short(run.overrides)}, {read:,g} in summary.json")
     yield pass_if(
-        not (problems or overridden),
+        not problems,
         evidence=run.name,
-        value=f"{len(problems) + len(overridden)} differ",
+        value=f"{len(problems)} differ",
         limit="0 differ",
-        proof="; ".join((*problems, *overridden)) or "all files of the run record the same numbers",
+        proof="; ".join(problems) or "all files of the run record the same numbers",
         fix=_ONE_RUN,
-        otherwise=Verdict.FAIL if problems else Verdict.WARNING,
+        otherwise=verdict,
     )
 
 
@@ -480,22 +456,19 @@ def _plain(value: Any) -> Any:
 
 
 def _find_other_identity(case: Case) -> Iterator[str]:
-    require_runs(case.result)
-    report, run = case.result.report, case.result.runs[0]
+    report, run = case.result.report, require_runs(case.result)[0]
     report.value("overall")
     first, per_dir = run.dirs[0], {run_dir.summary.integer("num_accelerators") for run_dir in run.dirs}
     family, accelerator = first.workload()
     entries = report.value("runs") if report.has("runs") else {}
     counts: tuple[tuple[str, set[int]], ...] = (
-        ("train_num_accelerators", {recomputed_metrics.num_accelerators(run)} | per_dir),
+        ("train_num_accelerators", {num_accelerators_of(run)} | per_dir),
         ("num_files_train", {first.summary.integer("num_files_train")}),
         ("num_samples_per_file", {first.summary.integer("num_samples_per_file")}),
         ("num_benchmark_runs", {len(case.result.runs)}),
     )
-    for place in (
-        ("overall",),
-        *(("runs", str(name)) for name in (entries if isinstance(entries, dict) else ())),
-    ):
+    names = map(str, entries if isinstance(entries, dict) else ())
+    for place in (("overall",), *(("runs", name) for name in names)):
         where = ".".join(place)
         for key, expected in (("model", family), ("accelerator", accelerator)):
             if report.has(*place, key) and report.text(*place, key).lower() != expected:
@@ -535,8 +508,8 @@ def _judge_repeated_keys(case: Case) -> Iterator[Finding]:
         files += (run.record, run.epochs, *run.stats[1:])
     repeated = [file for file in files if file.repeated]
     for file in repeated:
-        yield Finding(
-            verdict=Verdict.FAIL,
+        yield pass_if(
+            not file.repeated,
             evidence=file.file,
             value=f"{len(file.repeated)} keys",
             limit="0 keys",
@@ -548,7 +521,7 @@ def _judge_repeated_keys(case: Case) -> Iterator[Finding]:
 
 
 RULES: Final = (
-    Rule(
+    limit(
         id="datagen.number",
         title="The data set was generated once",
         editions=LATER,
@@ -557,14 +530,12 @@ RULES: Final = (
         formula="number of result directories in datagen/ == the edition's",
         passes="datagen/20260701_080000/",
         fails="two result directories in datagen/",
-        judge=limit(
-            lambda case: len(case.result.datagen),
-            "==",
-            lambda case: case.timed.num_datagen,
-            at=NAME,
-            proof="{fact} result directories {sign} {limit}",
-            fix="Hand in the result directory of the data set that the runs read.",
-        ),
+        fact=lambda case: len(case.result.datagen),
+        compare="==",
+        limit=lambda case: case.edition.timed.num_datagen,
+        at=NAME,
+        proof="{fact} result directories {sign} {limit}",
+        fix="Hand in the result directory of the data set that the runs read.",
     ),
     Rule(
         id="datagen.files",
@@ -575,9 +546,9 @@ RULES: Final = (
         formula="every pattern of the edition's list matches a file of the directory",
         passes="training_datagen.stdout.log, training_datagen.stderr.log, dlio.log",
         fails="no dlio.log",
-        judge=_judge_datagen_files,
+        judge=_judge_files,
     ),
-    Rule(
+    limit(
         id="runs.number",
         title="A result has exactly as many runs as the edition asks for",
         editions=ALL,
@@ -586,7 +557,15 @@ RULES: Final = (
         formula="number of runs == num_runs; in v2.0 five runs without the warm-up are a warning",
         passes="run1 ... run5",
         fails="run1 ... run4",
-        judge=_judge_num_runs,
+        fact=lambda case: len(require_runs(case.result)),
+        compare="==",
+        limit=lambda case: case.edition.num_runs,
+        at=NAME,
+        proof="{fact} runs {sign} {limit}",
+        fix="Hand in {limit} consecutive runs, all of them.",
+        otherwise=lambda it: (
+            Verdict.WARNING if it.case.edition.is_without_warm_ups(it.fact) else Verdict.FAIL
+        ),
     ),
     Rule(
         id="runs.files",
@@ -596,7 +575,7 @@ RULES: Final = (
         formula="every pattern of the edition's list matches a file in the run's folder",
         passes="run1/ with summary.json, per_epoch_stats.json and configs/",
         fails="run3/ without summary.json",
-        judge=_judge_run_files,
+        judge=_judge_files,
     ),
     Rule(
         id="runs.configuration",
@@ -625,13 +604,13 @@ RULES: Final = (
         source="v1.0 rules, workloads; 2.1.11, 2.1.21 and 4.3.3 of later editions",
         formula=(
             "workload= in overrides.yaml (of checkpoints, the metadata) names a workload and an accelerator "
-            "of the edition, and the folder has the workload's name; case does not matter"
+            "of the edition; the folder has the workload's name, in any case"
         ),
         passes="workload=unet3d_h100",
         fails="workload=bert_v100",
         judge=_judge_workload,
     ),
-    Rule(
+    check(
         id="runs.same",
         title="Workload, accelerators, files and samples a file are the same in all runs",
         editions=ALL,
@@ -641,7 +620,14 @@ RULES: Final = (
         formula="one value of each over all runs",
         passes="five runs with 8 accelerators",
         fails="four runs with 8 accelerators, one with 7",
-        judge=_judge_same_settings,
+        facts=_shared_settings,
+        holds=lambda it: len(it.values) == 1,
+        at=NAME,
+        show=(lambda it: ", ".join(it.values), "one value"),
+        proof=lambda it: (
+            f"{it.setting}: {f'{it.values[0]} in all runs' if len(it.values) == 1 else it.listed}"
+        ),
+        fix="Repeat the runs that differ.",
     ),
     Rule(
         id="runs.pauses",
@@ -654,7 +640,7 @@ RULES: Final = (
         fails="runs of 18 minutes with 18 minutes between them",
         judge=_judge_pauses,
     ),
-    Rule(
+    check(
         id="hosts.accelerators",
         title="A single host simulates several accelerators",
         editions=LATER,
@@ -662,19 +648,17 @@ RULES: Final = (
         formula="num_hosts > 1, or num_accelerators >= the edition's number (else warning)",
         passes="one host, 4 accelerators",
         fails="one host, 3 accelerators (a warning)",
-        judge=check(
-            lambda case: {
-                "hosts": num_hosts(case.run),
-                "ranks": num_accelerators(case),
-                "least": case.timed.min_accelerators_alone,
-            },
-            lambda it: it.hosts > 1 or it.ranks >= it.least,
-            at=SUMMARY,
-            show=("{ranks}", "{least}"),
-            proof="{ranks} accelerators on {hosts} hosts; one host should have {least}",
-            fix="Simulate more accelerators on this host.",
-            otherwise=Verdict.WARNING,
-        ),
+        facts=lambda case: {
+            "hosts": num_hosts(case.run),
+            "ranks": num_accelerators(case),
+            "least": case.edition.timed.min_accelerators_alone,
+        },
+        holds=lambda it: it.hosts > 1 or it.ranks >= it.least,
+        at=SUMMARY,
+        show=("{ranks}", "{least}"),
+        proof="{ranks} accelerators on {hosts} hosts; one host should have {least}",
+        fix="Simulate more accelerators on this host.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="hosts.single",
@@ -686,7 +670,7 @@ RULES: Final = (
         fails="num_hosts 1, hosts [node1, node2]",
         judge=_judge_single_host,
     ),
-    Rule(
+    limit(
         id="hosts.equal",
         title="Every host has the same number of accelerators",
         editions=LATER,
@@ -694,16 +678,14 @@ RULES: Final = (
         formula="num_accelerators is a multiple of num_hosts",
         passes="8 accelerators on 2 hosts",
         fails="9 accelerators on 2 hosts",
-        judge=limit(
-            lambda case: num_accelerators(case) % num_hosts(case.run),
-            "==",
-            0,
-            at=SUMMARY,
-            proof=lambda case, rest, _: (
-                f"{num_accelerators(case)} accelerators / {num_hosts(case.run)} hosts leaves {rest}"
-            ),
-            fix="Give every host the same number of accelerators.",
+        fact=lambda case: num_accelerators(case) % num_hosts(case.run),
+        compare="==",
+        limit=0,
+        at=SUMMARY,
+        proof=lambda it: (
+            f"{num_accelerators(it.case)} accelerators / {num_hosts(it.case.run)} hosts leaves {it.fact}"
         ),
+        fix="Give every host the same number of accelerators.",
     ),
     Rule(
         id="hosts.alike",
@@ -712,8 +694,7 @@ RULES: Final = (
         source="3.3.7, a recommendation",
         formula=(
             "largest / smallest of host_memory_GB and of host_cpu_count <= the edition's ratio (else "
-            "warning); without one entry a host the metadata's hosts are compared, and without these nothing"
-            " (a warning)"
+            "warning); lists without one entry a host are replaced by the metadata's hosts"
         ),
         passes="hosts of 256 and 256 GiB",
         fails="hosts of 256 and 512 GiB (a warning)",
@@ -725,16 +706,15 @@ RULES: Final = (
         **_BOTH,
         source="ours: the same program reads both from the same hosts",
         formula=(
-            "an entry of host_memory_GB is the MemTotal of the summary's host_meminfo, or a multiple, +- 1 "
-            "%; their sum is system_info.total_memory_bytes, +- 1 % (else warning); potential_caching is 1 "
-            "for the hosts whose host_memory_GB is above data_size_per_host_GB, and 0 for the others (else "
-            "warning)"
+            "an entry of host_memory_GB is the MemTotal of host_meminfo, or a multiple, +- 1 %; or else a "
+            "warning: the sum is system_info.total_memory_bytes, +- 1 %; potential_caching is 1 for exactly "
+            "the hosts with more memory than data_size_per_host_GB"
         ),
         passes='host_memory_GB [247.7], MemTotal "259739116 kB"',
         fails='host_memory_GB [64], MemTotal "259739116 kB"',
         judge=_judge_host_memory,
     ),
-    Rule(
+    check(
         id="parameters.allowed",
         title="A run sets only what its division leaves free",
         **_BOTH,
@@ -742,26 +722,24 @@ RULES: Final = (
         formula="keys in overrides.yaml are in the division's list or set by the benchmark's own script",
         passes="closed, ++workload.reader.read_threads=16",
         fails="closed, ++workload.reader.batch_size=1",
-        judge=check(
-            lambda case: {
-                "division": case.division.value,
-                "changed": len(case.run.settings().keys() - {"workload"}),
-                "forbidden": ", ".join(
-                    sorted(case.run.settings().keys() - {"workload"} - case.parameters.allowed(case.division))
-                ),
-            },
-            lambda it: not it.forbidden,
-            at=OVERRIDES,
-            show=("{forbidden}", "the free keys of {division}"),
-            proof=lambda it: (
-                f"{it.forbidden}: not free in {it.division}"
-                if it.forbidden
-                else f"all {it.changed} keys are free in {it.division}"
+        facts=lambda case: {
+            "division": case.division.value,
+            "changed": len(case.run.settings().keys() - {"workload"}),
+            "forbidden": ", ".join(
+                sorted(case.run.settings().keys() - {"workload"} - case.parameters.allowed(case.division))
             ),
-            fix="Repeat the runs without these.",
+        },
+        holds=lambda it: not it.forbidden,
+        at=OVERRIDES,
+        show=("{forbidden}", "the free keys of {division}"),
+        proof=lambda it: (
+            f"{it.forbidden}: not free in {it.division}"
+            if it.forbidden
+            else f"all {it.changed} keys are free in {it.division}"
         ),
+        fix="Repeat the runs without these.",
     ),
-    Rule(
+    check(
         id="parameters.odirect",
         title="Only workloads whose reader can bypass the page cache set reader.odirect",
         editions=LATER,
@@ -769,18 +747,16 @@ RULES: Final = (
         formula="reader.odirect is set only for workloads of the edition's list",
         passes="unet3d, ++workload.reader.odirect=True",
         fails="retinanet, ++workload.reader.odirect=True",
-        judge=check(
-            lambda case: {
-                "family": case.run.workload()[0],
-                "allowed": ", ".join(sorted(case.timed.odirect_workloads)),
-                "state": case.run.settings().get("reader.odirect", "false").lower(),
-            },
-            lambda it: it.state != "true" or it.family in it.case.timed.odirect_workloads,
-            at=OVERRIDES,
-            show=("{family}, odirect {state}", "{allowed}"),
-            proof="reader.odirect is {state} for {family}",
-            fix="Repeat the runs without reader.odirect.",
-        ),
+        facts=lambda case: {
+            "family": case.run.workload()[0],
+            "allowed": ", ".join(sorted(case.edition.timed.odirect_workloads)),
+            "state": case.run.settings().get("reader.odirect", "false").lower(),
+        },
+        holds=lambda it: it.state != "true" or it.family in it.case.edition.timed.odirect_workloads,
+        at=OVERRIDES,
+        show=("{family}, odirect {state}", "{allowed}"),
+        proof="reader.odirect is {state} for {family}",
+        fix="Repeat the runs without reader.odirect.",
     ),
     Rule(
         id="parameters.configuration",
@@ -799,9 +775,8 @@ RULES: Final = (
         benchmarks=BOTH,
         source="3.6.2, 4.3.2, 4.6.3, which tools read in different places",
         formula=(
-            "keys in override_parameters, args.params and executed_command are free in the division, or "
-            "those of overrides.yaml; compared keys have one value in the metadata's configuration and in "
-            "config.yaml"
+            "keys in override_parameters, args.params and executed_command are free in the division or in "
+            "overrides.yaml; compared keys have one value in the metadata and in config.yaml"
         ),
         passes="metadata with reader.batch_size 7, config.yaml with 7",
         fails="args.params with reader.batch_size=1, and nothing in overrides.yaml",
@@ -813,32 +788,30 @@ RULES: Final = (
         editions=ALL,
         source="ours: one program writes all of them",
         formula=(
-            "files, samples a file, epochs, accelerators and model are the same wherever they are recorded; "
-            "another number of files in overrides.yaml alone is a warning"
+            "files, samples a file, epochs, accelerators and model are the same everywhere; another number "
+            "of files in overrides.yaml alone is a warning"
         ),
         passes="28,000 files in summary.json, config.yaml, overrides.yaml and the metadata",
         fails="17,500 files in summary.json, 2,000 in config.yaml",
         judge=_judge_recorded_numbers,
     ),
-    Rule(
+    nothing(
         id="report.identity",
         title="The report is of these runs",
         editions=FIRST,
         each="result",
         source="v1.0 rules, a result is what its report says of its runs",
         formula=(
-            "model, accelerator, accelerators, files, samples a file and runs of the report are those of the "
-            "runs; so are the samples/s of each, in any order"
+            "model, accelerator, accelerators, files, samples a file and number of runs are those of the "
+            "runs; so are the rates, in any order"
         ),
         passes='"train_num_accelerators": "10", runs on 10 accelerators',
         fails="a report of 12 accelerators, runs on one",
-        judge=nothing(
-            _find_other_identity,
-            at=lambda case: case.result.report.file,
-            show="{} differ",
-            proof=lambda case: f"it says what its {len(case.result.runs)} runs do",
-            fix="Write the report from these runs (penstock submission report --write).",
-        ),
+        problems=_find_other_identity,
+        at=lambda case: case.result.report.file,
+        show=("{number} differ", "0 differ"),
+        proof=lambda it: f"it says what its {len(it.case.result.runs)} runs do",
+        fix="Write the report from these runs (penstock submission report --write).",
     ),
     Rule(
         id="files.keys",

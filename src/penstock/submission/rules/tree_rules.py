@@ -7,12 +7,12 @@ warning. What is wrong with the system of another result is a warning here.
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 from penstock.errors import DataDamaged, name_some
 from penstock.submission.code_image import ALGORITHM, EMPTY_TREE, image_name, parse_pointer
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
-from penstock.submission.folder_listing import list_subfolders
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
@@ -33,7 +33,7 @@ from penstock.submission.rules.rule import (
     require_all_hosts,
 )
 from penstock.submission.system_description import find_schema_problems
-from penstock.submission.tree_layout import REHEARSAL, Benchmark, SubmissionPhase
+from penstock.submission.tree_layout import REHEARSAL, Benchmark, SubmissionPhase, list_subfolders
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 SOLUTION: Final = ("system_under_test", "solution")
@@ -60,29 +60,17 @@ def judge_schema(description: ParsedFile) -> Iterator[Finding]:
     """A finding for each problem of a description, else a pass."""
     problems = find_schema_problems(description)
     for problem in problems:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.WARNING if problem.is_accepted else Verdict.FAIL,
             evidence=description.file,
             value=f"line {problem.line}",
             proof=str(problem),
             fix="Let a reviewer confirm it." if problem.is_accepted else "Correct this line.",
-            verdict=Verdict.WARNING if problem.is_accepted else Verdict.FAIL,
         )
     if not problems:
         yield Finding(
             verdict=Verdict.PASS, evidence=description.file, proof="all keys and values follow the schema"
         )
-
-
-def _judge_unknown_benchmark(case: Case) -> Iterator[Finding]:
-    benchmark = case.result.location.benchmark.value
-    yield violation(
-        verdict=Verdict.NOT_CHECKED,
-        evidence=case.result.name,
-        value=benchmark,
-        limit="training, checkpointing",
-        proof=f"{case.edition.edition} has no rules for {benchmark}",
-        fix="Have it judged by the benchmark's own tool.",
-    )
 
 
 def _judge_top_folder(case: Case) -> Iterator[Finding]:
@@ -91,12 +79,12 @@ def _judge_top_folder(case: Case) -> Iterator[Finding]:
     entries = [name for name in context.beside_divisions if name.endswith("/") or not context.is_merged]
     # Of several submitters none is to blame for an unknown folder.
     of_folder = Verdict.WARNING if context.is_merged else Verdict.FAIL
-    yield from _judge_entries("the top of the tree", entries, case.timed.beside_divisions, of_folder)
+    yield from _judge_entries("the top of the tree", entries, case.edition.timed.beside_divisions, of_folder)
 
 
 def _judge_submitter_folder(case: Case) -> Iterator[Finding]:
     context = case.result.context
-    yield from _judge_entries(context.name, context.entries, case.timed.beside_results, Verdict.FAIL)
+    yield from _judge_entries(context.name, context.entries, case.edition.timed.beside_results, Verdict.FAIL)
 
 
 def _judge_entries(
@@ -104,13 +92,13 @@ def _judge_entries(
 ) -> Iterator[Finding]:
     unknown = [name for name in entries if name.rstrip("/").lower() not in known]
     for name in unknown:
-        yield violation(
+        yield Finding(
+            verdict=of_folder if name.endswith("/") else Verdict.WARNING,
             evidence=folder,
             value=name,
             limit=", ".join(sorted(known)),
             proof=f"{name} is not known here",
             fix="Take it out of the submission.",
-            verdict=of_folder if name.endswith("/") else Verdict.WARNING,
         )
     if not unknown:
         yield Finding(verdict=Verdict.PASS, evidence=folder, proof="nothing else is here")
@@ -125,7 +113,7 @@ def _judge_required_folders(case: Case) -> Iterator[Finding]:
         if name not in present:
             # Among the results it is misplaced, but a reviewer has it.
             elsewhere = case.result.systems[0].file if name == "systems" and case.result.systems else ""
-            yield violation(
+            yield Finding(
                 verdict=Verdict.WARNING if elsewhere else verdict,
                 evidence=submitter.organisation,
                 value=elsewhere or "missing",
@@ -152,7 +140,8 @@ def _judge_system_files(case: Case) -> Iterator[Finding]:
     missing = sorted(name for name in required if name.lower() not in present)
     unknown = [name for name in context.systems if name.lower() not in allowed and not name.endswith(".md")]
     for name in missing:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.FAIL,
             evidence=folder,
             value="missing",
             limit=name,
@@ -160,12 +149,12 @@ def _judge_system_files(case: Case) -> Iterator[Finding]:
             fix=f"Describe the system in systems/{name}.",
         )
     for name in unknown:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.FAIL if name.endswith("/") else Verdict.WARNING,
             evidence=folder,
             value=name,
             proof=f"{name} belongs to no system that has results",
             fix="Take it out, or hand in the results.",
-            verdict=Verdict.FAIL if name.endswith("/") else Verdict.WARNING,
         )
     if not missing and not unknown:
         yield Finding(
@@ -179,20 +168,21 @@ def _categories(case: Case) -> list[str]:
 
 
 def _unknown_categories(case: Case) -> list[str]:
-    return [name for name in _categories(case) if name.lower() not in case.timed.categories]
+    return [name for name in _categories(case) if name.lower() not in case.edition.timed.categories]
 
 
 def _phase_problems(case: Case) -> list[str]:
     present = set(case.result.location.phases)
-    missing = sorted(case.timed.required_phases - present)
-    unknown = sorted(present - case.timed.phases)
+    missing = sorted(case.edition.timed.required_phases - present)
+    unknown = sorted(present - case.edition.timed.phases)
     return [f"there is no {name}/" for name in missing] + [f"{name}/ is not a phase" for name in unknown]
 
 
 def _judge_description_file(case: Case) -> Iterator[Finding]:
     location = case.result.location
     if not case.result.systems:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.FAIL,
             evidence=location.submitter.organisation,
             value="no description",
             limit="one",
@@ -270,7 +260,7 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
     # The list of the hosts' memory is doubled or has gaps on real clusters, and only its sum is right. A mean
     # says something about a host only where all are of one kind.
     if len(clients) == 1 and hosts > 0:
-        tolerance = case.timed.memory_tolerance
+        tolerance = case.edition.timed.memory_tolerance
         described_gib = clients[0].number("chassis", "memory_capacity")
         measured_gib = sum(summary.numbers("host_memory_GB")) / hosts
         holds = abs(measured_gib - described_gib) <= tolerance * described_gib
@@ -296,10 +286,11 @@ def _pointed_digest(run: ResultDir) -> str:
 
 
 def _judge_pointers(case: Case) -> Iterator[Finding]:
-    images = {image.name for image in case.result.context.pool.images}
+    images = case.result.context.pool.images
     for run in case.result.all_dirs():
         if run.pointer.is_missing:
-            yield violation(
+            yield Finding(
+                verdict=Verdict.FAIL,
                 evidence=run.pointer.file,
                 proof="the result directory points to no code image",
                 fix=_AS_WRITTEN,
@@ -323,26 +314,24 @@ def _judge_pointers(case: Case) -> Iterator[Finding]:
 def _judge_images(case: Case) -> Iterator[Finding]:
     pointed = set()
     for run in case.result.all_dirs():
-        try:
+        with suppress(MissingFact):  # the rule on pointers names it
             pointed.add(image_name(_pointed_digest(run)))
-        except MissingFact:  # the rule on pointers names it
-            continue
-    images = [image for image in case.result.context.pool.images if image.name in pointed]
+    images = {name: image for name, image in case.result.context.pool.images.items() if name in pointed}
     if not images:
         raise MissingFact("no result directory points to a code image that is there", where=case.result.name)
-    for image in images:
-        stated, algorithm = image.stated.text("hash"), image.stated.text("algorithm")
+    for name, (statement, digest) in images.items():
+        stated, algorithm = statement.text("hash"), statement.text("algorithm")
         if algorithm != ALGORITHM:
-            raise MissingFact(f"{algorithm} is not a known algorithm", where=image.stated.file)
-        is_named = image.name == image_name(stated)
+            raise MissingFact(f"{algorithm} is not a known algorithm", where=statement.file)
+        is_named = name == image_name(stated)
         # The round's staff took a file out of every image.
-        is_hashed_later = bool(image.digest) and image.digest != EMPTY_TREE and is_named
+        is_hashed_later = digest not in ("", EMPTY_TREE) and is_named
         yield pass_if(
-            stated == image.digest and is_named,
-            evidence=image.stated.file,
-            value=image.digest,
+            stated == digest and is_named,
+            evidence=statement.file,
+            value=digest,
             limit=stated,
-            proof=f"{image.name}: its files hash to {image.digest or 'nothing readable'}, it states {stated}",
+            proof=f"{name}: its files hash to {digest or 'nothing readable'}, it states {stated}",
             fix="Hand in the image as it was taken.",
             otherwise=case.verdict_of_round if is_hashed_later else Verdict.FAIL,
         )
@@ -351,7 +340,7 @@ def _judge_images(case: Case) -> Iterator[Finding]:
 def _unused_images(case: Case) -> list[str]:
     pool = case.result.context.pool
     used = {image_name(digest) for digest in pool.pointed}
-    return [image.name for image in pool.images if image.name not in used]
+    return [name for name in pool.images if name not in used]
 
 
 def _judge_provenance(case: Case) -> Iterator[Finding]:
@@ -359,7 +348,8 @@ def _judge_provenance(case: Case) -> Iterator[Finding]:
     if run.provenance.is_missing and not run.metadata.has("provenance_file"):
         yield not_applicable(run.name, "the run declares no provenance")
     elif run.provenance.is_missing:
-        yield violation(
+        yield Finding(
+            verdict=Verdict.FAIL,
             evidence=run.provenance.file,
             proof="the metadata declare provenance.json, and it is not there",
             fix=_AS_WRITTEN,
@@ -458,14 +448,15 @@ def _unless_no_verdict(case: Case) -> str:
 
 def _judge_rehearsal(case: Case) -> Iterator[Finding]:
     dirs = case.result.all_dirs()
-    rehearsed = [directory for directory in dirs if directory.metadata.has(REHEARSAL)]
+    rehearsed = [each.metadata for each in dirs if each.metadata.has(REHEARSAL)]
     if not rehearsed:
         yield Finding(verdict=Verdict.PASS, evidence=case.name, proof="no directory is of a rehearsal")
         return
-    metadata = rehearsed[0].metadata
-    scale = f"{metadata.number(REHEARSAL, 'scale'):g}" if metadata.has(REHEARSAL, "scale") else "unknown"
-    yield violation(
-        evidence=metadata.file,
+    is_known = rehearsed[0].has(REHEARSAL, "scale")
+    scale = f"{rehearsed[0].number(REHEARSAL, 'scale'):g}" if is_known else "unknown"
+    yield Finding(
+        verdict=Verdict.FAIL,
+        evidence=rehearsed[0].file,
         value=f"scale {scale}",
         limit="scale 1",
         proof=f"{len(rehearsed)} of {len(dirs)} result directories are of a rehearsal, at scale {scale}",
@@ -474,11 +465,9 @@ def _judge_rehearsal(case: Case) -> Iterator[Finding]:
 
 
 RULES: Final = (
-    Rule(
+    check(
         id="scope.benchmark",
-        title=(
-            "Results of vector search and of key-value caches are not judged by editions without their rules"
-        ),
+        title="Vector search and key-value caches are not judged by editions that have no rules for them",
         editions=("v2.0",),
         benchmarks=(Benchmark.VECTOR_SEARCH, Benchmark.KV_CACHE),
         each="result",
@@ -486,9 +475,18 @@ RULES: Final = (
         formula="not checked: neither valid nor invalid",
         passes="a folder training/ or checkpointing/, which other rules judge",
         fails="a folder vector_database/ in v2.0 (not checked)",
-        judge=_judge_unknown_benchmark,
+        facts=lambda case: {
+            "benchmark": case.result.location.benchmark.value,
+            "edition": case.edition.edition,
+        },
+        holds=lambda _: False,
+        at=NAME,
+        show=("{benchmark}", "training, checkpointing"),
+        proof="{edition} has no rules for {benchmark}",
+        fix="Have it judged by the benchmark's own tool.",
+        otherwise=Verdict.NOT_CHECKED,
     ),
-    Rule(
+    check(
         id="structure.names",
         title="Organisation and system have plain names",
         **_LATER_TREES,
@@ -496,21 +494,21 @@ RULES: Final = (
         formula="both match the edition's pattern",
         passes="closed/acme/results/fast-1/",
         fails="closed/acme & sons/results/fast-1/",
-        judge=check(
-            lambda case, named: {"kind": named[0], "name": named[1], "pattern": case.timed.name_pattern},
-            lambda it: re.fullmatch(it.pattern, it.name) is not None,
-            over=lambda case: (
+        facts=lambda case: (
+            {"kind": kind, "name": name, "pattern": case.edition.timed.name_pattern}
+            for kind, name in (
                 ("organisation", case.result.location.submitter.organisation),
                 ("system", case.result.location.system),
-            ),
-            at=NAME,
-            show=("{name}", "{pattern}"),
-            proof=lambda it: (
-                f"the {it.kind} {it.name!r} "
-                f"{'matches' if re.fullmatch(it.pattern, it.name) else 'does not match'} {it.pattern}"
-            ),
-            fix="Rename the folder, with - in place of other characters.",
+            )
         ),
+        holds=lambda it: re.fullmatch(it.pattern, it.name) is not None,
+        at=NAME,
+        show=("{name}", "{pattern}"),
+        proof=lambda it: (
+            f"the {it.kind} {it.name!r} "
+            f"{'matches' if re.fullmatch(it.pattern, it.name) else 'does not match'} {it.pattern}"
+        ),
+        fix="Rename the folder, with - in place of other characters.",
     ),
     Rule(
         id="structure.divisions",
@@ -519,7 +517,7 @@ RULES: Final = (
         source="2.1.2; case does not matter, since the diagram of 2.1.27 writes capitals",
         formula=(
             "every folder is a pool of code images or in the edition's list (else fail), every file too "
-            "(else warning); among several submitters a folder is a warning, and a file is nobody's"
+            "(else warning); among several submitters an unknown folder is a warning"
         ),
         passes="closed/, open/, code-images/",
         fails="closed/, backup/",
@@ -557,7 +555,7 @@ RULES: Final = (
         fails="results/fast/, systems/fast.yaml alone",
         judge=_judge_system_files,
     ),
-    Rule(
+    nothing(
         id="structure.categories",
         title="A system's results are sorted by benchmark",
         **_LATER_TREES,
@@ -565,68 +563,56 @@ RULES: Final = (
         formula="each folder of results/SYSTEM/ is in the edition's list; case does not matter",
         passes="results/fast/training/",
         fails="results/fast/trainings/ next to it",
-        judge=nothing(
-            _unknown_categories,
-            at=lambda case: f"{case.result.context.name}/results/{case.result.location.system}/",
-            show=(
-                lambda case: ", ".join(_unknown_categories(case)),
-                lambda case: ", ".join(sorted(case.timed.categories)),
-            ),
-            proof=lambda case: f"there are {', '.join(_categories(case))}",
-            bad="not known here: {}",
-            separator=", ",
-            fix="Rename these folders, or take them out.",
-        ),
+        problems=_unknown_categories,
+        at=lambda case: f"{case.result.context.name}/results/{case.result.location.system}/",
+        show=("{problems}", lambda it: ", ".join(sorted(it.case.edition.timed.categories))),
+        proof=lambda it: f"there are {', '.join(_categories(it.case))}",
+        bad="not known here: {}",
+        join=", ".join,
+        fix="Rename these folders, or take them out.",
     ),
-    Rule(
+    nothing(
         id="structure.phases",
         title="A training has the folders of its phases, and no others",
         editions=LATER,
         each="result",
         source="2.1.12; in v2.0 datasize/ may be there or not, since text and tool disagree",
         formula=(
-            "the edition's required phases are there, and every folder is a phase; in v3.0 a datasize/ that "
-            "is missing was let pass (a warning)"
+            "required phases are there, every folder is a phase; no datasize/ was a warning in v3.0's round"
         ),
         passes="training/unet3d/ with datasize/, datagen/ and run/",
         fails="training/unet3d/ with run/ alone",
-        judge=nothing(
-            _phase_problems,
-            at=NAME,
-            show=(
-                lambda case: ", ".join(case.result.location.phases),
-                lambda case: ", ".join(sorted(case.timed.phases)),
-            ),
-            proof=lambda case: f"there are {', '.join(case.result.location.phases)}",
-            fix="Copy the whole folder as the benchmark wrote it.",
-            otherwise=lambda case: (
-                case.verdict_of_round
-                if _phase_problems(case) == [f"there is no {SubmissionPhase.DATASIZE}/"]
-                else Verdict.FAIL
-            ),
+        problems=_phase_problems,
+        at=NAME,
+        show=(
+            lambda it: ", ".join(it.case.result.location.phases),
+            lambda it: ", ".join(sorted(it.case.edition.timed.phases)),
+        ),
+        proof=lambda it: f"there are {', '.join(it.case.result.location.phases)}",
+        fix="Copy the whole folder as the benchmark wrote it.",
+        otherwise=lambda it: (
+            it.case.verdict_of_round
+            if it.problems == f"there is no {SubmissionPhase.DATASIZE}/"
+            else Verdict.FAIL
         ),
     ),
-    Rule(
+    nothing(
         id="structure.stray",
         title="A result's folder holds only runs and their report",
         editions=ALL,
         benchmarks=EVERY,
         each="result",
         source="ours: real trees hold other files, and no edition decides about them",
-        formula=(
-            "every entry is a run, runs/ or the report, and no run has links; others are named, never fatal"
-        ),
+        formula="every entry is a run, runs/ or the report, and no run has links (else a warning)",
         passes="run1 ... run5 and mlperf_storage_report.json",
         fails="output.txt next to run1 (a warning)",
-        judge=nothing(
-            lambda case: case.result.location.stray,
-            at=NAME,
-            proof="nothing else is here",
-            bad="not known here: {}",
-            separator=", ",
-            fix="Take these out of the submission, unless a reviewer needs them.",
-            otherwise=Verdict.WARNING,
-        ),
+        problems=lambda case: case.result.location.stray,
+        at=NAME,
+        proof="nothing else is here",
+        bad="not known here: {}",
+        join=", ".join,
+        fix="Take these out of the submission, unless a reviewer needs them.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="structure.system",
@@ -635,8 +621,8 @@ RULES: Final = (
         each="result",
         source="v1.0 rules, system description (which has no fixed schema in this edition)",
         formula=(
-            "systems/<system>.json is JSON; another name, a flaw that hides nothing, no fact at all, or a "
-            "capacity of DRAM that is no positive number is a warning"
+            "systems/<system>.json is JSON; another name, a small flaw, no fact, or a DRAM capacity that is "
+            "not a positive number is a warning"
         ),
         passes="results/fast/unet3d_h100/ and systems/fast.json",
         fails="results/fast/unet3d_h100/, and systems/ holds no .json",
@@ -648,15 +634,15 @@ RULES: Final = (
         **_NEWEST_TREES,
         source="schema of the system's description",
         formula=(
-            "every key is known and has a value of its type, and keys that belong together agree; each "
-            "problem is named with its line. What reviewers accepted is a warning: facts of a server that "
-            "are null for other hardware, and a total_rack_units that its parts do not come to"
+            "every key is known and has a value of its type, and keys that belong together agree. Accepted "
+            "by reviewers, and so a warning: null for facts of a server, and a total_rack_units other than "
+            "the sum of the parts"
         ),
         passes="deployment: onprem",
         fails="deployment: basement",
         judge=lambda case: judge_schema(require_description(case)),
     ),
-    Rule(
+    limit(
         id="system.name",
         title="The description names the system as its results do",
         **_NEWEST_TREES,
@@ -664,14 +650,12 @@ RULES: Final = (
         formula="solution.submission_name == the folder in results/",
         passes="results/fast/, submission_name: fast",
         fails="results/fast/, submission_name: faster",
-        judge=limit(
-            lambda case: require_description(case).text(*SOLUTION, "submission_name"),
-            "==",
-            lambda case: case.result.location.system,
-            at=lambda case: require_description(case).file,
-            proof="submission_name is {fact}, the results call it {limit}",
-            fix="Use one name for both.",
-        ),
+        fact=lambda case: require_description(case).text(*SOLUTION, "submission_name"),
+        compare="==",
+        limit=lambda case: case.result.location.system,
+        at=lambda case: require_description(case).file,
+        proof="submission_name is {fact}, the results call it {limit}",
+        fix="Use one name for both.",
     ),
     Rule(
         id="system.hosts",
@@ -680,8 +664,8 @@ RULES: Final = (
         benchmarks=BOTH,
         source="2.1.9",
         formula=(
-            "num_hosts == sum of the clients' quantities; with one kind of client, the mean memory of a host"
-            " is within the edition's tolerance of its memory_capacity; without multi_host there is one host"
+            "num_hosts == sum of the clients' quantities, 1 without multi_host; with one kind of client, a "
+            "host's mean memory is its memory_capacity, within the edition's tolerance"
         ),
         passes="2 clients of 256 GiB described, 2 hosts with 512 GiB together",
         fails="2 clients described, 4 hosts in the runs",
@@ -703,14 +687,14 @@ RULES: Final = (
         **_NEWEST_TREES,
         source="2.1.6, CHECK-02",
         formula=(
-            "digest of its files == .code-hash.json's hash; the folder is named by its first eight digits; "
-            "another digest of files that are there was let pass in v3.0 (a warning)"
+            "digest of its files == .code-hash.json's hash, whose first eight digits name the folder; "
+            "another digest of files that are there was a warning in v3.0's round"
         ),
         passes="code-01234567/ whose files hash to 01234567...",
         fails="a file changed after the image was taken",
         judge=_judge_images,
     ),
-    Rule(
+    nothing(
         id="code.pool",
         title="Every code image is used",
         **_NEWEST_TREES,
@@ -718,15 +702,13 @@ RULES: Final = (
         formula="a result directory of the tree points to each image of the pool",
         passes="one image, and result directories that point to it",
         fails="a second image that no result directory points to (a warning)",
-        judge=nothing(
-            _unused_images,
-            at=lambda case: case.result.context.pool.name or case.name,
-            proof="all images are pointed to",
-            bad="nothing points to {}",
-            separator=", ",
-            fix="Take these out of the pool.",
-            otherwise=Verdict.WARNING,
-        ),
+        problems=_unused_images,
+        at=lambda case: case.result.context.pool.name or case.name,
+        proof="all images are pointed to",
+        bad="nothing points to {}",
+        join=", ".join,
+        fix="Take these out of the pool.",
+        otherwise=Verdict.WARNING,
     ),
     Rule(
         id="provenance.run",
@@ -738,25 +720,21 @@ RULES: Final = (
         fails="metadata with provenance_file, and no provenance.json",
         judge=_judge_provenance,
     ),
-    Rule(
+    limit(
         id="provenance.edition",
         title="A run was made by the rules it is judged by",
         **_NEWEST_RUNS,
         source="EDN-01",
-        formula=(
-            "provenance.json's rules_edition == the edition; older trees without provenance state nothing"
-        ),
+        formula="provenance.json's rules_edition == the edition; not applicable without provenance",
         passes='rules_edition "3.0", judged by v3.0',
         fails='rules_edition "4.0", judged by v3.0',
         unless=lambda case: "the run declares no provenance" if case.run.provenance.is_missing else "",
-        judge=limit(
-            lambda case: _stated_edition(case.run.provenance),
-            "==",
-            lambda case: case.edition.rules,
-            at=lambda case: case.run.provenance.file,
-            proof="made by the rules of {fact}, judged by the rules of {limit}",
-            fix="Judge it with --edition {fact}, or repeat the run.",
-        ),
+        fact=lambda case: _stated_edition(case.run.provenance),
+        compare="==",
+        limit=lambda case: case.edition.rules,
+        at=lambda case: case.run.provenance.file,
+        proof="made by the rules of {fact}, judged by the rules of {limit}",
+        fix="Judge it with --edition {fact}, or repeat the run.",
     ),
     Rule(
         id="provenance.manifest",
@@ -764,8 +742,7 @@ RULES: Final = (
         **_NEWEST_TREES,
         source="PROV-02",
         formula=(
-            "runs[].leaf == the tree's result directories, rules_edition == the edition; not "
-            "applicable without the file"
+            "runs[].leaf == the result directories, rules_edition == the edition; not applicable without it"
         ),
         passes="9 result directories listed, the same 9 there",
         fails="a result directory that is not listed",
@@ -783,7 +760,7 @@ RULES: Final = (
         fails="a result directory that was copied from another workload",
         judge=_judge_metadata,
     ),
-    Rule(
+    limit(
         id="runs.exit",
         title="Each run succeeded",
         **_NEWEST_RUNS,
@@ -792,16 +769,14 @@ RULES: Final = (
         passes="exit_status 0",
         fails="exit_status 1",
         unless=_unless_no_exit_status,
-        judge=limit(
-            lambda case: case.run.metadata.integer("exit_status"),
-            "==",
-            0,
-            at=METADATA,
-            proof="exit_status is {fact}",
-            fix="Repeat the run.",
-        ),
+        fact=lambda case: case.run.metadata.integer("exit_status"),
+        compare="==",
+        limit=0,
+        at=METADATA,
+        proof="exit_status is {fact}",
+        fix="Repeat the run.",
     ),
-    Rule(
+    check(
         id="runs.division",
         title="A run in CLOSED was made for CLOSED",
         editions=LATER,
@@ -811,16 +786,17 @@ RULES: Final = (
         passes="closed/, verification CLOSED",
         fails="closed/, verification OPEN",
         unless=_unless_no_verdict,
-        judge=check(
-            lambda case: {"stated": case.run.metadata.text("verification"), "division": case.division.value},
-            lambda it: it.stated.lower() in {SubmissionDivision.CLOSED.value, it.division},
-            at=METADATA,
-            show=("{stated}", "{division}"),
-            proof="the tool called this run {stated}, it is handed in as {division}",
-            fix="Hand it in as what it was made for, and see the other findings.",
-            otherwise=lambda it: (
-                Verdict.FAIL if it.stated.lower() in set(SubmissionDivision) else Verdict.WARNING
-            ),
+        facts=lambda case: {
+            "stated": case.run.metadata.text("verification"),
+            "division": case.division.value,
+        },
+        holds=lambda it: it.stated.lower() in {SubmissionDivision.CLOSED.value, it.division},
+        at=METADATA,
+        show=("{stated}", "{division}"),
+        proof="the tool called this run {stated}, it is handed in as {division}",
+        fix="Hand it in as what it was made for, and see the other findings.",
+        otherwise=lambda it: (
+            Verdict.FAIL if it.stated.lower() in set(SubmissionDivision) else Verdict.WARNING
         ),
     ),
     Rule(

@@ -125,7 +125,7 @@ def _requested_result(writer: ResultWriter, plan: TrainingResultPlan) -> Request
         data_path=writer.data_path,
         num_files=plan.workload.dataset.num_files_train,
         num_runs=plan.edition.num_runs,
-        max_pause_runs=plan.edition.require(plan.edition.timed).max_pause_runs,
+        max_pause_runs=plan.edition.timed.max_pause_runs,
     )
 
 

@@ -6,7 +6,7 @@ from tests.integration.workflows.submission.small_result import SmallResult
 
 from penstock.results.run_catalog import find_run_folder, read_catalog
 from penstock.submission.check import check
-from penstock.submission.edition_choice import choose_edition
+from penstock.submission.edition import choose_edition
 
 
 def test_runs_are_entered_in_their_trees_history_and_judges_see_no_stray(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def numbers(tree: object, above: str = "") -> Iterator[tuple[str, float]]:
 
 def altered(edition: Edition, path: str, value: float) -> Edition:
     """The edition with another number."""
-    tree = copy.deepcopy(edition.model_dump())
+    tree = copy.deepcopy(edition.model_dump(exclude_none=True))
     here: Any = tree
     *above, last = path.split(".")
     for step in above:

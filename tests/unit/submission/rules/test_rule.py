@@ -59,18 +59,16 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
 def test_a_limit_is_compared_and_proved(
     compare: Any, value: int, verdict: Verdict, sign: str, store: TreeStore
 ) -> None:
-    rule = Rule(
+    rule = limit(
         **ABOUT,
         each="result",
-        judge=limit(
-            lambda _: value,
-            compare,
-            lambda case: len(case.result.runs) + 1,
-            at=NAME,
-            show=("{} a", "{} b"),
-            proof="{fact} {sign} {limit}",
-            fix="make it {limit}",
-        ),
+        fact=lambda _: value,
+        compare=compare,
+        limit=lambda case: len(case.result.runs) + 1,
+        at=NAME,
+        show=("{fact} a", "{limit} b"),
+        proof="{fact} {sign} {limit}",
+        fix="make it {limit}",
     )
     (finding,) = store.findings(valid_training(), rule)
     assert finding == Finding(
@@ -86,42 +84,51 @@ def test_a_limit_is_compared_and_proved(
 
 @pytest.mark.parametrize(("name", "verdict"), [("a", Verdict.PASS), ("c", Verdict.FAIL)])
 def test_a_fact_is_one_of_a_list(name: str, verdict: Verdict, store: TreeStore) -> None:
-    judge = limit(lambda _: name, "in", lambda _: ["a", "b"], at=NAME, proof="{fact} {sign} {limit}", fix="-")
-    (finding,) = store.findings(valid_training(), Rule(**ABOUT, each="result", judge=judge))
+    rule = limit(
+        **ABOUT,
+        each="result",
+        fact=lambda _: name,
+        compare="in",
+        limit=lambda _: ["a", "b"],
+        at=NAME,
+        proof="{fact} {sign} {limit}",
+        fix="-",
+    )
+    (finding,) = store.findings(valid_training(), rule)
     assert (finding.verdict, finding.value, finding.limit) == (verdict, name, "a, b")
 
 
 @pytest.mark.parametrize(("problems", "verdict"), [([], Verdict.PASS), (["a {x}", "b"], Verdict.WARNING)])
 def test_nothing_may_be_wrong(problems: list[str], verdict: Verdict, store: TreeStore) -> None:
-    judge = nothing(
-        lambda _: problems,
+    rule = nothing(
+        **ABOUT,
+        each="result",
+        problems=lambda _: problems,
         at=NAME,
-        show="{} differ",
+        show=("{number} differ", "0 differ"),
         proof="fine",
         bad="these: {}",
         fix="-",
         otherwise=Verdict.WARNING,
     )
-    (finding,) = store.findings(valid_training(), Rule(**ABOUT, each="result", judge=judge))
+    (finding,) = store.findings(valid_training(), rule)
     assert finding.verdict is verdict
     assert (finding.value, finding.limit) == (f"{len(problems)} differ", "0 differ")
     assert finding.proof == ("these: a {x}; b" if problems else "fine")
 
 
 def test_a_rule_of_runs_excuses_a_warm_up_and_may_not_apply(store: TreeStore) -> None:
-    rule = Rule(
+    rule = limit(
         **ABOUT,
         unless=lambda case: "second" if case.name.endswith("102000") else "",
-        judge=limit(
-            lambda case: len(case.result.runs),
-            "==",
-            0,
-            at=NAME,
-            proof=lambda case, value, bound: f"{case.edition.edition}: {value}, {bound}",
-            fix="-",
-            otherwise=lambda value, bound: Verdict.FAIL if value > bound else Verdict.WARNING,
-            lenient_in_warm_up=True,
-        ),
+        is_lenient_in_warm_up=True,
+        fact=lambda case: len(case.result.runs),
+        compare="==",
+        limit=0,
+        at=NAME,
+        proof=lambda it: f"{it.case.edition.edition}: {it.fact}, {it.limit}",
+        fix="-",
+        otherwise=lambda it: Verdict.FAIL if it.fact > it.limit else Verdict.WARNING,
     )
     first, second, third = store.findings(valid_training(num_runs=3), rule)
     assert (first.verdict, first.proof) == (Verdict.WARNING, "v3.0: 3, 0 (in the warm-up)")

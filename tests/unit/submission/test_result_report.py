@@ -11,7 +11,7 @@ from tests.support.submission.query_tree import valid_cache, valid_vectors
 from tests.support.submission.timed_tree import valid_checkpointing, valid_round, valid_training
 
 from penstock.submission.edition import load_edition
-from penstock.submission.reports.result_report import (
+from penstock.submission.result_report import (
     RESULT_COLUMNS,
     ResultReport,
     plan_tree,
@@ -19,7 +19,7 @@ from penstock.submission.reports.result_report import (
     report_document,
     write_files,
 )
-from penstock.submission.reports.submission_pages import plan_folder
+from penstock.submission.submission_pages import plan_folder
 
 V1, V3 = load_edition("v1.0"), load_edition("v3.0")
 RATES = [41.5, 41.6, 41.7, 41.8, 41.9]

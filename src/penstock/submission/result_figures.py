@@ -11,13 +11,15 @@ from functools import partial
 from statistics import median
 from typing import Final
 
-from penstock.submission import query_runs
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import (
+    LATENCY,
     deviation,
     mean,
     mib_per_second,
+    options_of,
     read_durations,
+    recompute_run,
     samples_per_second,
     utilization_percent,
 )
@@ -218,7 +220,7 @@ def _kv_cache() -> Iterator[_Kind]:
     """By the summary of a run: files of ranks may be left out, and rules compare it with them."""
 
     def read(number: int, name: str, run: ResultRun) -> float:
-        options = query_runs.options_of(run.dirs[0].summary)
+        options = options_of(run.dirs[0].summary)
         if number not in options:
             raise MissingFact(f"there is no option {number}", where=run.dirs[0].summary.file)
         return options[number].number(name)
@@ -229,14 +231,14 @@ def _kv_cache() -> Iterator[_Kind]:
             ("write bandwidth", "GiB/s", "aggregated_write_bandwidth_gbps"),
             ("throughput", "tokens/s", "aggregated_avg_throughput_tokens_per_sec"),
             ("storage throughput", "tokens/s", "aggregated_storage_throughput_tokens_per_sec"),
-            ("largest p95 latency", "ms", query_runs.LATENCY),
+            ("largest p95 latency", "ms", LATENCY),
         ):
             yield f"option {number}: {figure}", unit, partial(_per_run, partial(read, number, name))
 
 
 def _vector_search() -> Iterator[_Kind]:
     def recompute(run: ResultRun) -> float:
-        return query_runs.recompute_run(run.dirs[0].aggregate)["throughput_qps"]
+        return recompute_run(run.dirs[0].aggregate)["throughput_qps"]
 
     def read(name: str, run: ResultRun) -> float:
         """By the summary; where there is none, tables are made of the figures over all ranks."""

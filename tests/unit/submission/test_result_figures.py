@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.submission.reports.result_figures import (
+from penstock.submission.result_figures import (
     MAX_SCORE,
     ResultFigure,
     measure_figure,

@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 
 from penstock.reports.page import render_report
+from penstock.submission import submission_pages
 from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.reports import submission_pages
-from penstock.submission.reports.result_figures import measure_figure
-from penstock.submission.reports.submission_pages import figure_row
+from penstock.submission.result_figures import measure_figure
+from penstock.submission.submission_pages import figure_row
 
 EVIL = '</script><img src=x onerror="alert(1)">'
 

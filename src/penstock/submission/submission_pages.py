@@ -10,12 +10,11 @@ from penstock.errors import printable
 from penstock.reports.page import render_report
 from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Row, Section, Series, Table, Tone
 from penstock.submission.check import CheckedResult, count_verdicts
-from penstock.submission.edition import Edition
-from penstock.submission.edition_choice import EditionChoice
+from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Finding, Validity, Verdict
-from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigure
-from penstock.submission.reports.result_report import (
+from penstock.submission.result_figures import CONFIDENCE, ResultFigure
+from penstock.submission.result_report import (
     CSV_FILE,
     ResultReport,
     format_json,
