@@ -162,6 +162,16 @@ class Section:
     """The run whose colour marks the title and fills bars; such parts stand side by side."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A problem of a run, and its remedy; `since` is when it began, if not at the start."""
+
+    kind: str
+    says: str
+    to_do: str
+    since: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Banner:
     """The answers that every page begins with, each a word or a sentence."""

@@ -21,12 +21,12 @@ from penstock.reports.report import (
     Series,
     Table,
     Tone,
+    Trouble,
     bar_chart,
     table_section,
 )
 from penstock.results.checkpoint_files import RoundThroughput, read_checkpoints, read_throughput
 from penstock.results.io_reconciliation import ReconciliationVerdict
-from penstock.results.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
 from penstock.results.run_record import RunRecord
 from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, heat_rows
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -93,31 +93,28 @@ class CheckpointRun:
         return rates / np.diff(edges)
 
 
-def make_checkpoint_page(folder: Path, record: RunRecord) -> Report:
-    """The page of the run in `folder`; of one that did not finish, how it ended."""
-    title, subtitle = f"Checkpoint run {record.id}", run_subtitle(record)
+def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
+    """The page of the run in `folder`, and more facts; of one that did not finish, how it ended."""
     figures = read_checkpoints(folder)
     if figures is None:
-        verdict, look = outcome_verdict(record) or ("no figure", Look.DOUBT)
         banner = Banner(
-            verdict=verdict,
-            look=look,
+            verdict="no figure",
+            look=Look.DOUBT,
             figure="no figures were recorded",
             limited_by="not known",
             since="-",
             to_do="Run the same command again with --resume: complete checkpoints are kept.",
-            troubles=[record.why] if record.why else [],
         )
-        facts = table_section("facts", "Run and settings", fact_rows(record, {}))
-        return Report(title=title, subtitle=subtitle, banner=banner, sections=[facts])
+        return Report(title=f"Checkpoint run {record.id}", subtitle="", banner=banner), {}
     run = CheckpointRun(record=record, figures=figures, throughput=read_throughput(folder))
-    return Report(
-        title=title,
-        subtitle=subtitle,
+    page = Report(
+        title=f"Checkpoint run {record.id}",
+        subtitle="",
         banner=_banner(run),
         highlights=[_each_checkpoint(run), _over_time(run), _until_durable(run)],
-        sections=[*_sections(run), *_tables(run)],
+        sections=list(_sections(run)),
     )
+    return page, {"target": figures["target"]}
 
 
 # Answers and troubles
@@ -130,33 +127,13 @@ def _banner(run: CheckpointRun) -> Banner:
         verdict, look = "doubtful", Look.DOUBT
     if not run.figures["is_right"]:
         verdict, look = "failed", Look.BAD
-    verdict, look = outcome_verdict(run.record) or (verdict, look)
-    limits = [
-        f"{_DOING[name].capitalize()}: {totals['bottleneck']} (p99 of a chunk "
-        f"{max(one['p99_ms'] for one in run.of(name)):.0f} ms)."
-        for name, totals in run.directions.items()
-    ]
-    more = (
-        f"Compare with the storage's limits: `penstock storage probe {run.figures['target']}`; more "
-        "--streams ask it for more at once."
-    )
-    return Banner(
-        verdict=verdict,
-        look=look,
-        figure=_describe_figure(run),
-        limited_by=" ".join(limits),
-        since=next(
-            (trouble.since for trouble in troubles if trouble.since), "no change: all rounds were alike"
-        ),
-        to_do=troubles[0].to_do if troubles else more,
-        troubles=[trouble.says for trouble in troubles],
-    )
-
-
-def _describe_figure(run: CheckpointRun) -> str:
-    """The time that one checkpoint took, and the time it would take at its full size."""
-    size_bytes, parts, rates = run.figures["checkpoint_bytes"], [], []
+    # The time that one checkpoint took, and the time it would take at its full size.
+    size_bytes, parts, limits, rates = run.figures["checkpoint_bytes"], [], [], []
     for name, totals in run.directions.items():
+        slowest = max(one["p99_ms"] for one in run.of(name))
+        limits.append(
+            f"{_DOING[name].capitalize()}: {totals['bottleneck']} (p99 of a chunk {slowest:.0f} ms)."
+        )
         rate = totals["gib_per_s"]
         if rate is None:
             parts.append(f"{_WORDS[name]} from memory alone")
@@ -167,10 +144,24 @@ def _describe_figure(run: CheckpointRun) -> str:
         rates += [rate] if rate else []
     figure = f"{format_bytes(size_bytes)} of {run.figures['model']}: {'; '.join(parts)}"
     full_bytes = round(size_bytes / Fraction(str(run.record.plan.get("scale", "1"))))
-    if full_bytes == size_bytes or not rates:
-        return figure
-    full = " and ".join(format_seconds(full_bytes / GIB / rate) for rate in rates)
-    return f"{figure}. All {format_bytes(full_bytes)} of it at this rate: {full}"
+    if full_bytes != size_bytes and rates:
+        full = " and ".join(format_seconds(full_bytes / GIB / rate) for rate in rates)
+        figure += f". All {format_bytes(full_bytes)} of it at this rate: {full}"
+    more = (
+        f"Compare with the storage's limits: `penstock storage probe {run.figures['target']}`; more "
+        "--streams ask it for more at once."
+    )
+    return Banner(
+        verdict=verdict,
+        look=look,
+        figure=figure,
+        limited_by=" ".join(limits),
+        since=next(
+            (trouble.since for trouble in troubles if trouble.since), "no change: all rounds were alike"
+        ),
+        to_do=troubles[0].to_do if troubles else more,
+        troubles=[trouble.says for trouble in troubles],
+    )
 
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
@@ -323,9 +314,6 @@ def _sections(run: CheckpointRun) -> Iterator[Section]:
     ]
     tables = [Table(rows)] if rows else ()
     yield Section(name="proof", title="Cold reads and verified bytes", text=text, tables=tables)
-
-
-def _tables(run: CheckpointRun) -> Iterator[Section]:
     rows = [
         {
             "checkpoint": f"{one['direction']} {one['number']}",
@@ -341,5 +329,3 @@ def _tables(run: CheckpointRun) -> Iterator[Section]:
     ]
     if rows:
         yield table_section("rounds", "All checkpoints", rows, bars="GiB/s")
-    facts = fact_rows(run.record, {"target": run.figures["target"]})
-    yield table_section("facts", "Run and settings", facts)

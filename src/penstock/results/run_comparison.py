@@ -99,11 +99,17 @@ def summarize_run(folder: Path) -> RunSummary:
 def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
     """Compare two or more runs with the first."""
     differences = list(_find_differences(runs))
+    deltas = []
+    for figure in _FIGURES:
+        values = tuple(getattr(run, figure) for run in runs)
+        first = values[0]
+        changes = tuple(None if value is None or not first else value / first - 1 for value in values)
+        deltas.append({"figure": figure, "values": values, "changes": changes})
     return RunComparison(
         runs=tuple(runs),
         obstacles=tuple(difference for difference in differences if not may_vary(difference["key"])),
         varied=tuple(difference for difference in differences if may_vary(difference["key"])),
-        deltas=tuple(_compare_figure(figure, [getattr(run, figure) for run in runs]) for figure in _FIGURES),
+        deltas=tuple(deltas),
     )
 
 
@@ -123,12 +129,6 @@ def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
         values = tuple(run.settings[key] for run in runs)
         if any(value != values[0] for value in values):
             yield {"key": key, "values": values}
-
-
-def _compare_figure(figure: str, values: Sequence[float | None]) -> dict[str, Any]:
-    first = values[0]
-    changes = tuple(None if value is None or not first else value / first - 1 for value in values)
-    return {"figure": figure, "values": tuple(values), "changes": changes}
 
 
 def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
@@ -247,142 +247,121 @@ def _settings(workload: Mapping[str, Any]) -> dict[str, Any]:
 _NOTICED: Final = 0.03
 """Changes below this are called alike."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Charted:
-    """A figure that runs are compared by, the more the better."""
-
-    title: str
-    value: Callable[[RunSummary], float | None]
-    text: Callable[[float], str]
-    unit: str
-    y_end: float = 0.0
+_CHARTED: Final[
+    Mapping[str, tuple[Callable[[RunSummary], float | None], Callable[[float], str], str, float]]
+] = {
+    "AU": (lambda run: run.au_compat_percent, "{:.2f} %".format, "%", 100),
+    "Samples a second": (lambda run: run.samples_per_s_strict, "{:,.1f}".format, "", 0),
+    "Bytes read": (lambda run: run.read_bytes_per_s, format_rate, "B/s", 0),
+    "Checkpoints written": (lambda run: _gib(run.write_gib_per_s), format_rate, "B/s", 0),
+    "Checkpoints read back": (lambda run: _gib(run.read_gib_per_s), format_rate, "B/s", 0),
+}
+"""The figures that runs are compared by, the more the better: value, text, unit, and the end of its axis."""
 
 
 def _gib(value: float | None) -> float | None:
     return None if value is None else value * 2**30
 
 
-_CHARTED: Final = (
-    _Charted("AU", lambda run: run.au_compat_percent, lambda au: f"{au:.2f} %", "%", 100),
-    _Charted(
-        "Samples a second",
-        lambda run: run.samples_per_s_strict,
-        lambda rate: f"{rate:,.1f}",
-        "",
-    ),
-    _Charted("Bytes read", lambda run: run.read_bytes_per_s, format_rate, "B/s"),
-    _Charted("Checkpoints written", lambda run: _gib(run.write_gib_per_s), format_rate, "B/s"),
-    _Charted("Checkpoints read back", lambda run: _gib(run.read_gib_per_s), format_rate, "B/s"),
-)
-
-
 def make_comparison_page(comparison: RunComparison) -> Report:
     """The page of two or more runs, each against the first."""
-    runs = comparison.runs
+    runs, names = comparison.runs, [run.id for run in comparison.runs]
+    values = {title: [value(run) for run in runs] for title, (value, *_) in _CHARTED.items()}
+    texts = {
+        title: ["-" if value is None else _CHARTED[title][1](value) for value in of_runs]
+        for title, of_runs in values.items()
+    }
+    rows = [
+        {
+            "run": run.id,
+            "workload": run.workload,
+            "ranks": str(run.ranks or "-"),
+            "outcome": run.outcome,
+            **{title: texts[title][number] for title in _CHARTED},
+            "limited by": run.bottleneck or "-",
+            "folder": run.folder,
+        }
+        for number, run in enumerate(runs)
+    ]
+    charts = []
+    for title, (_, text, unit, y_end) in _CHARTED.items():
+        known = {name: value for name, value in zip(names, values[title], strict=True) if value is not None}
+        if known:
+            # Each run has its own colour.
+            bars = [
+                Series(name=name, run=name, x=[number], y=[value])
+                for number, (name, value) in enumerate(known.items())
+            ]
+            note = ", ".join(map(text, known.values()))
+            charts.append(
+                Chart(
+                    kind=Kind.BARS, title=title, run=names[0], unit=unit, y_end=y_end, series=bars, note=note
+                )
+            )
     return Report(
         title=f"{len(runs)} runs compared",
-        subtitle=f"{', '.join(run.id for run in runs)}; against {runs[0].id}",
-        banner=_banner(comparison),
-        highlights=[chart for figure in _CHARTED for chart in _draw(figure, runs)],
-        runs=[run.id for run in runs],
+        subtitle=f"{', '.join(names)}; against {names[0]}",
+        banner=_banner(comparison, values, texts),
+        highlights=charts,
+        runs=names,
         sections=[
-            table_section("obstacles", "Requested differently", _differences(comparison.obstacles, runs)),
-            table_section("varied", "Set differently", _differences(comparison.varied, runs)),
-            table_section("runs", "Runs", list(_run_rows(runs))),
+            table_section("obstacles", "Requested differently", _differences(comparison.obstacles, names)),
+            table_section("varied", "Set differently", _differences(comparison.varied, names)),
+            table_section("runs", "Runs", rows),
         ],
     )
 
 
-def _banner(comparison: RunComparison) -> Banner:
-    first, *others = comparison.runs
-    known = [figure for figure in _CHARTED if figure.value(first) is not None]
-    main = next((figure for figure in known if figure.title != "AU"), None)
-    changes = {run.id: _change(main, first, run) for run in others}
-    verdict, look = _verdict(comparison, list(changes.values()))
+def _differences(differences: Sequence[Mapping[str, Any]], runs: Sequence[str]) -> list[dict[str, str]]:
+    return [
+        {"key": one["key"], **{run: str(value) for run, value in zip(runs, one["values"], strict=True)}}
+        for one in differences
+    ]
+
+
+def _banner(
+    comparison: RunComparison,
+    values: Mapping[str, Sequence[float | None]],
+    texts: Mapping[str, Sequence[str]],
+) -> Banner:
+    runs = comparison.runs
+    known = [title for title, of_runs in values.items() if of_runs[0] is not None]
+    main = next((title for title in known if title != "AU"), None)
+    clauses, changes = [], []
+    for number, run in enumerate(runs[1:], start=1):
+        parts = []
+        for title in known:
+            first, value = values[title][0], values[title][number]
+            if value is not None:
+                change = value / first - 1 if first else None
+                parts.append(
+                    f"{title} {texts[title][number]}" + ("" if change is None else f" ({change:+.1%})")
+                )
+                changes += [change] if title == main and change is not None else []
+        clauses.append(f"{run.id}: {', '.join(parts) or 'no figures'}")
+    if not comparison.is_comparable:
+        verdict, look = "not comparable", Look.DOUBT
+    elif not changes:
+        verdict, look = "no figures", Look.DOUBT
+    elif all(abs(change) < _NOTICED for change in changes):
+        verdict, look = "alike", Look.PLAIN
+    elif all(change > -_NOTICED for change in changes):
+        verdict, look = "faster", Look.GOOD
+    elif all(change < _NOTICED for change in changes):
+        verdict, look = "slower", Look.BAD
+    else:
+        verdict, look = "mixed", Look.PLAIN
     differing = [difference["key"] for difference in (*comparison.obstacles, *comparison.varied)]
     return Banner(
         verdict=verdict,
         look=look,
-        figure="; ".join(_say_run(run, first, known) for run in others),
-        limited_by=", ".join(f"{run.id}: {run.bottleneck or 'not known'}" for run in comparison.runs),
+        figure="; ".join(clauses),
+        limited_by=", ".join(f"{run.id}: {run.bottleneck or 'not known'}" for run in runs),
         since=f"what differs: {name_some(differing)}" if differing else "nothing differs in what was asked",
         to_do=(
             "Compare runs of the same workload, ranks and data set: see what was requested differently."
             if comparison.obstacles
             else "Look at each run's own page (`penstock results page RUN`) for when and where it lost time."
         ),
-        troubles=[f"{run.id} is {run.outcome}: {run.why}" for run in comparison.runs if run.why],
+        troubles=[f"{run.id} is {run.outcome}: {run.why}" for run in runs if run.why],
     )
-
-
-def _change(figure: _Charted | None, first: RunSummary, run: RunSummary) -> float | None:
-    before, after = (figure.value(one) if figure else None for one in (first, run))
-    return after / before - 1 if before and after is not None else None
-
-
-def _verdict(comparison: RunComparison, changes: Sequence[float | None]) -> tuple[str, Look]:
-    if not comparison.is_comparable:
-        return "not comparable", Look.DOUBT
-    known = [change for change in changes if change is not None]
-    if not known:
-        return "no figures", Look.DOUBT
-    if all(abs(change) < _NOTICED for change in known):
-        return "alike", Look.PLAIN
-    if all(change > -_NOTICED for change in known):
-        return "faster", Look.GOOD
-    return ("slower", Look.BAD) if all(change < _NOTICED for change in known) else ("mixed", Look.PLAIN)
-
-
-def _say_run(run: RunSummary, first: RunSummary, known: Sequence[_Charted]) -> str:
-    parts = []
-    for figure in known:
-        value, change = figure.value(run), _change(figure, first, run)
-        if value is not None:
-            more = "" if change is None else f" ({change:+.1%})"
-            parts.append(f"{figure.title} {figure.text(value)}{more}")
-    return f"{run.id}: {', '.join(parts) or 'no figures'}"
-
-
-def _draw(figure: _Charted, runs: Sequence[RunSummary]) -> Iterator[Chart]:
-    """A chart of all runs, each in its own colour; nothing where no run has the figure."""
-    values = {run.id: value for run in runs if (value := figure.value(run)) is not None}
-    if values:
-        yield Chart(
-            kind=Kind.BARS,
-            title=figure.title,
-            run=runs[0].id,
-            unit=figure.unit,
-            y_end=figure.y_end,
-            series=[
-                Series(name=run, run=run, x=[number], y=[value])
-                for number, (run, value) in enumerate(values.items())
-            ],
-            note=", ".join(map(figure.text, values.values())),
-        )
-
-
-def _differences(
-    differences: Sequence[Mapping[str, Any]], runs: Sequence[RunSummary]
-) -> list[dict[str, str]]:
-    return [
-        {"key": one["key"], **{run.id: str(value) for run, value in zip(runs, one["values"], strict=True)}}
-        for one in differences
-    ]
-
-
-def _run_rows(runs: Sequence[RunSummary]) -> Iterator[dict[str, str]]:
-    for run in runs:
-        figures = {
-            figure.title: "-" if (value := figure.value(run)) is None else figure.text(value)
-            for figure in _CHARTED
-        }
-        yield {
-            "run": run.id,
-            "workload": run.workload,
-            "ranks": str(run.ranks or "-"),
-            "outcome": run.outcome,
-            **figures,
-            "limited by": run.bottleneck or "-",
-            "folder": run.folder,
-        }

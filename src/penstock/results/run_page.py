@@ -6,13 +6,20 @@ Invariant: a page never fails its run. What goes wrong is logged with how to mak
 from __future__ import annotations
 
 import logging
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.errors import ObjectNotFound, Unavailable
 from penstock.reports.page import write_report
-from penstock.reports.report import Report
+from penstock.reports.report import Look, Report, table_section
 from penstock.results.run_folder import CHECKPOINTS_FILE, PAGE_FILE
+from penstock.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from penstock.results.run_record import RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +28,7 @@ def draw_run(folder: Path) -> Report:
     """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to draw."""
     # Most ways into a run's folder never draw.
     from penstock.results.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
-    from penstock.results.run_record import read_record  # noqa: PLC0415
+    from penstock.results.run_record import RunOutcome, read_record  # noqa: PLC0415
     from penstock.results.training_page import make_training_page  # noqa: PLC0415
 
     record = read_record(folder)
@@ -33,7 +40,46 @@ def draw_run(folder: Path) -> Report:
             fix=f"Ask for it with --page when you run `{command}`; the JSON files here have its figures.",
         )
     is_checkpoints = kind == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
-    return (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
+    page, facts = (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
+    banner = page.banner
+    if record.outcome is not RunOutcome.FINISHED:
+        look = Look.BAD if record.outcome is RunOutcome.FAILED else Look.DOUBT
+        banner = replace(banner, verdict=record.outcome.value, look=look)
+    if record.why:
+        why = f"The run is {record.outcome}: {record.why}"
+        banner = replace(banner, troubles=[why, *banner.troubles])
+    table = table_section("facts", "Run and settings", _fact_rows(record, facts))
+    return replace(page, subtitle=_subtitle(record), banner=banner, sections=[*page.sections, table])
+
+
+def _subtitle(record: RunRecord) -> str:
+    """The workload, the ranks, the hosts and the date."""
+    hosts = ", ".join(host.host for host in record.hosts[:3]) + (
+        f" and {len(record.hosts) - 3} more" if len(record.hosts) > 3 else ""
+    )
+    workload = "_".join(filter(None, (record.name, record.accelerator)))
+    return (
+        f"{workload}, {format_count(record.ranks, 'rank')} on {hosts or 'unknown hosts'}, "
+        f"{record.started_at[:16].replace('T', ' ')} UTC, penstock {record.penstock_version}"
+    )
+
+
+def _fact_rows(record: RunRecord, more: Mapping[str, str]) -> list[dict[str, str]]:
+    """The facts that say what a run was, as rows."""
+    facts = {
+        "command": shlex.join(record.command),
+        **more,
+        "outcome": f"{record.outcome}: {record.why}" if record.why else str(record.outcome),
+        "began": record.started_at,
+        "ended": record.ended_at or "-",
+        "hosts": "; ".join(
+            f"{host.host}: {host.num_cores} cores, {format_bytes(host.memory_bytes)}, Linux {host.kernel}"
+            for host in record.hosts
+        ),
+        "versions": f"penstock {record.penstock_version}, Python {record.python_version}",
+    }
+    facts |= {f"remark {number}": remark for number, remark in enumerate(record.remarks, start=1)}
+    return [{"fact": name, "value": value} for name, value in facts.items()]
 
 
 def leave_run_page(folder: Path) -> None:

@@ -6,7 +6,8 @@ Runs that are active or were interrupted have the page of what they completed.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,19 +24,26 @@ from penstock.reports.report import (
     Section,
     Series,
     Tone,
+    Trouble,
     bar_chart,
     table_section,
 )
 from penstock.results.counter_files import HostRates, host_rates, read_counters
 from penstock.results.event_files import read_events, recompute_figures
 from penstock.results.io_reconciliation import ReconciliationVerdict
-from penstock.results.phase_figures import STRAGGLER, Bottleneck, PhaseFigures, time_rows
-from penstock.results.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
+from penstock.results.phase_figures import (
+    STRAGGLER,
+    Bottleneck,
+    PhaseFigures,
+    TimeBreakdown,
+    TimeShares,
+    time_rows,
+)
 from penstock.results.run_folder import RUN_FILE, STAGES_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
 from penstock.results.step_events import wait_ns
 from penstock.results.step_series import Numbers, RunSteps, WaitShift, find_wait_shift, heat_rows
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 BUSY: Final = 0.85
 """Readers, and processors, that are busy for this share of the time are all that there is."""
@@ -47,7 +55,11 @@ _HARDLY: Final = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """Everything that the page is made of."""
+    """Everything that the page is made of.
+
+    `passed` is true if the utilization that the workload requires was reached; `ceiling` is the result on
+    storage that costs nothing, None if that was not measured.
+    """
 
     record: RunRecord
     figures: PhaseFigures | None
@@ -56,44 +68,28 @@ class TrainingRun:
     hosts: Mapping[str, HostRates]
     asked_percent: float
     shift: WaitShift | None
-
-    @property
-    def passed(self) -> bool:
-        """True if the utilization that the workload requires was reached."""
-        return self.figures is not None and self.figures.meets_threshold
-
-    @property
-    def ceiling(self) -> Mapping[str, Any] | None:
-        """The result on storage that costs nothing; None if that was not measured."""
-        return self.stages.get("ceiling")
-
-    @property
-    def storage_uri(self) -> str:
-        """Where the data set is."""
-        return str(self.stages.get("storage", {}).get("uri", "URI"))
+    passed: bool
+    ceiling: Mapping[str, Any] | None
+    storage_uri: str
 
     @property
     def cpu_busy_shares(self) -> list[float]:
         """The mean busy share of each host whose processors were sampled."""
-        means = (np.nanmean(rates["cpu_busy_share"]) for rates in self.hosts.values() if _is_known(rates))
-        return [float(mean) for mean in means]
+        shares = (rates["cpu_busy_share"] for rates in self.hosts.values())
+        return [float(np.nanmean(share)) for share in shares if not np.isnan(share).all()]
 
 
-def _is_known(rates: HostRates) -> bool:
-    return not bool(np.isnan(rates["cpu_busy_share"]).all())
-
-
-def make_training_page(folder: Path, record: RunRecord) -> Report:
-    """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to show."""
+def make_training_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
+    """The page of the run in `folder`, and more facts; `ObjectNotFound` if it has left nothing to show."""
     run = _read_run(folder, record)
-    troubles = list(_find_troubles(run))
-    return Report(
+    page = Report(
         title=f"Training run {record.id}",
-        subtitle=run_subtitle(record),
-        banner=_banner(run, troubles),
-        highlights=[_utilization(run), _throughput(run), _waits(run)],
-        sections=[*_sections(run), *_tables(run)],
+        subtitle="",
+        banner=_banner(run),
+        highlights=list(_highlights(run)),
+        sections=list(_sections(run)),
     )
+    return page, {"storage": run.storage_uri}
 
 
 def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
@@ -106,96 +102,81 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
     stages: dict[str, Any] = {}
     if (folder / STAGES_FILE).is_file():
         stages = json.loads((folder / STAGES_FILE).read_bytes())
+    rates: dict[str, HostRates] = {}
+    with suppress(ObjectNotFound):  # a run without counters
+        hosts, counters = read_counters(folder)
+        ranks, machines = {rank.rank: rank for rank in steps.ranks}, set()
+        for host in hosts:
+            # Hosts on one machine count the same drives and processors.
+            if host.rank in ranks and host.boot_id not in machines:
+                edges_ns = steps.edges * 1e9 - ranks[host.rank].shift_ns
+                rates[host.host] = host_rates(host, counters, edges_ns)
+                machines |= {host.boot_id} - {""}
+    figures = record.train or recompute_figures(folder, record)
     return TrainingRun(
         record=record,
-        figures=record.train or recompute_figures(folder, record),
+        figures=figures,
         steps=steps,
         stages=stages,
-        hosts=_read_host_rates(folder, steps),
+        hosts=rates,
         asked_percent=workload.metric.au * 100,
         shift=find_wait_shift(steps, first=workload.metric.exclude_start_steps),
+        passed=figures is not None and figures.meets_threshold,
+        ceiling=stages.get("ceiling"),
+        storage_uri=str(stages.get("storage", {}).get("uri", "URI")),
     )
-
-
-def _read_host_rates(folder: Path, steps: RunSteps) -> dict[str, HostRates]:
-    """The rates of each sampled host over the time of the steps; nothing of a run without counters."""
-    try:
-        hosts, counters = read_counters(folder)
-    except ObjectNotFound:
-        return {}
-    ranks = {rank.rank: rank for rank in steps.ranks}
-    rates, machines = {}, set()
-    for host in hosts:
-        # Hosts on one machine count the same drives and processors.
-        if host.rank in ranks and host.boot_id not in machines:
-            edges_ns = steps.edges * 1e9 - ranks[host.rank].shift_ns
-            rates[host.host] = host_rates(host, counters, edges_ns)
-            machines |= {host.boot_id} - {""}
-    return rates
 
 
 # Answers
 
 
-def _banner(run: TrainingRun, troubles: Sequence[Trouble]) -> Banner:
+def _banner(run: TrainingRun) -> Banner:
+    figures, ranks, troubles = run.figures, run.record.ranks, list(_find_troubles(run))
     verdict, look = ("passed", Look.GOOD) if run.passed else ("failed", Look.BAD)
     if any(trouble.kind == "page cache" for trouble in troubles):
         verdict, look = "doubtful", Look.DOUBT
-    if run.figures is None or run.figures.au_strict_percent is None:
-        verdict, look = "no figure", Look.DOUBT
-    verdict, look = outcome_verdict(run.record) or (verdict, look)
-    outcome = [f"The run is {run.record.outcome}: {run.record.why}"] if run.record.why else []
-    found = run.figures.verdict if run.figures else None
-    limit = "not known: no step counts"
+    figure = "no epoch is complete"
+    if figures is not None:
+        ceiling = f" (ceiling of this client {run.ceiling['au_compat']:.1f} %)" if run.ceiling else ""
+        figure = (
+            f"AU {figures.au_compat_percent.mean:.2f} %, {run.asked_percent:.0f} % asked{ceiling}; "
+            f"{figures.samples_per_s_strict:,.1f} samples/s and {format_rate(figures.read_bytes_per_s)} for "
+            f"{ranks} {run.record.accelerator.upper() or 'accelerator'}{'s' * (ranks > 1)}"
+        )
+    limit, found = "not known: no step counts", figures.verdict if figures else None
+    to_do = "Nothing. `penstock training sweep` finds how many accelerators this storage feeds."
     if found is not None:
-        name = "nothing:" if found.bottleneck is Bottleneck.NONE else f"{found.bottleneck}."
-        limit = f"{name} {found.evidence[0]}"
-    return Banner(
-        verdict=verdict,
-        look=look,
-        figure=_describe_figure(run),
-        limited_by=limit,
-        since=_describe_since(run),
-        to_do=_describe_to_do(run, troubles),
-        troubles=[*outcome, *(trouble.says for trouble in troubles)],
+        is_unlimited = found.bottleneck is Bottleneck.NONE
+        limit = f"{'nothing:' if is_unlimited else f'{found.bottleneck}.'} {found.evidence[0]}"
+        if not is_unlimited:
+            to_do = _REMEDIES[found.bottleneck].format(uri=run.storage_uri)
+    if troubles:
+        to_do = troubles[0].to_do
+    if (waits := run.stages.get("waits")) and waits["bottleneck"] != "consumer":
+        to_do = f"{waits['answer']}."
+    if figures is None or figures.au_strict_percent is None:
+        verdict, look = "no figure", Look.DOUBT
+        to_do = figures.notes[0] if figures and figures.notes else to_do
+    since, shift = (
+        f"{'no change' if run.passed else 'the first step'}: waits were alike all the time",
+        run.shift,
     )
-
-
-def _describe_figure(run: TrainingRun) -> str:
-    figures, ranks = run.figures, run.record.ranks
-    if figures is None:
-        return "no epoch is complete"
-    ceiling = f" (ceiling of this client {run.ceiling['au_compat']:.1f} %)" if run.ceiling else ""
-    return (
-        f"AU {figures.au_compat_percent.mean:.2f} %, {run.asked_percent:.0f} % asked{ceiling}; "
-        f"{figures.samples_per_s_strict:,.1f} samples/s and {format_rate(figures.read_bytes_per_s)} for "
-        f"{ranks} {run.record.accelerator.upper() or 'accelerator'}{'s' * (ranks > 1)}"
-    )
-
-
-def _describe_since(run: TrainingRun) -> str:
-    shift = run.shift
-    if shift is not None and shift.after_s > shift.before_s:
-        return f"{format_seconds(shift.at_s)} after the first step: epoch {shift.epoch}, step {shift.step}"
     if shift is not None:
-        return (
+        since = f"{format_seconds(shift.at_s)} after the first step: epoch {shift.epoch}, step {shift.step}"
+    if shift is not None and shift.after_s <= shift.before_s:
+        since = (
             f"the start, until {format_seconds(shift.at_s)} (epoch {shift.epoch}, step {shift.step}): then "
             f"waits fell from {format_seconds(shift.before_s)} to {format_seconds(shift.after_s)} a step"
         )
-    return f"{'no change' if run.passed else 'the first step'}: waits were alike all the time"
-
-
-def _describe_to_do(run: TrainingRun, troubles: Sequence[Trouble]) -> str:
-    if run.figures is not None and run.figures.au_strict_percent is None and run.figures.notes:
-        return run.figures.notes[0]
-    if (waits := run.stages.get("waits")) and waits["bottleneck"] != "consumer":
-        return f"{waits['answer']}."
-    if troubles:
-        return troubles[0].to_do
-    verdict = run.figures.verdict if run.figures else None
-    if verdict is None or verdict.bottleneck is Bottleneck.NONE:
-        return "Nothing. `penstock training sweep` finds how many accelerators this storage feeds."
-    return _REMEDIES[verdict.bottleneck].format(uri=run.storage_uri)
+    return Banner(
+        verdict=verdict,
+        look=look,
+        figure=figure,
+        limited_by=limit,
+        since=since,
+        to_do=to_do,
+        troubles=[trouble.says for trouble in troubles],
+    )
 
 
 _REMEDIES: Final[Mapping[Bottleneck, str]] = {
@@ -210,21 +191,21 @@ _REMEDIES: Final[Mapping[Bottleneck, str]] = {
 
 def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
     yield from _from_memory(run)
-    ceiling = run.ceiling
-    if ceiling is not None and ceiling["au_compat"] < run.asked_percent:
+    if run.ceiling is not None and run.ceiling["au_compat"] < run.asked_percent:
         yield Trouble(
             "client",
-            f"On storage that costs nothing this client reaches AU {ceiling['au_compat']:.1f} %: no storage "
-            f"can give it {run.asked_percent:.0f} %.",
+            f"On storage that costs nothing this client reaches AU {run.ceiling['au_compat']:.1f} %: no "
+            f"storage can give it {run.asked_percent:.0f} %.",
             _REMEDIES[Bottleneck.CLIENT_CPU],
         )
     times = run.figures.times if run.figures else None
     if times is not None:
         waits = times.skew["wait"]
-        of_one, of_all = list(_slow_rank(run)), list(_too_few_readers(run))
+        of_one, of_all = _slow_rank(run, times), _too_few_readers(run, times)
         # If even the fastest rank waits long, all wait for the same reason.
         all_wait = waits.fastest_s > waits.slowest_s - waits.fastest_s
-        yield from [*of_all, *of_one] if all_wait else [*of_one, *of_all]
+        found = (of_all, of_one) if all_wait else (of_one, of_all)
+        yield from filter(None, found)
     shift = run.shift
     if shift is not None and shift.after_s > shift.before_s:
         yield Trouble(
@@ -235,14 +216,15 @@ def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
         )
     # The emulated computation keeps cores busy, too: that is trouble only where it is what ranks wait for.
     busy = max(run.cpu_busy_shares, default=0.0)
-    if times is not None and busy >= BUSY and not run.passed:
-        shares = times.shares
-        if shares.wait + shares.held_up <= shares.barrier + shares.harness:
-            yield Trouble(
-                "processors",
-                f"The hosts' processors were busy {busy:.0%} of the time.",
-                "Use fewer ranks for each host, or hosts with more cores.",
-            )
+    awaits_samples = (
+        times and times.shares.wait + times.shares.held_up > times.shares.barrier + times.shares.harness
+    )
+    if times is not None and busy >= BUSY and not run.passed and not awaits_samples:
+        yield Trouble(
+            "processors",
+            f"The hosts' processors were busy {busy:.0%} of the time.",
+            "Use fewer ranks for each host, or hosts with more cores.",
+        )
 
 
 def _from_memory(run: TrainingRun) -> Iterator[Trouble]:
@@ -267,11 +249,8 @@ def _from_memory(run: TrainingRun) -> Iterator[Trouble]:
         yield Trouble("page cache", says, to_do)
 
 
-def _slow_rank(run: TrainingRun) -> Iterator[Trouble]:
+def _slow_rank(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
     ranks = run.steps.ranks
-    assert run.figures is not None
-    assert run.figures.times is not None
-    times = run.figures.times
     step_s = sum(times.over_ranks[part].mean_s for part in ("wait", "compute", "barrier"))
     for measure, does in (("wait", "waits for samples"), ("compute", "computes")):
         skew = times.skew[measure]
@@ -280,89 +259,76 @@ def _slow_rank(run: TrainingRun) -> Iterator[Trouble]:
         is_late = skew.slowest_s - skew.median_s >= LEAST_WAIT * step_s
         if len(ranks) > 1 and is_late and skew.slowest_s >= STRAGGLER * usual_s:
             host = next((rank.host for rank in ranks if rank.rank == skew.slowest_rank), "its host")
-            yield Trouble(
+            return Trouble(
                 "slow rank",
                 f"Rank {skew.slowest_rank} on {host} {does} {format_seconds(skew.slowest_s)} a step, the "
                 f"usual rank {format_seconds(usual_s)}: all others wait for it.",
                 f"Look at rank {skew.slowest_rank}'s path to storage and what else its host does, or leave "
                 "the host out.",
             )
-            return
+    return None
 
 
-def _too_few_readers(run: TrainingRun) -> Iterator[Trouble]:
+def _too_few_readers(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
     loader = run.stages.get("loader", {})
     readers = int(loader.get("threads") or loader.get("workers") or 0)
-    steps = [rank.steps for rank in run.steps.ranks]
-    worked_ns = sum(int((rows["read_ns"] + rows["decode_ns"]).sum()) for rows in steps)
-    spent_ns = sum(int((rows["barrier_ns"] - rows["start_ns"]).sum()) for rows in steps)
-    assert run.figures is not None
-    assert run.figures.times is not None
-    shares = run.figures.times.shares
-    if not (readers and spent_ns) or shares.wait + shares.held_up < LEAST_WAIT:
-        return
-    busy = worked_ns / (readers * spent_ns)
-    if busy >= BUSY:
-        one = "The only reader of each rank was"
-        named = one if readers == 1 else f"All {readers} readers of each rank were"
-        yield Trouble(
-            "readers",
-            f"{named} busy {min(busy, 1.0):.0%} of the time: the storage is never asked for more at once.",
-            f"Raise reader.read_threads ({readers} now) until AU stops rising; `penstock storage probe "
-            f"{run.storage_uri}` says whether the storage has more to give.",
-        )
+    steps = np.concatenate([rank.steps for rank in run.steps.ranks])
+    spent_ns = int((steps["barrier_ns"] - steps["start_ns"]).sum())
+    if not (readers and spent_ns) or times.shares.wait + times.shares.held_up < LEAST_WAIT:
+        return None
+    busy = int((steps["read_ns"] + steps["decode_ns"]).sum()) / (readers * spent_ns)
+    if busy < BUSY:
+        return None
+    named = "The only reader of each rank was" if readers == 1 else f"All {readers} readers of each rank were"
+    return Trouble(
+        "readers",
+        f"{named} busy {min(busy, 1.0):.0%} of the time: the storage is never asked for more at once.",
+        f"Raise reader.read_threads ({readers} now) until AU stops rising; `penstock storage probe "
+        f"{run.storage_uri}` says whether the storage has more to give.",
+    )
 
 
 # Charts and tables
 
 
-def _utilization(run: TrainingRun) -> Chart:
+def _highlights(run: TrainingRun) -> Iterator[Chart]:
+    name, steps, ceiling = run.record.id, run.steps, run.ceiling
     epochs = run.figures.epochs if run.figures else ()
     limits = {f"asked {run.asked_percent:.0f} %": run.asked_percent}
-    if run.ceiling:
-        limits[f"ceiling {run.ceiling['au_compat']:.1f} %"] = run.ceiling["au_compat"]
-    return bar_chart(
+    if ceiling:
+        limits[f"ceiling {ceiling['au_compat']:.1f} %"] = ceiling["au_compat"]
+    yield bar_chart(
         "AU of each epoch",
-        run.record.id,
+        name,
         {f"{rate.epoch}": rate.au_compat_percent for rate in epochs},
         "%",
         y_end=100,
         limits=limits,
-        note=f"{len(epochs)} epoch{'s' * (len(epochs) != 1)}",
+        note=format_count(len(epochs), "epoch"),
     )
-
-
-def _throughput(run: TrainingRun) -> Chart:
-    rates = run.steps.rates("samples")
-    limits = {}
-    if run.ceiling:
-        limits = {f"ceiling {run.ceiling['samples_per_s']:,.1f}": run.ceiling["samples_per_s"]}
-    return Chart(
+    rates = steps.rates("samples")
+    yield Chart(
         kind=Kind.AREA,
         title="Samples a second",
-        run=run.record.id,
-        series=[Series(x=run.steps.edges, y=rates)],
-        limits=limits,
+        run=name,
+        series=[Series(x=steps.edges, y=rates)],
+        limits={f"ceiling {ceiling['samples_per_s']:,.1f}": ceiling["samples_per_s"]} if ceiling else {},
         note=f"mean {rates.mean():,.1f}",
     )
-
-
-def _waits(run: TrainingRun) -> Chart:
-    shares = run.steps.wait_shares()
+    shares = steps.wait_shares()
     rows = np.where(shares < _HARDLY, 0.0, np.minimum(shares, 1.0))
-    return Chart(
+    yield Chart(
         kind=Kind.HEAT,
         title="Waiting for samples, by rank",
-        run=run.record.id,
-        series=heat_rows(
-            [f"rank {rank.rank}" for rank in run.steps.ranks], rows, run.steps.edges, tone="bad"
-        ),
+        run=name,
+        series=heat_rows([f"rank {rank.rank}" for rank in steps.ranks], rows, steps.edges, tone="bad"),
         y_end=1.0,
         note="full tone: all of the time",
     )
 
 
 def _sections(run: TrainingRun) -> Iterator[Section]:
+    figures = run.figures
     if waits := run.stages.get("waits"):
         spent = {name.removesuffix("_s"): spent_s for name, spent_s in waits["stages"].items() if spent_s}
         chart = bar_chart(
@@ -374,12 +340,12 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         )
         title = "Where the seconds of waiting went"
         yield Section(name="waits", title=title, text=[f"{waits['answer']}."], charts=[chart])
-    if run.figures and run.figures.times:
+    if figures and figures.times:
         yield Section(
             name="time",
             title="Where the accelerators' time went",
-            text=run.figures.verdict.evidence[1:] if run.figures.verdict else (),
-            charts=[_shares(run, run.figures)],
+            text=figures.verdict.evidence[1:] if figures.verdict else (),
+            charts=[_shares(run, figures.times.shares)],
         )
     yield Section(
         name="latency",
@@ -412,11 +378,13 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         charts=[chart] if processors else (),
         why_empty="This run has no sampled counters of its hosts.",
     )
+    if figures is not None:
+        yield table_section("epochs", "Epochs", epoch_rows(figures), bars="AU %")
+        if figures.times is not None:
+            yield table_section("times", "Times of a step", time_rows(figures.times))
 
 
-def _shares(run: TrainingRun, figures: PhaseFigures) -> Chart:
-    assert figures.times is not None
-    shares = figures.times.shares
+def _shares(run: TrainingRun, shares: TimeShares) -> Chart:
     parts: list[tuple[str, Tone, float]] = [
         ("computation", "full", shares.compute),
         ("waiting for samples", "bad", shares.wait),
@@ -444,10 +412,12 @@ def _latencies(run: TrainingRun) -> Iterator[Chart]:
         x_end=run.steps.end_s,
         note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
     )
-    waits: Numbers = np.concatenate([wait_ns(rank.steps) for rank in run.steps.ranks]) / 1e9
-    reads: Numbers = np.concatenate([rank.steps["read_ns"] for rank in run.steps.ranks]) / 1e9
+    steps = np.concatenate([rank.steps for rank in run.steps.ranks])
     series, notes = [], []
-    tones: list[tuple[str, Tone, Numbers]] = [("wait", "light", waits), ("read", "dark", reads)]
+    tones: list[tuple[str, Tone, Numbers]] = [
+        ("wait", "light", wait_ns(steps) / 1e9),
+        ("read", "dark", steps["read_ns"] / 1e9),
+    ]
     for name, tone, values in tones:
         if values.any():
             p50_s, p90_s, p99_s = map(format_seconds, np.percentile(values, (50, 90, 99)))
@@ -489,15 +459,6 @@ def _bytes(run: TrainingRun) -> Iterator[Chart]:
             y_end=most,
             note=note,
         )
-
-
-def _tables(run: TrainingRun) -> Iterator[Section]:
-    figures = run.figures
-    if figures is not None:
-        yield table_section("epochs", "Epochs", epoch_rows(figures), bars="AU %")
-        if figures.times is not None:
-            yield table_section("times", "Times of a step", time_rows(figures.times))
-    yield table_section("facts", "Run and settings", fact_rows(run.record, {"storage": run.storage_uri}))
 
 
 def epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
