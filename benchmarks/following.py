@@ -17,8 +17,7 @@ PROGRAM = """
 import json, sys, time
 from pathlib import Path
 from penstock.progress import RunName
-from penstock.results.run_meter import Meter
-from penstock.results.run_status import TextCollectorFile
+from penstock.results.run_status import Meter, TextCollectorFile
 folder, seconds, is_followed = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "followed"
 with Meter([TextCollectorFile(folder)] if is_followed else []) as meter:
     if is_followed:

@@ -39,7 +39,7 @@ from penstock.bench.training.harness_limit import EventsInMemory
 from penstock.cluster.comm import SoloComm
 from penstock.errors import PenstockError
 from penstock.progress import Progress
-from penstock.results.run_meter import Meter
+from penstock.results.run_status import Meter
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Train, Workload
 

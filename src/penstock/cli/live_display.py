@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.environment import PROGRESS_COLUMNS, process_environment
 from penstock.errors import printable
-from penstock.results.run_meter import Follower
 from penstock.results.run_status import (
     RUNNING,
+    Follower,
     RunStatus,
     figure_lines,
     format_age,

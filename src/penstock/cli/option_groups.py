@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import PreflightResult
     from penstock.reports.report import Report
-    from penstock.results.run_meter import Follower
+    from penstock.results.run_status import Follower
     from penstock.workload.load_workload import CheckpointModel, LoadedWorkload
     from penstock.workload.settings import Override
 

@@ -19,8 +19,8 @@ from penstock.errors import PenstockError, UsageError
 from penstock.results.run_status import DIED, RUNNING, RunStatus, read_status
 
 if TYPE_CHECKING:
-    from penstock.results.run_meter import Follower
     from penstock.results.run_record import RunRecord
+    from penstock.results.run_status import Follower
 
 LOOK_INTERVAL_S: Final = 1.0
 SILENT_S: Final = 120.0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.cluster.comm import RankWait
-    from penstock.results.run_meter import Follower
+    from penstock.results.run_status import Follower
 
 _WIDE = 1000
 _MANY_ROWS = 500
@@ -196,7 +196,7 @@ class Terminal:
             yield Progress()
             return
         from penstock.cli.live_display import make_display
-        from penstock.results.run_meter import Meter
+        from penstock.results.run_status import Meter
 
         wanted = open_followers or self.open_followers
         followers = wanted() if wanted else [make_display(shows_figures=False)]

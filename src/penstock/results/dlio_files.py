@@ -22,7 +22,6 @@ from penstock.results.published_files import write_json, write_text
 from penstock.results.run_folder import SUMMARY_FILE
 from penstock.results.run_record import workload_values
 from penstock.results.step_events import (
-    RankClock,
     RankEvents,
     SpanEvent,
     SpanKind,
@@ -54,10 +53,6 @@ class DlioOutputs:
     preparation: Sequence[str] = ()
     """Lines for the log about the work before the first epoch and between epochs, and its duration."""
 
-    def figures(self, phase: StepPhase) -> PhaseFigures | None:
-        """The figures of one phase."""
-        return self.train if phase is StepPhase.TRAIN else self.evaluation
-
     @property
     def data_gib_per_host(self) -> float:
         """The training data's nominal size, divided by the hosts."""
@@ -74,31 +69,29 @@ class DlioOutputs:
         return next((host for host in self.hosts if host.host == rank.clock.host), self.hosts[0])
 
 
-CheckpointSizes = Mapping[tuple[int, int, int, int], int]
-"""Bytes of a checkpoint over all ranks, by kind, epoch, block and step."""
-CheckpointTime = tuple[SpanEvent, float, float]
-"""One checkpoint: the span of one rank, its seconds, and all ranks' GiB over these seconds."""
+CheckpointKey = tuple[int, int, int, int]
+"""A checkpoint's kind, epoch, block and step."""
+CheckpointSizes = Mapping[CheckpointKey, int]
+"""The bytes of each checkpoint over all ranks."""
 
 
 def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
     """The sizes of all checkpoints, each summed over ranks once."""
-    sizes: Counter[tuple[int, int, int, int]] = Counter()
+    sizes: Counter[CheckpointKey] = Counter()
     for rank in ranks:
         for span in rank.spans_of(*PREFIXES):
-            sizes[_checkpoint_key(span)] += span.size_bytes
+            sizes[span.kind, span.epoch, span.block, span.step] += span.size_bytes
     return sizes
 
 
-def checkpoints(rank: RankEvents, kind: SpanKind, sizes: CheckpointSizes) -> Iterator[CheckpointTime]:
-    """The checkpoints that one rank took part in saving or loading, in order."""
+def _checkpoints(
+    rank: RankEvents, kind: SpanKind, sizes: CheckpointSizes
+) -> Iterator[tuple[SpanEvent, float, float]]:
+    """The checkpoints of one rank: the span, its seconds, and all ranks' GiB over these seconds."""
     for span in rank.spans_of(kind):
         duration_s = (span.end_ns - span.start_ns) / 1e9
-        gib = sizes[_checkpoint_key(span)] / GIB
+        gib = sizes[span.kind, span.epoch, span.block, span.step] / GIB
         yield span, duration_s, gib / duration_s if duration_s > 0 else 0.0
-
-
-def _checkpoint_key(span: SpanEvent) -> tuple[int, int, int, int]:
-    return span.kind, span.epoch, span.block, span.step
 
 
 def dlio_date(moment: datetime) -> str:
@@ -137,12 +130,41 @@ def summary(run: DlioOutputs) -> dict[str, Any]:
 def metrics(run: DlioOutputs) -> dict[str, Any]:
     """The section `metric`; phases that did not run have no keys."""
     values: dict[str, Any] = {}
-    for phase, prefix in ((StepPhase.TRAIN, "train"), (StepPhase.EVAL, "eval")):
-        figures = run.figures(phase)
-        if figures is not None:
-            values |= _phase_metrics(figures, prefix)
-    for kind in PREFIXES:
-        values |= _checkpoint_metrics(run, kind)
+    for figures, prefix in ((run.train, "train"), (run.evaluation, "eval")):
+        if figures is None:
+            continue
+        au, rate, io = figures.au_compat_percent, figures.samples_per_s_compat, figures.io_compat_mib_per_s
+        rates = [epoch.samples_per_s_compat for epoch in figures.epochs]
+        values |= {
+            f"{prefix}_au_percentage": [epoch.au_compat_percent for epoch in figures.epochs],
+            f"{prefix}_au_mean_percentage": au.mean,
+            f"{prefix}_au_meet_expectation": "success" if figures.meets_threshold else "fail",
+            f"{prefix}_au_stdev_percentage": au.stdev,
+            f"{prefix}_throughput_samples_per_second": rates,
+            f"{prefix}_throughput_mean_samples_per_second": rate.mean,
+            f"{prefix}_throughput_stdev_samples_per_second": rate.stdev,
+            f"{prefix}_io_mean_MB_per_second": io.mean,
+            f"{prefix}_io_stdev_MB_per_second": io.stdev,
+        }
+    sizes = checkpoint_sizes(run.ranks)
+    for kind, prefix in PREFIXES.items():
+        # Each checkpoint counts with the time of the rank that took longest: it is done when all ranks are.
+        # DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes it wait for them.
+        slowest: dict[CheckpointKey, tuple[float, float]] = {}
+        for rank in run.ranks:
+            for span, duration_s, gib_per_s in _checkpoints(rank, kind, sizes):
+                key = (span.kind, span.epoch, span.block, span.step)
+                slowest[key] = max(slowest.get(key, (-1.0, 0.0)), (duration_s, gib_per_s))
+        if slowest:
+            duration = mean_and_stdev([duration_s for duration_s, _ in slowest.values()])
+            speed = mean_and_stdev([gib_per_s for _, gib_per_s in slowest.values()])
+            values |= {
+                f"{prefix}_checkpoint_io_mean_GB_per_second": speed.mean,
+                f"{prefix}_checkpoint_io_stdev_GB_per_second": speed.stdev,
+                f"{prefix}_checkpoint_duration_mean_seconds": duration.mean,
+                f"{prefix}_checkpoint_duration_stdev_seconds": duration.stdev,
+                "checkpoint_size_GB": sizes[next(iter(slowest))] / GIB,
+            }
     return values
 
 
@@ -150,85 +172,48 @@ def metric_lines(document: Mapping[str, Any]) -> list[str]:
     """The lines that DLIO prints at the end of a run, and that others parse."""
     values = document["metric"]
     lines = [_RULE, f"[METRIC] Number of Simulated Accelerators: {document['num_accelerators']} "]
-    if "train_au_percentage" in values:
-        lines += _phase_lines(values, "train", "Training", "Training I/O Throughput (MiB/second)", digits=4)
+
+    def add(title: str, key: str, unit: str, digits: int = 4) -> None:
+        if f"{key}_mean_{unit}" in values:
+            mean, stdev = values[f"{key}_mean_{unit}"], values[f"{key}_stdev_{unit}"]
+            lines.append(f"[METRIC] {title}: {mean:.{digits}f} ({stdev:.{digits}f})")
+
+    def add_phase(prefix: str, title: str, io_title: str, digits: int) -> None:
+        add(f"{title} Accelerator Utilization [AU] (%)", f"{prefix}_au", "percentage")
+        add(f"{title} Throughput (samples/second)", f"{prefix}_throughput", "samples_per_second", digits)
+        add(f"{io_title} (MiB/second)", f"{prefix}_io", "MB_per_second", digits)
+        if f"{prefix}_au_meet_expectation" in values:
+            lines.append(f"[METRIC] {prefix}_au_meet_expectation: {values[f'{prefix}_au_meet_expectation']}")
+
+    add_phase("train", "Training", "Training I/O Throughput", 4)
     for prefix in PREFIXES.values():
-        if f"{prefix}_checkpoint_duration_mean_seconds" in values:
-            lines += _checkpoint_lines(values, prefix)
-    if "eval_au_percentage" in values:
-        lines += _phase_lines(values, "eval", "Eval", "Eval Throughput (MiB/second)", digits=6)
+        key = f"{prefix}_checkpoint"
+        add(f"Checkpoint {prefix} duration (seconds)", f"{key}_duration", "seconds")
+        add(f"Checkpoint {prefix} I/O Throughput (GiB/second)", f"{key}_io", "GB_per_second")
+    add_phase("eval", "Eval", "Eval Throughput", 6)
     return [*lines, _RULE]
-
-
-def _phase_metrics(figures: PhaseFigures, prefix: str) -> dict[str, Any]:
-    au, rate, io = figures.au_compat_percent, figures.samples_per_s_compat, figures.io_compat_mib_per_s
-    return {
-        f"{prefix}_au_percentage": [epoch.au_compat_percent for epoch in figures.epochs],
-        f"{prefix}_au_mean_percentage": au.mean,
-        f"{prefix}_au_meet_expectation": "success" if figures.meets_threshold else "fail",
-        f"{prefix}_au_stdev_percentage": au.stdev,
-        f"{prefix}_throughput_samples_per_second": [epoch.samples_per_s_compat for epoch in figures.epochs],
-        f"{prefix}_throughput_mean_samples_per_second": rate.mean,
-        f"{prefix}_throughput_stdev_samples_per_second": rate.stdev,
-        f"{prefix}_io_mean_MB_per_second": io.mean,
-        f"{prefix}_io_stdev_MB_per_second": io.stdev,
-    }
-
-
-def _checkpoint_metrics(run: DlioOutputs, kind: SpanKind) -> dict[str, Any]:
-    """Each checkpoint counts with the time of the rank that took longest: it is done when all ranks are.
-
-    DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes it wait for them.
-    """
-    sizes = checkpoint_sizes(run.ranks)
-    slowest: dict[tuple[int, int, int, int], CheckpointTime] = {}
-    for rank in run.ranks:
-        for one in checkpoints(rank, kind, sizes):
-            key = _checkpoint_key(one[0])
-            slowest[key] = max(slowest.get(key, one), one, key=lambda time: time[1])
-    if not slowest:
-        return {}
-    duration = mean_and_stdev([duration_s for _, duration_s, _ in slowest.values()])
-    rate = mean_and_stdev([gib_per_s for _, _, gib_per_s in slowest.values()])
-    prefix = f"{PREFIXES[kind]}_checkpoint"
-    return {
-        f"{prefix}_io_mean_GB_per_second": rate.mean,
-        f"{prefix}_io_stdev_GB_per_second": rate.stdev,
-        f"{prefix}_duration_mean_seconds": duration.mean,
-        f"{prefix}_duration_stdev_seconds": duration.stdev,
-        "checkpoint_size_GB": sizes[next(iter(slowest))] / GIB,
-    }
-
-
-def _phase_lines(
-    values: Mapping[str, Any], prefix: str, title: str, io_title: str, *, digits: int
-) -> list[str]:
-    def line(name: str, key: str, unit: str, places: int) -> str:
-        mean, stdev = values[f"{prefix}_{key}_mean_{unit}"], values[f"{prefix}_{key}_stdev_{unit}"]
-        return f"[METRIC] {name}: {mean:.{places}f} ({stdev:.{places}f})"
-
-    return [
-        line(f"{title} Accelerator Utilization [AU] (%)", "au", "percentage", 4),
-        line(f"{title} Throughput (samples/second)", "throughput", "samples_per_second", digits),
-        line(io_title, "io", "MB_per_second", digits),
-        f"[METRIC] {prefix}_au_meet_expectation: {values[f'{prefix}_au_meet_expectation']}",
-    ]
-
-
-def _checkpoint_lines(values: Mapping[str, Any], prefix: str) -> list[str]:
-    key = f"{prefix}_checkpoint"
-    duration = (values[f"{key}_duration_mean_seconds"], values[f"{key}_duration_stdev_seconds"])
-    rate = (values[f"{key}_io_mean_GB_per_second"], values[f"{key}_io_stdev_GB_per_second"])
-    return [
-        "[METRIC] Checkpoint {} duration (seconds): {:.4f} ({:.4f})".format(prefix, *duration),
-        "[METRIC] Checkpoint {} I/O Throughput (GiB/second): {:.4f} ({:.4f})".format(prefix, *rate),
-    ]
 
 
 def rank_output(run: DlioOutputs, rank: RankEvents) -> dict[str, Any]:
     """The content of `R_output.json`: every step's times, and each block's figures."""
     host = run.host_of(rank)
-    epochs = {str(span.epoch): _epoch_output(run, rank, span) for span in rank.spans_of(SpanKind.EPOCH)}
+    epochs = {}
+    for span in rank.spans_of(SpanKind.EPOCH):
+        columns: dict[str, dict[str, Any]] = {
+            name: {} for name in ("load", "proc", "compute", "throughput", "au")
+        }
+        for key, phase, block in _blocks(rank, span.epoch):
+            waited, computed = wait_ns(block.steps), compute_ns(block.steps)
+            for name, times in (("load", waited), ("proc", waited + computed), ("compute", computed)):
+                columns[name][key] = (times / 1e9).tolist()
+            window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
+            columns["au"][key], columns["throughput"][key] = compat_block_rate(block, window, phase)
+        epochs[str(span.epoch)] = {
+            "start": dlio_date(rank.clock.date(span.start_ns)),
+            "end": dlio_date(rank.clock.date(span.end_ns)),
+            **columns,
+            "host_meminfo": dict(host.meminfo),
+        }
     return {
         "host_memory_GB": host.memory_bytes / GIB,
         "host_cpu_count": host.num_cores,
@@ -247,39 +232,26 @@ def rank_per_epoch_stats(rank: RankEvents, sizes: CheckpointSizes) -> dict[str, 
     As in DLIO durations are text, but those of checkpoints are numbers.
     """
     clock = rank.clock
+
+    def dates(start_ns: int, end_ns: int) -> dict[str, Any]:
+        return {
+            "start": dlio_date(clock.date(start_ns)),
+            "end": dlio_date(clock.date(end_ns)),
+            "duration": f"{(end_ns - start_ns) / 1e9:.2f}",
+        }
+
     stats: dict[str, Any] = {}
     for span in rank.spans_of(SpanKind.EPOCH):
         stats[str(span.epoch)] = {
-            **_dates(clock, span.start_ns, span.end_ns),
-            **{
-                key: _dates(clock, block.start_ns, block.end_ns)
-                for key, _, block in _blocks(rank, span.epoch)
-            },
+            **dates(span.start_ns, span.end_ns),
+            **{key: dates(block.start_ns, block.end_ns) for key, _, block in _blocks(rank, span.epoch)},
         }
     for kind, prefix in PREFIXES.items():
-        for span, duration_s, gib_per_s in checkpoints(rank, kind, sizes):
-            entry = _dates(clock, span.start_ns, span.end_ns)
+        for span, duration_s, gib_per_s in _checkpoints(rank, kind, sizes):
+            entry = dates(span.start_ns, span.end_ns)
             entry |= {"duration": duration_s, "throughput": gib_per_s}
             stats.setdefault(str(span.epoch), {})[f"{prefix}_ckpt{span.block}"] = entry
     return stats
-
-
-def _epoch_output(run: DlioOutputs, rank: RankEvents, span: SpanEvent) -> dict[str, Any]:
-    columns: dict[str, dict[str, Any]] = {
-        name: {} for name in ("load", "proc", "compute", "throughput", "au")
-    }
-    for key, phase, block in _blocks(rank, span.epoch):
-        waited, computed = wait_ns(block.steps), compute_ns(block.steps)
-        for name, times in (("load", waited), ("proc", waited + computed), ("compute", computed)):
-            columns[name][key] = (times / 1e9).tolist()
-        window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
-        columns["au"][key], columns["throughput"][key] = compat_block_rate(block, window, phase)
-    return {
-        "start": dlio_date(rank.clock.date(span.start_ns)),
-        "end": dlio_date(rank.clock.date(span.end_ns)),
-        **columns,
-        "host_meminfo": dict(run.host_of(rank).meminfo),
-    }
 
 
 def _blocks(rank: RankEvents, epoch: int) -> Iterator[tuple[str, StepPhase, StepBlock]]:
@@ -288,14 +260,6 @@ def _blocks(rank: RankEvents, epoch: int) -> Iterator[tuple[str, StepPhase, Step
         yield f"block{block.number}", StepPhase.TRAIN, block
     for block in rank.blocks(StepPhase.EVAL, epoch):
         yield "eval", StepPhase.EVAL, block
-
-
-def _dates(clock: RankClock, start_ns: int, end_ns: int) -> dict[str, Any]:
-    return {
-        "start": dlio_date(clock.date(start_ns)),
-        "end": dlio_date(clock.date(end_ns)),
-        "duration": f"{(end_ns - start_ns) / 1e9:.2f}",
-    }
 
 
 HYDRA_FOLDER: Final = ".hydra"
@@ -338,22 +302,8 @@ def write_dlio_files(
 
 def write_configuration(folder: Path, workload: Workload, hydra: HydraFacts) -> None:
     """Write the sub-folder of configuration alone."""
-    if hydra.subfolder:
-        for name, text in _configuration(workload, hydra).items():
-            write_text(folder / hydra.subfolder, name, text)
-
-
-def write_log(folder: Path, workload: Workload, lines: Sequence[str]) -> None:
-    """Write the log alone, under the name that the workload gives it."""
-    write_text(folder, workload.output.log_file, "".join(f"{line}\n" for line in lines))
-
-
-def log_line(moment: datetime, text: str) -> str:
-    """One line of the log, as DLIO dates it."""
-    return f"[OUTPUT] {dlio_date(moment)} {text}"
-
-
-def _configuration(workload: Workload, hydra: HydraFacts) -> dict[str, str]:
+    if not hydra.subfolder:
+        return
     task = [f"workload={hydra.workload_name}", *hydra.overrides]
     tree = {
         "hydra": {
@@ -372,11 +322,23 @@ def _configuration(workload: Workload, hydra: HydraFacts) -> dict[str, str]:
             },
         }
     }
-    return {
-        "config.yaml": _dump_yaml({"workload": workload_values(workload)}),
-        "overrides.yaml": _dump_yaml(task),
-        "hydra.yaml": _dump_yaml(tree),
+    documents = {
+        "config.yaml": {"workload": workload_values(workload)},
+        "overrides.yaml": task,
+        "hydra.yaml": tree,
     }
+    for name, document in documents.items():
+        write_text(folder / hydra.subfolder, name, yaml.safe_dump(document, sort_keys=False))
+
+
+def write_log(folder: Path, workload: Workload, lines: Sequence[str]) -> None:
+    """Write the log alone, under the name that the workload gives it."""
+    write_text(folder, workload.output.log_file, "".join(f"{line}\n" for line in lines))
+
+
+def log_line(moment: datetime, text: str) -> str:
+    """One line of the log, as DLIO dates it."""
+    return f"[OUTPUT] {dlio_date(moment)} {text}"
 
 
 def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
@@ -391,7 +353,7 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
     ]
     sizes = checkpoint_sizes(run.ranks)
     for kind, doing in ((SpanKind.SAVE, "saving"), (SpanKind.LOAD, "loading")):
-        for span, duration_s, gib_per_s in checkpoints(first, kind, sizes):
+        for span, duration_s, gib_per_s in _checkpoints(first, kind, sizes):
             which = f"checkpoint {span.block}"
             begun = f"Starting {doing} {which} after total step {span.step} for epoch {span.epoch}"
             done = f"Finished {doing} {which} for epoch {span.epoch} in {duration_s:.4f} s; "
@@ -409,42 +371,35 @@ def _epoch_lines(run: DlioOutputs, rank: RankEvents, span: SpanEvent) -> Iterato
     yield span.start_ns, f"Starting epoch {epoch}: {num_steps} steps expected"
     for block in train:
         yield block.start_ns, f"Starting block {block.number}"
-        yield block.end_ns, _ending(f"block {block.number}", len(block.steps), block.start_ns, block.end_ns)
-        yield from _rate_lines(
-            run, block, StepPhase.TRAIN, f"Epoch {epoch} - Block {block.number} [Training]"
-        )
+        yield block.end_ns, _ending(f"block {block.number}", len(block.steps), block.elapsed_ns)
+        title = f"Epoch {epoch} - Block {block.number} [Training]"
+        for text in _rate_lines(run, block, StepPhase.TRAIN, title):
+            yield block.end_ns, text
     if train:
-        yield train[-1].end_ns, _ending(f"epoch {epoch}", num_steps, train[0].start_ns, train[-1].end_ns)
+        yield train[-1].end_ns, _ending(f"epoch {epoch}", num_steps, train[-1].end_ns - train[0].start_ns)
     for block in rank.blocks(StepPhase.EVAL, epoch):
         yield block.start_ns, f"Starting eval - {len(block.steps)} steps expected"
-        yield block.end_ns, _ending("eval", len(block.steps), block.start_ns, block.end_ns)
-        yield from _rate_lines(run, block, StepPhase.EVAL, f"Epoch {epoch} [Eval]")
+        yield block.end_ns, _ending("eval", len(block.steps), block.elapsed_ns)
+        for text in _rate_lines(run, block, StepPhase.EVAL, f"Epoch {epoch} [Eval]"):
+            yield block.end_ns, text
 
 
-def _ending(what: str, num_steps: int, start_ns: int, end_ns: int) -> str:
-    return f"Ending {what} - {num_steps} steps completed in {(end_ns - start_ns) / 1e9:.2f} s"
+def _ending(what: str, num_steps: int, elapsed_ns: int) -> str:
+    return f"Ending {what} - {num_steps} steps completed in {elapsed_ns / 1e9:.2f} s"
 
 
-def _rate_lines(
-    run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str
-) -> Iterator[tuple[int, str]]:
+def _rate_lines(run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str) -> Iterator[str]:
     """As DLIO: rank 0's own utilization, and its throughput times the number of ranks."""
     window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
     au_percent, samples_per_s = compat_block_rate(block, window, phase)
-    together = samples_per_s * len(run.ranks)
-    yield block.end_ns, f"{title} Accelerator Utilization [AU] (%): {au_percent:.4f}"
-    yield block.end_ns, f"{title} Throughput (samples/second): {together:.4f}"
+    yield f"{title} Accelerator Utilization [AU] (%): {au_percent:.4f}"
+    yield f"{title} Throughput (samples/second): {samples_per_s * len(run.ranks):.4f}"
     if phase is StepPhase.TRAIN:
         end = window.num_steps - window.exclude_end_steps
         counted_s = compute_ns(block.steps)[window.exclude_start_steps : end] / 1e9
         computed = f"{counted_s.mean():.4f}+/-{counted_s.std():.4f}" if len(counted_s) else "n/a+/-n/a"
         asked = run.workload.train.computation_time.expected_s
-        yield block.end_ns, f"{title} Computation time per step (second): {computed} (set value: {asked:g})"
-
-
-def _dump_yaml(document: Any) -> str:
-    text: str = yaml.safe_dump(document, sort_keys=False)
-    return text
+        yield f"{title} Computation time per step (second): {computed} (set value: {asked:g})"
 
 
 # iostat.json: the counters of rank 0's host, second by second, in sysstat's words. DLIO starts
@@ -489,10 +444,14 @@ def write_iostat(folder: Path, host: HostFacts, devices: Sequence[str]) -> None:
     for before, after in pairwise(chosen):
         elapsed_s = int(moments[after] - moments[before]) / 1e9
         moved = {name: int(values[after] - values[before]) for name, values in counters.items()}
+        # Shares in percent; interrupts are the system's, as in iostat.
+        spent = {name: moved.get(f"cpu.{name}_ms", 0) for name in (*_CPU, "irq", "softirq")}
+        whole_ms = sum(spent.values())
+        spent["system"] += spent["irq"] + spent["softirq"]
         reports.append(
             {
                 "timestamp": date(after).strftime(f"{_DAY} %H:%M:%S"),
-                "avg-cpu": _processors(moved),
+                "avg-cpu": {name: round(100 * spent[name] / (whole_ms or 1), 2) for name in _CPU},
                 "disk": [_device(name, moved, elapsed_s) for name in devices or whole],
             }
         )
@@ -506,14 +465,6 @@ def write_iostat(folder: Path, host: HostFacts, devices: Sequence[str]) -> None:
         "statistics": reports,
     }
     write_json(folder, IOSTAT_FILE, {"sysstat": {"hosts": [document]}})
-
-
-def _processors(moved: Mapping[str, int]) -> dict[str, float]:
-    """Shares in percent; interrupts are the system's, as in iostat."""
-    spent = {name: moved.get(f"cpu.{name}_ms", 0) for name in (*_CPU, "irq", "softirq")}
-    whole = sum(spent.values()) or 1
-    spent["system"] += spent["irq"] + spent["softirq"]
-    return {name: round(100 * spent[name] / whole, 2) for name in _CPU}
 
 
 def _device(name: str, moved: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from penstock.cli.app import main
 from penstock.cli.results_watch import SILENT_S, _WatchedRun
 from penstock.errors import ObjectNotFound
 from penstock.results.active_run import ActiveRun
-from penstock.results.run_meter import Meter
 from penstock.results.run_record import RunRequest
-from penstock.results.run_status import RunStatus, StatusFile, format_metrics, read_status
+from penstock.results.run_status import Meter, RunStatus, StatusFile, format_metrics, read_status
 from penstock.workload.load_workload import load
 
 DOCS = Path(__file__).parents[3] / "docs" / "following.md"

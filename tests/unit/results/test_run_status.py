@@ -10,10 +10,10 @@ import pytest
 from penstock.cluster.comm import RankWait
 from penstock.errors import StorageError
 from penstock.progress import RunName
-from penstock.results import run_meter
-from penstock.results.run_meter import Meter
+from penstock.results import run_status
 from penstock.results.run_status import (
     STATUS_FILE,
+    Meter,
     RunStatus,
     StatusFile,
     phase_sentence,
@@ -246,7 +246,7 @@ def test_a_folder_that_takes_no_files_costs_the_run_nothing(tmp_path: Path) -> N
 
 
 def test_a_follower_that_hangs_does_not_hold_up_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_meter, "LONGEST_GOODBYE_S", 0.05)
+    monkeypatch.setattr(run_status, "LONGEST_GOODBYE_S", 0.05)
     let_go = threading.Event()
 
     class Hanging(Seen):
