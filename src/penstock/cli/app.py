@@ -10,15 +10,17 @@ import traceback as traceback_module
 from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from penstock import __version__
-from penstock.cli.completion import completion_script, install_completion
 from penstock.cli.options import Group
 from penstock.cli.terminal import clear_progress
-from penstock.errors import PenstockError, printable
+from penstock.environment import process_environment
+from penstock.errors import PenstockError, UsageError, printable
 from penstock.optional_libraries import missing_library
 
 DEFECT = 70
@@ -48,8 +50,8 @@ CHECKPOINT = Group(
     {
         "convert": "penstock.cli.checkpoint_tools:convert",
         "diff": "penstock.cli.checkpoint_tools:diff",
-        "flush": "penstock.cli.checkpoint_cache:flush",
-        "halt": "penstock.cli.checkpoint_halt:halt",
+        "flush": "penstock.cli.checkpoint_manager:flush",
+        "halt": "penstock.cli.checkpoint_manager:halt",
         "ls": "penstock.cli.checkpoint_tools:list_checkpoints",
         "models": "penstock.cli.checkpoint_benchmark:models",
         "plan": "penstock.cli.checkpoint_planning:plan",
@@ -57,7 +59,7 @@ CHECKPOINT = Group(
         "run": "penstock.cli.checkpoint_benchmark:run",
         "show": "penstock.cli.checkpoint_tools:show",
         "size": "penstock.cli.checkpoint_benchmark:size",
-        "status": "penstock.cli.checkpoint_cache:status",
+        "status": "penstock.cli.checkpoint_manager:status",
         "verify": "penstock.cli.checkpoint_tools:verify",
     },
 )
@@ -76,10 +78,10 @@ TRACE = Group(
         "ranks": "penstock.cli.trace_questions:ranks",
         "timeline": "penstock.cli.trace_questions:timeline",
         "overlap": "penstock.cli.trace_questions:overlap",
-        "report": "penstock.cli.trace_questions:report",
+        "report": "penstock.cli.trace_comparison:report",
         "compare": "penstock.cli.trace_comparison:compare",
         "expect": "penstock.cli.trace_comparison:expect",
-        "export": "penstock.cli.trace_comparison:export",
+        "export": "penstock.cli.trace_tables:export",
     },
     extra="trace",
 )
@@ -99,9 +101,9 @@ RESULTS = Group(
     "List, show, compare, follow and delete recorded runs.",
     {
         "ls": "penstock.cli.results_runs:list_runs",
-        "show": "penstock.cli.results_show:show",
-        "page": "penstock.cli.results_show:page",
-        "compare": "penstock.cli.results_show:compare",
+        "show": "penstock.cli.results_runs:show",
+        "page": "penstock.cli.results_runs:page",
+        "compare": "penstock.cli.results_runs:compare",
         "watch": "penstock.cli.results_watch:watch",
         "rm": "penstock.cli.results_runs:remove",
     },
@@ -127,6 +129,47 @@ SUBMISSION = Group(
 )
 
 
+def completion_script(command: click.Command, shell: str | None = None) -> str:
+    """The script that makes a shell complete `penstock`; default: the user's shell."""
+    name = shell or _current_shell()
+    completion = get_completion_class(name)
+    assert completion is not None
+    return completion(command, {}, "penstock", "_PENSTOCK_COMPLETE").source()
+
+
+def install_completion(command: click.Command, shell: str | None = None, home: Path | None = None) -> str:
+    """Write the script into the user's home and load it at start-up; returns what was done, in one line.
+
+    Installed twice, it changes nothing more: the start-up file gets its line only once.
+    """
+    name, folder = shell or _current_shell(), home or Path.home()
+    if name == "fish":  # loads by itself what is in this folder
+        script, start, line = folder / ".config" / "fish" / "completions" / "penstock.fish", None, ""
+    else:
+        script = folder / f".penstock-complete.{name}"
+        start, line = folder / f".{name}rc", f". {script}\n"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(completion_script(command, name), encoding="utf-8")
+    if start is not None:
+        before = start.read_text(encoding="utf-8") if start.exists() else ""
+        if line not in before:
+            separator = "\n" if before and not before.endswith("\n") else ""
+            start.write_text(f"{before}{separator}{line}", encoding="utf-8")
+    return f"{name} completion is in {script}; it works in the next shell."
+
+
+def _current_shell() -> str:
+    """The user's shell, if penstock completes in it."""
+    name = Path(process_environment().get("SHELL", "")).name
+    if name not in ("bash", "zsh", "fish"):
+        raise UsageError(
+            f"No completion for the shell {name or 'of this session'!r}",
+            where="SHELL",
+            fix="Use bash, zsh or fish.",
+        )
+    return name
+
+
 def _print_and_exit(name: str, make: Callable[[click.Command], str], text: str) -> click.Option:
     """An option that prints something instead of running a command."""
 
@@ -141,7 +184,7 @@ def _print_and_exit(name: str, make: Callable[[click.Command], str], text: str) 
 app = Group(
     "Measure, explain and speed up the I/O path between storage and accelerators.",
     {
-        "workloads": "penstock.cli.workload_catalog:workloads",
+        "workloads": "penstock.cli.first_steps:workloads",
         "doctor": "penstock.cli.first_steps:doctor",
         "demo": "penstock.cli.first_steps:demo",
         "docs": "penstock.cli.first_steps:docs",

@@ -1,33 +1,109 @@
-"""`penstock checkpoint run`, `size` and `models`: the benchmark, and what it writes, by arithmetic."""
+"""`penstock checkpoint run`, `size` and `models`: the benchmark, and what it writes, by arithmetic.
+
+`penstock submission run checkpointing` calls `run_checkpoint_benchmark`; `penstock-dlio` builds a request of
+its own and shares `perform_run`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoint_benchmark
-from penstock.cli.option_groups import CLOSED_GATES, ModelOptions, plan_model_layout
-from penstock.cli.options import NoOptions, flag, group, option, verb
-from penstock.cli.parsers import SCALE, whole
-from penstock.cli.rank_options import ranked
-from penstock.cli.run_reports import view_checkpoints
-from penstock.cli.terminal import Terminal, TextTable, View
+from penstock.cli.option_groups import (
+    CLOSED_GATES,
+    SKIPPED_GATES,
+    STORAGE,
+    inspect_gates,
+    parse_overrides,
+)
+from penstock.cli.options import argument, command_line, flag, group, option, repeated, required, switch, verb
+from penstock.cli.parsers import MODEL, SCALE, SETTING, SIZE, TEXT, TIME, URI, choice, whole
+from penstock.cli.rank_options import followed
+from penstock.cli.run_reports import capture_checkpoint_output, checkpoint_warnings, view_checkpoints
+from penstock.cli.submission_options import ResultOptions, open_session, parse_changes
+from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
+from penstock.cluster.gates.gate_model import Gate, PreflightRequest
+from penstock.environment import process_environment, untraced
+from penstock.storage import open_storage
+from penstock.submission.authoring import preflight
+from penstock.submission.tree_layout import Benchmark
 from penstock.units import format_bytes
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 if TYPE_CHECKING:
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
+    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
+    from penstock.bench.loader.loader_protocol import OpenStorage
     from penstock.bench.state_layout import StateLayout
     from penstock.workload.load_workload import CheckpointModel
 
 WRONG_BYTES = 1
 GIB = 2**30
 GB = 10**9
+MODEL_NAME: Final = argument(
+    "MODEL", MODEL, "Shipped model (see `penstock checkpoint models`) or a YAML file."
+)
+_SETTINGS: Final = repeated("--set", SETTING, "Change a value, e.g. model.num_layers=4.")
 
 
-@ranked(CheckpointRunOptions, is_followed=True)
-def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRunOptions:
+    """All options of a checkpoint run."""
+
+    model: str = MODEL_NAME
+    settings: tuple[str, ...] = _SETTINGS
+    destination: str = required(
+        "--to", URI, "Place for the checkpoints: a directory, direct:///directory or s3://bucket/prefix."
+    )
+    storage: tuple[tuple[str, str], ...] = STORAGE
+    results: ResultOptions = group(ResultOptions)
+    scale: Fraction = option("--scale", SCALE, "Share of every file to write, e.g. 0.01.", default="1")
+    writes: int | None = option(
+        "--writes", whole(0), "Number of checkpoints to write (default: the model's, 10)."
+    )
+    reads: int | None = option(
+        "--reads", whole(0), "Number of checkpoints to read back (default: the model's, 10)."
+    )
+    is_subset: bool = flag("--subset", "Run on fewer ranks than the model needs; they carry a subset of it.")
+    fsync: bool | None = switch(
+        "--fsync", "Make every file durable before its write counts as done (default: the model's)."
+    )
+    interval_s: float | None = option(
+        "--interval", TIME, "Pause between two checkpoints (default: the model's, 5s)."
+    )
+    streams: int = option("--streams", whole(1), "Maximum files in flight per rank.", default="2")
+    chunk_bytes: int = option("--chunk", SIZE, "Size of an I/O request.", default="16MiB")
+    buffer_bytes: int = option("--buffer-memory", SIZE, "Maximum buffer memory per rank.", default="256MiB")
+    verify: str = option(
+        "--verify",
+        choice("full", "sample", "off"),
+        "Verify the bytes that are read: all, a sample of them, or none.",
+        default="full",
+    )
+    seed: int | None = option("--seed", whole(0), "Seed of the contents (default: random for each run).")
+    resumes: bool = flag("--resume", "Continue an interrupted run: keep its complete checkpoints.")
+    removes: bool = flag("--remove", "Delete the checkpoints at the end.")
+    skipped_gates: tuple[Gate, ...] = SKIPPED_GATES
+    accelerator: str = option(
+        "--accelerator",
+        TEXT,
+        "Accelerator whose memory is saved, b200 or mi355; needed with --submission.",
+        default="",
+    )
+
+
+@followed
+def run(
+    comm: Comm,
+    terminal: Terminal,
+    *,
+    options: CheckpointRunOptions = group(CheckpointRunOptions),
+) -> int:
     r"""Write checkpoints of a model, read them back, and report the throughput of both directions.
 
     A write ends when its last byte is durable; before a read, its files are evicted from the page cache of
@@ -50,18 +126,184 @@ def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
     return 0 if result.is_right else WRONG_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SizeOptions:
-    model: ModelOptions = group(ModelOptions)
+def run_checkpoint_benchmark(
+    options: CheckpointRunOptions, *, comm: Comm, terminal: Terminal
+) -> CheckpointResult | None:
+    """Write and read the checkpoints that the options ask for; None if a closed gate stopped the run."""
+    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
+    from penstock.submission.edition import load_edition
+    from penstock.transfer.pipeline import PipelineSettings
+    from penstock.workflows.submission.result_draft import RunObserver, add_checkpoints
+    from penstock.workload.load_workload import load_model
+
+    environment, storage_options = process_environment(), dict(options.storage)
+    model = change_checkpoint_section(
+        load_model(options.model, overrides=parse_overrides(options.settings)),
+        num_checkpoints_write=options.writes,
+        num_checkpoints_read=options.reads,
+        fsync=options.fsync,
+        time_between_checkpoints_s=options.interval_s,
+        mode="subset" if options.is_subset else None,
+        checkpoint_folder=options.destination,
+    )
+    layout = plan_model_layout(model, ranks=comm.size, scale=options.scale, is_subset=options.is_subset)
+    division = options.results.rules.division
+    if division is not None:
+        _require_allowed(options, model, layout, division)
+    series = options.results.find_series(benchmark=Benchmark.CHECKPOINTING, model=model.workload.full_name)
+    num_writes = model.workload.checkpoint.num_checkpoints_write
+    inspection = inspect_gates(
+        PreflightRequest(
+            environment=environment,
+            uri=options.destination,
+            # What gates read and write is not part of the run, so it stays out of its trace.
+            reopen=partial(
+                open_storage,
+                options.destination,
+                untraced(environment),
+                options=storage_options,
+                rank=comm.rank,
+            ),
+            results=options.results.folder,
+            results_option=options.results.folder_option,
+            written_bytes=int(layout.bytes_of_processes()[comm.rank]) * num_writes,
+        ),
+        options.skipped_gates,
+        is_strict=division is not None,
+        comm=comm,
+        terminal=terminal,
+    )
+    if inspection.preflight.is_stopped:
+        return None
+    terminal.notes(model.remarks)
+    request = CheckpointRequest(
+        model=model,
+        layout=layout,
+        scale=options.scale,
+        pipe=PipelineSettings(
+            streams=options.streams,
+            chunk_bytes=options.chunk_bytes,
+            buffer_memory_bytes=options.buffer_bytes,
+            verify=options.verify,  # type: ignore[arg-type]  # one of the three words
+        ),
+        results=options.results.folder,
+        seed=options.seed,
+        resumes=options.resumes,
+        removes=options.removes,
+        command=command_line(),
+        environment=environment,
+        overrides=tuple(f"++workload.{text}" for text in options.settings),
+        remarks=model.remarks,
+        inspection=inspection,
+    )
+    if series is None:
+        return perform_run(request, options.destination, storage_options, comm=comm, terminal=terminal)
+    located = preflight.locate_checkpoints(model.workload, options.destination)
+    request = replace(request, model=replace(model, workload=located.workload))
+    with terminal.progress() as progress:
+        result = add_checkpoints(
+            open_session(
+                series, located, options.settings, rehearsed_at=options.results.rehearsed_at, comm=comm
+            ),
+            request,
+            _opener(request, options.destination, storage_options, comm),
+            accelerator=options.accelerator,
+            edition=load_edition("v3.0"),
+            comm=comm,
+            observer=RunObserver(
+                progress=progress, note=terminal.note, format_logs=capture_checkpoint_output
+            ),
+        )
+    terminal.notes(checkpoint_warnings(result))
+    return result
+
+
+def plan_model_layout(
+    model: CheckpointModel, *, ranks: int | None, scale: Fraction, is_subset: bool
+) -> StateLayout:
+    """The model's files on a number of ranks; None: on as many as it is laid out for."""
+    from penstock.bench.state_layout import LayoutRequest, plan_layout
+    from penstock.workload.enums import CheckpointMode
+
+    mode = CheckpointMode.SUBSET if is_subset else model.workload.checkpoint.mode
+    return plan_layout(LayoutRequest(model=model, num_processes=ranks, scale=scale, mode=mode))
+
+
+def _require_allowed(
+    options: CheckpointRunOptions, model: CheckpointModel, layout: StateLayout, division: SubmissionDivision
+) -> None:
+    from penstock.submission.edition import load_edition
+
+    checkpoint = model.workload.checkpoint
+    by_option = {"checkpoint.fsync": options.fsync, "checkpoint.time_between_checkpoints": options.interval_s}
+    changed = [
+        *parse_changes(options.settings),
+        *(key for key, value in by_option.items() if value is not None),
+    ]
+    breaches = preflight.checkpoint_breaches(
+        load_edition("v3.0"),
+        division,
+        model=model.workload.full_name,
+        accelerator=options.accelerator,
+        num_processes=layout.num_processes,
+        num_writes=checkpoint.num_checkpoints_write,
+        num_reads=checkpoint.num_checkpoints_read,
+        is_subset=layout.is_subset,
+        # A rehearsal does everything but sizes as in earnest.
+        scale=Fraction(1) if options.results.rehearsed_at else options.scale,
+        changed=changed,
+        size_gib=layout.total_bytes / float(options.scale) / 2**30,
+    )
+    preflight.require_none(breaches, f"--{division.value}")
+
+
+def perform_run(
+    request: CheckpointRequest,
+    uri: str,
+    storage_options: Mapping[str, str],
+    *,
+    comm: Comm,
+    terminal: Terminal,
+) -> CheckpointResult:
+    """Run the request on the storage at `uri`; prints what keeps its figures from being the storage's."""
+    from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
+
+    with terminal.progress() as progress:
+        result = run_checkpoints(
+            request,
+            _opener(request, uri, storage_options, comm),
+            comm=comm,
+            progress=progress,
+            tell=terminal.note,
+        )
+    terminal.notes(checkpoint_warnings(result))
+    return result
+
+
+def _opener(
+    request: CheckpointRequest, uri: str, storage_options: Mapping[str, str], comm: Comm
+) -> OpenStorage:
+    """A function that opens the storage for checkpoints, as durable as the request says."""
+    from penstock.bench.training.training_checkpoints import durability_options
+
+    durable = durability_options(uri, fsync=request.model.workload.checkpoint.fsync)
+    return partial(
+        open_storage, uri, request.environment, options={**durable, **storage_options}, rank=comm.rank
+    )
+
+
+@verb
+def size(
+    terminal: Terminal,
+    *,
+    name: str = MODEL_NAME,
+    settings: tuple[str, ...] = _SETTINGS,
     ranks: int | None = option(
         "--ranks", whole(1), "Number of ranks to lay the model out on (default: the model's own)."
-    )
-    scale: Fraction = option("--scale", SCALE, "Share of every file to calculate.", default="1")
-    is_subset: bool = flag("--subset", "Use fewer ranks than the model needs; they carry a subset of it.")
-
-
-@verb(_SizeOptions)
-def size(options: _SizeOptions, terminal: Terminal) -> None:
+    ),
+    scale: Fraction = option("--scale", SCALE, "Share of every file to calculate.", default="1"),
+    is_subset: bool = flag("--subset", "Use fewer ranks than the model needs; they carry a subset of it."),
+) -> None:
     """Calculate each rank's files and bytes of a checkpoint, and prove the total.
 
     Examples:
@@ -70,18 +312,17 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
 
       penstock checkpoint size llama3-8b --scale 0.01 --ranks 2 --json
     """
-    model = options.model.load()
+    from penstock.workload.load_workload import load_model
+
+    model = load_model(name, overrides=parse_overrides(settings))
     terminal.notes(model.remarks)
-    layout = plan_model_layout(model, ranks=options.ranks, scale=options.scale, is_subset=options.is_subset)
+    layout = plan_model_layout(model, ranks=ranks, scale=scale, is_subset=is_subset)
+    mesh, total = layout.mesh, layout.total_bytes
     num_kept = model.workload.checkpoint.num_checkpoints_write or 1
-    proof = _proof(model, layout, scale=options.scale, num_kept=num_kept)
-    document = _size_document(model, layout, num_kept=num_kept) | {"proof": proof}
-    terminal.result(document, _view_size(model, layout, proof))
-
-
-def _size_document(model: CheckpointModel, layout: StateLayout, *, num_kept: int) -> dict[str, Any]:
-    mesh = layout.mesh
-    return {
+    bytes_of_ranks: list[int] = layout.bytes_of_processes().tolist()
+    files_of_ranks = [list(layout.files_of(rank)) for rank in range(len(bytes_of_ranks))]
+    proof = _proof(model, layout, scale=scale, num_kept=num_kept)
+    document = {
         "model": model.workload.full_name,
         "parameters": layout.num_parameters,
         "parallelism": {
@@ -92,33 +333,58 @@ def _size_document(model: CheckpointModel, layout: StateLayout, *, num_kept: int
         },
         "is_subset": layout.is_subset,
         "is_folded": layout.is_folded,
-        "total_bytes": layout.total_bytes,
-        "total_gib": layout.total_bytes / GIB,
-        "total_gb": layout.total_bytes / GB,
+        "total_bytes": total,
+        "total_gib": total / GIB,
+        "total_gb": total / GB,
         "checkpoints": num_kept,
-        "all_checkpoints_bytes": num_kept * layout.total_bytes,
-        "all_checkpoints_gib": num_kept * layout.total_bytes / GIB,
+        "all_checkpoints_bytes": num_kept * total,
+        "all_checkpoints_gib": num_kept * total / GIB,
         "ranks": [
             {
                 "rank": rank,
                 "bytes": size_bytes,
-                "files": [{"name": file.name, "bytes": file.size_bytes} for file in layout.files_of(rank)],
+                "files": [{"name": file.name, "bytes": file.size_bytes} for file in files],
             }
-            for rank, size_bytes in enumerate(layout.bytes_of_processes().tolist())
+            for rank, (size_bytes, files) in enumerate(zip(bytes_of_ranks, files_of_ranks, strict=True))
         ],
+        "proof": proof,
     }
+    # One row for each run of neighbouring ranks that write the same amounts.
+    rows = []
+    amounts = zip(bytes_of_ranks, map(len, files_of_ranks), strict=True)
+    for (size_bytes, num_files), members in groupby(enumerate(amounts), key=lambda numbered: numbered[1]):
+        alike = [rank for rank, _ in members]
+        rows.append(
+            {
+                "rank": f"{alike[0]}" if len(alike) == 1 else f"{alike[0]} to {alike[-1]}",
+                "files": f"{num_files:,}",
+                "GiB each": f"{size_bytes / GIB:,.3f}",
+                "GB each": f"{size_bytes / GB:,.3f}",
+            }
+        )
+    terminal.result(document, [*table(f"A checkpoint of {model.workload.full_name}", rows), *proof])
 
 
 def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_kept: int) -> list[str]:
     """The steps from which the total follows, a sentence each."""
-    total, mesh = layout.total_bytes, layout.mesh
-    lines = [] if layout.num_parameters is None else [_parameter_proof(model, layout.num_parameters)]
+    from penstock.bench.state_layout import DATATYPE_BYTES, OPTIMIZER_STATES
+
+    total, mesh, described = layout.total_bytes, layout.mesh, model.workload.model
+    lines = []
+    if layout.num_parameters is not None:
+        weight, optimizer = described.model_datatype, described.optimizer_datatype
+        weight_bytes, state_bytes = DATATYPE_BYTES[weight], DATATYPE_BYTES[optimizer]
+        all_bytes = layout.num_parameters * (weight_bytes + OPTIMIZER_STATES * state_bytes)
+        lines.append(
+            f"{layout.num_parameters:,} parameters x ({weight_bytes} B {weight.value} + "
+            f"{OPTIMIZER_STATES} x {state_bytes} B {optimizer.value}) = {all_bytes:,} B"
+        )
     if scale != 1:
         lines.append(f"{float(scale):g} of every file's bytes is written: {total:,} B")
     if not model.files:
         lines.append(
             f"{mesh.num_ranks:,} ranks: tensor {mesh.tensor} x pipeline {mesh.pipeline} x data {mesh.data}, "
-            f"ZeRO {model.workload.model.parallelism.zero_stage}"
+            f"ZeRO {described.parallelism.zero_stage}"
         )
     if layout.is_subset:
         lines.append(f"a subset: the first {layout.num_carried:,} of them write, and no others")
@@ -133,35 +399,8 @@ def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_
     return lines
 
 
-def _parameter_proof(model: CheckpointModel, num_parameters: int) -> str:
-    from penstock.bench.state_layout import DATATYPE_BYTES, OPTIMIZER_STATES
-
-    weights, optimizer = model.workload.model.model_datatype, model.workload.model.optimizer_datatype
-    parameter_bytes = DATATYPE_BYTES[weights] + OPTIMIZER_STATES * DATATYPE_BYTES[optimizer]
-    return (
-        f"{num_parameters:,} parameters x ({DATATYPE_BYTES[weights]} B {weights.value} + "
-        f"{OPTIMIZER_STATES} x {DATATYPE_BYTES[optimizer]} B {optimizer.value}) = "
-        f"{num_parameters * parameter_bytes:,} B"
-    )
-
-
-def _view_size(model: CheckpointModel, layout: StateLayout, proof: list[str]) -> View:
-    """One row for each run of neighbouring ranks that write the same amounts, and the proof."""
-    numbered = [
-        (f"{size_bytes / GIB:,.3f}", f"{size_bytes / GB:,.3f}", f"{len(list(layout.files_of(rank))):,}", rank)
-        for rank, size_bytes in enumerate(layout.bytes_of_processes().tolist())
-    ]
-    rows = []
-    for (gib, gb, files), members in groupby(numbered, key=lambda row: row[:3]):
-        alike = [rank for *_, rank in members]
-        ranks = f"{alike[0]}" if len(alike) == 1 else f"{alike[0]} to {alike[-1]}"
-        rows.append({"rank": ranks, "files": files, "GiB each": gib, "GB each": gb})
-    yield TextTable(f"A checkpoint of {model.workload.full_name}", rows)
-    yield from proof
-
-
-@verb(NoOptions)
-def models(_: NoOptions, terminal: Terminal) -> None:
+@verb
+def models(terminal: Terminal) -> None:
     """List the models whose checkpoints can be written, with their sizes.
 
     Examples:
@@ -170,32 +409,30 @@ def models(_: NoOptions, terminal: Terminal) -> None:
 
       penstock checkpoint models --json
     """
-    from penstock.workload.shipped_catalog import cards
-
-    entries = [_describe_model(name) for name in cards()]
-    terminal.result({"models": entries}, _view_models(entries))
-
-
-def _describe_model(name: str) -> dict[str, Any]:
     from penstock.workload.load_workload import load_model
     from penstock.workload.shipped_catalog import cards
 
-    model = load_model(name)
-    layout = plan_model_layout(model, ranks=None, scale=Fraction(1), is_subset=False)
-    split = model.workload.model.parallelism
-    return {
-        "name": name,
-        "also": list(cards()[name].aliases),
-        "about": model.about,
-        "ranks": layout.num_processes,
-        "tensor": split.tensor,
-        "pipeline": split.pipeline,
-        "data": layout.mesh.data,
-        "zero_stage": split.zero_stage,
-        "parameters": layout.num_parameters,
-        "files": layout.num_files,
-        "total_bytes": layout.total_bytes,
-    }
+    entries = []
+    for name, card in cards().items():
+        model = load_model(name)
+        layout = plan_model_layout(model, ranks=None, scale=Fraction(1), is_subset=False)
+        split = model.workload.model.parallelism
+        entries.append(
+            {
+                "name": name,
+                "also": list(card.aliases),
+                "about": model.about,
+                "ranks": layout.num_processes,
+                "tensor": split.tensor,
+                "pipeline": split.pipeline,
+                "data": layout.mesh.data,
+                "zero_stage": split.zero_stage,
+                "parameters": layout.num_parameters,
+                "files": layout.num_files,
+                "total_bytes": layout.total_bytes,
+            }
+        )
+    terminal.result({"models": entries}, _view_models(entries))
 
 
 def _view_models(entries: list[dict[str, Any]]) -> View:

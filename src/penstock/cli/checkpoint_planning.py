@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.option_groups import PageOption
-from penstock.cli.options import group, option, required, verb
+from penstock.cli.option_groups import PAGE, write_page
+from penstock.cli.options import option, required, verb
 from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole, with_unit
 from penstock.cli.terminal import Terminal, table
 from penstock.units import format_seconds
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.levels.efficiency_model import Prediction, Strategy
+    from penstock.checkpoint.levels.efficiency_model import Prediction
     from penstock.reports.report import Report
 
 _RATE = above_zero(RATE)
@@ -22,46 +22,45 @@ _TIME = above_zero(TIME)
 _MTBF = above_zero(with_unit(TIME, "90d"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PlanOptions:
-    state_bytes: int = required("--state", SIZE, "Total checkpoint size over all ranks.")
-    nodes: int = required("--nodes", whole(1), "Number of hosts.")
-    fast_bytes_per_s: float = required("--fast", _RATE, "Write bandwidth of one host's cache.")
-    slow_bytes_per_s: float = required("--slow", _RATE, "Total write bandwidth of the durable storage.")
-    node_mtbf_s: float = required("--node-mtbf", _MTBF, "Mean time between failures of one host.")
+@verb
+def plan(
+    terminal: Terminal,
+    *,
+    state_bytes: int = required("--state", SIZE, "Total checkpoint size over all ranks."),
+    nodes: int = required("--nodes", whole(1), "Number of hosts."),
+    fast_bytes_per_s: float = required("--fast", _RATE, "Write bandwidth of one host's cache."),
+    slow_bytes_per_s: float = required("--slow", _RATE, "Total write bandwidth of the durable storage."),
+    node_mtbf_s: float = required("--node-mtbf", _MTBF, "Mean time between failures of one host."),
     process_mtbf_s: float | None = option(
         "--process-mtbf",
         _MTBF,
         "Mean time between failures of a process of the job (default: never).",
-    )
+    ),
     system_mtbf_s: float | None = option(
         "--system-mtbf",
         _MTBF,
         "Mean time between failures of several hosts at once (default: never).",
-    )
+    ),
     network_bytes_per_s: float = option(
         "--network", _RATE, "Network bandwidth of one host.", default="10GiB/s"
-    )
+    ),
     scheme: str = option(
         "--scheme",
         choice("single", "partner", "xor", "double-parity"),
         "Redundancy scheme of the cache.",
         default="xor",
-    )
-    group_size: int = option("--group", whole(), "Hosts in each redundancy group.", default="8")
+    ),
+    group_size: int = option("--group", whole(), "Hosts in each redundancy group.", default="8"),
     flush_every: int = option(
         "--flush-every", whole(1), "Flush every N-th checkpoint to durable storage.", default="10"
-    )
-    restart_s: float = option("--restart", TIME, "Time from a failure until loading begins.", default="2min")
+    ),
+    restart_s: float = option("--restart", TIME, "Time from a failure until loading begins.", default="2min"),
     interval_s: float | None = option(
         "--interval", _TIME, "Time between saves (default: the best for each strategy)."
-    )
-    seed: int = option("--seed", whole(), "Seed of the simulated failures.", default="1")
-    page: PageOption = group(PageOption)
-
-
-@verb(_PlanOptions)
-def plan(options: _PlanOptions, terminal: Terminal) -> None:
+    ),
+    seed: int = option("--seed", whole(), "Seed of the simulated failures.", default="1"),
+    page: Path | None = PAGE,
+) -> None:
     r"""Estimate training efficiency for each checkpointing strategy.
 
     A first-order formula (Young/Daly), checked by a simulation with random failures.
@@ -76,15 +75,34 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
     import numpy as np
 
     from penstock.checkpoint.levels import efficiency_model
+    from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 
-    strategies = _build_strategies(options)
-    predictions = efficiency_model.predict_all(
-        strategies, interval_s=options.interval_s, random=np.random.default_rng(options.seed)
+    machine = efficiency_model.Machine(
+        state_bytes=state_bytes,
+        nodes=nodes,
+        fast_bytes_per_s=fast_bytes_per_s,
+        slow_bytes_per_s=slow_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s,
+        restart_s=restart_s,
+        # Failures without a rate never happen.
+        process_mtbf_s=process_mtbf_s or math.inf,
+        node_mtbf_s=node_mtbf_s,
+        system_mtbf_s=system_mtbf_s or math.inf,
     )
-    options.page.write(lambda: _report(predictions), terminal)
+    members = min(group_size, nodes)
+    schemes: dict[str, Callable[[], Scheme]] = {
+        "single": Single,
+        "partner": lambda: Partner(group=members),
+        "xor": lambda: Xor(group=members),
+        "double-parity": lambda: DoubleParity(group=members),
+    }
+    strategies = efficiency_model.build_strategies(machine, schemes[scheme](), flush_every=flush_every)
+    predictions = efficiency_model.predict_all(
+        strategies, interval_s=interval_s, random=np.random.default_rng(seed)
+    )
+    write_page(page, lambda: _report(predictions), terminal)
     terminal.result(_document(predictions), table("What is left for training", _rows(predictions)))
-    for doubt in _list_doubts(predictions):
-        terminal.note(doubt)
+    terminal.notes(_list_doubts(predictions))
 
 
 def _report(predictions: Sequence[Prediction]) -> Report:
@@ -137,32 +155,6 @@ def _list_doubts(predictions: Sequence[Prediction]) -> list[str]:
                 "than the formula assumes; trust the simulation"
             )
     return doubts
-
-
-def _build_strategies(options: _PlanOptions) -> Sequence[Strategy]:
-    """The strategies for this machine and redundancy scheme; failures without a rate never happen."""
-    from penstock.checkpoint.levels.efficiency_model import Machine, build_strategies
-    from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-
-    machine = Machine(
-        state_bytes=options.state_bytes,
-        nodes=options.nodes,
-        fast_bytes_per_s=options.fast_bytes_per_s,
-        slow_bytes_per_s=options.slow_bytes_per_s,
-        network_bytes_per_s=options.network_bytes_per_s,
-        restart_s=options.restart_s,
-        process_mtbf_s=options.process_mtbf_s or math.inf,
-        node_mtbf_s=options.node_mtbf_s,
-        system_mtbf_s=options.system_mtbf_s or math.inf,
-    )
-    members = min(options.group_size, options.nodes)
-    schemes: dict[str, Callable[[], Scheme]] = {
-        "single": Single,
-        "partner": lambda: Partner(group=members),
-        "xor": lambda: Xor(group=members),
-        "double-parity": lambda: DoubleParity(group=members),
-    }
-    return build_strategies(machine, schemes[options.scheme](), flush_every=options.flush_every)
 
 
 def _document(predictions: Sequence[Prediction]) -> dict[str, Any]:

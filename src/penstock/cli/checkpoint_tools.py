@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, option, repeated, verb
@@ -13,23 +14,23 @@ from penstock.cli.terminal import Terminal, TextTable, View, table
 from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.tools.convert import Conversion
-    from penstock.checkpoint.tools.diff import CheckpointComparison, NameComparison
-    from penstock.checkpoint.tools.inspection import CheckpointDetails, CheckpointListing, TensorDetails
+    from penstock.checkpoint.tools.diff import CheckpointComparison
+    from penstock.checkpoint.tools.inspection import CheckpointDetails
     from penstock.checkpoint.tools.verify import Verification
 
 DIFFERENT = 1
 DAMAGED = 1
 NOT_CHECKED = 3
+_FORMATS = dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch") | {".safetensors": "safetensors"}
+"""The format of a target by its ending; any other is torch's distributed one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ListOptions:
-    path: str = argument("PATH", URI, "Directory or URI of a run, or one checkpoint.")
-
-
-@verb(_ListOptions)
-def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
+@verb
+def list_checkpoints(
+    terminal: Terminal,
+    *,
+    path: str = argument("PATH", URI, "Directory or URI of a run, or one checkpoint."),
+) -> None:
     """List the checkpoints in PATH with step, state, size and age.
 
     The state comes from metadata, manifest and file sizes: committed, no sums (written by another program),
@@ -43,38 +44,34 @@ def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
     """
     from penstock.checkpoint.tools import inspection
 
-    checkpoints = inspection.list_checkpoints(options.path)
-    for checkpoint in checkpoints:
-        if checkpoint.complaint:
-            terminal.note(f"{checkpoint.name}: {checkpoint.complaint}")
+    checkpoints = inspection.list_checkpoints(path)
+    terminal.notes(f"{one.name}: {one.complaint}" for one in checkpoints if one.complaint)
     now_s = time.time()
-    rows = [_list_row(checkpoint, now_s) for checkpoint in checkpoints]
-    document = {"path": options.path, "checkpoints": [asdict(checkpoint) for checkpoint in checkpoints]}
-    terminal.result(document, table(options.path, rows))
+    rows = [
+        {
+            "checkpoint": checkpoint.name,
+            "step": "-" if checkpoint.step is None else str(checkpoint.step),
+            "state": checkpoint.state.value,
+            "size": format_bytes(checkpoint.size_bytes),
+            "files": str(checkpoint.num_files),
+            "tensors": str(checkpoint.num_tensors),
+            "age": format_seconds(max(now_s - checkpoint.modified_s, 0.0)) if checkpoint.modified_s else "-",
+        }
+        for checkpoint in checkpoints
+    ]
+    document = {"path": path, "checkpoints": [asdict(checkpoint) for checkpoint in checkpoints]}
+    terminal.result(document, table(path, rows))
 
 
-def _list_row(checkpoint: CheckpointListing, now_s: float) -> dict[str, str]:
-    return {
-        "checkpoint": checkpoint.name,
-        "step": "-" if checkpoint.step is None else str(checkpoint.step),
-        "state": checkpoint.state.value,
-        "size": format_bytes(checkpoint.size_bytes),
-        "files": str(checkpoint.num_files),
-        "tensors": str(checkpoint.num_tensors),
-        "age": format_seconds(max(now_s - checkpoint.modified_s, 0.0)) if checkpoint.modified_s else "-",
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ShowOptions:
-    path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file.")
+@verb
+def show(
+    terminal: Terminal,
+    *,
+    path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file."),
     pattern: str = option(
         "--name", TEXT, "Show only matching names, e.g. 'model.*'.", default="*", metavar="PATTERN"
-    )
-
-
-@verb(_ShowOptions)
-def show(options: _ShowOptions, terminal: Terminal) -> None:
+    ),
+) -> None:
     """Show the tensors of a checkpoint: names, shapes, types, sizes, and the files that hold them.
 
     Reads torch's distributed checkpoints (ours and torch's own), torch.save files and safetensors. No tensor
@@ -88,11 +85,11 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
     """
     from penstock.checkpoint.tools import inspection
 
-    contents = inspection.show(options.path)
+    contents = inspection.show(path)
     selected = replace(
         contents,
-        tensors=tuple(tensor for tensor in contents.tensors if fnmatchcase(tensor.name, options.pattern)),
-        objects=tuple(item for item in contents.objects if fnmatchcase(item.name, options.pattern)),
+        tensors=tuple(tensor for tensor in contents.tensors if fnmatchcase(tensor.name, pattern)),
+        objects=tuple(item for item in contents.objects if fnmatchcase(item.name, pattern)),
     )
     document = {**asdict(selected), "size_bytes": selected.size_bytes}
     terminal.result(document, _view_contents(selected))
@@ -108,7 +105,19 @@ def _view_contents(contents: CheckpointDetails) -> View:
     facts += [f"{key} {value}" for key, value in contents.facts.items()]
     yield f"{contents.uri}: {', '.join(facts)}"
     title = f"{format_count(len(contents.tensors), 'tensor')}, {format_bytes(contents.size_bytes)}"
-    yield TextTable(title, [_tensor_row(tensor) for tensor in contents.tensors])
+    rows = [
+        {
+            "name": tensor.name,
+            "type": tensor.dtype,
+            "shape": " x ".join(map(str, tensor.shape)) or "scalar",
+            "size": format_bytes(tensor.size_bytes),
+            "parts": str(tensor.num_parts),
+            "where": (tensor.files[0] if len(tensor.files) == 1 else f"{len(tensor.files)} files")
+            + (f" ({tensor.note})" if tensor.note else ""),
+        }
+        for tensor in contents.tensors
+    ]
+    yield TextTable(title, rows)
     if contents.objects:
         rows = [
             {"name": item.name, "bytes": str(item.size_bytes), "file": item.file, "value": item.value}
@@ -117,27 +126,14 @@ def _view_contents(contents: CheckpointDetails) -> View:
         yield TextTable(f"besides tensors: {len(contents.objects)}", rows)
 
 
-def _tensor_row(tensor: TensorDetails) -> dict[str, str]:
-    files = tensor.files[0] if len(tensor.files) == 1 else f"{len(tensor.files)} files"
-    return {
-        "name": tensor.name,
-        "type": tensor.dtype,
-        "shape": " x ".join(map(str, tensor.shape)) or "scalar",
-        "size": format_bytes(tensor.size_bytes),
-        "parts": str(tensor.num_parts),
-        "where": f"{files} ({tensor.note})" if tensor.note else files,
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DiffOptions:
-    first: str = argument("FIRST", URI, "Checkpoint of any format.")
-    second: str = argument("SECOND", URI, "Checkpoint to compare it with, of any format.")
-    only: tuple[str, ...] = repeated("--only", TEXT, "Compare only matching names, e.g. 'model.*'.")
-
-
-@verb(_DiffOptions)
-def diff(options: _DiffOptions, terminal: Terminal) -> int:
+@verb
+def diff(
+    terminal: Terminal,
+    *,
+    first: str = argument("FIRST", URI, "Checkpoint of any format."),
+    second: str = argument("SECOND", URI, "Checkpoint to compare it with, of any format."),
+    only: tuple[str, ...] = repeated("--only", TEXT, "Compare only matching names, e.g. 'model.*'."),
+) -> int:
     """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
 
     Exits with 0 if nothing differs and with 1 otherwise. Tensors whose checksums are equal were written equal
@@ -152,7 +148,7 @@ def diff(options: _DiffOptions, terminal: Terminal) -> int:
     from penstock.checkpoint.tools import diff
 
     with terminal.progress() as progress:
-        comparison = diff.compare(options.first, options.second, only=options.only, progress=progress)
+        comparison = diff.compare(first, second, only=only, progress=progress)
     document = {**asdict(comparison), "are_same": comparison.are_same}
     terminal.result(document, _view_differences(comparison))
     return 0 if comparison.are_same else DIFFERENT
@@ -161,31 +157,28 @@ def diff(options: _DiffOptions, terminal: Terminal) -> int:
 def _view_differences(comparison: CheckpointComparison) -> View:
     different = [part for part in comparison.parts if part.outcome.value != "same"]
     if different:
-        title = f"{comparison.first} and {comparison.second}"
-        yield TextTable(title, [_difference_row(part) for part in different])
+        rows = [
+            {
+                "name": part.name,
+                "outcome": part.outcome.value,
+                "first": part.first,
+                "second": part.second,
+                "elements": str(part.different_elements) if part.different_elements else "",
+                "largest": "" if part.largest_difference is None else f"{part.largest_difference:.3g}",
+            }
+            for part in different
+        ]
+        yield TextTable(f"{comparison.first} and {comparison.second}", rows)
     num_same = len(comparison.parts) - len(different)
     yield f"{num_same} of {len(comparison.parts)} parts are the same, {len(different)} are not"
 
 
-def _difference_row(part: NameComparison) -> dict[str, str]:
-    largest = part.largest_difference
-    return {
-        "name": part.name,
-        "outcome": part.outcome.value,
-        "first": part.first,
-        "second": part.second,
-        "elements": str(part.different_elements) if part.different_elements else "",
-        "largest": "" if largest is None else f"{largest:.3g}",
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _VerifyOptions:
-    path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file.")
-
-
-@verb(_VerifyOptions)
-def verify(options: _VerifyOptions, terminal: Terminal) -> int:
+@verb
+def verify(
+    terminal: Terminal,
+    *,
+    path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file."),
+) -> int:
     """Read a whole checkpoint and verify every checksum in it.
 
     Penstock's checkpoints have a checksum of every byte. Those of torch are compared with the CRC-32 of their
@@ -202,7 +195,7 @@ def verify(options: _VerifyOptions, terminal: Terminal) -> int:
 
     started_s = time.monotonic()
     with terminal.progress() as progress:
-        report = verification.verify(options.path, progress)
+        report = verification.verify(path, progress)
     elapsed_s = time.monotonic() - started_s
     terminal.notes(report.notes)
     document = {**asdict(report), "is_whole": report.is_whole, "elapsed_s": elapsed_s}
@@ -227,27 +220,26 @@ def _view_verification(report: Verification, elapsed_s: float) -> View:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ConvertOptions:
-    source: str = argument("SOURCE", URI, "Checkpoint of any format.")
-    target: str = argument("TARGET", URI, "New path or URI.")
-    format: str | None = option(
+@verb
+def convert(
+    terminal: Terminal,
+    *,
+    source: str = argument("SOURCE", URI, "Checkpoint of any format."),
+    target: str = argument("TARGET", URI, "New path or URI."),
+    target_format: str | None = option(
         "--to",
         choice("dcp", "torch", "safetensors"),
         "Format to write (default: by TARGET's ending: .pt is torch, .safetensors is safetensors, else dcp).",
-    )
-    only: tuple[str, ...] = repeated("--only", TEXT, "Convert only matching names, e.g. 'model.*'.")
-    tensors_only: bool = flag("--tensors-only", "Convert only tensors, and list what is left out.")
-    compresses: bool = flag("--compress", "Compress items with zstd (dcp only).")
+    ),
+    only: tuple[str, ...] = repeated("--only", TEXT, "Convert only matching names, e.g. 'model.*'."),
+    tensors_only: bool = flag("--tensors-only", "Convert only tensors, and list what is left out."),
+    compresses: bool = flag("--compress", "Compress items with zstd (dcp only)."),
     shard_bytes: int = option(
         "--shard-size", SIZE, "Maximum size of each safetensors file of a sharded directory.", default="5GB"
-    )
-    trusts: bool = flag("--trust", "Rebuild pickled objects, even if that runs code from the checkpoint.")
-    no_verify: bool = flag("--no-verify", "Convert without verifying SOURCE first.")
-
-
-@verb(_ConvertOptions)
-def convert(options: _ConvertOptions, terminal: Terminal) -> None:
+    ),
+    trusts: bool = flag("--trust", "Rebuild pickled objects, even if that runs code from the checkpoint."),
+    no_verify: bool = flag("--no-verify", "Convert without verifying SOURCE first."),
+) -> None:
     """Convert a checkpoint to another format, in bounded memory.
 
     Converts between torch's distributed checkpoints (dcp), torch.save files and safetensors, from whole or
@@ -264,48 +256,38 @@ def convert(options: _ConvertOptions, terminal: Terminal) -> None:
     from penstock.checkpoint.formats.checkpoint_source import Format
     from penstock.checkpoint.tools import convert as conversion
 
-    target = options.target.rstrip("/")
+    target = target.rstrip("/")
     with terminal.progress() as progress:
         report = conversion.convert(
-            options.source,
+            source,
             target,
-            Format(options.format or _format_by_ending(target)),
-            only=options.only,
-            tensors_only=options.tensors_only,
-            compress=options.compresses,
-            trust=options.trusts,
-            verified=not options.no_verify,
-            shard_bytes=options.shard_bytes,
+            Format(target_format or _FORMATS.get(PurePosixPath(target).suffix, "dcp")),
+            only=only,
+            tensors_only=tensors_only,
+            compress=compresses,
+            trust=trusts,
+            verified=not no_verify,
+            shard_bytes=shard_bytes,
             progress=progress,
         )
     terminal.notes(report.notes)
-    terminal.result(asdict(report), _view_conversion(report))
-
-
-def _format_by_ending(target: str) -> str:
-    if target.endswith((".pt", ".pth", ".bin", ".ckpt")):
-        return "torch"
-    return "safetensors" if target.endswith(".safetensors") else "dcp"
-
-
-def _view_conversion(report: Conversion) -> View:
-    if report.left_out:
-        yield f"left out: {', '.join(report.left_out)}"
-    contents = (
-        f"{format_count(report.num_tensors, 'tensor')} and {format_count(report.num_objects, 'other value')}"
+    lines = [f"left out: {', '.join(report.left_out)}"] if report.left_out else []
+    tensors = format_count(report.num_tensors, "tensor")
+    others = format_count(report.num_objects, "other value")
+    lines.append(
+        f"{report.target}: {report.format.value}, {tensors} and {others}, {format_bytes(report.size_bytes)}"
     )
-    yield f"{report.target}: {report.format.value}, {contents}, {format_bytes(report.size_bytes)}"
+    terminal.result(asdict(report), lines)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RemoveOptions:
-    path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint, or of a step in a cache.")
-    even_last: bool = flag("--even-last", "Allow removing the only complete checkpoint that is left.")
-    no_verify: bool = flag("--no-verify", "Check only files and sizes of the checkpoint that remains.")
-
-
-@verb(_RemoveOptions)
-def remove(options: _RemoveOptions, terminal: Terminal) -> None:
+@verb
+def remove(
+    terminal: Terminal,
+    *,
+    path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint, or of a step in a cache."),
+    even_last: bool = flag("--even-last", "Allow removing the only complete checkpoint that is left."),
+    no_verify: bool = flag("--no-verify", "Check only files and sizes of the checkpoint that remains."),
+) -> None:
     """Remove a checkpoint: its name first, in one durable step, then its files.
 
     The last complete checkpoint of a run is kept unless --even-last is given: another one, the newest first,
@@ -323,14 +305,12 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
     from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.tools import remove
 
-    storage, name = open_parent(options.path)
+    storage, name = open_parent(path)
     with terminal.progress() as progress:
         if cache_tools.is_cache(storage):
-            removed = cache_tools.remove_cached(storage, name, even_last=options.even_last)
+            removed = cache_tools.remove_cached(storage, name, even_last=even_last)
         else:
-            removed = remove.remove(
-                options.path, even_last=options.even_last, verified=not options.no_verify, progress=progress
-            )
+            removed = remove.remove(path, even_last=even_last, verified=not no_verify, progress=progress)
     remaining = f"; {removed.stays} is complete and remains" if removed.stays else ""
     text = f"removed {removed.uri}: {removed.num_files} files, {format_bytes(removed.size_bytes)}{remaining}"
     terminal.result(asdict(removed), [text])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.cli.option_groups import GATE, BackendOptions, PageOption, parse_gates
-from penstock.cli.options import flag, group, option, optional_argument, repeated, verb
-from penstock.cli.parsers import FILE, FOLDER, LAUNCHER, SIZE, TEXT, TIME, URI, chosen
+from penstock.cli.option_groups import PAGE, STORAGE, write_page
+from penstock.cli.options import flag, option, optional_argument, repeated, verb
+from penstock.cli.parsers import FILE, FOLDER, GATE, LAUNCHER, SIZE, TEXT, TIME, URI, chosen
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cluster.comm import Comm
@@ -20,7 +20,7 @@ from penstock.cluster.facts import homogeneity, host_facts
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
 from penstock.cluster.launcher_command import parse_launcher_name
-from penstock.environment import Environment, process_environment, untraced
+from penstock.environment import process_environment, untraced
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage import open_storage
 from penstock.units import format_bytes
@@ -29,36 +29,38 @@ if TYPE_CHECKING:
     from penstock.reports.report import Report
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CollectOptions:
-    hosts: str | None = option("--hosts", TEXT, "Query these hosts (default: this one).", metavar="A,B:4")
-    hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one a line.")
+_VIA = chosen(("local", "ssh", "slurm", "mpi"), lambda word: cast("host_facts.Via", word))
+
+
+@verb
+def collect(
+    terminal: Terminal,
+    *,
+    hosts: str | None = option("--hosts", TEXT, "Query these hosts (default: this one).", metavar="A,B:4"),
+    hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one a line."),
     via: host_facts.Via | None = option(
         "--via",
-        chosen(("local", "ssh", "slurm", "mpi"), lambda word: cast("host_facts.Via", word)),
+        _VIA,
         "Start a process on each host in this way: ssh, slurm (default hosts: the allocation), mpi (any "
         "launcher) or local for this machine only (default: mpi with hosts, else local).",
-    )
-    output: Path = option("--output", FILE, "Write this file.", default="cluster.json", short="-o")
-    allow_partial: bool = flag("--allow-partial", "Accept missing hosts, and mark the facts as partial.")
-    timeout_s: float = option("--timeout", TIME, "Wait at most this long for one host.", default="60s")
+    ),
+    output: Path = option("--output", FILE, "Write this file.", default="cluster.json", short="-o"),
+    allow_partial: bool = flag("--allow-partial", "Accept missing hosts, and mark the facts as partial."),
+    timeout_s: float = option("--timeout", TIME, "Wait at most this long for one host.", default="60s"),
     launcher: str = option(
         "--launcher", LAUNCHER, "Start processes with this launcher; for --via mpi.", default="auto"
-    )
+    ),
     launcher_args: tuple[str, ...] = repeated(
         "--launcher-arg", TEXT, "Pass an argument to the launcher, or to ssh."
-    )
+    ),
     python: str | None = option(
         "--python",
         TEXT,
         "Run this Python interpreter on the hosts (default: this one's path).",
         metavar="PATH",
-    )
-    page: PageOption = group(PageOption)
-
-
-@verb(_CollectOptions)
-def collect(options: _CollectOptions, terminal: Terminal) -> None:
+    ),
+    page: Path | None = PAGE,
+) -> None:
     """Collect the facts of each host: cores, memory, networks, drives, mounts, kernel and settings.
 
     Runs one process on each host. A host that fails, hangs or answers with anything but facts is an error
@@ -76,34 +78,49 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
     from penstock.results.published_files import write_text
 
     environment = process_environment()
-    output = options.output
     if not output.absolute().parent.is_dir():
         raise ObjectNotFound("No such directory", uri=str(output.parent), fix="Make it first.")
-    target = choose_hosts(options, environment)
-    if options.launcher != "auto" and target.via != "mpi":
+    asked = _named_hosts(hosts, hostfile)
+    via = via or ("mpi" if asked else "local")
+    if via == "slurm" and not asked:
+        # An allocation names its own hosts.
+        nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+        asked = expand_nodelist(nodes) if nodes else ()
+    if via == "local" and len(asked) > 1:
         raise UsageError(
-            f"--launcher cannot be combined with --via {target.via}",
-            where=f"--launcher {options.launcher}",
+            f"--via local cannot query {len(asked)} hosts",
+            where="--via local",
+            fix="Leave --via out to start one process on each host by a launcher.",
+        )
+    if via != "local" and not asked:
+        raise UsageError(
+            "No hosts are named", where=f"--via {via}", fix="Give --hosts a,b,c or --hostfile FILE."
+        )
+    if launcher != "auto" and via != "mpi":
+        raise UsageError(
+            f"--launcher cannot be combined with --via {via}",
+            where=f"--launcher {launcher}",
             fix="Leave one of them out.",
         )
     command_for, variables = plan_agents(
-        target.via,
+        via,
         environment,
-        python=options.python or sys.executable,
-        launcher=parse_launcher_name(options.launcher),
-        arguments=options.launcher_args,
-        timeout_s=options.timeout_s,
+        python=python or sys.executable,
+        launcher=parse_launcher_name(launcher),
+        arguments=launcher_args,
+        timeout_s=timeout_s,
     )
+    asked = asked or ("localhost",)
     facts = collect_from_hosts(
-        query_hosts(target.hosts, command_for, variables, timeout_s=options.timeout_s),
-        target.hosts,
-        via=target.via,
-        timeout_s=options.timeout_s,
+        query_hosts(asked, command_for, variables, timeout_s=timeout_s),
+        asked,
+        via=via,
+        timeout_s=timeout_s,
         collected_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        allow_partial=options.allow_partial,
+        allow_partial=allow_partial,
     )
     write_text(output.absolute().parent, output.name, facts.model_dump_json(indent=2) + "\n")
-    options.page.write(lambda: _draw(facts), terminal)
+    write_page(page, lambda: _draw(facts), terminal)
     for host in facts.absent:
         terminal.note(f"{host.host} is missing: {host.reason}")
     terminal.result(facts.model_dump(mode="json"), _view_hosts(facts, output))
@@ -113,52 +130,20 @@ def _draw(facts: host_facts.ClusterFacts) -> Report:
     return homogeneity.make_cluster_page(facts, list(map(_host_row, facts.present)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetHosts:
-    """The hosts to query, and the way to start a process on them."""
-
-    via: host_facts.Via
-    hosts: tuple[str, ...]
-
-
-def choose_hosts(options: _CollectOptions, environment: Environment) -> TargetHosts:
-    """The hosts that the options name, or this machine. A Slurm allocation names its own."""
-    hosts = _named_hosts(options)
-    via = options.via or ("mpi" if hosts else "local")
-    if via == "slurm" and not hosts:
-        hosts = _allocated_hosts(environment)
-    if via == "local" and len(hosts) > 1:
-        raise UsageError(
-            f"--via local cannot query {len(hosts)} hosts",
-            where="--via local",
-            fix="Leave --via out to start one process on each host by a launcher.",
-        )
-    if via != "local" and not hosts:
-        raise UsageError(
-            "No hosts are named", where=f"--via {via}", fix="Give --hosts a,b,c or --hostfile FILE."
-        )
-    return TargetHosts(via=via, hosts=hosts or ("localhost",))
-
-
-def _named_hosts(options: _CollectOptions) -> tuple[str, ...]:
-    if options.hosts is not None and options.hostfile is not None:
+def _named_hosts(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
+    if hosts is not None and hostfile is not None:
         raise UsageError("--hosts and --hostfile are mutually exclusive", fix="Leave one of them out.")
-    if options.hosts is not None:
-        return parse_host_names(options.hosts)
-    if options.hostfile is None:
+    if hosts is not None:
+        return parse_host_names(hosts)
+    if hostfile is None:
         return ()
     try:
-        text = options.hostfile.read_text(encoding="utf-8")
+        text = hostfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"The host file cannot be read: {error}", fix="Name a text file with one host a line."
         ) from error
-    return parse_hostfile_names(text, where=str(options.hostfile))
-
-
-def _allocated_hosts(environment: Environment) -> tuple[str, ...]:
-    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
-    return expand_nodelist(nodes) if nodes else ()
+    return parse_hostfile_names(text, where=str(hostfile))
 
 
 def _view_hosts(facts: host_facts.ClusterFacts, output: Path) -> View:
@@ -190,23 +175,23 @@ _WORST_FIRST = ("fail", "not checked", "warning")
 _EXIT_CODES = {"pass": 0, "warning": 0, "not checked": 3, "fail": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CheckOptions:
+@ranked
+def check(
+    comm: Comm,
+    terminal: Terminal,
+    *,
     file: Path | None = optional_argument(
         "[FILE]", FILE, "Facts that `penstock cluster collect` has written (default: inspect gates)."
-    )
-    gates: tuple[str, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all).")
-    data: str | None = option("--data", URI, "Check the storage that ranks will read or write.")
-    storage: BackendOptions = group(BackendOptions)
-    results: Path | None = option("--results", FOLDER, "Check the directory where results will be created.")
+    ),
+    gates: tuple[Gate, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all)."),
+    data: str | None = option("--data", URI, "Check the storage that ranks will read or write."),
+    storage: tuple[tuple[str, str], ...] = STORAGE,
+    results: Path | None = option("--results", FOLDER, "Check the directory where results will be created."),
     written_bytes: int = option(
         "--needs", SIZE, "Check that --data has space for this many bytes of each rank.", default="0"
-    )
-    page: PageOption = group(PageOption)
-
-
-@ranked(_CheckOptions)
-def check(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
+    ),
+    page: Path | None = PAGE,
+) -> int:
     """Compare the hosts of a collected cluster, or inspect the preflight gates that runs pass.
 
     With FILE: compares memory, cores, kernel, versions, mounts, settings and clocks of its hosts. Without
@@ -220,61 +205,47 @@ def check(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock cluster check --gate clock --gate versions --ranks 8 --json
     """
-    if options.file is None:
-        if options.page.path is not None:
-            raise UsageError("--page takes a FILE to draw", fix="Run `penstock cluster collect` first.")
-        return _check_gates(options, comm, terminal)
-    if options.gates or options.data or options.results:
-        raise UsageError(
-            "FILE cannot be combined with --gate, --data or --results",
-            where=str(options.file),
-            fix="Leave FILE out to inspect gates, or the options to compare hosts.",
-        )
-    return _check_file(options.file, options.page, terminal)
-
-
-def _check_file(file: Path, page: PageOption, terminal: Terminal) -> int:
-    facts = host_facts.read_cluster_facts(file)
-    page.write(lambda: _draw(facts), terminal)
-    checks = homogeneity.check_homogeneity(facts)
-    verdict = homogeneity.overall_verdict(checks)
-    document = {
-        "verdict": verdict,
-        "is_partial": facts.is_partial,
-        "hosts": [host.host for host in facts.present],
-        "checks": [asdict(finding) for finding in checks],
-    }
-    lines = [(finding.verdict, finding.subject, finding.found, finding.fix) for finding in checks]
-    terminal.result(document, _view_checks(lines))
-    return _EXIT_CODES[verdict]
-
-
-def _check_gates(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
     from penstock.cluster.gates.preflight import run_preflight
 
+    if file is not None:
+        if gates or data or results:
+            raise UsageError(
+                "FILE cannot be combined with --gate, --data or --results",
+                where=str(file),
+                fix="Leave FILE out to inspect gates, or the options to compare hosts.",
+            )
+        facts = host_facts.read_cluster_facts(file)
+        write_page(page, lambda: _draw(facts), terminal)
+        checks = homogeneity.check_homogeneity(facts)
+        verdict = homogeneity.overall_verdict(checks)
+        document = {
+            "verdict": verdict,
+            "is_partial": facts.is_partial,
+            "hosts": [host.host for host in facts.present],
+            "checks": [asdict(check) for check in checks],
+        }
+        terminal.result(
+            document,
+            _view_checks([(check.verdict, check.subject, check.found, check.fix) for check in checks]),
+        )
+        return _EXIT_CODES[verdict]
+    if page is not None:
+        raise UsageError("--page takes a FILE to draw", fix="Run `penstock cluster collect` first.")
     environment = untraced(process_environment())
-    reopen = None
-    if options.data is not None:
-        reopen = partial(open_storage, options.data, environment, options=options.storage.values)
+    reopen = None if data is None else partial(open_storage, data, environment, options=dict(storage))
     request = PreflightRequest(
-        environment=environment,
-        uri=options.data,
-        reopen=reopen,
-        results=options.results,
-        written_bytes=options.written_bytes,
+        environment=environment, uri=data, reopen=reopen, results=results, written_bytes=written_bytes
     )
-    gates = parse_gates(options.gates) or tuple(Gate)
-    findings = run_preflight(request, comm, gates=gates).preflight.findings
+    findings = run_preflight(request, comm, gates=gates or tuple(Gate)).preflight.findings
     verdicts = {str(finding.verdict) for finding in findings}
-    verdict = next((word for word in _WORST_FIRST if word in verdicts), "pass")
-    document = {
-        "verdict": verdict,
-        "ranks": comm.size,
-        "gates": [asdict(finding) for finding in findings],
-    }
-    lines = [(str(finding.verdict), str(finding.gate), finding.found, finding.fix) for finding in findings]
-    terminal.result(document, _view_checks(lines))
-    return _EXIT_CODES[verdict]
+    worst = next((word for word in _WORST_FIRST if word in verdicts), "pass")
+    terminal.result(
+        {"verdict": worst, "ranks": comm.size, "gates": [asdict(finding) for finding in findings]},
+        _view_checks(
+            [(str(finding.verdict), str(finding.gate), finding.found, finding.fix) for finding in findings]
+        ),
+    )
+    return _EXIT_CODES[worst]
 
 
 def _view_checks(lines: Sequence[tuple[str, str, str, str]]) -> View:

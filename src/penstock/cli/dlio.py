@@ -311,7 +311,7 @@ class _Stages:
     def _perform_checkpoints(self) -> CheckpointResult:
         from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
         from penstock.bench.state_layout import LayoutRequest, plan_layout
-        from penstock.cli.checkpoint_request import perform_run
+        from penstock.cli.checkpoint_benchmark import perform_run
         from penstock.transfer.pipeline import PipelineSettings
         from penstock.workload.load_workload import model_of_workload
 

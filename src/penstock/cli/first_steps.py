@@ -1,37 +1,133 @@
-"""`penstock doctor`, `demo` and `docs`: what this machine lacks, a tour of a minute, and where to read on."""
+"""`penstock workloads`, `doctor`, `demo` and `docs`: what there is, what is missing, a tour, pages."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from penstock.cli.option_groups import ACCELERATOR, SETTINGS, WorkloadOptions
 from penstock.cli.options import option, optional_argument, verb
-from penstock.cli.parsers import FOLDER, Parser
+from penstock.cli.parsers import FOLDER, WORKLOAD, Parser
 from penstock.cli.terminal import Terminal, TextTable, View, bold, table
 from penstock.environment import process_environment
 from penstock.errors import Unavailable, UsageError
+from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from penstock.cluster.doctor import Diagnosis
     from penstock.workflows.demo_page import Tour
+    from penstock.workload.spec import Workload
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _PACKAGE = Path(__file__).parents[1]
+_MAX_LIST_CHARACTERS = 60
 _FOLDERS = (_PACKAGE / "pages", _PACKAGE.parents[1] / "docs")
 """Where pages are: in an installed package, and in a checkout."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DoctorOptions:
-    at: Path = option("--at", FOLDER, "Examine the file system of this directory.", default=".")
+@verb
+def workloads(
+    terminal: Terminal,
+    *,
+    name: str | None = optional_argument(
+        "[WORKLOAD]", WORKLOAD, "Workload to show: unet3d_h100, unet3d with --accelerator, or a YAML file."
+    ),
+    accelerator: str = ACCELERATOR,
+    settings: tuple[str, ...] = SETTINGS,
+) -> None:
+    """List the shipped workloads, or show every value of one.
+
+    Examples:
+
+      penstock workloads
+
+      penstock workloads unet3d_h100
+
+      penstock workloads my.yaml --set reader.batch_size=14 --json
+    """
+    from penstock.workload.load_workload import shipped
+    from penstock.workload.settings import dotted, flatten, format_value
+    from penstock.workload.spec import write_workload
+
+    if name is None:
+        catalog = [loaded.workload for loaded in shipped()]
+        summaries = {"workloads": [_summarize(workload) for workload in catalog]}
+        terminal.result(summaries, _view_families(catalog))
+        return
+    loaded = WorkloadOptions(name=name, accelerator=accelerator, settings=settings).load(terminal)
+    tree = write_workload(loaded.workload)
+    rows = [
+        {"key": dotted(path), "value": _shorten(value, format_value(value))} for path, value in flatten(tree)
+    ]
+    document = {
+        "name": loaded.workload.name,
+        "accelerator": loaded.workload.accelerator,
+        "workload": tree,
+        "remarks": list(loaded.remarks),
+    }
+    terminal.result(document, table(loaded.workload.full_name, rows))
 
 
-@verb(_DoctorOptions)
-def doctor(options: _DoctorOptions, terminal: Terminal) -> None:
+def _view_families(catalog: Sequence[Workload]) -> View:
+    """Each family with its description, and a line for each accelerator with what decides its load."""
+    from penstock.workload.shipped_catalog import families
+
+    for name, members in groupby(catalog, key=lambda workload: workload.name):
+        yield bold(name)
+        yield [("  " + families()[name]["about"], "italic")]
+        for workload in members:
+            yield f"  {workload.accelerator or 'any':<6} {_describe_load(_summarize(workload))}"
+
+
+def _describe_load(summary: dict[str, Any]) -> str:
+    num_samples = summary["num_samples_per_file"]
+    samples = f"{num_samples:,} samples" if num_samples > 1 else "1 sample"
+    return (
+        f"{summary['num_files_train']:,} {summary['format']} files x {samples} x "
+        f"{format_bytes(summary['record_bytes'])}, batch {summary['batch_size']:,}, "
+        f"{format_seconds(summary['computation_s'])} a step, AU {summary['au']:.2f}"
+    )
+
+
+def _shorten(value: object, text: str) -> str:
+    """A long list's length; `--json` shows lists in full."""
+    if isinstance(value, list) and len(text) > _MAX_LIST_CHARACTERS:
+        return f"{len(value)} entries"
+    return text
+
+
+def _summarize(workload: Workload) -> dict[str, Any]:
+    """The values by which one chooses a workload; sizes are means."""
+    from penstock.workload.sizing import read_bytes_per_sample, record_bytes
+
+    dataset = workload.dataset
+    return {
+        "name": workload.full_name,
+        "family": workload.name,
+        "accelerator": workload.accelerator,
+        "format": dataset.format.value,
+        "num_files_train": dataset.num_files_train,
+        "num_samples_per_file": dataset.num_samples_per_file,
+        "record_bytes": float(record_bytes(dataset)),
+        "read_bytes_per_sample": float(read_bytes_per_sample(dataset)),
+        "batch_size": workload.reader.batch_size,
+        "computation_s": workload.train.computation_time.expected_s,
+        "epochs": workload.train.epochs,
+        "au": workload.metric.au,
+        "framework": workload.framework.value,
+    }
+
+
+@verb
+def doctor(
+    terminal: Terminal,
+    *,
+    at: Path = option("--at", FOLDER, "Examine the file system of this directory.", default="."),
+) -> None:
     """Report what is installed and usable on this machine, with a fix for everything that is missing.
 
     Exits with 0 even if something is missing: that is a fact about this machine, not a failure.
@@ -44,9 +140,9 @@ def doctor(options: _DoctorOptions, terminal: Terminal) -> None:
     """
     from penstock.cluster.doctor import examine
 
-    if not options.at.is_dir():
-        raise UsageError(f"Directory {options.at} does not exist", where="--at", fix="Name a directory.")
-    diagnoses = list(examine(options.at, process_environment()))
+    if not at.is_dir():
+        raise UsageError(f"Directory {at} does not exist", where="--at", fix="Name a directory.")
+    diagnoses = list(examine(at, process_environment()))
     terminal.result(
         {"diagnoses": [asdict(diagnosis) for diagnosis in diagnoses]},
         _view_diagnoses(diagnoses),
@@ -67,15 +163,14 @@ def _view_diagnoses(diagnoses: list[Diagnosis]) -> View:
     yield ", ".join(f"{states.count(state)} {state}" for state in _COLOURS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DemoOptions:
+@verb
+def demo(
+    terminal: Terminal,
+    *,
     out: Path = option(
         "--out", FOLDER, "Work in this directory, and leave report.html in it.", default="penstock-demo"
-    )
-
-
-@verb(_DemoOptions)
-def demo(options: _DemoOptions, terminal: Terminal) -> None:
+    ),
+) -> None:
     """Run a short tour of all benchmarks on this machine's disk, and write a report.
 
     Examples:
@@ -86,9 +181,9 @@ def demo(options: _DemoOptions, terminal: Terminal) -> None:
     """
     from penstock.workflows.demo import tour
 
-    terminal.note(f"A tour at {options.out.resolve()}: storage limits, training, and checkpoints ...")
+    terminal.note(f"A tour at {out.resolve()}: storage limits, training, and checkpoints ...")
     with terminal.progress() as progress:
-        results = tour(options.out, environment=process_environment(), progress=progress)
+        results = tour(out, environment=process_environment(), progress=progress)
     terminal.notes(results.probe.notes)
     terminal.result(results.document(), _view_tour(results))
     terminal.note(f"The whole report: {results.report}")
@@ -117,13 +212,12 @@ def _find_pages() -> Mapping[str, Path]:
 _TOPIC = Parser("TEXT", str, list_names=lambda _: _find_pages())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DocsOptions:
-    topic: str | None = optional_argument("[TOPIC]", _TOPIC, "Page to show (default: list them).")
-
-
-@verb(_DocsOptions)
-def docs(options: _DocsOptions, terminal: Terminal) -> None:
+@verb
+def docs(
+    terminal: Terminal,
+    *,
+    topic: str | None = optional_argument("[TOPIC]", _TOPIC, "Page to show (default: list them)."),
+) -> None:
     """Show a page of the documentation, or list the pages. Error messages name them.
 
     Examples:
@@ -133,24 +227,24 @@ def docs(options: _DocsOptions, terminal: Terminal) -> None:
       penstock docs workloads | less
     """
     pages = _find_pages()
-    if options.topic is None:
-        titles = {topic: _title(page) for topic, page in pages.items()}
-        rows = [{"topic": topic, "page": title} for topic, title in titles.items()]
+    if topic is None:
+        titles = {name: _title(page) for name, page in pages.items()}
+        rows = [{"topic": name, "page": title} for name, title in titles.items()]
         terminal.result({"pages": titles}, table("Pages; `penstock docs TOPIC` shows one", rows))
         return
-    if options.topic not in pages:
+    if topic not in pages:
         from penstock.did_you_mean import did_you_mean
 
-        hint = did_you_mean(options.topic, pages, form="`penstock docs {}`")
-        raise UsageError(f"No page is called {options.topic!r}", fix=f"{hint}`penstock docs` lists them.")
-    text = pages[options.topic].read_text(encoding="utf-8")
+        hint = did_you_mean(topic, pages, form="`penstock docs {}`")
+        raise UsageError(f"No page is called {topic!r}", fix=f"{hint}`penstock docs` lists them.")
+    text = pages[topic].read_text(encoding="utf-8")
     if sys.stdout.isatty() and terminal.speaks and not terminal.as_json:
         from rich.console import Console
         from rich.markdown import Markdown
 
         Console().print(Markdown(text))
         return
-    terminal.result({"topic": options.topic, "text": text}, text.splitlines())
+    terminal.result({"topic": topic, "text": text}, text.splitlines())
 
 
 def _title(page: Path) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.kvcache_planning import KvModelOptions, TraceFormatOptions
-from penstock.cli.option_groups import BackendOptions, PageOption
+from penstock.cli.kvcache_planning import KV_DTYPE, KV_MODEL, TraceFormatOptions
+from penstock.cli.option_groups import PAGE, STORAGE, write_page
 from penstock.cli.options import (
     argument,
     arguments,
@@ -33,7 +33,7 @@ from penstock.cli.parsers import (
     several,
     whole,
 )
-from penstock.cli.rank_options import ranked
+from penstock.cli.rank_options import followed
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
@@ -41,23 +41,21 @@ from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
-    from penstock.kvcache.cache_run import CacheRequest
-    from penstock.kvcache.io_plan import IoPlan
-    from penstock.reports.report import Report
 
 MISSED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheOptions:
-    """The cache: its tiers, its objects, and the storage that they are on."""
+    """The tiers and objects of a cache, the storage that they are on, and the pace of their operations."""
 
     destination: str = required(
         "--to", URI, "Storage for the entries: a directory, direct:///directory or s3://bucket/prefix."
     )
-    storage: BackendOptions = group(BackendOptions)
+    storage: tuple[tuple[str, str], ...] = STORAGE
     results: Path = option("--results", FOLDER, "Directory for the run's folder.", default="results")
-    model: KvModelOptions = group(KvModelOptions)
+    model: str = KV_MODEL
+    dtype: str | None = KV_DTYPE
     gpu: int = option("--gpu", SIZE, "Accelerator memory of the cache, which needs no I/O.", default="0B")
     cpu: int = option("--cpu", SIZE, "Host memory of the cache, which needs no I/O.", default="0B")
     capacity: int | None = option(
@@ -70,7 +68,7 @@ class KvCacheOptions:
         "Pipeline ranks, each with an object.",
         default="1",
     )
-    page: PageOption = group(PageOption)
+    page: Path | None = PAGE
     is_per_layer: bool = flag("--per-layer", "Write an object for each layer.")
     layout: str = option(
         "--layout",
@@ -79,34 +77,6 @@ class KvCacheOptions:
         default="penstock",
     )
     scale: Fraction = option("--scale", SCALE, "Share of each object's bytes to move.", default="1")
-
-    def plan(self, trace: BlockTrace) -> IoPlan:
-        """The operations that these tiers make of a trace."""
-        from penstock.kvcache.io_plan import ObjectLayout, TierSizes, plan_blocks
-
-        model = self.model.load()
-        chunk_bytes = trace.block_tokens * model.bytes_per_token
-        return plan_blocks(
-            trace,
-            model,
-            tiers=TierSizes(
-                gpu=self.gpu // chunk_bytes,
-                cpu=self.cpu // chunk_bytes,
-                storage=None if self.capacity is None else self.capacity // chunk_bytes,
-            ),
-            layout=ObjectLayout(
-                tensor=self.tensor,
-                pipeline=self.pipeline,
-                is_per_layer=self.is_per_layer,
-                scale=self.scale,
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The options of the engine."""
-
     streams: int = option("--streams", whole(1), "Maximum objects in flight per rank.", default="8")
     chunk_bytes: int = option("--chunk", SIZE, "Maximum size of a request.", default="32MiB")
     speedup: float = option(
@@ -126,16 +96,15 @@ class EngineOptions:
     keeps: bool = flag("--keep", "Leave the entries on storage at the end.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ReplayOptions:
-    trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT.")
-    cache: KvCacheOptions = group(KvCacheOptions)
-    engine: EngineOptions = group(EngineOptions)
-    reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace")
-
-
-@ranked(_ReplayOptions, is_followed=True)
-def replay(options: _ReplayOptions, comm: Comm, terminal: Terminal) -> int:
+@followed
+def replay(
+    comm: Comm,
+    terminal: Terminal,
+    *,
+    trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT."),
+    cache: KvCacheOptions = group(KvCacheOptions),
+    reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace"),
+) -> int:
     r"""Replay a TRACE of requests: read the prefixes that hit, write what is new, and report both.
 
     What is read, written and evicted is decided before, from the trace and the tiers alone; the digest of
@@ -147,40 +116,39 @@ def replay(options: _ReplayOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock kvcache replay trace.jsonl --to s3://bucket/kv --speedup 2 --model deepseek-v3 --json
     """
-    plan = options.cache.plan(options.reading.load(options.trace, terminal))
-    return _run(_build_request(options.cache, options.engine, plan), options.cache, comm, terminal)
+    return _measure(reading.load(trace, terminal), cache, comm, terminal)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MlperfOptions:
-    """Options of mlperf-v3 alone."""
-
-    options: tuple[int, ...] = option(
-        "--options", several(whole(1, 3)), "Options of the table to run.", default="1,2,3"
-    )
-    trials: int = option("--trials", whole(1), "Number of trials of each option.", default="3")
-    pause_s: float | None = option("--pause", TIME, "Pause between options (default: the edition's, 90s).")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RunOptions:
+@followed
+def run(
+    comm: Comm,
+    terminal: Terminal,
+    *,
     workload: str = optional_argument(
         "WORKLOAD", choice("blocks", "mlperf-v3"), "Workload: blocks or mlperf-v3.", default="blocks"
-    )
-    cache: KvCacheOptions = group(KvCacheOptions)
-    engine: EngineOptions = group(EngineOptions)
-    requests: int = option("--requests", whole(1), "Number of requests.", default="1000")
-    users: int = option("--users", whole(1), "Number of users.", default="100")
-    think_s: float = option("--think", TIME, "Mean time between a user's requests.", default="30s")
-    chunk_tokens: int = option("--chunk-tokens", whole(1), "Tokens per cached chunk.", default="256")
+    ),
+    cache: KvCacheOptions = group(KvCacheOptions),
+    requests: int = option("--requests", whole(1), "Number of requests.", default="1000"),
+    users: int = option("--users", whole(1), "Number of users.", default="100"),
+    think_s: float = option("--think", TIME, "Mean time between a user's requests.", default="30s"),
+    chunk_tokens: int = option("--chunk-tokens", whole(1), "Tokens per cached chunk.", default="256"),
     objective_s: float | None = option(
         "--objective", TIME, "Find the largest number of users whose p95 load time stays below this."
-    )
-    mlperf: _MlperfOptions = group(_MlperfOptions, panel="mlperf-v3")
-
-
-@ranked(_RunOptions, is_followed=True)
-def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
+    ),
+    mlperf_options: tuple[int, ...] = option(
+        "--options",
+        several(whole(1, 3)),
+        "Options of the table to run.",
+        default="1,2,3",
+        panel="mlperf-v3",
+    ),
+    trials: int = option(
+        "--trials", whole(1), "Number of trials of each option.", default="3", panel="mlperf-v3"
+    ),
+    pause_s: float | None = option(
+        "--pause", TIME, "Pause between options (default: the edition's, 90s).", panel="mlperf-v3"
+    ),
+) -> int:
     r"""Run a generated workload: blocks, with the statistics of a published trace, or mlperf-v3.
 
     mlperf-v3 has the users, the options and the files of MLPerf Storage v3.0, with each metric next to its
@@ -198,72 +166,110 @@ def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock kvcache run mlperf-v3 --to /mnt/kv --scale 1/1000 --duration 10s --trials 1 --pause 0s
     """
-    if options.workload == "mlperf-v3":
-        return _run_mlperf(options, comm, terminal)
-    from penstock.kvcache.block_trace import generate_trace
+    if workload == "blocks":
+        from penstock.kvcache.block_trace import generate_trace
 
-    trace = generate_trace(
-        requests=options.requests,
-        users=options.users,
-        think_s=options.think_s,
-        block_tokens=options.chunk_tokens,
-        seed=options.engine.seed,
-    )
-    request = _build_request(options.cache, options.engine, options.cache.plan(trace))
-    if options.objective_s is not None:
-        request = replace(request, objective_ms=options.objective_s * 1e3, users=options.users)
-    return _run(request, options.cache, comm, terminal)
-
-
-def _run(request: CacheRequest, cache: KvCacheOptions, comm: Comm, terminal: Terminal) -> int:
-    from penstock.kvcache.cache_figures import say_doubts
-    from penstock.kvcache.cache_run import run_plan
-    from penstock.storage import open_storage
-
-    storage = open_storage(
-        cache.destination, process_environment(), options=cache.storage.values, rank=comm.rank
-    )
-    with terminal.progress() as progress:
-        result = run_plan(request, storage, comm=comm, progress=progress)
-    terminal.notes(say_doubts(result.document))
-    terminal.result(result.document, view_cache_run(result.document))
-    cache.page.write(lambda: _draw_run(result.document), terminal)
-    return 0 if result.is_right else MISSED
-
-
-def _draw_run(document: dict[str, Any]) -> Report:
-    from penstock.kvcache.cache_pages import make_run_page
-
-    return make_run_page(document)
-
-
-def _run_mlperf(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
+        trace = generate_trace(
+            requests=requests, users=users, think_s=think_s, block_tokens=chunk_tokens, seed=cache.seed
+        )
+        objective_ms = None if objective_s is None else objective_s * 1e3
+        return _measure(trace, cache, comm, terminal, objective_ms=objective_ms, users=users)
     from penstock.kvcache.io_engine import EngineSettings
     from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
     from penstock.storage import open_storage
 
-    engine, cache = options.engine, options.cache
+    environment = process_environment()
     request = MlperfRequest(
         results=cache.results,
         command=command_line(),
-        environment=process_environment(),
+        environment=environment,
         limits=load_limits(),
-        engine=EngineSettings(streams=engine.streams, chunk_bytes=engine.chunk_bytes, seed=engine.seed),
+        engine=EngineSettings(streams=cache.streams, chunk_bytes=cache.chunk_bytes, seed=cache.seed),
         cache=cache.destination,
-        options=options.mlperf.options,
-        trials=options.mlperf.trials,
+        options=mlperf_options,
+        trials=trials,
         scale=cache.scale,
-        duration_s=engine.duration_s,
-        pause_s=options.mlperf.pause_s,
+        duration_s=cache.duration_s,
+        pause_s=pause_s,
         capacity_bytes=cache.capacity,
     )
-    storage = open_storage(
-        cache.destination, process_environment(), options=cache.storage.values, rank=comm.rank
-    )
+    storage = open_storage(cache.destination, environment, options=dict(cache.storage), rank=comm.rank)
     with terminal.progress() as progress:
         document = run_mlperf(request, storage, comm=comm, progress=progress)
     terminal.result(document, _view_mlperf(document))
     return MISSED if any(option["misses"] for option in document["options"].values()) else 0
+
+
+def _measure(
+    trace: BlockTrace,
+    cache: KvCacheOptions,
+    comm: Comm,
+    terminal: Terminal,
+    *,
+    objective_ms: float | None = None,
+    users: int = 1,
+) -> int:
+    """Plan the operations that the tiers make of a trace, execute them, and print both."""
+    from penstock.kvcache.cache_figures import say_doubts
+    from penstock.kvcache.cache_pages import make_run_page
+    from penstock.kvcache.cache_run import CacheRequest, run_plan
+    from penstock.kvcache.entries import EntryLayout
+    from penstock.kvcache.io_engine import EngineSettings
+    from penstock.kvcache.io_plan import ObjectLayout, TierSizes, plan_blocks
+    from penstock.kvcache.models import find_model
+    from penstock.storage import open_storage
+
+    environment, model = process_environment(), find_model(cache.model, dtype=cache.dtype)
+    chunk_bytes = trace.block_tokens * model.bytes_per_token
+    plan = plan_blocks(
+        trace,
+        model,
+        tiers=TierSizes(
+            gpu=cache.gpu // chunk_bytes,
+            cpu=cache.cpu // chunk_bytes,
+            storage=None if cache.capacity is None else cache.capacity // chunk_bytes,
+        ),
+        layout=ObjectLayout(
+            tensor=cache.tensor,
+            pipeline=cache.pipeline,
+            is_per_layer=cache.is_per_layer,
+            scale=cache.scale,
+        ),
+    )
+    request = CacheRequest(
+        results=cache.results,
+        command=command_line(),
+        environment=environment,
+        plan=plan,
+        layout=EntryLayout(
+            name=cache.layout,  # type: ignore[arg-type]  # one of the three words
+            namespace=f"{plan.name}:{cache.seed}",
+            model=model.name,
+            chunk_tokens=plan.facts["chunk_tokens"],
+            parts=plan.parts,
+            pipeline=cache.pipeline if plan.parts % cache.pipeline == 0 else 1,
+            layers=model.layers,
+            dtype=model.dtype,
+        ),
+        engine=EngineSettings(
+            streams=cache.streams,
+            chunk_bytes=cache.chunk_bytes,
+            speedup=cache.speedup,
+            duration_s=cache.duration_s,
+            seed=cache.seed,
+        ),
+        prefill_tokens_per_s=cache.prefill,
+        keeps=cache.keeps,
+        objective_ms=objective_ms,
+        users=users,
+    )
+    storage = open_storage(cache.destination, environment, options=dict(cache.storage), rank=comm.rank)
+    with terminal.progress() as progress:
+        result = run_plan(request, storage, comm=comm, progress=progress)
+    terminal.notes(say_doubts(result.document))
+    terminal.result(result.document, view_cache_run(result.document))
+    write_page(cache.page, lambda: make_run_page(result.document), terminal)
+    return 0 if result.is_right else MISSED
 
 
 def _view_mlperf(document: dict[str, Any]) -> View:
@@ -279,39 +285,6 @@ def _view_mlperf(document: dict[str, Any]) -> View:
         ]
         yield TextTable(f"Option {name} on {document['ranks']} ranks ({figures['kind']})", rows, is_wide=True)
     yield f"Files of the tool: {document['leaf']}"
-
-
-def _build_request(cache: KvCacheOptions, engine: EngineOptions, plan: IoPlan) -> CacheRequest:
-    from penstock.kvcache.cache_run import CacheRequest
-    from penstock.kvcache.entries import EntryLayout
-    from penstock.kvcache.io_engine import EngineSettings
-
-    model = cache.model.load()
-    return CacheRequest(
-        results=cache.results,
-        command=command_line(),
-        environment=process_environment(),
-        plan=plan,
-        layout=EntryLayout(
-            name=cache.layout,  # type: ignore[arg-type]  # one of the three words
-            namespace=f"{plan.name}:{engine.seed}",
-            model=model.name,
-            chunk_tokens=plan.facts["chunk_tokens"],
-            parts=plan.parts,
-            pipeline=cache.pipeline if plan.parts % cache.pipeline == 0 else 1,
-            layers=model.layers,
-            dtype=model.dtype,
-        ),
-        engine=EngineSettings(
-            streams=engine.streams,
-            chunk_bytes=engine.chunk_bytes,
-            speedup=engine.speedup,
-            duration_s=engine.duration_s,
-            seed=engine.seed,
-        ),
-        prefill_tokens_per_s=engine.prefill,
-        keeps=engine.keeps,
-    )
 
 
 def view_cache_run(document: dict[str, Any]) -> View:
@@ -382,14 +355,13 @@ def _say_what_loading_saves(saved: dict[str, Any], *, of_whole_objects: bool) ->
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CompareOptions:
-    runs: tuple[Path, ...] = arguments("RUN...", FOLDER, "Folders of runs of `penstock kvcache`.")
-    page: PageOption = group(PageOption)
-
-
-@verb(_CompareOptions)
-def compare(options: _CompareOptions, terminal: Terminal) -> int:
+@verb
+def compare(
+    terminal: Terminal,
+    *,
+    runs: tuple[Path, ...] = arguments("RUN...", FOLDER, "Folders of runs of `penstock kvcache`."),
+    page: Path | None = PAGE,
+) -> int:
     """Compare runs on several storages: each figure, and the order of the storages that it gives.
 
     Exits with 1 if the runs did not execute the same operations.
@@ -400,22 +372,17 @@ def compare(options: _CompareOptions, terminal: Terminal) -> int:
 
       penstock kvcache compare results/fast results/slow --json
     """
+    from penstock.kvcache.cache_pages import make_comparison_page
     from penstock.kvcache.compare_runs import compare_cache_runs, latency_note, read_cache_run
 
-    comparison = compare_cache_runs([read_cache_run(folder) for folder in options.runs])
+    comparison = compare_cache_runs([read_cache_run(folder) for folder in runs])
     terminal.result(comparison, _view_comparison(comparison))
-    options.page.write(lambda: _draw_comparison(comparison), terminal)
+    write_page(page, lambda: make_comparison_page(comparison), terminal)
     if not comparison["is_comparable"]:
         terminal.note("These runs executed different operations: their figures cannot be compared.")
     if note := latency_note(comparison):
         terminal.note(note)
     return 0 if comparison["is_comparable"] else MISSED
-
-
-def _draw_comparison(comparison: dict[str, Any]) -> Report:
-    from penstock.kvcache.cache_pages import make_comparison_page
-
-    return make_comparison_page(comparison)
 
 
 def _view_comparison(comparison: dict[str, Any]) -> View:

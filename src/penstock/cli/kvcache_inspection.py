@@ -1,11 +1,9 @@
 """`penstock kvcache inspect`: what a store of cache entries holds, and what is wrong with it."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from penstock.cli.kvcache_planning import KvModelOptions
-from penstock.cli.option_groups import BackendOptions
-from penstock.cli.options import argument, flag, group, option, verb
+from penstock.cli.option_groups import STORAGE
+from penstock.cli.options import argument, flag, option, verb
 from penstock.cli.parsers import TEXT, URI, whole
 from penstock.cli.terminal import Terminal, TextTable, View, format_number
 from penstock.environment import process_environment
@@ -14,25 +12,24 @@ from penstock.units import format_bytes, format_seconds
 DAMAGED = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class _InspectOptions:
+@verb
+def inspect(
+    terminal: Terminal,
+    *,
     store: str = argument(
         "STORE", URI, "Entries of vLLM, LMCache or Penstock: a directory or s3://bucket/prefix."
-    )
-    storage: BackendOptions = group(BackendOptions)
+    ),
+    storage: tuple[tuple[str, str], ...] = STORAGE,
     model: str | None = option(
         "--model",
         TEXT,
         "Assume the tokens of this model: one of `penstock kvcache models`, or a config.json.",
-    )
+    ),
     verifies: bool = flag(
         "--verify", "Read all contents: checksums where there are some, else pages of zeros."
-    )
-    streams: int = option("--streams", whole(1), "Read this many entries at a time.", default="8")
-
-
-@verb(_InspectOptions)
-def inspect(options: _InspectOptions, terminal: Terminal) -> int:
+    ),
+    streams: int = option("--streams", whole(1), "Read this many entries at a time.", default="8"),
+) -> int:
     """Show what a STORE of cache entries holds: engines, models, tokens, and damaged or unfinished entries.
 
     Reads the file tiers of vLLM (offloading to a file system) and LMCache (disk, fs, and its server's), and
@@ -46,16 +43,17 @@ def inspect(options: _InspectOptions, terminal: Terminal) -> int:
       penstock kvcache inspect /mnt/lmcache --model llama3.1-8b --verify --json
     """
     from penstock.kvcache.inspect_store import inspect_store
+    from penstock.kvcache.models import find_model
     from penstock.storage import open_storage
 
-    storage = open_storage(options.store, process_environment(), options=options.storage.values)
+    opened = open_storage(store, process_environment(), options=dict(storage))
     with terminal.progress() as progress:
         document = inspect_store(
-            storage,
+            opened,
             progress,
-            model=None if options.model is None else KvModelOptions(name=options.model).load(),
-            verifies=options.verifies,
-            streams=options.streams,
+            model=None if model is None else find_model(model),
+            verifies=verifies,
+            streams=streams,
         )
     terminal.result(document, view_store(document))
     return DAMAGED if document["damaged"] else 0

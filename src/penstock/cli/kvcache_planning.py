@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cli.option_groups import PageOption
+from penstock.cli.option_groups import PAGE, write_page
 from penstock.cli.options import argument, group, option, optional_argument, verb
 from penstock.cli.parsers import FILE, SIZE, TEXT, above_zero, choice, number, several, whole
 from penstock.cli.terminal import Terminal, TextTable, View, table
@@ -14,42 +14,30 @@ from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
-    from penstock.kvcache.lru_simulation import Reuse
-    from penstock.kvcache.models import KvModel
-    from penstock.reports.report import Report
 
-_DEFAULT_BLOCKS = "1000,10000,100000"
-TRACE_FORMAT = choice("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KvModelOptions:
-    """A model: one of the list, or the user's own by its configuration."""
-
-    name: str = option(
-        "--model",
-        TEXT,
-        "Model from `penstock kvcache models`, or the path of a config.json.",
-        default="llama3.1-8b",
-    )
-    dtype: str | None = option(
-        "--dtype",
-        choice("float32", "float16", "bfloat16", "float8", "int8"),
-        "Data type of the cache (default: the model's).",
-    )
-
-    def load(self) -> KvModel:
-        """The model, with the data type that was asked for."""
-        from penstock.kvcache.models import find_model
-
-        return find_model(self.name, dtype=self.dtype)
+KV_MODEL: Final = option(
+    "--model",
+    TEXT,
+    "Model from `penstock kvcache models`, or the path of a config.json.",
+    default="llama3.1-8b",
+)
+KV_DTYPE: Final = option(
+    "--dtype",
+    choice("float32", "float16", "bfloat16", "float8", "int8"),
+    "Data type of the cache (default: the model's).",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFormatOptions:
     """The options for reading a trace of requests."""
 
-    kind: str = option("--format", TRACE_FORMAT, "Format of TRACE.", default="auto")
+    kind: str = option(
+        "--format",
+        choice("auto", "mooncake", "bailian", "burstgpt", "sharegpt"),
+        "Format of TRACE.",
+        default="auto",
+    )
     block_tokens: int | None = option(
         "--block-tokens",
         whole(1),
@@ -79,13 +67,13 @@ class TraceFormatOptions:
         return trace if self.chunk_tokens is None else trace.with_chunks_of(self.chunk_tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ModelsOptions:
-    model: KvModelOptions = group(KvModelOptions)
-
-
-@verb(_ModelsOptions)
-def models(options: _ModelsOptions, terminal: Terminal) -> None:
+@verb
+def models(
+    terminal: Terminal,
+    *,
+    model: str = KV_MODEL,
+    dtype: str | None = KV_DTYPE,
+) -> None:
     """List models with the bytes of key-value cache that a token takes; options describe one of your own.
 
     Examples:
@@ -94,11 +82,13 @@ def models(options: _ModelsOptions, terminal: Terminal) -> None:
 
       penstock kvcache models --model my-model/config.json --dtype float8 --json
     """
-    from penstock.kvcache.models import MODELS
+    from penstock.kvcache.models import MODELS, find_model
 
-    chosen = options.model.load()
+    chosen = find_model(model, dtype=dtype)
     listed = [*MODELS.values(), *([] if chosen.name in MODELS else [chosen])]
-    entries = [_describe_model(model) for model in listed]
+    entries: list[dict[str, Any]] = [
+        asdict(one) | {"attention": one.attention, "bytes_per_token": one.bytes_per_token} for one in listed
+    ]
     rows = [
         {
             "model": entry["name"],
@@ -112,27 +102,23 @@ def models(options: _ModelsOptions, terminal: Terminal) -> None:
     terminal.result({"models": entries}, table("Key-value cache of a token", rows))
 
 
-def _describe_model(model: KvModel) -> dict[str, Any]:
-    return asdict(model) | {"attention": model.attention, "bytes_per_token": model.bytes_per_token}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SizeOptions:
-    trace: Path | None = optional_argument("TRACE", FILE, "A trace of requests (default: users alone).")
-    model: KvModelOptions = group(KvModelOptions)
-    users: int = option("--users", whole(1), "Assume this many users at a time.", default="200")
+@verb
+def size(
+    terminal: Terminal,
+    *,
+    trace: Path | None = optional_argument("TRACE", FILE, "A trace of requests (default: users alone)."),
+    model: str = KV_MODEL,
+    dtype: str | None = KV_DTYPE,
+    users: int = option("--users", whole(1), "Assume this many users at a time.", default="200"),
     tokens: int | None = option(
         "--tokens", whole(1), "Assume this many tokens a user (default: typical of the model)."
-    )
-    tensor: int = option("--tensor-parallel", whole(1), "Divide heads over this many ranks.", default="1")
+    ),
+    tensor: int = option("--tensor-parallel", whole(1), "Divide heads over this many ranks.", default="1"),
     pipeline: int = option(
         "--pipeline-parallel", whole(1), "Divide layers over this many ranks.", default="1"
-    )
-    reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace")
-
-
-@verb(_SizeOptions)
-def size(options: _SizeOptions, terminal: Terminal) -> None:
+    ),
+    reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace"),
+) -> None:
     """Calculate the cache that users or a TRACE of requests need, and prove it.
 
     Examples:
@@ -141,14 +127,12 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
 
       penstock kvcache size conversation_trace.jsonl --model deepseek-v3 --json
     """
-    from penstock.kvcache.models import size_for_trace, size_for_users
+    from penstock.kvcache.models import find_model, size_for_trace, size_for_users
 
-    model = options.model.load()
-    document = size_for_users(
-        model, options.users, tokens=options.tokens, tensor=options.tensor, pipeline=options.pipeline
-    )
-    if options.trace is not None:
-        document["trace"] = size_for_trace(options.reading.load(options.trace, terminal), model)
+    cached = find_model(model, dtype=dtype)
+    document = size_for_users(cached, users, tokens=tokens, tensor=tensor, pipeline=pipeline)
+    if trace is not None:
+        document["trace"] = size_for_trace(reading.load(trace, terminal), cached)
     terminal.result(document, _view_size(document))
 
 
@@ -180,25 +164,25 @@ def _view_size(document: dict[str, Any]) -> View:
         yield TextTable("Cache (LRU) for a share of these hits", rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SimulateOptions:
-    trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT.")
+@verb
+def simulate(
+    terminal: Terminal,
+    *,
+    trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT."),
     blocks: tuple[int, ...] = option(
-        "--blocks", several(whole(0)), "Try caches of these numbers of blocks.", default=_DEFAULT_BLOCKS
-    )
-    sizes: tuple[int, ...] | None = option("--sizes", several(SIZE), "Try caches of these sizes, too.")
-    gpu: int = option("--gpu", SIZE, "Give the cache this much accelerator memory.", default="0B")
-    cpu: int = option("--cpu", SIZE, "Give the cache this much host memory.", default="0B")
+        "--blocks", several(whole(0)), "Try caches of these numbers of blocks.", default="1000,10000,100000"
+    ),
+    sizes: tuple[int, ...] | None = option("--sizes", several(SIZE), "Try caches of these sizes, too."),
+    gpu: int = option("--gpu", SIZE, "Give the cache this much accelerator memory.", default="0B"),
+    cpu: int = option("--cpu", SIZE, "Give the cache this much host memory.", default="0B"),
     storage: int | None = option(
         "--storage", SIZE, "Give the cache this much storage (default: without limit)."
-    )
-    model: KvModelOptions = group(KvModelOptions)
-    page: PageOption = group(PageOption)
-    reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace")
-
-
-@verb(_SimulateOptions)
-def simulate(options: _SimulateOptions, terminal: Terminal) -> None:
+    ),
+    model: str = KV_MODEL,
+    dtype: str | None = KV_DTYPE,
+    page: Path | None = PAGE,
+    reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace"),
+) -> None:
     """Calculate the prefix hits of a TRACE for caches of any size (LRU), and what each tier serves.
 
     A hit counts only while all blocks before it in its request hit, too: others cannot be used.
@@ -209,57 +193,44 @@ def simulate(options: _SimulateOptions, terminal: Terminal) -> None:
 
       penstock kvcache simulate trace.jsonl --model deepseek-v3 --gpu 40GiB --cpu 512GiB --storage 10TiB
     """
-    from penstock.kvcache.lru_simulation import find_reuse
+    from penstock.kvcache.cache_pages import make_simulation_page
+    from penstock.kvcache.lru_simulation import find_reuse, simulate_tiers
+    from penstock.kvcache.models import find_model
 
-    model = options.model.load()
-    trace = options.reading.load(options.trace, terminal)
-    reuse = find_reuse(trace)
-    block_bytes = trace.block_tokens * model.bytes_per_token
-    capacities = [*options.blocks, *(size // block_bytes for size in options.sizes or ())]
+    requests = reading.load(trace, terminal)
+    reuse = find_reuse(requests)
+    cached = find_model(model, dtype=dtype)
+    block_bytes = requests.block_tokens * cached.bytes_per_token
+    capacities = [*blocks, *(size // block_bytes for size in sizes or ()), None]
+    tiers = {
+        "gpu": gpu // block_bytes,
+        "cpu": cpu // block_bytes,
+        "storage": None if storage is None else storage // block_bytes,
+    }
     document = {
-        **trace.statistics(),
-        "model": model.name,
+        **requests.statistics(),
+        "model": cached.name,
         "block_bytes": block_bytes,
-        "rows": [_row(reuse, capacity, block_bytes) for capacity in [*capacities, None]],
-        "tiers": _simulate_tiers(options, trace, reuse, block_bytes),
+        "rows": [
+            {
+                "capacity_blocks": capacity,
+                "capacity_bytes": None if capacity is None else capacity * block_bytes,
+                "prefix_hit_ratio": reuse.prefix_hit_ratio(capacity),
+            }
+            for capacity in capacities
+        ],
+        "tiers": [
+            asdict(figures)
+            | {
+                "hit_ratio": figures.hit_blocks / requests.num_blocks if requests.num_blocks else 0.0,
+                "read_bytes": figures.hit_blocks * block_bytes,
+                "written_bytes": figures.written_blocks * block_bytes,
+            }
+            for figures in simulate_tiers(reuse, tiers)
+        ],
     }
     terminal.result(document, _view_simulation(document))
-    options.page.write(lambda: _draw_simulation(document), terminal)
-
-
-def _draw_simulation(document: dict[str, Any]) -> Report:
-    from penstock.kvcache.cache_pages import make_simulation_page
-
-    return make_simulation_page(document)
-
-
-def _row(reuse: Reuse, capacity: int | None, block_bytes: int) -> dict[str, Any]:
-    return {
-        "capacity_blocks": capacity,
-        "capacity_bytes": None if capacity is None else capacity * block_bytes,
-        "prefix_hit_ratio": reuse.prefix_hit_ratio(capacity),
-    }
-
-
-def _simulate_tiers(
-    options: _SimulateOptions, trace: BlockTrace, reuse: Reuse, block_bytes: int
-) -> list[dict[str, Any]]:
-    from penstock.kvcache.lru_simulation import simulate_tiers
-
-    tiers = {
-        "gpu": options.gpu // block_bytes,
-        "cpu": options.cpu // block_bytes,
-        "storage": None if options.storage is None else options.storage // block_bytes,
-    }
-    return [
-        asdict(figures)
-        | {
-            "hit_ratio": figures.hit_blocks / trace.num_blocks if trace.num_blocks else 0.0,
-            "read_bytes": figures.hit_blocks * block_bytes,
-            "written_bytes": figures.written_blocks * block_bytes,
-        }
-        for figures in simulate_tiers(reuse, tiers)
-    ]
+    write_page(page, lambda: make_simulation_page(document), terminal)
 
 
 def _view_simulation(document: dict[str, Any]) -> View:

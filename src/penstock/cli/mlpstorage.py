@@ -16,7 +16,7 @@ from typing import Final
 from penstock import __version__
 from penstock.cli import app
 from penstock.did_you_mean import did_you_mean
-from penstock.environment import Environment, process_environment
+from penstock.environment import process_environment
 from penstock.errors import UsageError
 from penstock.submission.tree_layout import SENTINEL
 
@@ -125,11 +125,6 @@ class MlpstorageCommand:
             raise UsageError(f"{text!r} is not a whole number", where=f"--{name}", fix="Write digits.")
         return None if text is None else int(text)
 
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Remarks on the options that are ignored, one for each."""
-        return tuple(f"--{name} is ignored: {why}" for name, why in IGNORED.items() if name in self.options)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
@@ -171,7 +166,12 @@ def parse(
     if first in _OTHER_COMMANDS:
         return MlpstorageCommand(command=first, rest=tuple(rest), options=options)
     if first in _BENCHMARKS:  # v2's form: options name the division and the model
-        mode, benchmark, model = _one_mode(first, options), first, options.get("model", ("",))[-1]
+        modes = [mode for mode in ("closed", "open") if mode in options]
+        if len(modes) > 1:
+            raise UsageError(
+                "--closed and --open are mutually exclusive", where=first, fix="Leave one of them out."
+            )
+        mode, benchmark, model = "".join(modes), first, options.get("model", ("",))[-1]
     elif first in _MODES:  # v3's form: the division, the benchmark, the model, the command, file or object
         mode, benchmark = first, _require_word(rest, _BENCHMARKS, "benchmark")
         rest = rest[1:]
@@ -187,15 +187,6 @@ def parse(
     return MlpstorageCommand(
         mode=mode, benchmark=benchmark, command=command, model=model, storage=storage, options=options
     )
-
-
-def _one_mode(benchmark: str, options: Mapping[str, object]) -> str:
-    modes = [mode for mode in ("closed", "open") if mode in options]
-    if len(modes) > 1:
-        raise UsageError(
-            "--closed and --open are mutually exclusive", where=benchmark, fix="Leave one of them out."
-        )
-    return modes[0] if modes else ""
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
@@ -252,11 +243,12 @@ def translate(command: MlpstorageCommand, defaults: Defaults) -> TranslatedComma
             where=command.benchmark,
             fix="Penstock runs training and checkpointing; run the others with mlpstorage itself.",
         )
-    if command.benchmark:
-        translator = _BenchmarkTranslator(command, defaults)
-        words = translator.training() if command.benchmark == "training" else translator.checkpointing()
-        return TranslatedCommand(words=tuple(words), remarks=(*command.ignored, *translator.remarks))
-    return TranslatedCommand(words=tuple(_translate_other(command, defaults)), remarks=command.ignored)
+    remarks = [f"--{name} is ignored: {why}" for name, why in IGNORED.items() if command.has(name)]
+    if not command.benchmark:
+        return TranslatedCommand(words=tuple(_translate_other(command, defaults)), remarks=tuple(remarks))
+    translator = _BenchmarkTranslator(command, defaults)
+    words = translator.training() if command.benchmark == "training" else translator.checkpointing()
+    return TranslatedCommand(words=tuple(words), remarks=(*remarks, *translator.remarks))
 
 
 class _BenchmarkTranslator:
@@ -273,27 +265,32 @@ class _BenchmarkTranslator:
             and bool(self.system)
             and defaults.is_submission_tree(self.results)
         )
+        self.settings = [word for text in command.options.get("params", ()) for word in ("--set", text)]
+        self.skipped = ["--skip-gate", "apart"] if command.has("skip-fs-separation-gate") else []
+        texts = command.options.get("hosts", ())
+        self.hosts = [host for text in texts for host in text.replace(",", " ").split()]
         if command.command not in ("datasize", "configview"):
             self._add_remarks()
 
     def training(self) -> list[str]:
         """`training datasize`, `datagen`, `run`, `configview`."""
-        workload = self._workload()
+        accelerator = self.command.value("accelerator-type")
+        workload = [self._model(), *(["--accelerator", accelerator] if accelerator else [])]
         phase = self.command.command
         if phase == "datasize":
             return self._datasize(workload)
         if phase == "configview":
-            return ["workloads", *workload, *self._settings()]
+            return ["workloads", *workload, *self.settings]
         data = ["--data", self._data()]
         ranks = self._ranks("num-processes" if phase == "datagen" else "num-accelerators")
         if self.is_submitted:
             return ["submission", "run", "training", *workload, "--only", phase, *data,
-                    *self._settings(), *self._submission_options(), *ranks]  # fmt: skip
+                    *self.settings, *self._submission_options(), *ranks]  # fmt: skip
         if phase == "datagen":
-            return ["training", "generate", *workload, *data, *self._settings(), *ranks]
+            return ["training", "generate", *workload, *data, *self.settings, *ranks]
         division = [f"--{self.command.mode}"] if self.command.mode in ("closed", "open") else []
-        return ["training", "run", *workload, *data, *self._settings(), "--results", self.results,
-                *division, *self._skipped(), *ranks]  # fmt: skip
+        return ["training", "run", *workload, *data, *self.settings, "--results", self.results,
+                *division, *self.skipped, *ranks]  # fmt: skip
 
     def checkpointing(self) -> list[str]:
         """`checkpointing datasize`, `run`, `configview`."""
@@ -302,7 +299,7 @@ class _BenchmarkTranslator:
         if command.command == "datagen":
             raise UsageError("Checkpoints need no data set", where="datagen", fix="Use run.")
         if command.command == "configview":
-            return ["workloads", model, *self._settings()]
+            return ["workloads", model, *self.settings]
         ranks = command.number("num-processes")
         if command.command == "datasize":
             return ["checkpoint", "size", model, *(["--ranks", str(ranks)] if ranks else [])]
@@ -311,7 +308,7 @@ class _BenchmarkTranslator:
             raise UsageError(
                 "No destination is given for the checkpoints", fix="Give --checkpoint-folder FOLDER."
             )
-        words = ["checkpoint", "run", model, "--to", self._place(folder), *self._settings()]
+        words = ["checkpoint", "run", model, "--to", self._place(folder), *self.settings]
         for name, option in (("num-checkpoints-write", "--writes"), ("num-checkpoints-read", "--reads")):
             if command.number(name) is not None:
                 words += [option, str(command.number(name))]
@@ -320,7 +317,7 @@ class _BenchmarkTranslator:
             accelerator = command.value("accelerator-type")
             words += [*(["--accelerator", accelerator] if accelerator else []), *self._submission_options()]
         else:
-            words += ["--results", self.results, *self._skipped()]
+            words += ["--results", self.results, *self.skipped]
         return [*words, *self._ranks("num-processes")]
 
     def _datasize(self, workload: list[str]) -> list[str]:
@@ -333,22 +330,15 @@ class _BenchmarkTranslator:
                 where="datasize",
                 fix="Give --max-accelerators N and --client-host-memory-in-gb GIB.",
             )
-        hosts = command.number("num-client-hosts") or max(1, len(self._hosts()))
+        hosts = command.number("num-client-hosts") or max(1, len(self.hosts))
         self.remarks.append("the size of the data set is added to the submission with the first run")
-        return ["training", "size", *workload, *self._settings(), "--accelerators", str(number),
+        return ["training", "size", *workload, *self.settings, "--accelerators", str(number),
                 "--hosts", str(hosts), "--host-memory", f"{memory}GiB"]  # fmt: skip
-
-    def _workload(self) -> list[str]:
-        accelerator = self.command.value("accelerator-type")
-        return [self._model(), *(["--accelerator", accelerator] if accelerator else [])]
 
     def _model(self) -> str:
         if not self.command.model:
             raise UsageError("No model is named", fix="Write it after the benchmark, or --model NAME.")
         return self.command.model
-
-    def _settings(self) -> list[str]:
-        return [word for text in self.command.options.get("params", ()) for word in ("--set", text)]
 
     def _data(self) -> str:
         folder = self.command.value("data-dir") or self.defaults.data
@@ -369,14 +359,7 @@ class _BenchmarkTranslator:
     def _submission_options(self) -> list[str]:
         assert self.system is not None
         options = [f"--{self.command.mode}", "--submission", self.results, "--system", self.system]
-        return [*options, *self._skipped()]
-
-    def _skipped(self) -> list[str]:
-        return ["--skip-gate", "apart"] if self.command.has("skip-fs-separation-gate") else []
-
-    def _hosts(self) -> list[str]:
-        texts = self.command.options.get("hosts", ())
-        return [host for text in texts for host in text.replace(",", " ").split()]
+        return [*options, *self.skipped]
 
     def _ranks(self, name: str) -> list[str]:
         """The options that start ranks."""
@@ -384,26 +367,22 @@ class _BenchmarkTranslator:
         if command.value("exec-type") not in (None, "mpi"):
             raise UsageError("Containers are not supported", where="--exec-type", fix="Use mpi.")
         number = command.number(name) or command.number("num-processes")
-        hosts = self._hosts()
+        hosts = self.hosts
         words = ["--ranks", str(number)] if number else []
         if hosts and not {host.partition(":")[0] for host in hosts} <= _LOCAL:
             words += ["--hosts", ",".join(hosts)]
         launcher = command.value("mpi-bin")
         words += ["--launcher", launcher] if launcher else []
-        for option in ("oversubscribe", "allow-run-as-root"):
-            if command.has(option):
-                words += self._launcher_option(option, launcher)
+        for option in filter(command.has, ("oversubscribe", "allow-run-as-root")):
+            if launcher == "mpirun":
+                words.append(f"--launcher-arg=--{option}")
+            else:
+                self.remarks.append(
+                    f"--{option} is an option of Open MPI: it is passed on only with --mpi-bin mpirun"
+                )
         for text in command.options.get("mpi-params", ()):
             words += [f"--launcher-arg={part}" for part in shlex.split(text)]
         return words
-
-    def _launcher_option(self, option: str, launcher: str | None) -> list[str]:
-        if launcher == "mpirun":
-            return [f"--launcher-arg=--{option}"]
-        self.remarks.append(
-            f"--{option} is an option of Open MPI: it is passed on only with --mpi-bin mpirun"
-        )
-        return []
 
     def _add_remarks(self) -> None:
         command = self.command
@@ -429,7 +408,19 @@ def _translate_other(command: MlpstorageCommand, defaults: Defaults) -> list[str
     results = command.value("results-dir") or defaults.results or _DEFAULT_ROOT
     rest = list(command.rest)
     if command.command in ("history", "runs"):
-        return _translate_history(command, rest, results)
+        verb = rest.pop(0) if rest else "show"
+        known = {"show": "show", "list": "ls", "rm": "rm"}
+        if verb not in known:
+            raise UsageError(
+                f"{verb!r} is not a known command",
+                where=command.command,
+                fix=f"Choose from: {', '.join(known)}.",
+            )
+        named = rest or list(command.options.get("id", ()))
+        if verb == "list" or (verb == "show" and not named):
+            return ["results", "ls", results]
+        confirmed = ["--yes"] if verb == "rm" else []
+        return ["results", known[verb], *named, *confirmed, "--results", results]
     if command.command == "init" and not rest:
         raise UsageError("No organization is named", fix="Write: init ORGANISATION FOLDER")
     if command.command == "lockfile":
@@ -446,20 +437,6 @@ def _translate_other(command: MlpstorageCommand, defaults: Defaults) -> list[str
         "rules-coverage": ["submission", "rules"],
         "version": ["--version"],
     }[command.command]
-
-
-def _translate_history(command: MlpstorageCommand, rest: list[str], results: str) -> list[str]:
-    verb = rest.pop(0) if rest else "show"
-    known = {"show": "show", "list": "ls", "rm": "rm"}
-    if verb not in known:
-        raise UsageError(
-            f"{verb!r} is not a known command", where=command.command, fix=f"Choose from: {', '.join(known)}."
-        )
-    named = rest or list(command.options.get("id", ()))
-    if verb == "list" or (verb == "show" and not named):
-        return ["results", "ls", results]
-    confirmed = ["--yes"] if verb == "rm" else []
-    return ["results", known[verb], *named, *confirmed, "--results", results]
 
 
 HELP: Final = f"""\
@@ -511,8 +488,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _translate(words: Sequence[str]) -> list[TranslatedCommand]:
     """Print the command to run, and return it; an empty list for a dry run."""
-    requested = _with_config_file(words)
-    command = translate(requested, _read_defaults(process_environment()))
+    requested = parse(words)
+    if (name := requested.value("config-file")) is not None:
+        requested = parse(words, defaults=_read_config_file(Path(name)))
+    environment = process_environment()
+    command = translate(
+        requested,
+        Defaults(
+            results=environment.get("MLPSTORAGE_RESULTS_DIR"),
+            system=environment.get("MLPSTORAGE_SYSTEMNAME"),
+            data=environment.get("MLPSTORAGE_DATA_DIR"),
+            checkpoints=environment.get("MLPSTORAGE_CHECKPOINT_FOLDER"),
+            bucket=environment.get("BUCKET"),
+            is_submission_tree=lambda folder: (Path(folder).expanduser() / SENTINEL).is_file(),
+        ),
+    )
     for remark in command.remarks:
         print(remark, file=sys.stderr)
     if requested.has("dry-run") or requested.has("what-if"):
@@ -520,13 +510,6 @@ def _translate(words: Sequence[str]) -> list[TranslatedCommand]:
         return []
     print(f"= {command.text}", file=sys.stderr)
     return [command]
-
-
-def _with_config_file(words: Sequence[str]) -> MlpstorageCommand:
-    """The command, with the options of its `--config-file` as defaults."""
-    command = parse(words)
-    name = command.value("config-file")
-    return command if name is None else parse(words, defaults=_read_config_file(Path(name)))
 
 
 def _read_config_file(path: Path) -> Mapping[str, tuple[str, ...]]:
@@ -542,14 +525,3 @@ def _read_config_file(path: Path) -> Mapping[str, tuple[str, ...]]:
             values = value if isinstance(value, list) else [] if value is True else [value]
             options[name] = tuple(map(str, values))
     return options
-
-
-def _read_defaults(environment: Environment) -> Defaults:
-    return Defaults(
-        results=environment.get("MLPSTORAGE_RESULTS_DIR"),
-        system=environment.get("MLPSTORAGE_SYSTEMNAME"),
-        data=environment.get("MLPSTORAGE_DATA_DIR"),
-        checkpoints=environment.get("MLPSTORAGE_CHECKPOINT_FOLDER"),
-        bucket=environment.get("BUCKET"),
-        is_submission_tree=lambda folder: (Path(folder).expanduser() / SENTINEL).is_file(),
-    )

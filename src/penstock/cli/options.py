@@ -1,26 +1,27 @@
-"""The option layer: a command's options are the fields of a dataclass, each declared once.
+"""The option layer: the options of a verb are the parameters of its function, each declared once.
 
-    @dataclass(frozen=True, kw_only=True)
-    class ProbeOptions:
-        uri: str = argument("URI", TEXT, "Storage to measure.")
-        size_bytes: int = option("--size", SIZE, "Bytes that each measurement moves.", default="2GiB")
-        storage: BackendOptions = group(BackendOptions)
-
-    @verb(ProbeOptions)
-    def probe(options: ProbeOptions, terminal: Terminal) -> int | None:
+    @verb
+    def probe(
+        terminal: Terminal,
+        *,
+        uri: str = argument("URI", TEXT, "Storage to measure."),
+        size_bytes: int = option("--size", SIZE, "Bytes that each measurement moves.", default="2GiB"),
+        reading: ReadOptions = group(ReadOptions),
+    ) -> int | None:
         ...
 
 A declaration holds the name, the parser, the help text and the default; everything else (click's parameters,
-`--help`, completion, the instance that the command receives) follows from it. The declaring functions return
-the parser's type, so that a type checker compares every field's annotation with its parser.
+`--help`, completion, the values that the function receives) follows from it. The declaring functions return
+the parser's type, so that a type checker compares each annotation with its parser. Options that several verbs
+share are a constant (`page: Path | None = PAGE`) or, several together, a dataclass, which `group` declares.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from textwrap import dedent
-from typing import Any, TypeVar, overload
+from typing import Any, Concatenate, TypeVar, overload
 
 import click
 from click.shell_completion import CompletionItem
@@ -31,15 +32,17 @@ from penstock.errors import UsageError
 from penstock.optional_libraries import missing_library
 
 T = TypeVar("T")
-O = TypeVar("O")  # noqa: E741 - the options of one command
+O = TypeVar("O")  # noqa: E741 - a group of options
+Fields = dict[str, dataclasses.Field[Any]]
+"""Declared options by the name of their parameter, or of their field in a group."""
 _KEY = "penstock option"
 _NESTED = "__"
-"""Joins the names of nested fields: a parameter of a group is called GROUP__FIELD."""
+"""Joins the names of nested options: one of a group is called GROUP__FIELD."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """One option or argument as its field declares it: arguments have no names, flags no parser."""
+    """One option or argument: arguments have no names, flags no parser."""
 
     names: tuple[str, ...]
     help: str
@@ -48,6 +51,8 @@ class Declaration:
     default: str | None = None
     is_required: bool = False
     is_repeated: bool = False
+    panel: str | None = None
+    """The heading in `--help`, if it has one of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,14 +63,28 @@ class _Nested:
 
 @overload
 def option(
-    name: str, parser: Parser[T], text: str, *, default: str, short: str = "", metavar: str = ""
+    name: str,
+    parser: Parser[T],
+    text: str,
+    *,
+    default: str,
+    short: str = "",
+    metavar: str = "",
+    panel: str | None = None,
 ) -> T: ...
 @overload
 def option(
-    name: str, parser: Parser[T], text: str, *, default: None = None, short: str = "", metavar: str = ""
+    name: str,
+    parser: Parser[T],
+    text: str,
+    *,
+    default: None = None,
+    short: str = "",
+    metavar: str = "",
+    panel: str | None = None,
 ) -> T | None: ...
 def option(name: str, parser: Parser[Any], text: str, *, short: str = "", **more: Any) -> Any:
-    """Declare an option. `default` is text for the parser; without it, the field defaults to None."""
+    """Declare an option. `default` is text for the parser; without it, the option defaults to None."""
     return _field(_names(name, short), text, parser, **more)
 
 
@@ -74,9 +93,11 @@ def required(name: str, parser: Parser[T], text: str, *, short: str = "", metava
     return _field(_names(name, short), text, parser, metavar=metavar, is_required=True)  # type: ignore[no-any-return]
 
 
-def repeated(name: str, parser: Parser[T], text: str, *, short: str = "") -> tuple[T, ...]:
+def repeated(
+    name: str, parser: Parser[T], text: str, *, short: str = "", panel: str | None = None
+) -> tuple[T, ...]:
     """Declare an option that may be given several times."""
-    return _field(_names(name, short), text, parser, is_repeated=True)  # type: ignore[no-any-return]
+    return _field(_names(name, short), text, parser, is_repeated=True, panel=panel)  # type: ignore[no-any-return]
 
 
 def flag(name: str, text: str) -> bool:
@@ -121,7 +142,7 @@ def _names(name: str, short: str) -> tuple[str, ...]:
 
 
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
-    """A field of a dataclass, typed as its value: the declaring functions return the parser's type."""
+    """A field, in a dataclass as in a signature: the declaring functions are typed as its value."""
     declaration = Declaration(names=names, help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:
@@ -130,7 +151,7 @@ def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None,
 
 
 def default_value(declaration: Declaration) -> Any:
-    """The value of a field whose option is left out. Parsed late: a parser may import what it reads into."""
+    """The value of an option that is left out. Parsed late: a parser may import what it reads into."""
     if declaration.is_repeated:
         return ()
     if declaration.parser is None:
@@ -138,31 +159,44 @@ def default_value(declaration: Declaration) -> Any:
     return None if declaration.default is None else declaration.parser(declaration.default)
 
 
-def declarations(options: type) -> Iterator[tuple[str, Declaration, str | None]]:
-    """The path, the declaration and the help panel of each option of a dataclass, nested ones in place.
+def options_of(declaring: Callable[..., Any]) -> Fields:
+    """The options that a function or a dataclass declares; whatever else either has is no option."""
+    if isinstance(declaring, type):
+        fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(declaring)}
+    else:
+        parameters = inspect.signature(declaring).parameters.values()
+        fields = {parameter.name: parameter.default for parameter in parameters}
+    return {
+        name: field
+        for name, field in fields.items()
+        if isinstance(field, dataclasses.Field) and _KEY in field.metadata
+    }
 
-    A field that declares nothing is no option, and keeps its default.
-    """
-    for field in dataclasses.fields(options):
-        declared = field.metadata.get(_KEY)
+
+def declarations(fields: Fields) -> Iterator[tuple[str, Declaration, str | None]]:
+    """The path, the declaration and the help panel of each option, those of groups in place."""
+    for name, field in fields.items():
+        declared = field.metadata[_KEY]
         if isinstance(declared, _Nested):
-            for name, declaration, panel in declarations(declared.options):
-                yield f"{field.name}{_NESTED}{name}", declaration, panel or declared.panel
-        elif declared is not None:
-            yield field.name, declared, None
+            for path, declaration, panel in declarations(options_of(declared.options)):
+                yield f"{name}{_NESTED}{path}", declaration, panel or declared.panel
+        else:
+            yield name, declared, declared.panel
 
 
-def fill(options: type[O], values: Mapping[str, Any], prefix: str = "") -> O:
-    """An instance of the dataclass with click's values; fields whose option is left out get their default."""
+def fill(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Click's values, by the names of parameters; what is left out gets its default."""
     filled: dict[str, Any] = {}
-    for field in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass, as `group` and `verb` say
-        declared, name = field.metadata.get(_KEY), f"{prefix}{field.name}"
+    for name, field in fields.items():
+        declared, path = field.metadata[_KEY], f"{prefix}{name}"
         if isinstance(declared, _Nested):
-            filled[field.name] = fill(declared.options, values, f"{name}{_NESTED}")
-        # Whatever its default is, click passes None or () for an option that is left out.
-        elif values.get(name) not in (None, ()):
-            filled[field.name] = values[name]
-    return options(**filled)
+            inner = fill(options_of(declared.options), values, f"{path}{_NESTED}")
+            filled[name] = declared.options(**inner)
+        else:
+            # Whatever its default is, click passes None or () for an option that is left out.
+            is_given = values.get(path) not in (None, ())
+            filled[name] = values[path] if is_given else default_value(declared)
+    return filled
 
 
 class _ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
@@ -187,8 +221,7 @@ class _ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since c
         incomplete: str,
     ) -> list[CompletionItem]:
         if self._parser.list_names is not None:
-            folders = [value for name, value in ctx.params.items() if name.endswith("path") and value]
-            parent = str(folders[0]) if folders else ""
+            parent = str(ctx.params.get("parent") or "")
             names = [name for name in self._parser.list_names(parent) if name.startswith(incomplete)]
             return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
         if self._parser.completes:
@@ -223,25 +256,18 @@ def _parameter(path: str, declaration: Declaration) -> click.Parameter:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JsonOption:
-    """The option of every command that prints a result."""
-
-    as_json: bool = flag("--json", "Print the result as one JSON document on stdout.")
+JSON_OPTION: dict[str, Any] = {"as_json": flag("--json", "Print the result as one JSON document on stdout.")}
+"""The option of every command that prints a result."""
 
 
 class Verb(click.Command):
-    """A command made of dataclasses of options; `--help` shows its docstring and their help texts."""
+    """A command made of declared options; `--help` shows its docstring and their help texts."""
 
     def __init__(
-        self,
-        document: str,
-        options: Sequence[type],
-        call: Callable[[Mapping[str, Any]], int | None],
-        **more: Any,
+        self, document: str, fields: Fields, call: Callable[[Mapping[str, Any]], int | None], **more: Any
     ) -> None:
         text, _, examples = inspect.cleandoc(document).partition("\nExamples:\n")
-        self.declared = [entry for declaring in options for entry in declarations(declaring)]
+        self.declared = list(declarations(fields))
         parameters = [_parameter(path, declaration) for path, declaration, _ in self.declared]
 
         def callback(**values: Any) -> None:
@@ -281,24 +307,15 @@ def _describe(declaration: Declaration) -> str:
 
 
 def verb(
-    options: type[O], *, has_json: bool = True, **settings: Any
-) -> Callable[[Callable[[O, Terminal], int | None]], Verb]:
-    """Make a command of a function of its options and the terminal; what it returns is the exit code."""
+    function: Callable[Concatenate[Terminal, ...], int | None], *, has_json: bool = True, **settings: Any
+) -> Verb:
+    """Make a command of a function of the terminal and its options; what it returns is the exit code."""
+    own = options_of(function)
 
-    def decorate(function: Callable[[O, Terminal], int | None]) -> Verb:
-        def call(values: Mapping[str, Any]) -> int | None:
-            return function(fill(options, values), Terminal(as_json=bool(values.get("as_json"))))
+    def call(values: Mapping[str, Any]) -> int | None:
+        return function(Terminal(as_json=bool(values.get("as_json"))), **fill(own, values))
 
-        return Verb(
-            function.__doc__ or "", [options, JsonOption] if has_json else [options], call, **settings
-        )
-
-    return decorate
-
-
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """The options of a command that has none."""
+    return Verb(function.__doc__ or "", own | JSON_OPTION if has_json else own, call, **settings)
 
 
 class Group(click.Group):

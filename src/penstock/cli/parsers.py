@@ -17,6 +17,7 @@ from penstock.units import parse_bytes, parse_rate, parse_seconds
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
     from penstock.bench.loader.loader_protocol import ContentCheck
+    from penstock.cluster.gates.gate_model import Gate
 
 T = TypeVar("T")
 
@@ -150,6 +151,12 @@ def _content_check(word: str) -> ContentCheck:
     return ContentCheck(word)
 
 
+def _gate(word: str) -> Gate:
+    from penstock.cluster.gates.gate_model import Gate
+
+    return Gate(word)
+
+
 def _list_workloads(_: str) -> Iterable[str]:
     from penstock.workload.shipped_catalog import families, full_names
 
@@ -193,5 +200,6 @@ SETTING = Parser("KEY=VALUE", str)
 ASSIGNMENT = Parser("NAME=VALUE", parse_assignment)
 DIVISION = chosen(("rotate", "drop", "pad", "error"), _division)
 CONTENT_CHECK = chosen(("off", "sample", "full"), _content_check)
+GATE = chosen(("cluster", "versions", "clock", "limits", "ipc", "apart", "space", "storage"), _gate)
 LAUNCHER = choice("auto", "mpiexec", "mpirun", "srun", "pals")
 EDITION = choice("auto", "v1.0", "v2.0", "v3.0", "v3.0-strict")

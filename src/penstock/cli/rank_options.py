@@ -12,20 +12,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate
 
 from penstock import environment as env
 from penstock.cli.option_groups import FollowOptions
-from penstock.cli.options import JsonOption, Verb, command_line, fill, group, option, repeated
+from penstock.cli.options import JSON_OPTION, Verb, command_line, fill, group, option, options_of, repeated
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal, progress_columns
 from penstock.cluster import launcher_command, launcher_env
 from penstock.cluster.comm import Comm
-
-DefaultRanks = int | None | Callable[[Mapping[str, Any]], int | None]
-
-O = TypeVar("O")  # noqa: E741 - the options of one command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,50 +53,49 @@ class RankOptions:
         return bool(has_several) and launcher_env.detect_rank(environment) is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RankPanel:
-    ranks: RankOptions = group(RankOptions, panel="Ranks")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FollowPanel:
-    following: FollowOptions = group(FollowOptions, panel="Following")
+_RANKS: dict[str, Any] = {"ranks": group(RankOptions, panel="Ranks")}
+_FOLLOWING: dict[str, Any] = {"following": group(FollowOptions, panel="Following")}
 
 
 def ranked(
-    options: type[O], *, default_ranks: DefaultRanks = None, is_followed: bool = False
-) -> Callable[[Callable[[O, Comm, Terminal], int | None]], Verb]:
-    """Make a command that runs on several ranks of a function of its options, its ranks and the terminal.
+    function: Callable[Concatenate[Comm, Terminal, ...], int | None],
+    *,
+    default_ranks: Callable[[Mapping[str, Any]], int | None] | None = None,
+    is_followed: bool = False,
+) -> Verb:
+    """Make a command that runs on several ranks of a function of its ranks, the terminal and its options.
 
-    What the function returns is its exit code: a verdict on which all ranks agree. `default_ranks` is for a
-    command that makes sense on several ranks only, or depends on its arguments. One that lasts can be
-    followed: `is_followed` adds --watch and its companions.
+    What the function returns is its exit code: a verdict on which all ranks agree. `default_ranks` makes a
+    number of ranks from the command's values. One that lasts is followed: `followed` adds --watch.
     """
+    own = options_of(function)
 
-    def decorate(function: Callable[[O, Comm, Terminal], int | None]) -> Verb:
-        def call(values: Mapping[str, Any]) -> int | None:
-            environment = env.process_environment()
-            usual = default_ranks(values) if callable(default_ranks) else default_ranks
-            ranks = fill(_RankPanel, values).ranks.with_ranks(usual, environment)
-            if ranks.starts_ranks(environment):
-                return _launch(ranks, environment)
+    def call(values: Mapping[str, Any]) -> int | None:
+        environment = env.process_environment()
+        ranks: RankOptions = fill(_RANKS, values)["ranks"]
+        if default_ranks is not None:
+            ranks = ranks.with_ranks(default_ranks(values), environment)
+        if ranks.starts_ranks(environment):
+            return _launch(ranks, environment)
 
-            def run_rank(comm: Comm) -> int | None:
-                terminal = Terminal(
-                    as_json=values["as_json"],
-                    speaks=comm.rank == 0,
-                    ranks=comm.size,
-                    find_wait=comm.present_wait,
-                    open_followers=fill(_FollowPanel, values).following.followers if is_followed else None,
-                )
-                return function(fill(options, values), comm, terminal)
+        def run_rank(comm: Comm) -> int | None:
+            terminal = Terminal(
+                as_json=values["as_json"],
+                speaks=comm.rank == 0,
+                ranks=comm.size,
+                find_wait=comm.present_wait,
+                open_followers=fill(_FOLLOWING, values)["following"].followers if is_followed else None,
+            )
+            return function(comm, terminal, **fill(own, values))
 
-            return _join(run_rank, ranks, environment)
+        return _join(run_rank, ranks, environment)
 
-        panels = [options, JsonOption, *([_FollowPanel] if is_followed else []), _RankPanel]
-        return Verb(function.__doc__ or "", panels, call)
+    following = _FOLLOWING if is_followed else {}
+    return Verb(function.__doc__ or "", own | JSON_OPTION | following | _RANKS, call)
 
-    return decorate
+
+followed = partial(ranked, is_followed=True)
+"""As `ranked`, for a command that lasts: --watch and --metrics-dir follow it."""
 
 
 def _launch(ranks: RankOptions, environment: env.Environment) -> int:

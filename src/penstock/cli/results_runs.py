@@ -1,15 +1,21 @@
-"""`penstock results ls` and `rm`: the runs of a directory, and its history."""
+"""`penstock results ls`, `rm`, `show`, `page` and `compare`: the runs of a directory, and its history."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cli.option_groups import ParentOption
-from penstock.cli.options import arguments, flag, group, option, optional_argument, verb
-from penstock.cli.parsers import FOLDER, TEXT, whole
-from penstock.cli.terminal import Terminal, View, bold, format_number
-from penstock.errors import UsageError
+from penstock.cli.option_groups import PAGE, RUNS_FOLDER, write_page
+from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
+from penstock.cli.parsers import FILE, FOLDER, RUN, TEXT, whole
+from penstock.cli.run_reports import reconciliation_lines
+from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
+from penstock.environment import TRACE
+from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.history import HistoryFile
 from penstock.results.run_catalog import (
     CatalogedRun,
@@ -17,10 +23,19 @@ from penstock.results.run_catalog import (
     delete_runs,
     describe,
     find_run,
+    find_run_folder,
     plan_removal,
     read_catalog,
 )
 from penstock.results.run_comparison import RunSummary
+from penstock.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.results.phase_figures import PhaseFigures
+    from penstock.results.run_comparison import RunComparison
+    from penstock.results.run_record import RunRecord
+
+_RUN: Final = argument("RUN", RUN, "Run by directory, id, or a part of its name.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +66,13 @@ class CriteriaOptions:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ListOptions:
-    folder: Path = optional_argument("[DIR]", FOLDER, "Results directory.", default="runs")
-    selection: CriteriaOptions = group(CriteriaOptions)
-
-
-@verb(_ListOptions)
-def list_runs(options: _ListOptions, terminal: Terminal) -> None:
+@verb
+def list_runs(
+    terminal: Terminal,
+    *,
+    folder: Path = optional_argument("[DIR]", FOLDER, "Results directory.", default="runs"),
+    selection: CriteriaOptions = group(CriteriaOptions),
+) -> None:
     """List the runs in DIR, newest first, including runs of DLIO.
 
     Runs that began here and have no directory any more are listed after the others. Directories and history
@@ -72,8 +86,8 @@ def list_runs(options: _ListOptions, terminal: Terminal) -> None:
 
       penstock results ls /mnt/results --workload unet3d --json
     """
-    criteria = options.selection.criteria()
-    catalog, complaints = read_catalog(options.folder)
+    criteria = selection.criteria()
+    catalog, complaints = read_catalog(folder)
     unreadable = [run.why for run in catalog if run.outcome == "unreadable"]
     terminal.notes((*complaints, *unreadable))
     selected = [run for run in catalog if criteria.fit(run) and run.outcome != "unreadable"]
@@ -90,7 +104,7 @@ def list_runs(options: _ListOptions, terminal: Terminal) -> None:
         "unreadable": unreadable,
         "history": complaints,
     }
-    terminal.result(document, _view_list(options.folder, here, gone))
+    terminal.result(document, _view_list(folder, here, gone))
 
 
 def _view_list(folder: Path, here: Sequence[CatalogedRun], gone: Sequence[CatalogedRun]) -> View:
@@ -130,20 +144,19 @@ def _describe_run(run: CatalogedRun, *, remark: str = "") -> str:
     return f"{name}  {run.outcome}{remark}" + (f": {run.why}" if run.why else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RemoveOptions:
+@verb
+def remove(
+    terminal: Terminal,
+    *,
     runs: tuple[str, ...] = arguments(
         "[RUN...]", TEXT, "Runs by id, directory, or a part of the name.", is_required=False
-    )
-    parent: ParentOption = group(ParentOption)
-    selection: CriteriaOptions = group(CriteriaOptions)
-    keep_last: int = option("--keep-last", whole(0), "Keep the newest N of the selected runs.", default="0")
-    is_confirmed: bool = flag("--yes", "Confirm the deletion.")
-    is_dry: bool = flag("--dry-run", "Show what would be deleted, and delete nothing.")
-
-
-@verb(_RemoveOptions)
-def remove(options: _RemoveOptions, terminal: Terminal) -> None:
+    ),
+    parent: Path = RUNS_FOLDER,
+    selection: CriteriaOptions = group(CriteriaOptions),
+    keep_last: int = option("--keep-last", whole(0), "Keep the newest N of the selected runs.", default="0"),
+    is_confirmed: bool = flag("--yes", "Confirm the deletion."),
+    is_dry: bool = flag("--dry-run", "Show what would be deleted, and delete nothing."),
+) -> None:
     """Delete runs from a results directory: named runs, or all that match the options.
 
     Without --yes the runs are only listed. Runs that are still active are never deleted. The history keeps
@@ -155,19 +168,19 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
 
       penstock results rm --older-than 2w --status incomplete --keep-last 3 --results /mnt/results --dry-run
     """
-    criteria, parent = options.selection.criteria(), options.parent.path
+    criteria = selection.criteria()
     # Names and criteria are mutually exclusive, so that neither surprises.
-    if bool(options.runs) == (criteria.is_selective or options.keep_last > 0):
+    if bool(runs) == (criteria.is_selective or keep_last > 0):
         raise UsageError(
-            "Runs are named and selected by options" if options.runs else "No run is named or selected",
+            "Runs are named and selected by options" if runs else "No run is named or selected",
             fix="Give names, or --status, --workload, --older-than, --keep-last; not both.",
         )
     here = [run for run in read_catalog(parent)[0] if run.where == "here"]
-    removed, spared = plan_removal(here, criteria, keep_last=options.keep_last)
-    if options.runs:
-        named = (find_run(name, here, where=str(parent)) for name in options.runs)
+    removed, spared = plan_removal(here, criteria, keep_last=keep_last)
+    if runs:
+        named = (find_run(name, here, where=str(parent)) for name in runs)
         removed, spared = list({run.folder: run for run in named}.values()), []
-    is_deleting = options.is_confirmed and not options.is_dry
+    is_deleting = is_confirmed and not is_dry
     if is_deleting:
         delete_runs(parent, removed)
     title = "Deleted" if is_deleting else "Would be deleted"
@@ -176,5 +189,269 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
     lines += [f"  kept: {_describe_run(run)} ({reason})" for run, reason in spared]
     kept = [{**describe(run), "reason": reason} for run, reason in spared]
     terminal.result({"title": title, "runs": list(map(describe, removed)), "spared": kept}, lines)
-    if removed and not (options.is_confirmed or options.is_dry):
+    if removed and not (is_confirmed or is_dry):
         raise UsageError("Nothing was deleted", fix="Add --yes to delete these runs.")
+
+
+@verb
+def show(
+    terminal: Terminal,
+    *,
+    run: str = _RUN,
+    parent: Path = RUNS_FOLDER,
+) -> None:
+    """Show one run: how it ended, its epochs, where its time went, and the bottleneck.
+
+    The figures of a run that is active or was interrupted are those of its complete blocks.
+
+    Examples:
+
+      penstock results show unet3d_h100-20260102-030405-1a2b3c
+
+      penstock results show /mnt/results/mine --json
+    """
+    show_folder(find_run_folder(run, parent), terminal)
+
+
+def show_folder(folder: Path, terminal: Terminal) -> None:
+    """Show the run in this directory."""
+    from penstock.results.checkpoint_files import read_checkpoints, summarize_checkpoints
+    from penstock.results.counter_files import read_counters, summarize_activity
+    from penstock.results.event_files import read_events, recompute_figures
+    from penstock.results.run_comparison import summarize_run
+    from penstock.results.run_record import read_record
+
+    summary = summarize_run(folder)
+    terminal.notes(summary.notes)
+    record: RunRecord | None = None
+    figures: PhaseFigures | None = None
+    checkpoints: Mapping[str, Any] | None = None
+    activities: list[dict[str, Any]] = []
+    if summary.kind == "penstock":
+        record = read_record(folder)
+        figures = record.train
+        if figures is None:  # what the step events of an unfinished run yield
+            try:
+                figures = recompute_figures(folder, record)
+            except StorageError as error:
+                terminal.note(str(error))
+        with suppress(ObjectNotFound):  # a run without counters
+            activities = summarize_activity(*read_counters(folder), read_events(folder))
+        found = read_checkpoints(folder)
+        checkpoints = summarize_checkpoints(found) if found else None
+    document = {
+        **asdict(summary),
+        "train": asdict(figures) if figures else None,
+        "checkpoint": checkpoints,
+        "deliveries": [asdict(delivery) for delivery in record.deliveries] if record else [],
+        "preflight": asdict(record.preflight) if record and record.preflight else None,
+        "trace": record.settings.get(TRACE) if record else None,
+        "activity": activities,
+    }
+    terminal.result(document, _view_run(summary, figures, checkpoints, activities, record))
+
+
+def _view_run(
+    summary: RunSummary,
+    figures: PhaseFigures | None,
+    checkpoints: Mapping[str, Any] | None,
+    activities: Sequence[Mapping[str, Any]],
+    record: RunRecord | None,
+) -> View:
+    yield bold(summary.id)
+    if checkpoints is None:
+        yield from _view_training(summary, figures)
+    else:
+        yield from _view_checkpoints(summary, checkpoints)
+    if activities:
+        yield TextTable(
+            "Hosts meanwhile",
+            [
+                {
+                    "phase": activity["phase"],
+                    "took": format_seconds(activity["elapsed_s"]),
+                    "hosts": str(activity["hosts"]),
+                    "CPU busy": format_number(activity["cpu_busy_share"], ".0%"),
+                    "drives read": format_bytes(activity["drives_read_bytes"]),
+                    "written": format_bytes(activity["drives_written_bytes"]),
+                    "networks received": format_bytes(activity["networks_received_bytes"]),
+                    "sent": format_bytes(activity["networks_sent_bytes"]),
+                }
+                for activity in activities
+            ],
+        )
+    if record is None:
+        return
+    # The trace, device bytes next to application bytes, and the gates that were closed or skipped.
+    facts = [("trace", record.settings.get(TRACE, "")), *reconciliation_lines(record.deliveries)]
+    if record.preflight is not None:
+        closed = ", ".join(f"{finding.gate} ({finding.verdict})" for finding in record.preflight.closed)
+        facts += [("gates closed", closed), ("gates skipped", ", ".join(record.preflight.skipped))]
+    yield from (f"  {what:<28}{value}" for what, value in facts if value)
+
+
+def _view_checkpoints(summary: RunSummary, checkpoints: Mapping[str, Any]) -> View:
+    facts = {
+        "model": checkpoints["model"],
+        "one checkpoint": format_bytes(checkpoints["checkpoint_bytes"]),
+        "at": checkpoints["target"],
+        **_usual_facts(summary),
+        "verified": "all right" if checkpoints["is_right"] else "WRONG BYTES: see checkpoints.json",
+        "gap before reads": "-" if checkpoints["gap_s"] is None else format_seconds(checkpoints["gap_s"]),
+        "folder": summary.folder,
+    }
+    yield from (f"  {what:<28}{value}" for what, value in facts.items())
+    rows = [
+        {
+            "": name,
+            "checkpoints": str(direction["checkpoints"]),
+            "bytes": format_bytes(direction["bytes"]),
+            "took": format_seconds(direction["duration_s"]),
+            "GiB/s": format_number(direction["gib_per_s"], ".2f"),
+            "mean of each": format_number(direction["mean_gib_per_s"], ".2f"),
+            "p99": f"{direction['p99_ms']:.1f} ms",
+            "held up by": direction["bottleneck"],
+        }
+        for name, direction in (("write", checkpoints["write"]), ("read", checkpoints["read"]))
+        if direction is not None
+    ]
+    yield TextTable("Checkpoints", rows)
+
+
+def _view_training(summary: RunSummary, figures: PhaseFigures | None) -> View:
+    from penstock.results.phase_figures import time_rows
+
+    read = "-" if summary.read_bytes is None else format_bytes(summary.read_bytes)
+    rate = "-" if summary.read_bytes_per_s is None else format_rate(summary.read_bytes_per_s)
+    facts = {
+        "workload": summary.workload,
+        **_usual_facts(summary),
+        "AU as DLIO": format_number(summary.au_compat_percent, ".2f"),
+        "AU strict": format_number(summary.au_strict_percent, ".2f"),
+        "samples/s as DLIO": format_number(summary.samples_per_s_compat, ",.1f"),
+        "samples/s over all time": format_number(summary.samples_per_s_strict, ",.1f"),
+        "I/O as DLIO, nominal MiB/s": format_number(summary.io_compat_mib_per_s, ",.1f"),
+        "bytes really read": f"{read}, {rate}",
+        "folder": summary.folder,
+    }
+    for what, value in facts.items():
+        # Not every run trains: one of a cache has no figures of epochs.
+        if figures is not None or not value.startswith("-"):
+            yield f"  {what:<28}{value}"
+    if figures is None:
+        return
+    yield TextTable(
+        "Epochs",
+        [
+            {
+                "epoch": str(epoch.epoch),
+                "AU %": format_number(epoch.au_compat_percent, ".2f"),
+                "strict %": format_number(epoch.au_strict_percent, ".2f"),
+                "samples/s": format_number(epoch.samples_per_s_compat, ",.1f"),
+                "samples": f"{epoch.samples:,}",
+                "read": format_bytes(epoch.read_bytes),
+                "took": format_seconds(epoch.elapsed_s),
+            }
+            for epoch in figures.epochs
+        ],
+    )
+    if figures.times is not None:
+        yield TextTable("Times over all ranks", time_rows(figures.times))
+    if figures.verdict is not None:
+        yield bold(f"Bottleneck: {figures.verdict.bottleneck}")
+        yield from (f"  {sentence}" for sentence in figures.verdict.evidence)
+
+
+def _usual_facts(summary: RunSummary) -> dict[str, str]:
+    return {
+        "started": summary.started or "-",
+        "ranks": format_number(summary.ranks, "d"),
+        "outcome": f"{summary.outcome}: {summary.why}" if summary.why else summary.outcome,
+    }
+
+
+@verb
+def page(
+    terminal: Terminal,
+    *,
+    run: str = _RUN,
+    parent: Path = RUNS_FOLDER,
+    out: Path | None = option(
+        "--out", FILE, "Write this page (default: report.html in the run's directory).", short="-o"
+    ),
+) -> None:
+    """Draw the page of a run: whether it passed, what limits it, since when, and the charts that show it.
+
+    Every run leaves its page when it ends; this makes it again, also of a run that was killed or is active.
+
+    Examples:
+
+      penstock results page unet3d_h100-20260102-030405-1a2b3c
+
+      penstock results page 1a2b3c --results /mnt/results -o run.html
+    """
+    from penstock.reports.page import write_report
+    from penstock.results.run_folder import PAGE_FILE
+    from penstock.results.run_page import draw_run
+
+    folder = find_run_folder(run, parent)
+    path = out or folder / PAGE_FILE
+    write_report(draw_run(folder), path)
+    terminal.result({"page": str(path)}, [f"wrote {path}"])
+
+
+@verb
+def compare(
+    terminal: Terminal,
+    *,
+    runs: tuple[str, ...] = arguments("RUN RUN...", RUN, "Two or more runs, as for `penstock results show`."),
+    parent: Path = RUNS_FOLDER,
+    page: Path | None = PAGE,
+) -> None:
+    """Compare runs side by side, each with the first.
+
+    What makes them incomparable is listed first: another workload, number of ranks, data set, batch, ...
+    Settings that one varies on purpose (threads, storage, directories) follow.
+
+    Examples:
+
+      penstock results compare 1a2b3c 4d5e6f
+
+      penstock results compare /mnt/a/run1 /mnt/b/run1 --page compared.html
+    """
+    from penstock.results.run_comparison import compare_runs, make_comparison_page, summarize_run
+
+    if len(runs) < 2:
+        raise UsageError("A comparison needs at least two runs", fix="Name another run.")
+    comparison = compare_runs([summarize_run(find_run_folder(run, parent)) for run in runs])
+    write_page(page, lambda: make_comparison_page(comparison), terminal)
+    document = {"is_comparable": comparison.is_comparable, **asdict(comparison)}
+    for run in document["runs"]:
+        del run["settings"]
+    terminal.result(document, _view_comparison(comparison))
+
+
+def _view_comparison(comparison: RunComparison) -> View:
+    names = [str(position) for position, _ in enumerate(comparison.runs, start=1)]
+    for name, run in zip(names, comparison.runs, strict=True):
+        yield f"{name}: {run.id} ({run.workload}, {run.outcome}), {run.folder}"
+    if comparison.obstacles:
+        yield bold("Not comparable: these runs differ in their request or their outcome.")
+    for title, differences in (
+        ("Requested differently", comparison.obstacles),
+        ("Set differently", comparison.varied),
+    ):
+        if differences:
+            rows = [
+                {"key": each["key"], **dict(zip(names, map(str, each["values"]), strict=True))}
+                for each in differences
+            ]
+            yield TextTable(title, rows)
+    rows = []
+    for delta in comparison.deltas:
+        texts = [
+            format_number(value, ",.2f") + (f" ({change:+.1%})" if position and change is not None else "")
+            for position, (value, change) in enumerate(zip(delta["values"], delta["changes"], strict=True))
+        ]
+        rows.append({"figure": delta["figure"], **dict(zip(names, texts, strict=True))})
+    yield TextTable("Figures", rows)

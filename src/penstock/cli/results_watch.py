@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.live_display import make_display, panel_lines
-from penstock.cli.option_groups import MetricsOption, ParentOption
-from penstock.cli.options import flag, group, optional_argument, verb
+from penstock.cli.option_groups import METRICS_FOLDER, RUNS_FOLDER, follow_by_metrics
+from penstock.cli.options import flag, optional_argument, verb
 from penstock.cli.parsers import RUN
-from penstock.cli.results_show import show_folder
+from penstock.cli.results_runs import show_folder
 from penstock.cli.terminal import Terminal
 from penstock.errors import PenstockError, UsageError
 from penstock.results.run_status import DIED, RUNNING, RunStatus, read_status
@@ -30,21 +30,20 @@ _GOODBYE_S: Final = 5.0
 """Between the end of a run's record and that of its status, it draws its page."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WatchOptions:
+@verb
+def watch(
+    terminal: Terminal,
+    *,
     run: str = optional_argument(
         "[RUN]",
         RUN,
         "Run by directory, id, or a part of its name (default: the newest that is active).",
         default="",
-    )
-    parent: ParentOption = group(ParentOption)
-    is_once: bool = flag("--once", "Print the current figures and exit.")
-    metrics: MetricsOption = group(MetricsOption)
-
-
-@verb(_WatchOptions)
-def watch(options: _WatchOptions, terminal: Terminal) -> int:
+    ),
+    parent: Path = RUNS_FOLDER,
+    is_once: bool = flag("--once", "Print the current figures and exit."),
+    metrics_folder: Path | None = METRICS_FOLDER,
+) -> int:
     """Follow a run until it ends, and exit with its exit code; Ctrl-C ends only the watching.
 
     The run may be in another terminal or on another node: its state is read from its directory. If its
@@ -60,27 +59,26 @@ def watch(options: _WatchOptions, terminal: Terminal) -> int:
 
       penstock results watch --metrics-dir /var/lib/node_exporter/textfile
     """
-    watched = _WatchedRun(_find_folder(options))
+    watched = _WatchedRun(_find_folder(run, parent))
     status = watched.look()
-    if not options.is_once and status.outcome == RUNNING:
-        status = _follow(watched, options.metrics, terminal)
-    if status.outcome == "finished" and not (options.is_once or terminal.as_json):
+    if not is_once and status.outcome == RUNNING:
+        status = _follow(watched, metrics_folder, terminal)
+    if status.outcome == "finished" and not (is_once or terminal.as_json):
         show_folder(watched.folder, terminal)
     else:
         terminal.result(asdict(status), list(panel_lines(status)))
     if status.outcome == RUNNING:
-        return 0 if options.is_once else _INTERRUPTED
+        return 0 if is_once else _INTERRUPTED
     return status.exit_code if status.exit_code is not None else 1
 
 
-def _find_folder(options: _WatchOptions) -> Path:
+def _find_folder(run: str, parent: Path) -> Path:
     from penstock.results.run_catalog import find_run_folder
     from penstock.results.run_folder import RUN_FILE, run_folders
     from penstock.results.run_record import RunOutcome, read_record
 
-    parent = options.parent.path
-    if options.run:
-        return find_run_folder(options.run, parent)
+    if run:
+        return find_run_folder(run, parent)
     found: list[tuple[str, Path]] = []
     for folder in run_folders(parent):
         try:
@@ -148,11 +146,11 @@ def _without_status(folder: Path, record: RunRecord) -> RunStatus:
     )
 
 
-def _follow(watched: _WatchedRun, options: MetricsOption, terminal: Terminal) -> RunStatus:
+def _follow(watched: _WatchedRun, metrics_folder: Path | None, terminal: Terminal) -> RunStatus:
     """Show the run until it ends, or the user does not want to see more."""
     with ExitStack() as undo:
         followers: list[Follower] = [
-            *options.followers(),
+            *follow_by_metrics(metrics_folder),
             make_display(shows_figures=True, first_line_s=0),
         ]
         for follower in followers:

@@ -12,10 +12,9 @@ from penstock.results.run_folder import PAGE_FILE
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, DirectionTotals
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.training.training_result import TrainingResult
     from penstock.results.io_reconciliation import IoReconciliation
-    from penstock.results.phase_figures import EpochRate
 
 MAX_DEVICES_NAMED = 4
 
@@ -62,7 +61,20 @@ def view_training(result: TrainingResult) -> View:
     """Accelerator utilization by epoch, and what limited it."""
     train, stages = result.train, result.stages
     accelerators = f"{result.ranks} accelerator{'s' * (result.ranks > 1)}"
-    yield TextTable(f"{result.workload}, {accelerators}", [_epoch_row(rate) for rate in train.epochs])
+    yield TextTable(
+        f"{result.workload}, {accelerators}",
+        [
+            {
+                "epoch": str(rate.epoch),
+                "AU": f"{rate.au_compat_percent:.2f} %",
+                "AU strict": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f} %",
+                "samples/s": f"{rate.samples_per_s_strict:,.1f}",
+                "read": format_bytes(rate.read_bytes),
+                "time": format_seconds(rate.elapsed_s),
+            }
+            for rate in train.epochs
+        ],
+    )
     strict = f"{train.au_strict_percent.mean:.2f} %" if train.au_strict_percent else "-"
     yield f"  AU        {train.au_compat_percent.mean:.2f} % by DLIO's formula, {strict} strictly"
     yield (
@@ -87,17 +99,6 @@ def view_training(result: TrainingResult) -> View:
         yield f"  page      {page}"
     if result.trace_folder is not None:
         yield f"  trace     {result.trace_folder}"
-
-
-def _epoch_row(rate: EpochRate) -> dict[str, str]:
-    return {
-        "epoch": str(rate.epoch),
-        "AU": f"{rate.au_compat_percent:.2f} %",
-        "AU strict": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f} %",
-        "samples/s": f"{rate.samples_per_s_strict:,.1f}",
-        "read": format_bytes(rate.read_bytes),
-        "time": format_seconds(rate.elapsed_s),
-    }
 
 
 def capture_checkpoint_output(result: CheckpointResult) -> tuple[str, str]:
@@ -133,7 +134,20 @@ def view_checkpoints(result: CheckpointResult) -> View:
     directions = (("write", result.write), ("read", result.read))
     yield TextTable(
         f"{format_bytes(result.total_bytes)} a checkpoint of {result.model}, at {result.target}",
-        [_direction_row(name, figures) for name, figures in directions if figures is not None],
+        [
+            {
+                "": name,
+                "bytes": format_bytes(figures.num_bytes),
+                "took": format_seconds(figures.duration_s),
+                "GiB/s": format_number(figures.gib_per_s, ".2f"),
+                "each": format_number(figures.mean_gib_per_s, ".2f"),
+                "content": format_number(figures.content_gib_per_s, ".2f"),
+                "drain": format_seconds(figures.drain_s),
+                "p99": f"{figures.p99_ms:.1f} ms",
+            }
+            for name, figures in directions
+            if figures is not None
+        ],
     )
     yield bold(f"Bottleneck: {find_bottleneck(result.rounds)}")
     yield "  GiB/s: all bytes over all time; each: mean of checkpoints; content: making or verifying it"
@@ -146,16 +160,3 @@ def view_checkpoints(result: CheckpointResult) -> View:
         yield f"  page: {page}"
     if result.trace_folder is not None:
         yield f"  trace: {result.trace_folder}"
-
-
-def _direction_row(name: str, figures: DirectionTotals) -> dict[str, str]:
-    return {
-        "": name,
-        "bytes": format_bytes(figures.num_bytes),
-        "took": format_seconds(figures.duration_s),
-        "GiB/s": format_number(figures.gib_per_s, ".2f"),
-        "each": format_number(figures.mean_gib_per_s, ".2f"),
-        "content": format_number(figures.content_gib_per_s, ".2f"),
-        "drain": format_seconds(figures.drain_s),
-        "p99": f"{figures.p99_ms:.1f} ms",
-    }

@@ -2,78 +2,83 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.cli.option_groups import BackendOptions, PageOption
-from penstock.cli.options import argument, command_line, group, option
+from penstock.cli.option_groups import PAGE, STORAGE, write_page
+from penstock.cli.options import argument, command_line, option
 from penstock.cli.parsers import FOLDER, SIZE, URI, choice, number, several, whole
-from penstock.cli.rank_options import ranked
+from penstock.cli.rank_options import followed
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
-    from penstock.bench.probe import ProbeRequest, ProbeResult
+    from penstock.bench.probe import ProbeResult
     from penstock.bench.probe.probe_plan import Part
-    from penstock.reports.report import Report
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LoadOptions:
-    block_bytes: int = option("--request", SIZE, "Size of an operation.", default="128KiB")
-    mix: int = option(
-        "--mix",
-        whole(0, 100),
-        "Percentage of operations that are reads; the rest are writes.",
-        default="100",
-    )
-    depth: int = option("--depth", whole(1, 4096), "Maximum operations in flight per rank.", default="64")
-    seconds: float = option("--seconds", number(), "Seconds for which each rate is offered.", default="3")
-    rates: tuple[float, ...] | None = option(
-        "--rates",
-        several(number()),
-        "Rates to offer, in operations per second (default: search for the knee).",
-    )
+_KNEE_PANEL = "Loads up to the knee"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ProbeOptions:
+@followed
+def probe(
+    comm: Comm,
+    terminal: Terminal,
+    *,
     uri: str = argument(
         "URI", URI, "Storage: /path (buffered, then O_DIRECT), direct:///path, s3://bucket/prefix, ..."
-    )
+    ),
     size_bytes: int = option(
         "--size", SIZE, "Bytes to move in each measurement, over all ranks.", default="2GiB"
-    )
+    ),
     streams: tuple[int, ...] = option(
         "--streams",
         several(whole(0)),
         "Numbers of threads per rank, each with one block in flight.",
         default="1,8",
-    )
+    ),
     block_bytes: tuple[int, ...] = option(
         "--blocks", several(SIZE), "Block sizes of sequential I/O.", default="1MiB,8MiB"
-    )
+    ),
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
         "What to measure: the best rates, loads up to the knee (of a path: past its cache), calls on files.",
         default="best",
-    )
-    load: _LoadOptions = group(_LoadOptions, panel="Loads up to the knee")
+    ),
+    request_bytes: int = option(
+        "--request", SIZE, "Size of an operation.", default="128KiB", panel=_KNEE_PANEL
+    ),
+    read_percent: int = option(
+        "--mix",
+        whole(0, 100),
+        "Percentage of operations that are reads; the rest are writes.",
+        default="100",
+        panel=_KNEE_PANEL,
+    ),
+    depth: int = option(
+        "--depth", whole(1, 4096), "Maximum operations in flight per rank.", default="64", panel=_KNEE_PANEL
+    ),
+    seconds: float = option(
+        "--seconds", number(), "Seconds for which each rate is offered.", default="3", panel=_KNEE_PANEL
+    ),
+    rates: tuple[float, ...] | None = option(
+        "--rates",
+        several(number()),
+        "Rates to offer, in operations per second (default: search for the knee).",
+        panel=_KNEE_PANEL,
+    ),
     results: Path | None = option(
         "--results",
         FOLDER,
         "Create a folder for this run in this directory, to follow it and keep its result.",
-    )
-    page: PageOption = group(PageOption)
-    storage: BackendOptions = group(BackendOptions)
-
-
-@ranked(_ProbeOptions, is_followed=True)
-def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
+    ),
+    page: Path | None = PAGE,
+    storage: tuple[tuple[str, str], ...] = STORAGE,
+) -> None:
     """Measure the limits of the storage at URI, and clean up.
 
     Sequential writes (durable at the end), cold reads, random reads, small objects and fsync latency: the
@@ -99,43 +104,36 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock storage probe s3://bucket/x -O client=minio -O part_bytes=16MiB --ranks 4
     """
-    report = _measure(options, comm, terminal)
-    options.page.write(lambda: _draw(report), terminal)
-    terminal.notes(report.notes)
-    terminal.result(asdict(report), _tell(report))
-
-
-def _request(options: _ProbeOptions) -> ProbeRequest:
-    from penstock.bench.probe import ProbeRequest
+    from penstock.bench.probe import ProbeRequest, probe_in_folder
+    from penstock.bench.probe import probe as probe_storage
     from penstock.bench.probe.load_plan import LoadRequest
-
-    return ProbeRequest(
-        uri=options.uri,
-        size_bytes=options.size_bytes,
-        streams=options.streams,
-        block_bytes=options.block_bytes,
-        parts=tuple(cast("Part", part) for part in options.parts),
-        load=LoadRequest(
-            block_bytes=options.load.block_bytes,
-            read_percent=options.load.mix,
-            depth=options.load.depth,
-            seconds=options.load.seconds,
-            rates=options.load.rates,
-        ),
-    )
-
-
-def _measure(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> ProbeResult:
-    from penstock.bench.probe import probe, probe_in_folder
+    from penstock.bench.probe.probe_page import make_probe_page
     from penstock.bench.run_settings import RunSettings
 
-    request, environment = _request(options), process_environment()
-    measure = partial(probe, request, environment=environment)
-    if options.results is not None:
-        settings = RunSettings(results=options.results, command=command_line(), environment=environment)
+    environment = process_environment()
+    request = ProbeRequest(
+        uri=uri,
+        size_bytes=size_bytes,
+        streams=streams,
+        block_bytes=block_bytes,
+        parts=tuple(cast("Part", part) for part in parts),
+        load=LoadRequest(
+            block_bytes=request_bytes,
+            read_percent=read_percent,
+            depth=depth,
+            seconds=seconds,
+            rates=rates,
+        ),
+    )
+    measure = partial(probe_storage, request, environment=environment)
+    if results is not None:
+        settings = RunSettings(results=results, command=command_line(), environment=environment)
         measure = partial(probe_in_folder, settings, request)
     with terminal.progress() as progress:
-        return measure(comm=comm, options=options.storage.values, progress=progress)
+        report = measure(comm=comm, options=dict(storage), progress=progress)
+    write_page(page, lambda: make_probe_page(report), terminal)
+    terminal.notes(report.notes)
+    terminal.result(asdict(report), _tell(report))
 
 
 def _tell(report: ProbeResult) -> View:
@@ -154,9 +152,3 @@ def _tell(report: ProbeResult) -> View:
         yield from table(f"{title}: calls on files", metadata_rows(report.metadata))
     if feeding := say_feeds(report):
         yield f"This storage {feeding}."
-
-
-def _draw(report: ProbeResult) -> Report:
-    from penstock.bench.probe.probe_page import make_probe_page
-
-    return make_probe_page(report)

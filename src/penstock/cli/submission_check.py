@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, RULE
-from penstock.cli.terminal import Terminal, TextTable, View, bold
+from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
 from penstock.errors import name_some, printable
 from penstock.submission import check as judging
 from penstock.submission.check import CheckedResult
 from penstock.submission.edition import Edition, EditionChoice, choose_edition
-from penstock.submission.find_results import FoundTree, search_tree
+from penstock.submission.find_results import search_tree
 from penstock.submission.finding import Verdict
 from penstock.submission.rules import RULES, rule_by_id
-from penstock.submission.rules.rule import Rule
 
 if TYPE_CHECKING:
     from penstock.submission.result_report import ResultReport
 
-_FOLDER_TEXT = "Directory of a round, of several rounds, or of one submitter."
-_EDITION_TEXT = "Apply this edition of the rules; auto: by the layout of the tree."
+_FOLDER: Final = argument("DIR", FOLDER, "Directory of a round, of several rounds, or of one submitter.")
+_EDITION: Final = option(
+    "--edition",
+    EDITION,
+    "Apply this edition of the rules; auto: by the layout of the tree.",
+    default="auto",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CheckOptions:
-    folder: Path = argument("DIR", FOLDER, _FOLDER_TEXT)
-    edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
-    csv: Path | None = option("--csv", FILE, "Write findings as CSV, a row for each.")
-    html: Path | None = option("--html", FILE, "Write an HTML page that needs no network.")
-
-
-@verb(_CheckOptions)
-def check(options: _CheckOptions, terminal: Terminal) -> int:
+@verb
+def check(
+    terminal: Terminal,
+    *,
+    folder: Path = _FOLDER,
+    edition: str = _EDITION,
+    csv: Path | None = option("--csv", FILE, "Write findings as CSV, a row for each."),
+    html: Path | None = option("--html", FILE, "Write an HTML page that needs no network."),
+) -> int:
     """Check every result below DIR against the rules of MLPerf Storage, from its files alone.
 
     Every mean is recomputed. What cannot be read is reported as "not checked", never assumed to be right.
@@ -50,53 +52,56 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
 
       penstock submission check ~/storage_results_v1.0 --html verdicts.html --csv findings.csv
     """
-    edition = choose_edition(options.edition, options.folder)
+    from penstock.reports.page import write_report
+    from penstock.results.published_files import write_text
+    from penstock.submission.result_report import findings_csv
+    from penstock.submission.submission_pages import verdicts_page
+
+    applied = choose_edition(edition, folder)
     with terminal.progress() as progress:
-        results = list(judging.check(options.folder, edition, progress=progress))
-    found = search_tree(options.folder)
+        results = list(judging.check(folder, applied, progress=progress))
+    found = search_tree(folder)
     terminal.notes(f"{name}: no results are here" for name in found.without_results)
     terminal.notes(f"{name}: belongs to no result" for name in found.leftovers)
     terminal.notes(f"not checked: {reason}" for reason in found.unreadable)
-    alone = judging.check_lone_descriptions(found, edition, options.folder)
+    alone = judging.check_lone_descriptions(found, applied, folder)
     terminal.notes(
         f"{name}: {finding.verdict.value}: {finding.proof}"
         for name, findings in alone.items()
         for finding in findings
         if finding.verdict is not Verdict.PASS
     )
-    _write_findings(options, results, edition, found)
-    terminal.result(judging.check_document(results, edition, found, alone), _view_verdicts(results, edition))
+    if csv is not None:
+        write_text(csv.parent, csv.name, findings_csv(results))
+    if html is not None:
+        page = verdicts_page(results, applied.edition, applied.for_the_reviewer, found.without_results)
+        write_report(page, html)
+    terminal.result(judging.check_document(results, applied, found, alone), _view_verdicts(results, applied))
     return judging.exit_code(results)
 
 
-def _write_findings(
-    options: _CheckOptions,
-    results: Sequence[CheckedResult],
-    edition: Edition | EditionChoice,
-    found: FoundTree,
-) -> None:
-    from penstock.reports.page import write_report
-    from penstock.results.published_files import write_text
-    from penstock.submission.result_report import findings_csv
-    from penstock.submission.submission_pages import verdicts_page
-
-    if (path := options.csv) is not None:
-        write_text(path.parent, path.name, findings_csv(results))
-    if (path := options.html) is not None:
-        page = verdicts_page(results, edition.edition, edition.for_the_reviewer, found.without_results)
-        write_report(page, path)
-
-
 def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionChoice) -> View:
-    title = f"Results, by the rules of {edition.edition}"
-    yield TextTable(title, [_verdict_row(result) for result in results])
+    rows = [
+        {
+            "organisation": result.organisation,
+            "division": result.division or "-",
+            "system": result.system or "-",
+            "workload": result.workload or "-",
+            "accelerators": _describe_accelerators(result),
+            "samples/s": format_number(
+                result.metrics.get("train_throughput_mean_samples_per_second"), ",.1f"
+            ),
+            "verdict": result.verdict.value,
+        }
+        for result in results
+    ]
+    yield TextTable(f"Results, by the rules of {edition.edition}", rows)
     for result in results:
         yield from _view_findings(result)
     counts = ", ".join(f"{count} {what}" for what, count in judging.count_verdicts(results).items())
     yield f"\n{counts}"
     yield "For the reviewer, because files cannot show it:"
-    for point in edition.for_the_reviewer:
-        yield f"  {point}"
+    yield from (f"  {point}" for point in edition.for_the_reviewer)
 
 
 def _view_findings(result: CheckedResult) -> View:
@@ -129,31 +134,17 @@ def _describe_accelerators(result: CheckedResult) -> str:
     return f"{count} {result.accelerator}".strip()
 
 
-def _verdict_row(result: CheckedResult) -> dict[str, str]:
-    throughput = result.metrics.get("train_throughput_mean_samples_per_second")
-    return {
-        "organisation": result.organisation,
-        "division": result.division or "-",
-        "system": result.system or "-",
-        "workload": result.workload or "-",
-        "accelerators": _describe_accelerators(result),
-        "samples/s": "-" if throughput is None else f"{throughput:,.1f}",
-        "verdict": result.verdict.value,
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ReportOptions:
-    folder: Path = argument("DIR", FOLDER, _FOLDER_TEXT)
+@verb
+def report(
+    terminal: Terminal,
+    *,
+    folder: Path = _FOLDER,
     output: Path | None = option(
         "--output", FOLDER, "Write report.html, results.csv and results.json into this directory.", short="-o"
-    )
-    writes_tree: bool = flag("--write", "Write each result's report into its tree, next to its runs.")
-    edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
-
-
-@verb(_ReportOptions)
-def report(options: _ReportOptions, terminal: Terminal) -> None:
+    ),
+    writes_tree: bool = flag("--write", "Write each result's report into its tree, next to its runs."),
+    edition: str = _EDITION,
+) -> None:
     """Recompute every result's figures from its runs: mean, deviation, confidence interval, outliers.
 
     Writes nothing without --output or --write. --write adds results.json and results.csv next to the runs (of
@@ -170,24 +161,20 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
     """
     from penstock.submission import result_report, submission_pages
 
-    edition = choose_edition(options.edition, options.folder)
+    applied = choose_edition(edition, folder)
     with terminal.progress() as progress:
-        reports = list(result_report.report_all(options.folder, edition, progress))
-    planned = (
-        list(submission_pages.plan_folder(options.output, reports, edition))
-        if options.output is not None
-        else []
-    )
-    if options.writes_tree:
+        reports = list(result_report.report_all(folder, applied, progress))
+    planned = list(submission_pages.plan_folder(output, reports, applied)) if output is not None else []
+    if writes_tree:
         in_tree, refusals = result_report.plan_tree(reports)
         planned += in_tree
         terminal.notes(refusals)
     written = result_report.write_files(planned)
-    for entry in reports:
-        for reason in entry.missing:
-            terminal.note(f"{entry.checked.name}: not recomputed: {reason}")
+    terminal.notes(
+        f"{entry.checked.name}: not recomputed: {reason}" for entry in reports for reason in entry.missing
+    )
     terminal.result(
-        {**result_report.reports_document(reports, edition), "written": written},
+        {**result_report.reports_document(reports, applied), "written": written},
         _view_reports(reports, written),
     )
 
@@ -207,13 +194,12 @@ def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> Vi
         yield f"\nwritten: {len(written)} files, first {written[0]}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RulesOptions:
-    rule_id: str | None = optional_argument("[ID]", RULE, "Rule to explain (default: list all).")
-
-
-@verb(_RulesOptions)
-def rules(options: _RulesOptions, terminal: Terminal) -> None:
+@verb
+def rules(
+    terminal: Terminal,
+    *,
+    rule_id: str | None = optional_argument("[ID]", RULE, "Rule to explain (default: list all)."),
+) -> None:
     """List all rules, or explain one, with an example that passes and one that fails.
 
     Examples:
@@ -222,27 +208,24 @@ def rules(options: _RulesOptions, terminal: Terminal) -> None:
 
       penstock submission rules sizing.steps
     """
-    selected = RULES if options.rule_id is None else (rule_by_id(options.rule_id),)
-
-    documents = [_rule_document(rule) for rule in selected]
-    terminal.result({"rules": documents}, _view_rules(documents, is_one=options.rule_id is not None))
-
-
-def _view_rules(documents: Sequence[dict[str, Any]], *, is_one: bool) -> View:
-    if not is_one:
-        yield TextTable("Rules", [{key: rule[key] for key in ("id", "title")} for rule in documents])
-        return
-    for key, value in documents[0].items():
-        yield f"{key:>9}: {', '.join(value) if isinstance(value, list) else value}"
-
-
-def _rule_document(rule: Rule) -> dict[str, Any]:
-    return {
-        "id": rule.id,
-        "title": rule.title,
-        "editions": list(rule.editions),
-        "source": rule.source,
-        "formula": rule.formula,
-        "passes": rule.passes,
-        "fails": rule.fails,
-    }
+    selected = RULES if rule_id is None else (rule_by_id(rule_id),)
+    documents: list[dict[str, Any]] = [
+        {
+            "id": rule.id,
+            "title": rule.title,
+            "editions": list(rule.editions),
+            "source": rule.source,
+            "formula": rule.formula,
+            "passes": rule.passes,
+            "fails": rule.fails,
+        }
+        for rule in selected
+    ]
+    if rule_id is None:
+        view = table("Rules", [{key: rule[key] for key in ("id", "title")} for rule in documents])
+    else:
+        view = [
+            f"{key:>9}: {', '.join(value) if isinstance(value, list) else value}"
+            for key, value in documents[0].items()
+        ]
+    terminal.result({"rules": documents}, view)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,11 @@ from penstock.cli.options import command_line, flag, group, option, required
 from penstock.cli.parsers import FOLDER_URI, NAME
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
-from penstock.submission.authoring.preflight import DataLocation, locate_data
+from penstock.submission.authoring.preflight import DataLocation
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.mlperf_divisions import SubmissionDivision, require_allowed
+from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.settings import dotted
-from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
     from penstock.submission.authoring.result_dir import RunSeries
@@ -55,21 +55,6 @@ class DivisionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeOptions:
-    """The submission tree that a result belongs to, and the system under test.
-
-    `rehearsed_at` is no option: the scale of a rehearsal, None in earnest.
-    """
-
-    tree: str = required(
-        "--submission", FOLDER_URI, "Use this submission tree, made by `penstock submission init`."
-    )
-    system: str = required("--system", NAME, "Name the system under test, described in systems/NAME.yaml.")
-    rules: DivisionOptions = group(DivisionOptions)
-    rehearsed_at: Fraction | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResultOptions:
     """The destination of a run's results: a directory of their own, or a submission tree.
 
@@ -77,22 +62,12 @@ class ResultOptions:
     """
 
     parent: str | None = option("--results", FOLDER_URI, "Create a directory for this run below DIR.")
-    rules: DivisionOptions = group(DivisionOptions)
     tree: str | None = option(
         "--submission", FOLDER_URI, "Add the run to this submission tree (see `penstock submission init`)."
     )
     system: str | None = option("--system", NAME, "Name the system under test; needed with --submission.")
+    rules: DivisionOptions = group(DivisionOptions)
     rehearsed_at: Fraction | None = None
-
-    @classmethod
-    def in_tree(cls, options: TreeOptions) -> ResultOptions:
-        """Results that go into a submission tree."""
-        return cls(
-            rules=options.rules,
-            tree=options.tree,
-            system=options.system,
-            rehearsed_at=options.rehearsed_at,
-        )
 
     @property
     def folder(self) -> Path:
@@ -136,37 +111,36 @@ class ResultOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmissionEntry:
-    """The series that a run belongs to, and its workload with the location of its bytes."""
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions(ResultOptions):
+    """The submission tree that a result belongs to, and the system under test."""
 
-    series: RunSeries
-    located: DataLocation
-    rehearsed_at: Fraction | None = None
-
-
-def locate(series: RunSeries, workload: Workload, uri: str) -> DataLocation:
-    """The workload with its data at this URI; raises UsageError if the division forbids that place."""
-    located = locate_data(workload, uri)
-    paths = [tuple(key.split(".")) for key in located.changes]
-    require_allowed(series.division, paths, workload=workload.name)
-    return located
+    parent: None = None
+    tree: str = required(
+        "--submission", FOLDER_URI, "Use this submission tree, made by `penstock submission init`."
+    )
+    system: str = required("--system", NAME, "Name the system under test, described in systems/NAME.yaml.")
 
 
-def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: Comm) -> ResultWriter:
+def open_session(
+    series: RunSeries,
+    located: DataLocation,
+    settings: Sequence[str],
+    *,
+    rehearsed_at: Fraction | None,
+    comm: Comm,
+) -> ResultWriter:
     """The shared part of all result directories of this command; captures the program's image. Collective."""
     from penstock.workflows.submission.result_draft import ResultWriter, capture_image
 
-    def clock() -> datetime:
-        return datetime.now(UTC)
-
+    clock = partial(datetime.now, UTC)
     return ResultWriter(
-        series=submitted.series,
-        program=capture_image(submitted.series.tree, comm=comm, clock=clock),
-        data_path=submitted.located.data_path,
-        changed={**parse_changes(settings), **submitted.located.changes},
+        series=series,
+        program=capture_image(series.tree, comm=comm, clock=clock),
+        data_path=located.data_path,
+        changed={**parse_changes(settings), **located.changes},
         command=command_line(),
-        rehearsed_at=submitted.rehearsed_at,
+        rehearsed_at=rehearsed_at,
         clock=clock,
     )
 

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from penstock import __version__
-from penstock.cli import option_groups
+from penstock.cli.checkpoint_benchmark import CheckpointRunOptions, run_checkpoint_benchmark
+from penstock.cli.option_groups import (
+    CLOSED_GATES,
+    SKIPPED_GATES,
+    STORAGE,
+    DataOptions,
+    WorkloadOptions,
+)
 from penstock.cli.options import argument, group, option, repeated
 from penstock.cli.parsers import FOLDER, SCALE, SETTING, TEXT, URI, WORKLOAD
 from penstock.cli.rank_options import ranked
 from penstock.cli.submission_options import DivisionOptions, TreeOptions
-from penstock.cli.submission_run import (
-    CheckpointingOptions,
-    TrainingOptions,
-    find_missing_checkpoints,
-    make_training_result,
-    run_checkpointing_result,
-)
+from penstock.cli.submission_run import find_missing_checkpoints, make_training_result
 from penstock.cli.terminal import Terminal, View
+from penstock.cli.training_benchmark import TrainingRunOptions
 from penstock.cluster.comm import Comm
+from penstock.cluster.gates.gate_model import Gate
 from penstock.environment import process_environment
 from penstock.errors import UsageError, name_some
 from penstock.submission.authoring import tree_owner
@@ -32,6 +35,7 @@ from penstock.submission.authoring.result_dir import HIDDEN
 from penstock.submission.check import RehearsalAssessment, assess_rehearsal, check
 from penstock.submission.edition import CheckpointLimits, load_edition
 from penstock.units import format_bytes, format_seconds
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 EDITION: Final = "v3.0"
 NOT_READY: Final = 1
@@ -39,43 +43,6 @@ _REHEARSED: Final = "rehearsal"
 """The name of the organization and of the system."""
 _MOST_LOCAL_RANKS: Final = 8
 """Ranks that are started without being asked for: one host's accelerators."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RehearseOptions:
-    workload: str = argument(
-        "WORKLOAD", WORKLOAD, "Training workload (unet3d) or checkpointing model (llama3-8b)."
-    )
-    folder: Path = argument("DIR", FOLDER, "New or empty directory, or a rehearsal to continue.")
-    scale: Fraction = option(
-        "--scale", SCALE, "Use this share of the data set's files, or of each checkpoint.", default="0.001"
-    )
-    accelerator: str = option(
-        "--accelerator", TEXT, "Emulate this accelerator: b200 or mi355.", default="b200"
-    )
-    data: str | None = option(
-        "--data", URI, "Put the data set or the checkpoints on this storage (default: DIR/.mlps/storage)."
-    )
-    storage: option_groups.BackendOptions = group(option_groups.BackendOptions)
-    settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.read_threads=8.")
-    rules: DivisionOptions = group(DivisionOptions)
-    gates: option_groups.GateOptions = group(option_groups.GateOptions)
-
-    @property
-    def target(self) -> TreeOptions:
-        """The tree, and the system in it; the closed division unless the open one is named."""
-        rules = self.rules if self.rules.division else DivisionOptions(closed=True)
-        return TreeOptions(tree=str(self.folder), system=_REHEARSED, rules=rules, rehearsed_at=self.scale)
-
-    @property
-    def place(self) -> str:
-        """The place of the data set or the checkpoints."""
-        return self.data or str(self.folder.absolute() / HIDDEN / "storage" / self.workload)
-
-    @property
-    def applied_gates(self) -> option_groups.GateOptions:
-        """In one folder, data and results cannot be apart; in the end this is on the list."""
-        return self.gates if self.data else replace(self.gates, skipped=(*self.gates.skipped, "apart"))
 
 
 def _limits() -> CheckpointLimits:
@@ -90,8 +57,29 @@ def _usual_ranks(values: Mapping[str, Any]) -> int | None:
     return model.closed_processes if model is not None and is_small else None
 
 
-@ranked(_RehearseOptions, default_ranks=_usual_ranks)
-def rehearse(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> int:
+@partial(ranked, default_ranks=_usual_ranks)
+def rehearse(
+    comm: Comm,
+    terminal: Terminal,
+    *,
+    workload: str = argument(
+        "WORKLOAD", WORKLOAD, "Training workload (unet3d) or checkpointing model (llama3-8b)."
+    ),
+    folder: Path = argument("DIR", FOLDER, "New or empty directory, or a rehearsal to continue."),
+    scale: Fraction = option(
+        "--scale", SCALE, "Use this share of the data set's files, or of each checkpoint.", default="0.001"
+    ),
+    accelerator: str = option(
+        "--accelerator", TEXT, "Emulate this accelerator: b200 or mi355.", default="b200"
+    ),
+    data: str | None = option(
+        "--data", URI, "Put the data set or the checkpoints on this storage (default: DIR/.mlps/storage)."
+    ),
+    storage: tuple[tuple[str, str], ...] = STORAGE,
+    settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.read_threads=8."),
+    rules: DivisionOptions = group(DivisionOptions),
+    skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
+) -> int:
     r"""Rehearse a whole submission in minutes: everything but sizes is done as in earnest.
 
     Creates the tree, describes the system (with placeholders for what only you know), sizes and generates
@@ -108,24 +96,109 @@ def rehearse(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock submission rehearse llama3-8b ~/rehearsal --scale 0.0005 --accelerator mi355 --json
     """
-    if options.scale >= 1:
+    if scale >= 1:
         raise UsageError(
             "A rehearsal is smaller than the real thing",
             where="--scale",
             fix="Name a share below 1, or use `penstock submission run`.",
         )
-    _prepare_tree(options, comm, terminal)
-    is_model = options.workload in _limits().models
-    sizes = (_rehearse_checkpointing if is_model else _rehearse_training)(options, comm, terminal)
-    if sizes is None:
-        return option_groups.CLOSED_GATES
+    division = rules.division or SubmissionDivision.CLOSED
+    target = TreeOptions(
+        tree=str(folder),
+        system=_REHEARSED,
+        rules=rules if rules.division else DivisionOptions(closed=True),
+        rehearsed_at=scale,
+    )
+    place = data or str(folder.absolute() / HIDDEN / "storage" / workload)
+    # In one folder, data and results cannot be apart; in the end this is on the list.
+    skips = skipped_gates if data else (*skipped_gates, Gate.APART)
+    description = folder.absolute() / division.value / _REHEARSED / "systems" / f"{_REHEARSED}.yaml"
+    _prepare_tree(folder, description, comm, terminal)
+    limits = _limits()
+    if workload in limits.models:
+        if any(find_missing_checkpoints(target, workload, comm=comm).values()):
+            terminal.note("run: ten checkpoints are written, and ten read back")
+            options = CheckpointRunOptions(
+                model=workload,
+                destination=place,
+                storage=storage,
+                results=target,
+                writes=10,
+                reads=10,
+                skipped_gates=skips,
+                accelerator=accelerator,
+                scale=scale,
+            )
+            if run_checkpoint_benchmark(options, comm=comm, terminal=terminal) is None:
+                return CLOSED_GATES
+        full_bytes, count = limits.models[workload].architecture_gib * 2**30, limits.num_checkpoints
+        sizes = [
+            (
+                f"size: {count} checkpoints of {format_bytes(int(full_bytes))} "
+                f"(rehearsed: {count} checkpoints of {format_bytes(int(full_bytes * scale))})"
+            )
+        ]
+    else:
+        found = _rehearse_training(
+            TrainingRunOptions(
+                workload=WorkloadOptions(name=workload, accelerator=accelerator, settings=settings),
+                data=DataOptions(uri=place, storage=storage),
+                results=target,
+                skipped_gates=skips,
+            ),
+            comm,
+            terminal,
+        )
+        if found is None:
+            return CLOSED_GATES
+        sizes = found
     is_ready = False
     if comm.rank == 0:
-        is_ready = _report(options, sizes, terminal)
+        checked = next(
+            result
+            for result in check(folder, load_edition(EDITION))  # a folder may hold several rehearsals
+            if result.division == division.value and result.workload in workload
+        )
+        assessment = assess_rehearsal(checked.findings)
+        assert assessment is not None
+        needs = [*sizes, *_list_needs(description, assessment)]
+        own = f"--submission ~/results --system NAME --{division.value}"
+        verb, option_name = ("checkpointing", "--to") if workload in limits.models else ("training", "--data")
+        words = [verb, workload, "--accelerator", accelerator]
+        words += [word for setting in settings for word in ("--set", setting)]
+        commands = [
+            "penstock submission init ORGANIZATION ~/results",
+            f"penstock submission describe {own}",
+            f"penstock submission run {shlex.join(words)} {option_name} {data or 'URI'} {own}",
+        ]
+        document = {
+            "folder": str(folder.absolute()),
+            "result": checked.name,
+            "scale": float(scale),
+            "verdict": checked.verdict.value,
+            "outcome": assessment.summary,
+            "needs": needs,
+            "commands": commands,
+            "findings": [
+                {"rule": finding.rule, "verdict": finding.verdict.value, "proof": finding.proof}
+                for finding in assessment.findings
+            ],
+        }
+        text: View = [
+            [(f"Rehearsal of {checked.workload}: {assessment.summary}", "bold")],
+            *(f"  {finding.rule}: {finding.proof}" for finding in assessment.findings),
+            "A real submission still needs:",
+            *(f"  {need}" for need in needs),
+            "Its commands, with the --ranks or --hosts of this one:",
+            *(f"  {command}" for command in commands),
+            f"Remove the rehearsal with: rm -r {shlex.quote(str(folder))}",
+        ]
+        terminal.result(document, text)
+        is_ready = not assessment.other
     return 0 if comm.broadcast(is_ready, awaiting="rank 0 to check the rehearsal") else NOT_READY
 
 
-def _prepare_tree(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> None:
+def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Terminal) -> None:
     """Do the work of `init` and `describe`; existing files stay as they are. Collective."""
     from penstock.cluster.facts.collect_facts import collect_from_ranks
     from penstock.results.published_files import write_file, write_text
@@ -135,41 +208,25 @@ def _prepare_tree(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> 
     facts = collect_from_ranks(comm, process_environment(), now=lambda: now)
     if comm.rank == 0:
         by = f"penstock {__version__}"
-        tree = tree_owner.claim_tree(options.folder, _REHEARSED, now=now, by=by, is_rehearsal=True)
+        tree = tree_owner.claim_tree(folder, _REHEARSED, now=now, by=by, is_rehearsal=True)
         terminal.note(f"init: {tree.root} {'is new' if tree.is_new else 'is continued'}")
-        path = _description(options)
         draft = description_draft.draft_description(facts, _REHEARSED)
         if len(facts.present) > 1:
             draft["system_under_test"]["solution"]["capabilities"]["multi_host"] = True
-        if not path.exists():
-            write_text(path.parent, path.name, description_draft.rehearsed_text(draft))
-            terminal.note(f"describe: {path}, with placeholders")
-        picture = path.with_suffix(".pdf")
+        if not description.exists():
+            write_text(description.parent, description.name, description_draft.rehearsed_text(draft))
+            terminal.note(f"describe: {description}, with placeholders")
+        picture = description.with_suffix(".pdf")
         if not picture.exists():
             write_file(picture.parent, picture.name, description_draft.rehearsed_picture())
     comm.barrier(awaiting="rank 0 to prepare the tree")
 
 
-def _description(options: _RehearseOptions) -> Path:
-    division = options.target.rules.require_division()
-    return options.folder.absolute() / division.value / _REHEARSED / "systems" / f"{_REHEARSED}.yaml"
-
-
-def _rehearse_training(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> list[str] | None:
+def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> list[str] | None:
+    """Make the result; the size and the time of a real one, or None if a closed gate stopped it."""
     from penstock.dataset.generate import expected_bytes
 
-    made = make_training_result(
-        TrainingOptions(
-            workload=option_groups.WorkloadOptions(
-                name=options.workload, accelerator=options.accelerator, settings=options.settings
-            ),
-            data=option_groups.DataOptions(uri=options.place, storage=options.storage),
-            target=options.target,
-            gates=options.applied_gates,
-        ),
-        comm=comm,
-        terminal=terminal,
-    )
+    made = make_training_result(options, comm=comm, terminal=terminal)
     if made is None:
         return None
     dataset, required = made.workload.dataset, made.required_size
@@ -187,76 +244,15 @@ def _rehearse_training(options: _RehearseOptions, comm: Comm, terminal: Terminal
     ]
 
 
-def _rehearse_checkpointing(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> list[str] | None:
-    asked = CheckpointingOptions(
-        model=options.workload,
-        destination=options.place,
-        storage=options.storage,
-        target=options.target,
-        accelerator=options.accelerator,
-        gates=options.applied_gates,
-    )
-    if any(find_missing_checkpoints(asked, comm=comm).values()):
-        terminal.note("run: ten checkpoints are written, and ten read back")
-        if run_checkpointing_result(asked, comm=comm, terminal=terminal) is None:
-            return None
-    limits = _limits()
-    full_bytes, count = limits.models[options.workload].architecture_gib * 2**30, limits.num_checkpoints
-    return [
-        (
-            f"size: {count} checkpoints of {format_bytes(int(full_bytes))} "
-            f"(rehearsed: {count} checkpoints of {format_bytes(int(full_bytes * options.scale))})"
-        )
-    ]
-
-
-def _report(options: _RehearseOptions, sizes: Sequence[str], terminal: Terminal) -> bool:
-    """Check the tree, and print verdict and list; return whether only size and place stand against it."""
-    division = options.target.rules.require_division().value
-    checked = next(
-        result
-        for result in check(options.folder, load_edition(EDITION))  # a folder may hold several rehearsals
-        if result.division == division and result.workload in options.workload
-    )
-    assessment = assess_rehearsal(checked.findings)
-    assert assessment is not None
-    needs, commands = [*sizes, *_list_needs(options, assessment)], _list_commands(options)
-    document = {
-        "folder": str(options.folder.absolute()),
-        "result": checked.name,
-        "scale": float(options.scale),
-        "verdict": checked.verdict.value,
-        "outcome": assessment.summary,
-        "needs": needs,
-        "commands": commands,
-        "findings": [
-            {"rule": finding.rule, "verdict": finding.verdict.value, "proof": finding.proof}
-            for finding in assessment.findings
-        ],
-    }
-    text: View = [
-        [(f"Rehearsal of {checked.workload}: {assessment.summary}", "bold")],
-        *(f"  {finding.rule}: {finding.proof}" for finding in assessment.findings),
-        "A real submission still needs:",
-        *(f"  {need}" for need in needs),
-        "Its commands, with the --ranks or --hosts of this one:",
-        *(f"  {command}" for command in commands),
-        f"Remove the rehearsal with: rm -r {shlex.quote(str(options.folder))}",
-    ]
-    terminal.result(document, text)
-    return not assessment.other
-
-
-def _list_needs(options: _RehearseOptions, assessment: RehearsalAssessment) -> Iterator[str]:
+def _list_needs(description: Path, assessment: RehearsalAssessment) -> Iterator[str]:
     """List the other needs of a real submission."""
     from penstock.submission.authoring.description_draft import find_placeholders, rehearsed_picture
 
     if assessment.excused["place"]:
         yield "place: results on another file system than the data"
-    path = _description(options)
-    if placeholders := find_placeholders(path.read_text(encoding="utf-8")):
-        yield f"description: {len(placeholders)} values in {path} ({name_some(placeholders, 3)})"
-    picture = path.with_suffix(".pdf")
+    if placeholders := find_placeholders(description.read_text(encoding="utf-8")):
+        yield f"description: {len(placeholders)} values in {description} ({name_some(placeholders, 3)})"
+    picture = description.with_suffix(".pdf")
     if picture.read_bytes() == rehearsed_picture():
         yield "picture: a drawing of the system as systems/NAME.pdf"
     if assessment.excused["utilization"]:
@@ -266,17 +262,3 @@ def _list_needs(options: _RehearseOptions, assessment: RehearsalAssessment) -> I
         )
     for finding in assessment.other:
         yield f"{finding.rule}: {finding.proof}. {finding.fix}"
-
-
-def _list_commands(options: _RehearseOptions) -> list[str]:
-    """The commands of the real submission."""
-    own = f"--submission ~/results --system NAME --{options.target.rules.require_division().value}"
-    is_model = options.workload in _limits().models
-    verb, place = ("checkpointing", "--to") if is_model else ("training", "--data")
-    words = [verb, options.workload, "--accelerator", options.accelerator]
-    words += [word for setting in options.settings for word in ("--set", setting)]
-    return [
-        "penstock submission init ORGANIZATION ~/results",
-        f"penstock submission describe {own}",
-        f"penstock submission run {shlex.join(words)} {place} {options.data or 'URI'} {own}",
-    ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock import __version__
 from penstock.cli.options import argument, group, option, verb
@@ -29,14 +28,15 @@ if TYPE_CHECKING:
 INCOMPLETE = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class _InitOptions:
-    organisation: str = argument("ORG", NAME, "Name of your organization: letters, digits, '.', '_' and '-'.")
-    folder: Path = argument("DIR", FOLDER, "New or empty directory.")
-
-
-@verb(_InitOptions)
-def init(options: _InitOptions, terminal: Terminal) -> None:
+@verb
+def init(
+    terminal: Terminal,
+    *,
+    organisation: str = argument(
+        "ORG", NAME, "Name of your organization: letters, digits, '.', '_' and '-'."
+    ),
+    folder: Path = argument("DIR", FOLDER, "New or empty directory."),
+) -> None:
     """Create a submission tree for an organization's results.
 
     Repeated for the same organization, it changes nothing. A tree never changes its organization.
@@ -45,30 +45,27 @@ def init(options: _InitOptions, terminal: Terminal) -> None:
 
       penstock submission init acme ~/results
     """
-    tree = tree_owner.claim_tree(
-        options.folder, options.organisation, now=datetime.now(UTC), by=f"penstock {__version__}"
-    )
+    tree = tree_owner.claim_tree(folder, organisation, now=datetime.now(UTC), by=f"penstock {__version__}")
     verb_ = "now belongs" if tree.is_new else "already belongs"
     text = [
         f"{tree.root} {verb_} to {tree.organisation} ({SENTINEL}).",
-        f"Next: penstock submission describe --submission {options.folder} --system NAME --closed",
+        f"Next: penstock submission describe --submission {folder} --system NAME --closed",
     ]
     document = {"root": str(tree.root), "organisation": tree.organisation, "is_new": tree.is_new}
     terminal.result(document, text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DescribeOptions:
-    target: TreeOptions = group(TreeOptions)
+@verb
+def describe(
+    terminal: Terminal,
+    *,
+    target: TreeOptions = group(TreeOptions),
     cluster: Path | None = option(
         "--cluster",
         FILE,
         "Describe the hosts of this file of `penstock cluster collect` (default: this machine).",
-    )
-
-
-@verb(_DescribeOptions)
-def describe(options: _DescribeOptions, terminal: Terminal) -> int:
+    ),
+) -> int:
     """Write a system description with collected facts, or compare an existing one with the machines.
 
     An existing systems/NAME.yaml is never changed: differences from the machines are shown, and violations of
@@ -82,9 +79,11 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
     """
     from penstock.submission.authoring import description_draft
 
-    tree = tree_owner.require_owned_tree(Path(options.target.tree))
-    path = _description_path(tree, options.target)
-    collected = description_draft.draft_description(_read_facts(options.cluster), options.target.system)
+    tree = tree_owner.require_owned_tree(Path(target.tree))
+    name = tree_owner.require_plain_name(target.system, what="system's name")
+    division = target.rules.require_division().value
+    path = tree.root / division / tree.organisation / "systems" / f"{name}.yaml"
+    collected = description_draft.draft_description(_read_facts(cluster), target.system)
     is_new = not path.exists()
     if is_new:
         from penstock.results.published_files import write_text
@@ -106,13 +105,6 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
         _view_description(path, differences, violations, is_new=is_new),
     )
     return INCOMPLETE if differences or violations else 0
-
-
-def _description_path(tree: tree_owner.OwnedTree, options: TreeOptions) -> Path:
-
-    division = options.rules.require_division()
-    name = tree_owner.require_plain_name(options.system, what="system's name")
-    return tree.root / division.value / tree.organisation / "systems" / f"{name}.yaml"
 
 
 def _read_facts(cluster: Path | None) -> ClusterFacts:
@@ -139,25 +131,22 @@ def _view_description(
     yield f"{path}: {'written' if is_new else 'exists'}"
     if differences:
         yield "The machines differ from the description, which was not changed:"
-    for difference in differences:
-        yield f"  {difference}"
+    yield from (f"  {difference}" for difference in differences)
     if violations:
         yield f"{len(violations)} to fill in or correct:"
-    for violation in violations:
-        yield f"  {violation}"
+    yield from (f"  {violation}" for violation in violations)
     if not differences and not violations:
         yield "It matches the machines and the schema."
     if not path.with_suffix(".pdf").is_file():
         yield f"A picture of the system is missing: {path.with_suffix('.pdf')}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StatusOptions:
-    folder: Path = argument("DIR", FOLDER, "Submission tree made by `penstock submission init`.")
-
-
-@verb(_StatusOptions)
-def status(options: _StatusOptions, terminal: Terminal) -> None:
+@verb
+def status(
+    terminal: Terminal,
+    *,
+    folder: Path = argument("DIR", FOLDER, "Submission tree made by `penstock submission init`."),
+) -> None:
     """Show the progress of each result: which runs count, what is missing, and which attempts failed.
 
     A run counts as long as the next one can follow it within the time that the rules allow, or once the
@@ -169,40 +158,47 @@ def status(options: _StatusOptions, terminal: Terminal) -> None:
     """
     from penstock.submission.authoring.run_sequence import list_progress
 
-    tree = tree_owner.require_owned_tree(options.folder)
+    tree = tree_owner.require_owned_tree(folder)
     results = list_progress(tree, load_edition("v3.0"), now=datetime.now(UTC))
     document = {
         "organisation": tree.organisation,
         "is_rehearsal": tree.is_rehearsal,
-        "results": [_progress_document(result) for result in results],
+        "results": [
+            {
+                "division": result.series.division.value,
+                "system": result.series.system,
+                "benchmark": result.series.benchmark.value,
+                "workload": result.series.model,
+                "accelerator": result.accelerator,
+                "num_accelerators": result.num_accelerators,
+                "num_runs": result.num_runs,
+                "num_runs_wanted": result.num_required,
+                "lacks": list(result.missing),
+                "attempts": [
+                    {"folder": str(attempt.folder), "outcome": attempt.outcome, "why": attempt.why}
+                    for attempt in result.attempts
+                ],
+                "unread": list(result.unreadable),
+            }
+            for result in results
+        ],
     }
     terminal.result(document, _view_progress(results, is_rehearsal=tree.is_rehearsal))
 
 
-def _progress_document(result: SeriesStatus) -> dict[str, Any]:
-    series = result.series
-    return {
-        "division": series.division.value,
-        "system": series.system,
-        "benchmark": series.benchmark.value,
-        "workload": series.model,
-        "accelerator": result.accelerator,
-        "num_accelerators": result.num_accelerators,
-        "num_runs": result.num_runs,
-        "num_runs_wanted": result.num_required,
-        "lacks": list(result.missing),
-        "attempts": [
-            {"folder": str(attempt.folder), "outcome": attempt.outcome, "why": attempt.why}
-            for attempt in result.attempts
-        ],
-        "unread": list(result.unreadable),
-    }
-
-
 def _view_progress(results: Sequence[SeriesStatus], *, is_rehearsal: bool) -> View:
-    yield TextTable(
-        "Results of a rehearsal" if is_rehearsal else "Results", [_progress_row(result) for result in results]
-    )
+    rows = [
+        {
+            "division": result.series.division.value,
+            "system": result.series.system,
+            "workload": result.series.model,
+            "accelerators": f"{result.num_accelerators or '?'} {result.accelerator}".strip(),
+            "runs": f"{result.num_runs} of {result.num_required}",
+            "state": "incomplete" if result.missing else "complete",
+        }
+        for result in results
+    ]
+    yield TextTable("Results of a rehearsal" if is_rehearsal else "Results", rows)
     for result in results:
         for lack in result.missing:
             yield f"{result.series.system} {result.series.model} lacks {lack}"
@@ -210,16 +206,3 @@ def _view_progress(results: Sequence[SeriesStatus], *, is_rehearsal: bool) -> Vi
             yield f"{attempt.outcome}: {attempt.folder}: {attempt.why}"
         for text in result.unreadable:
             yield f"cannot be read: {text}"
-
-
-def _progress_row(result: SeriesStatus) -> dict[str, str]:
-    series = result.series
-    count = "?" if result.num_accelerators is None else str(result.num_accelerators)
-    return {
-        "division": series.division.value,
-        "system": series.system,
-        "workload": series.model,
-        "accelerators": f"{count} {result.accelerator}".strip(),
-        "runs": f"{result.num_runs} of {result.num_required}",
-        "state": "incomplete" if result.missing else "complete",
-    }

@@ -190,7 +190,7 @@ class Terminal:
             self.note(str(text))
 
     @contextmanager
-    def progress(self, open_followers: Callable[[], list[Follower]] | None = None) -> Iterator[Progress]:
+    def progress(self) -> Iterator[Progress]:
         """Show progress on stderr, as a bar on a terminal, else a line every 30 s, and to monitoring."""
         if not self.speaks:
             yield Progress()
@@ -198,8 +198,7 @@ class Terminal:
         from penstock.cli.live_display import make_display
         from penstock.results.run_status import Meter
 
-        wanted = open_followers or self.open_followers
-        followers = wanted() if wanted else [make_display(shows_figures=False)]
+        followers = self.open_followers() if self.open_followers else [make_display(shows_figures=False)]
         name = f"process-{os.getpid()}"
         with Meter(followers, name=name, ranks=self.ranks, find_wait=self.find_wait) as meter:
             yield meter

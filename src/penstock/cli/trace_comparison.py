@@ -1,73 +1,127 @@
-"""`penstock trace compare`, `expect` and `export`: sets of traces."""
+"""`penstock trace report`, `compare` and `expect`: runs in one picture, side by side, and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from penstock.cli import trace_options
-from penstock.cli.options import argument, arguments, group, option, required, verb
-from penstock.cli.parsers import FILE, FOLDER, TEXT, URI
-from penstock.cli.terminal import Terminal, View, table
+from penstock.cli.options import argument, arguments, group, option, verb
+from penstock.cli.parsers import FILE, FOLDER, URI
+from penstock.cli.terminal import Terminal, View, bold, table
+from penstock.cli.trace_options import (
+    CLASSES,
+    DASK,
+    PHASES,
+    TIERS,
+    ReadOptions,
+    check_output,
+    parse_dimensions,
+    report_losses,
+    view_answer,
+)
 from penstock.errors import UsageError
 from penstock.progress import Progress
+from penstock.trace.questions.answer import document as answer_document
+from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
+    from penstock.trace.compare.run_report import RunReport
     from penstock.trace.compare.trace_study import ComparisonSpec, Study
 
-_DASK_TEXT = "Read with the workers of Dask: local, or a scheduler's address."
+_PAGE = "report.html"
+_RUN_TEXT: Final = (
+    "A run: a directory, a quoted glob, a table, or NAME=any of them. Files side by side are one."
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CompareOptions(trace_options.TracedRunOptions):
+@verb
+def report(
+    terminal: Terminal,
+    *,
+    tiers: tuple[str, ...] = TIERS,
+    classes: tuple[str, ...] = CLASSES,
+    phases: tuple[str, ...] = PHASES,
+    runs: tuple[str, ...] = arguments("RUN...", URI, _RUN_TEXT),
+    read: ReadOptions = group(ReadOptions),
+    out: Path | None = option(
+        "--out", FILE, f"Write this page (default: {_PAGE}, or none with --json).", short="-o"
+    ),
+) -> None:
+    """Draw what runs did: who called when, bandwidth, sizes, durations, files, overlap with computation.
+
+    The page is one file that loads nothing. It begins with what moved, how long it took and what was slow,
+    and with findings, those that cost most time first. --json prints the data of all figures.
+
+    Examples:
+
+      penstock trace report traces --out report.html
+
+      penstock trace report base.events new.events --tier ssd=/l/ssd --out both.html
+
+      penstock trace report before=monday/traces after=friday/traces --json
+    """
+    from penstock.reports.page import is_page
+    from penstock.trace.compare.run_report import report_runs, write_run_report
+
+    spec = _describe_runs(runs, tiers, classes, phases, read.where)
+    path = out or (None if terminal.as_json else Path(_PAGE))
+    if path is not None:
+        check_output(path, (), kind="an earlier report", is_kind=is_page)
+    with _open_study(spec, Path(), read.dask, terminal, strict=read.strict) as (study, progress):
+        made = report_runs(study, progress=progress)
+    if path is not None:
+        write_run_report(made, path)
+        terminal.note(f"wrote {path}")
+    terminal.result({"page": str(path) if path else None, **made.document()}, _view_report(made))
+
+
+def _describe_runs(
+    runs: Sequence[str], tiers: Sequence[str], classes: Sequence[str], phases: tuple[str, ...], where: str
+) -> ComparisonSpec:
+    """The runs and how they are seen, as a file would describe them."""
+    from penstock.trace.compare.trace_study import ComparisonSpec, name_runs
+
+    dimensions = parse_dimensions(tiers, classes, phases)
+    return ComparisonSpec(
+        runs=name_runs(runs),
+        tiers={name: tuple(prefixes) for name, prefixes in dimensions.tiers.items()},
+        file_classes=dict(dimensions.file_classes) or "strip-digits",
+        phases=phases,
+        where=where,
+    )
+
+
+def _view_report(made: RunReport) -> View:
+    """The first sentences, and the findings by their titles."""
+    yield from made.says
+    for finding in made.findings:
+        yield bold(f"{finding.code} {finding.title}")
+    for _, section in made.figures.values():
+        if not (section.charts or section.tables or section.parts):
+            yield f"{section.title}: {section.why_empty}"
+
+
+@verb
+def compare(
+    terminal: Terminal,
+    *,
+    tiers: tuple[str, ...] = TIERS,
+    classes: tuple[str, ...] = CLASSES,
+    phases: tuple[str, ...] = PHASES,
     runs: tuple[str, ...] = arguments(
         "RUN...",
         URI,
-        f"{trace_options.RUN_TEXT} The first is the baseline. Or one RUNS.yaml (see `penstock docs trace`).",
-    )
+        f"{_RUN_TEXT} The first is the baseline. Or one RUNS.yaml (see `penstock docs trace`).",
+    ),
+    read: ReadOptions = group(ReadOptions),
     out: Path | None = option(
         "--out", FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
-    )
-
-    def describe(self) -> ComparisonSpec:
-        """What the file says, or the runs and options of the command."""
-        if self.description is None:
-            spec = super().describe()
-            if not self.tiers:
-                # The runs may be those of other machines, whose mounts are not this one's.
-                spec = spec.model_copy(update={"tiers": {"files": "/"}})
-            if len(spec.runs) > 1:
-                return spec
-            raise UsageError(
-                "One run has nothing to be compared with",
-                where=" ".join(self.runs),
-                fix="Name two or more, each with a name if they are files of one folder: `penstock trace "
-                "compare before=a.pfw.gz after=b.pfw.gz`. `penstock trace report RUN` shows one alone.",
-            )
-        if self.tiers or self.classes or self.phases or self.read.where:
-            raise UsageError(
-                "The file describes tiers, classes, phases and `where` of its runs",
-                where=str(self.description),
-                fix="Write them there, or name the runs instead of the file.",
-            )
-        from penstock.trace.compare.trace_study import ComparisonSpec
-        from penstock.trace.yaml_documents import load_document
-
-        return load_document(ComparisonSpec, self.description)
-
-    @property
-    def description(self) -> Path | None:
-        """The file that describes the runs."""
-        path = Path(self.runs[0])
-        return path if len(self.runs) == 1 and path.suffix in (".yaml", ".yml") else None
-
-
-@verb(_CompareOptions)
-def compare(options: _CompareOptions, terminal: Terminal) -> None:
+    ),
+) -> None:
     """Compare runs: the differences between them, what stands out, and the tables of a study.
 
     Examples:
@@ -78,35 +132,79 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
       penstock trace compare runs.yaml --json
     """
-    from penstock.trace.compare.comparison import compare_runs as compare_study
+    from penstock.trace.compare.comparison import compare_runs
+    from penstock.trace.compare.report import REPORT_FILES, is_report_file, write_comparison
+    from penstock.trace.compare.trace_study import ComparisonSpec
+    from penstock.trace.yaml_documents import load_document
 
-    spec = options.describe()
-    folder = options.description.parent if options.description else Path()
-    if options.out is not None:
-        from penstock.trace.compare.report import REPORT_FILES, is_report_file
-
-        for name in REPORT_FILES:
-            trace_options.check_output(
-                options.out / name, (), kind="one of an earlier report", is_kind=is_report_file
+    file, folder = Path(runs[0]), Path()
+    if len(runs) == 1 and file.suffix in (".yaml", ".yml"):
+        if tiers or classes or phases or read.where:
+            raise UsageError(
+                "The file describes tiers, classes, phases and `where` of its runs",
+                where=str(file),
+                fix="Write them there, or name the runs instead of the file.",
             )
-    read = options.read
+        spec, folder = load_document(ComparisonSpec, file), file.parent
+    else:
+        spec = _describe_runs(runs, tiers, classes, phases, read.where)
+        if len(spec.runs) < 2:
+            raise UsageError(
+                "One run has nothing to be compared with",
+                where=" ".join(runs),
+                fix="Name two or more, each with a name if they are files of one folder: `penstock trace "
+                "compare before=a.pfw.gz after=b.pfw.gz`. `penstock trace report RUN` shows one alone.",
+            )
+        if not tiers:
+            # The runs may be those of other machines, whose mounts are not this one's.
+            spec = spec.model_copy(update={"tiers": {"files": "/"}})
+    if out is not None:
+        for name in REPORT_FILES:
+            check_output(out / name, (), kind="one of an earlier report", is_kind=is_report_file)
     with _open_study(spec, folder, read.dask, terminal, strict=read.strict) as (study, progress):
-        comparison = compare_study(study, progress=progress)
-    if options.out is not None:
-        from penstock.trace.compare.report import write_comparison
+        comparison = compare_runs(study, progress=progress)
+    if out is not None:
+        terminal.notes(f"wrote {path}" for path in write_comparison(comparison, out))
+    terminal.result(
+        {
+            "runs": list(comparison.runs),
+            "baseline": comparison.baseline,
+            "mismatches": answer_document(comparison.mismatches),
+            "findings": [
+                {
+                    "code": finding.code,
+                    "weight": finding.weight.value,
+                    "title": finding.title,
+                    "runs": list(finding.runs),
+                    "says": list(finding.says),
+                    "lost_us": finding.lost_us,
+                    "fix": finding.fix,
+                    "evidence": answer_document(finding.evidence),
+                }
+                for finding in comparison.findings
+            ],
+            "tables": {
+                answer.name: answer_document(answer) for answer in (*comparison.tables, *comparison.charts)
+            },
+        },
+        _view_comparison(comparison),
+    )
 
-        for path in write_comparison(comparison, options.out):
-            terminal.note(f"wrote {path}")
-    terminal.result(trace_options.comparison_document(comparison), _view(comparison))
 
-
-def _view(comparison: ComparisonResult) -> View:
+def _view_comparison(comparison: ComparisonResult) -> View:
     """Mismatches, findings and the main tables; the others are in the report."""
-    yield from trace_options.view_answer(comparison.mismatches)
-    yield from trace_options.view_findings(comparison)
+    yield from view_answer(comparison.mismatches)
+    for finding in comparison.findings:
+        yield bold(f"{finding.code} {finding.title}")
+        for sentence in finding.says:
+            yield f"  {sentence}"
+        if finding.lost_us:
+            yield f"  Lost: {format_seconds(finding.lost_us / 1e6)} a rank."
+        if finding.fix:
+            yield f"  {finding.fix}"
     yield ""
     for name in ("t0", "t1", "t1_measures", "t2", "t13"):
-        yield from trace_options.view_answer(comparison.table(name))
+        yield from view_answer(comparison.table(name))
     yield "All tables: --out DIR, or --json."
 
 
@@ -123,20 +221,19 @@ def _open_study(
         open_study(description, folder, progress=progress, dask=dask) as study,
     ):
         accounts = [account for of_run in study.accounts.values() for account in of_run]
-        trace_options.report_losses(accounts, terminal, strict=strict)
+        report_losses(accounts, terminal, strict=strict)
         for run, of_run in study.accounts.items():
             terminal.notes(f"{run}: {mismatch}" for mismatch in find_clock_mismatches(of_run))
         yield study, progress
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ExpectOptions:
-    description: Path = argument("CHECKS.yaml", FILE, "Comparison with checks (see `penstock docs trace`).")
-    dask: str = option("--dask", TEXT, _DASK_TEXT, default="", metavar="ADDRESS")
-
-
-@verb(_ExpectOptions)
-def expect(options: _ExpectOptions, terminal: Terminal) -> int:
+@verb
+def expect(
+    terminal: Terminal,
+    *,
+    file: Path = argument("CHECKS.yaml", FILE, "Comparison with checks (see `penstock docs trace`)."),
+    dask: str = DASK,
+) -> int:
     """Check expectations about runs; exits with 1 and lists the failed checks if one does not hold.
 
     Examples:
@@ -148,9 +245,8 @@ def expect(options: _ExpectOptions, terminal: Terminal) -> int:
     from penstock.trace.compare.expectations import Expectations, check_all
     from penstock.trace.yaml_documents import load_document
 
-    description = load_document(Expectations, options.description)
-    folder = options.description.parent
-    with _open_study(description, folder, options.dask, terminal, strict=False) as (study, _):
+    description = load_document(Expectations, file)
+    with _open_study(description, file.parent, dask, terminal, strict=False) as (study, _):
         checks = check_all(study, description)
     failed = [check for check in checks if not check.holds]
     document = {"holds": not failed, "checks": [asdict(check) for check in checks]}
@@ -159,38 +255,5 @@ def expect(options: _ExpectOptions, terminal: Terminal) -> int:
         for check in checks
     ]
     terminal.result(document, table("Checks", rows))
-    for check in failed:
-        terminal.note(f"does not hold: {check.check} ({check.seen})")
+    terminal.notes(f"does not hold: {check.check} ({check.seen})" for check in failed)
     return 1 if failed else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ExportOptions(trace_options.TierOptions, trace_options.DimensionOptions):
-    traces: trace_options.TraceOptions = group(trace_options.TraceOptions)
-    out: Path = required("--out", FILE, "Write this file: trace.json or trace.json.gz.", short="-o")
-
-
-@verb(_ExportOptions)
-def export(options: _ExportOptions, terminal: Terminal) -> None:
-    """Export events as a Chrome trace, which ui.perfetto.dev opens.
-
-    Examples:
-
-      penstock trace export run.events -o run.json.gz
-
-      penstock trace export run.events -o writes.json --where "op = 'write'"
-    """
-    from penstock.trace.perfetto_export import export_perfetto
-    from penstock.trace.questions.events_view import view_events
-    from penstock.trace.reading.find_files import is_export
-    from penstock.trace.trace_set import RELATION
-
-    out, dimensions = options.out, options.dimensions()
-    trace_options.check_output(
-        out, options.traces.files, kind="an earlier export of traces", is_kind=is_export
-    )
-    with options.traces.open(terminal) as traces, terminal.progress() as progress:
-        events = view_events(traces.connection, RELATION, dimensions)
-        num_events = export_perfetto(events, out, progress=progress)
-    document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
-    terminal.result(document, [f"{out}: {num_events:,} events"])

@@ -1,45 +1,48 @@
-"""`penstock trace record`, `load` and `sql`: record traces, convert them to event tables, and query them."""
+"""`penstock trace record`, `load`, `sql` and `export`: record traces, convert them, and query them."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, arguments, group, option, repeated, required, verb
-from penstock.cli.parsers import FOLDER, FOLDER_URI, NAME, TEXT, choice
+from penstock.cli.parsers import FILE, FOLDER, FOLDER_URI, NAME, TEXT, choice
 from penstock.cli.terminal import Terminal, View, table
-from penstock.cli.trace_options import RANK_PATTERN_TEXT, TraceOptions, report_losses
+from penstock.cli.trace_options import TIERS, TraceOptions, check_output, parse_dimensions, report_losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.trace.event_schema import FileAccount
 
+_RANK_PATTERN: Final = option(
+    "--rank-pattern",
+    TEXT,
+    "Find the rank in a file's name by the first group of this regular expression.",
+    metavar="REGEX",
+)
 
-@dataclass(frozen=True, kw_only=True)
-class _RecordOptions:
+
+@partial(
+    verb, has_json=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def record(
+    terminal: Terminal,  # noqa: ARG001 - the program's output is its own
+    *,
     command: tuple[str, ...] = arguments(
         "[--] COMMAND...", TEXT, "Program to run, and its arguments.", is_required=False
-    )
-    out: Path = option("--out", FOLDER, "Write the trace into DIR.", default="traces", short="-o")
+    ),
+    out: Path = option("--out", FOLDER, "Write the trace into DIR.", default="traces", short="-o"),
     tracer: str = option(
         "--tracer",
         choice("auto", "dftracer", "strace"),
         "Trace with this program; auto is dftracer if it is installed, else strace.",
         default="auto",
-    )
-    folders: tuple[str, ...] = repeated("--data", FOLDER_URI, "Trace only this directory; for dftracer.")
-
-
-@verb(
-    _RecordOptions,
-    has_json=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
-def record(options: _RecordOptions, terminal: Terminal) -> int:  # noqa: ARG001 - the program's output is its own
+    ),
+    folders: tuple[str, ...] = repeated("--data", FOLDER_URI, "Trace only this directory; for dftracer."),
+) -> int:
     """Run a program and trace its I/O, with dftracer if it is installed and with strace otherwise.
 
     Exits with the program's exit code. Programs that use Penstock's own storage do not need this: they take
@@ -54,25 +57,22 @@ def record(options: _RecordOptions, terminal: Terminal) -> int:  # noqa: ARG001 
     from penstock.trace.capture.external_tracers import BLIND_SPOTS, TRACERS, plan_recording
     from penstock.trace.capture.external_tracers import record as run_recorded
 
-    folder = options.out.absolute()
-    recording = plan_recording(
-        list(options.command), folder, tracer=TRACERS[options.tracer], data=options.folders
-    )
+    folder = out.absolute()
+    recording = plan_recording(list(command), folder, tracer=TRACERS[tracer], data=folders)
     print(f"Tracing with {recording.tracer} into {folder}", file=sys.stderr)
     print(f"Note: {BLIND_SPOTS[recording.tracer]}.", file=sys.stderr)
     return run_recorded(recording, folder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LoadOptions:
-    traces: TraceOptions = group(TraceOptions)
-    out: str = required("--out", FOLDER_URI, "Write this Parquet file.", short="-o", metavar="TABLE")
-    run: str = option("--run", NAME, "Name this run in the table.", default="")
-    rank_pattern: str | None = option("--rank-pattern", TEXT, RANK_PATTERN_TEXT, metavar="REGEX")
-
-
-@verb(_LoadOptions)
-def load(options: _LoadOptions, terminal: Terminal) -> None:
+@verb
+def load(
+    terminal: Terminal,
+    *,
+    source: TraceOptions = group(TraceOptions),
+    out: str = required("--out", FOLDER_URI, "Write this Parquet file.", short="-o", metavar="TABLE"),
+    run: str = option("--run", NAME, "Name this run in the table.", default=""),
+    rank_pattern: str | None = _RANK_PATTERN,
+) -> None:
     """Convert trace files to a sorted event table, which answers questions much faster.
 
     Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, strace -f -ttt -T, and Darshan's logs.
@@ -88,28 +88,27 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
     from penstock.trace.reading.find_files import find_trace_files
     from penstock.trace.trace_set import convert, find_clock_mismatches, load_with_dask, name_trace_files
 
-    read = options.traces.read
     sources = name_trace_files(
-        find_trace_files(options.traces.files),
-        run=options.run,
-        rank_pattern=options.rank_pattern or RANK_PATTERN,
+        find_trace_files(source.files),
+        run=run,
+        rank_pattern=rank_pattern or RANK_PATTERN,
     )
-    make_table = partial(load_with_dask, read.dask) if read.dask else convert
-    out = Path(options.out)
+    make_table = partial(load_with_dask, source.dask) if source.dask else convert
+    path = Path(out)
     with terminal.progress() as progress:
-        facts = make_table(sources, out, progress=progress, where=read.where, strict=read.strict)
-    report_losses(facts.accounts, terminal, strict=read.strict)
+        facts = make_table(sources, path, progress=progress, where=source.where, strict=source.strict)
+    report_losses(facts.accounts, terminal, strict=source.strict)
     mismatches = find_clock_mismatches(facts.accounts)
     terminal.notes(mismatches)
     num_events = sum(account.events + account.salvaged for account in facts.accounts)
     document = {
-        "table": options.out,
-        "size_bytes": out.stat().st_size,
+        "table": out,
+        "size_bytes": path.stat().st_size,
         "events": num_events,
         "files": [account.document() for account in facts.accounts],
         "mismatches": mismatches,
     }
-    terminal.result(document, _tabulate_accounts(f"{options.out}: {num_events:,} events", facts.accounts))
+    terminal.result(document, _tabulate_accounts(f"{out}: {num_events:,} events", facts.accounts))
 
 
 _MOST_ROWS: Final = 50
@@ -120,22 +119,24 @@ def _tabulate_accounts(title: str, accounts: Sequence[FileAccount]) -> View:
     shown = accounts
     if len(accounts) > _MOST_ROWS:
         shown = sorted(accounts, key=lambda account: account.is_whole)[:_MOST_ROWS]
-    yield from table(title, [_row(account) for account in shown])
+    yield from table(
+        title,
+        [
+            {
+                "file": account.file,
+                "lines": f"{account.lines:,}",
+                "events": f"{account.events:,}",
+                "salvaged": f"{account.salvaged:,}",
+                "dropped": f"{account.dropped:,}",
+                "skipped": f"{account.skipped:,}",
+                "ranks": _shorten(sorted(account.ranks)),
+                "hosts": _shorten(sorted(account.hosts)),
+            }
+            for account in shown
+        ],
+    )
     if len(shown) < len(accounts):
         yield f"{len(accounts) - len(shown):,} more files: --json has them all"
-
-
-def _row(account: FileAccount) -> dict[str, str]:
-    return {
-        "file": account.file,
-        "lines": f"{account.lines:,}",
-        "events": f"{account.events:,}",
-        "salvaged": f"{account.salvaged:,}",
-        "dropped": f"{account.dropped:,}",
-        "skipped": f"{account.skipped:,}",
-        "ranks": _shorten(sorted(account.ranks)),
-        "hosts": _shorten(sorted(account.hosts)),
-    }
 
 
 def _shorten(names: list[int] | list[str]) -> str:
@@ -143,15 +144,14 @@ def _shorten(names: list[int] | list[str]) -> str:
     return f"{shown}, ... ({len(names)})" if len(names) > 3 else shown or "-"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SqlOptions:
-    query: str = argument("QUERY", TEXT, "DuckDB's SQL over a table `events`.")
-    traces: TraceOptions = group(TraceOptions)
-    rank_pattern: str | None = option("--rank-pattern", TEXT, RANK_PATTERN_TEXT, metavar="REGEX")
-
-
-@verb(_SqlOptions)
-def sql(options: _SqlOptions, terminal: Terminal) -> None:
+@verb
+def sql(
+    terminal: Terminal,
+    *,
+    query: str = argument("QUERY", TEXT, "DuckDB's SQL over a table `events`."),
+    source: TraceOptions = group(TraceOptions),
+    rank_pattern: str | None = _RANK_PATTERN,
+) -> None:
     """Query traces in SQL.
 
     A query is one SELECT. It reads the events alone: no other files, no network, and it writes nothing.
@@ -166,10 +166,40 @@ def sql(options: _SqlOptions, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.events_view import check_query, run_query
 
-    check_query(options.query)
-    with options.traces.open(terminal, rank_pattern=options.rank_pattern) as traces:
-        answer = run_query(traces, options.query)
+    check_query(query)
+    with source.open(terminal, rank_pattern=rank_pattern) as traces:
+        answer = run_query(traces, query)
         mismatches = traces.mismatches()
     document = {**answer.document(), **({"mismatches": mismatches} if mismatches else {})}
     # A file, or a program behind a pipe, has no width to fit into.
     terminal.result(document, table("", answer.texts(), is_wide=not sys.stdout.isatty()))
+
+
+@verb
+def export(
+    terminal: Terminal,
+    *,
+    tiers: tuple[str, ...] = TIERS,
+    source: TraceOptions = group(TraceOptions),
+    out: Path = required("--out", FILE, "Write this file: trace.json or trace.json.gz.", short="-o"),
+) -> None:
+    """Export events as a Chrome trace, which ui.perfetto.dev opens.
+
+    Examples:
+
+      penstock trace export run.events -o run.json.gz
+
+      penstock trace export run.events -o writes.json --where "op = 'write'"
+    """
+    from penstock.trace.perfetto_export import export_perfetto
+    from penstock.trace.questions.events_view import view_events
+    from penstock.trace.reading.find_files import is_export
+    from penstock.trace.trace_set import RELATION
+
+    dimensions = parse_dimensions(tiers)
+    check_output(out, source.files, kind="an earlier export of traces", is_kind=is_export)
+    with source.open(terminal) as traces, terminal.progress() as progress:
+        events = view_events(traces.connection, RELATION, dimensions)
+        num_events = export_perfetto(events, out, progress=progress)
+    document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
+    terminal.result(document, [f"{out}: {num_events:,} events"])

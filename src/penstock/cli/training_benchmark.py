@@ -1,27 +1,143 @@
-"""`penstock training run` and `sweep`: one measured run, and the search for the largest number of ranks."""
+"""`penstock training run` and `sweep`: one measured run, and the search for the largest number of ranks.
+
+`penstock submission run training` plans its runs with `plan_training`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import CLOSED_GATES, DataOptions, PageOption, WorkloadOptions
-from penstock.cli.options import arguments, group, required, verb
-from penstock.cli.own_loader import RunOptions, run_users_loader
-from penstock.cli.parsers import FOLDER_URI, TEXT, whole
-from penstock.cli.rank_options import ranked
-from penstock.cli.run_reports import view_training
-from penstock.cli.terminal import Terminal, table
-from penstock.cli.training_request import plan_training, run_training
+from penstock.cli.option_groups import (
+    CLOSED_GATES,
+    PAGE,
+    SKIPPED_GATES,
+    DataOptions,
+    WorkloadOptions,
+    inspect_gates,
+    parse_overrides,
+    write_page,
+)
+from penstock.cli.options import (
+    arguments,
+    command_line,
+    flag,
+    group,
+    option,
+    optional_argument,
+    repeated,
+    required,
+    verb,
+)
+from penstock.cli.parsers import CONTENT_CHECK, DIVISION, FOLDER_URI, NAME, TEXT, TIME, URI, WORKLOAD, whole
+from penstock.cli.rank_options import followed
+from penstock.cli.run_reports import capture_training_output, reconciliation_notes, view_training
+from penstock.cli.submission_options import ResultOptions, open_session
+from penstock.cli.terminal import Terminal, View, bold, table
 from penstock.cluster.comm import Comm
+from penstock.cluster.gates.gate_model import Gate, PreflightRequest
+from penstock.environment import process_environment
+from penstock.errors import UsageError
+from penstock.submission.authoring.preflight import locate_data
+from penstock.submission.tree_layout import Benchmark
+from penstock.workload import entry_points, mlperf_divisions
+from penstock.workload.shipped_catalog import families
 
 if TYPE_CHECKING:
-    from penstock.reports.report import Report
-    from penstock.workflows.accelerator_sweep import SweepResult
+    from penstock.bench.epoch_order import Remainder
+    from penstock.bench.loader.loader_protocol import ContentCheck
+    from penstock.bench.training.training_files import OpenFormat
+    from penstock.bench.training.training_result import TrainingResult
+    from penstock.bench.training.training_run import TrainingRequest
+    from penstock.workflows.submission.result_draft import ResultWriter
+
+_OWN = "Your own loader"
 
 
-@ranked(RunOptions, is_followed=True)
-def run(options: RunOptions, comm: Comm, terminal: Terminal) -> int:
+@dataclass(frozen=True, kw_only=True)
+class _MaybeWorkload(WorkloadOptions):
+    """A workload, which a user's own loader can do without."""
+
+    name: str = optional_argument(
+        "WORKLOAD",
+        WORKLOAD,
+        "Shipped workload (see `penstock workloads`) or a YAML file; a loader of your own needs none.",
+        default="",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MaybeData(DataOptions):
+    """A data set's storage, which a user's own loader may not name."""
+
+    uri: str = option(
+        "--data",
+        URI,
+        "Data set: a directory, direct:///directory or s3://bucket/prefix. With your own loader: what it "
+        "reads, so that it is evicted from the page cache before each epoch.",
+        default="",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRunOptions:
+    """All options of a training run, with a loader of the user's or without."""
+
+    workload: WorkloadOptions = group(_MaybeWorkload)
+    data: DataOptions = group(_MaybeData)
+    results: ResultOptions = group(ResultOptions)
+    loader: str | None = option(
+        "--loader",
+        NAME,
+        "Loader: native, pytorch, one of an extension, or your own, MODULE:FACTORY (default: native).",
+    )
+    reader: str | None = option(
+        "--reader", NAME, "File format of an installed extension, with which all files are read."
+    )
+    threads: int | None = option(
+        "--threads",
+        whole(1),
+        "Maximum reads in flight per rank (default: the workload's reader.read_threads).",
+    )
+    seed: int | None = option(
+        "--seed", whole(0), "Seed of the sample order (default: the workload's train.seed)."
+    )
+    division: Remainder | None = option(
+        "--division",
+        DIVISION,
+        "What to do with samples that do not divide evenly among ranks (default: rotate).",
+    )
+    decode: bool = flag("--decode", "Decode samples, as a trainer does.")
+    check: ContentCheck = option(
+        "--check", CONTENT_CHECK, "Verify sample contents: off, sample (1 in 16) or full.", default="off"
+    )
+    checkpoints: str | None = option(
+        "--checkpoints", URI, "Save checkpoints here (default: the workload's checkpoint_folder)."
+    )
+    skipped_gates: tuple[Gate, ...] = SKIPPED_GATES
+    batch_time_s: float | None = option("--batch-time", TIME, "Time that a step computes.", panel=_OWN)
+    step: str | None = option(
+        "--step", NAME, "Your own step, called with each batch.", metavar="MODULE:FUNCTION", panel=_OWN
+    )
+    epochs: int | None = option("--epochs", whole(1), "Number of epochs over the loader.", panel=_OWN)
+    max_steps: int | None = option("--steps", whole(1), "Maximum batches of an epoch.", panel=_OWN)
+    batch_size: int | None = option(
+        "--batch-size", whole(1), "Samples per batch (default: found in the batch).", panel=_OWN
+    )
+    trials: tuple[str, ...] = repeated(
+        "--try", TEXT, "Run again with workers=N, prefetch=N or persistent=1, and compare.", panel=_OWN
+    )
+
+
+@followed
+def run(
+    comm: Comm,
+    terminal: Terminal,
+    *,
+    options: TrainingRunOptions = group(TrainingRunOptions),
+) -> int:
     r"""Run a training workload with emulated computation and report accelerator utilization (AU).
 
     One rank is one accelerator. The data set is evicted from the page cache before each epoch. With --loader
@@ -42,31 +158,216 @@ def run(options: RunOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock training run --loader my_data:make_loader --step my_model:train --results runs --try workers=8
     """
-    if options.has_own_loader:
-        run_users_loader(options, comm=comm, terminal=terminal)
+    if options.loader is not None and ":" in options.loader:
+        _run_own_loader(options, options.loader, comm=comm, terminal=terminal)
         return 0
-    plan = plan_training(options, comm=comm, terminal=terminal)
-    if plan.is_stopped:
+    for what, given in (
+        ("argument 'WORKLOAD'", options.workload.name),
+        ("option '--data'", options.data.uri),
+    ):
+        if not given:
+            raise UsageError(
+                f"Missing {what}", fix="Give it, or a loader of your own: --loader MODULE:FACTORY."
+            )
+    own = (options.batch_time_s, options.step, options.epochs, options.max_steps, options.batch_size)
+    if any(value is not None for value in (*own, *options.trials)):
+        raise UsageError(
+            "Batch times, steps, epochs and trials of this kind belong to a loader of your own",
+            where="--loader",
+            fix="Add --loader MODULE:FACTORY; for Penstock's own loaders --set changes the workload.",
+        )
+    planned = plan_training(options, comm=comm, terminal=terminal)
+    if planned is None:
         return CLOSED_GATES
-    result = run_training(plan, comm=comm, terminal=terminal)
+    request, session = planned
+    storage = options.data.opener(rank=comm.rank)()
+    with terminal.progress() as progress:
+        if session is None:
+            from penstock.bench.training.training_run import train
+
+            result = train(request, storage, comm=comm, progress=progress)
+        else:
+            from penstock.workflows.submission.draft_training_result import add_run
+            from penstock.workflows.submission.result_draft import RunObserver
+
+            observer = RunObserver(
+                progress=progress,
+                note=terminal.note,
+                format_logs=partial(capture_training_output, remarks=request.remarks),
+            )
+            result = add_run(session, request, storage, comm=comm, observer=observer)
+    stages = result.stages
+    terminal.notes((*stages.remarks, *reconciliation_notes(stages.deliveries), *stages.advice))
     terminal.result(result.document(), view_training(result))
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SweepOptions:
-    workload: WorkloadOptions = group(WorkloadOptions)
+def plan_training(
+    options: TrainingRunOptions, *, comm: Comm, terminal: Terminal, written_bytes: int = 0
+) -> tuple[TrainingRequest, ResultWriter | None] | None:
+    """The run that the options ask for, and the session of the submission tree that it belongs to, if any.
+
+    Prints the workload's remarks and inspects the gates; None if a closed one forbids the run.
+    `written_bytes` is what this rank will write to the data set's storage.
+    """
+    from penstock.bench.loader import loader_options
+    from penstock.bench.training.training_checkpoints import plan_checkpoints
+    from penstock.bench.training.training_run import TrainingRequest, choose_seed, list_unsupported
+
+    loaded = options.workload.load(terminal)
+    loader, remainder = mlperf_divisions.choose_reading(
+        options.results.rules.division,
+        options.workload.name,
+        [override.path for override in parse_overrides(options.workload.settings)],
+        families=families(),
+        loader=options.loader,
+        remainder=options.division.value if options.division else None,
+    )
+    unsupported = list_unsupported(loaded.workload)
+    terminal.notes(unsupported)
+    workload = loaded.workload
+    series = options.results.find_series(benchmark=Benchmark.TRAINING, model=workload.name)
+    located = None
+    if series is not None:
+        located = locate_data(workload, options.data.uri)
+        paths = [tuple(key.split(".")) for key in located.changes]
+        mlperf_divisions.require_allowed(series.division, paths, workload=workload.name)
+        workload = located.workload
+    environment = process_environment()
+    inspection = inspect_gates(
+        PreflightRequest(
+            environment=environment,
+            uri=options.data.uri,
+            reopen=options.data.opener(rank=comm.rank, is_traced=False),
+            results=options.results.folder,
+            results_option=options.results.folder_option,
+            written_bytes=written_bytes,
+        ),
+        options.skipped_gates,
+        is_strict=options.results.rules.division is not None,
+        comm=comm,
+        terminal=terminal,
+    )
+    if inspection.preflight.is_stopped:
+        return None
+    reader: OpenFormat | None = None
+    if options.reader is not None:
+        reader = entry_points.load_extension(entry_points.Extension.READER, options.reader, where="--reader")
+    request = TrainingRequest(
+        workload=workload,
+        results=options.results.folder,
+        seed=choose_seed(comm, workload, options.seed),
+        division=DIVISION(remainder),
+        loader=loader_options(loader, workload, options.threads),
+        reopen=options.data.opener(rank=comm.rank),
+        decodes=options.decode,
+        check=options.check,
+        reader=reader,
+        needs_counted_step=True,
+        command=command_line(),
+        environment=environment,
+        overrides=tuple(f"++workload.{text}" for text in options.workload.settings),
+        remarks=(*loaded.remarks, *unsupported),
+        checkpoints=plan_checkpoints(
+            workload, options.checkpoints, num_ranks=comm.size, rank=comm.rank, environment=environment
+        ),
+        inspection=inspection,
+    )
+    if series is None or located is None:
+        return request, None
+    session = open_session(
+        series,
+        located,
+        options.workload.settings,
+        rehearsed_at=options.results.rehearsed_at,
+        comm=comm,
+    )
+    return request, session
+
+
+def _run_own_loader(options: TrainingRunOptions, name: str, *, comm: Comm, terminal: Terminal) -> None:
+    """Run the user's loader and print what it was waited for."""
+    from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader
+    from penstock.bench.own_loader.user_code import DescribedLoader, load_user_code
+    from penstock.bench.training.training_run import choose_seed
+    from penstock.workload.load_workload import load_sections
+    from penstock.workload.quantities import Duration
+
+    unfitting = {
+        "--submission": options.results.tree,
+        "--closed": options.results.rules.closed,
+        "--open": options.results.rules.open,
+        "--reader": options.reader,
+        "--threads": options.threads,
+        "--decode": options.decode,
+        "--division": options.division,
+        "--checkpoints": options.checkpoints,
+    }
+    for option_name, value in unfitting.items():
+        if value:
+            raise UsageError(
+                f"{option_name} does not go with a loader of your own",
+                where="--loader",
+                fix=f"Leave {option_name} out.",
+            )
+    if options.batch_time_s is not None and options.step is not None:
+        raise UsageError("--batch-time and --step are mutually exclusive", fix="Give one of them.")
+    settings = options.workload.settings
+    if options.workload.name:
+        workload = options.workload.load(terminal).workload
+    else:  # nothing but a loader and a step
+        workload = load_sections(
+            {}, name=name.replace(":", "."), source="--loader", overrides=parse_overrides(settings)
+        ).workload
+    train = workload.train
+    if options.epochs is not None or not options.workload.name:
+        train = replace(train, epochs=options.epochs or train.epochs)
+    if options.batch_time_s is not None:
+        train = replace(train, computation_time=Duration(mean_s=options.batch_time_s))
+    workload = replace(workload, train=train)
+    request = OwnLoaderRequest(
+        results=options.results.folder,
+        workload=workload,
+        loader=DescribedLoader(name=name, step=options.step, batch_size=options.batch_size),
+        factory=load_user_code(name, where="--loader"),
+        step=load_user_code(options.step, where="--step") if options.step else None,
+        max_steps=options.max_steps,
+        seed=choose_seed(comm, workload, options.seed),
+        data=options.data.opener(rank=comm.rank)() if options.data.uri else None,
+        trials=options.trials,
+        command=command_line(),
+        environment=process_environment(),
+        overrides=tuple(f"++workload.{text}" for text in settings),
+    )
+    with terminal.progress() as progress:
+        result = run_own_loader(request, comm=comm, progress=progress)
+    terminal.notes(result.stages.remarks)
+    terminal.result(result.document(), _view_own_loader(result))
+
+
+def _view_own_loader(result: TrainingResult) -> View:
+    """The answer first, then what every training run prints."""
+    waits = result.stages.waits
+    assert waits is not None
+    yield bold(waits.sentence)
+    for title, text in waits.lines:
+        yield f"  {title:<10}{text}"
+    yield from view_training(result)
+
+
+@verb
+def sweep(
+    terminal: Terminal,
+    *,
+    workload: WorkloadOptions = group(WorkloadOptions),
     run_words: tuple[str, ...] = arguments(
         "[-- OPTIONS]", TEXT, "More options for each `penstock training run`.", is_required=False
-    )
-    data: DataOptions = group(DataOptions)
-    results: str = required("--results", FOLDER_URI, "Directory below which each run has its own.")
-    max_accelerators: int = required("--most", whole(1), "Maximum number of accelerators to try.")
-    page: PageOption = group(PageOption)
-
-
-@verb(_SweepOptions)
-def sweep(options: _SweepOptions, terminal: Terminal) -> int:
+    ),
+    data: DataOptions = group(DataOptions),
+    results: str = required("--results", FOLDER_URI, "Directory below which each run has its own."),
+    max_accelerators: int = required("--most", whole(1), "Maximum number of accelerators to try."),
+    page: Path | None = PAGE,
+) -> int:
     """Find the largest number of accelerators that the storage feeds: 1, 2, 4, ..., then in between.
 
     Each attempt is a whole run with results of its own. Exits with 1 if not even one accelerator is fed.
@@ -79,8 +380,12 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
     """
     from penstock.workflows import accelerator_sweep
 
+    words = [workload.name, "--data", data.uri, "--results", results]
+    words += ["--accelerator", workload.accelerator] if workload.accelerator else []
+    words += [word for setting in workload.settings for word in ("--set", setting)]
+    words += [word for name, value in data.storage for word in ("--option", f"{name}={value}")]
     result = accelerator_sweep.find_most_accelerators(
-        accelerator_sweep.run_command(_run_words(options)), most=options.max_accelerators
+        accelerator_sweep.run_command([*words, *run_words]), most=max_accelerators
     )
     rows = [
         {
@@ -92,22 +397,7 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
         }
         for attempt in result.tries
     ]
-    options.page.write(lambda: _draw_sweep(result, options), terminal)
+    write_page(page, lambda: accelerator_sweep.make_sweep_page(result, workload.name, data.uri), terminal)
     more = ", and perhaps more" if result.is_most else ""
     terminal.result(asdict(result), table(f"{result.accelerators} accelerators are fed{more}", rows))
     return 0 if result.accelerators else 1
-
-
-def _draw_sweep(result: SweepResult, options: _SweepOptions) -> Report:
-    from penstock.workflows.accelerator_sweep import make_sweep_page
-
-    return make_sweep_page(result, options.workload.name, options.data.uri)
-
-
-def _run_words(options: _SweepOptions) -> list[str]:
-    workload, data = options.workload, options.data
-    words = [workload.name, "--data", data.uri, "--results", options.results]
-    words += ["--accelerator", workload.accelerator] if workload.accelerator else []
-    words += [word for setting in workload.settings for word in ("--set", setting)]
-    words += [word for name, value in data.storage.assignments for word in ("--option", f"{name}={value}")]
-    return [*words, *options.run_words]

@@ -1,8 +1,9 @@
-"""The option layer: declarations become parameters, help, completion, and instances of their dataclass."""
+"""The option layer: declarations become parameters, help, completion, and the arguments of a function."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import penstock
 from penstock.cli.app import app
 from penstock.cli.options import (
     Group,
-    NoOptions,
     Verb,
     argument,
     arguments,
@@ -26,6 +26,7 @@ from penstock.cli.options import (
     group,
     option,
     optional_argument,
+    options_of,
     repeated,
     required,
     switch,
@@ -42,24 +43,25 @@ class Inner:
     size_bytes: int = option("--size", SIZE, "Bytes to move.", default="2KiB")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outer:
-    name: str = argument("NAME", TEXT, "What it is called.")
-    files: tuple[Path, ...] = arguments("[FILES...]", FILE, "Files to read.", is_required=False)
-    count: int = required("--count", whole(1), "How many.")
-    seed: int | None = option("--seed", whole(), "Seed.")
-    colour: str = option("--colour", choice("red", "blue"), "Colour.", default="red")
-    fsync: bool | None = switch("--fsync", "Make it durable.")
-    is_dry: bool = flag("--dry-run", "Change nothing.")
-    inner: Inner = group(Inner, panel="Inner options")
-    memo: str = "no option"
+SEED: int | None = option("--seed", whole(), "Seed.")
+CALLS: list[dict[str, Any]] = []
 
 
-CALLS: list[Outer] = []
-
-
-@verb(Outer)
-def work(options: Outer, terminal: Terminal) -> int:
+@verb
+def work(  # noqa: PLR0913 - as many as there are ways to declare one
+    terminal: Terminal,
+    *,
+    name: str = argument("NAME", TEXT, "What it is called."),
+    files: tuple[Path, ...] = arguments("[FILES...]", FILE, "Files to read.", is_required=False),
+    count: int = required("--count", whole(1), "How many."),
+    seed: int | None = SEED,
+    colour: str = option("--colour", choice("red", "blue"), "Colour.", default="red"),
+    fsync: bool | None = switch("--fsync", "Make it durable."),
+    is_dry: bool = flag("--dry-run", "Change nothing."),
+    depth: int = option("--depth", whole(1), "Levels.", default="2", panel="More"),
+    inner: Inner = group(Inner, panel="Inner options"),
+    memo: str = "no option",
+) -> int:
     """Do some work, and say so.
 
     It takes two paragraphs
@@ -72,9 +74,24 @@ def work(options: Outer, terminal: Terminal) -> int:
       work a --count 2 \
         --dry-run
     """
-    CALLS.append(options)
-    terminal.result({"name": options.name}, [options.name])
-    return options.count - 1
+    given = dict(locals())
+    CALLS.append({name: given[name] for name in given if name != "terminal"})
+    terminal.result({"name": name}, [name])
+    return count - 1
+
+
+USUAL = {
+    "name": "a",
+    "files": (),
+    "count": 1,
+    "seed": None,
+    "colour": "red",
+    "fsync": None,
+    "is_dry": False,
+    "depth": 2,
+    "inner": Inner(pairs=(), size_bytes=2048),
+    "memo": "no option",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -88,30 +105,24 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(work, words)
 
 
-def test_every_option_reaches_its_field_in_the_type_of_its_parser() -> None:
+def test_every_option_reaches_its_parameter_in_the_type_of_its_parser() -> None:
     words = ("a", "x", "y", "--count", "1", "--seed", "7", "--colour", "blue", "--no-fsync", "--dry-run")
     assert invoke(*words, "-o", "k=v", "--option", "l=w", "--size", "1MiB").exit_code == 0
-    assert [
-        Outer(
-            name="a",
-            files=(Path("x"), Path("y")),
-            count=1,
-            seed=7,
-            colour="blue",
-            fsync=False,
-            is_dry=True,
-            inner=Inner(pairs=(("k", "v"), ("l", "w")), size_bytes=1 << 20),
-        )
-    ] == CALLS
+    given = {
+        "files": (Path("x"), Path("y")),
+        "seed": 7,
+        "colour": "blue",
+        "fsync": False,
+        "is_dry": True,
+        "inner": Inner(pairs=(("k", "v"), ("l", "w")), size_bytes=1 << 20),
+    }
+    assert [USUAL | given] == CALLS
 
 
 def test_omitted_options_have_their_defaults() -> None:
     assert invoke("a", "--count", "1").exit_code == 0
-    assert [Outer(name="a", count=1)] == CALLS
-    (options,) = CALLS
-    assert (options.seed, options.colour, options.fsync, options.is_dry) == (None, "red", None, False)
-    assert options.inner == Inner(pairs=(), size_bytes=2048)
-    assert options.memo == "no option"
+    assert [USUAL] == CALLS
+    assert Inner() == Inner(pairs=(), size_bytes=2048)
 
 
 def test_the_number_that_a_command_returns_is_its_exit_code() -> None:
@@ -122,8 +133,8 @@ def test_json_is_an_option_of_every_command() -> None:
     assert invoke("a", "--count", "1", "--json").stdout == '{\n  "name": "a"\n}\n'
     assert invoke("a", "--count", "1").stdout == "a\n"
 
-    @verb(NoOptions, has_json=False)
-    def silent(_: NoOptions, terminal: Terminal) -> None:
+    @partial(verb, has_json=False)
+    def silent(terminal: Terminal) -> None:
         """Do nothing."""
         assert not terminal.as_json
 
@@ -165,6 +176,8 @@ def test_help_shows_text_examples_arguments_and_panels_in_this_order() -> None:
             "What it is called.",
             "Options:",
             "--count N",
+            "More:",
+            "--depth N",
             "Inner options:",
             "-o, --option NAME=VALUE",
         )
@@ -186,14 +199,26 @@ def test_choices_are_completed() -> None:
     assert item.type == "file"
 
 
-def test_fields_of_nested_groups_are_found_in_place() -> None:
-    assert [path for path, _, _ in declarations(Outer)][-3:] == [
-        "is_dry",
-        "inner__pairs",
-        "inner__size_bytes",
+def test_options_of_groups_are_found_in_place() -> None:
+    assert [(path, panel) for path, _, panel in work.declared][-5:] == [
+        ("is_dry", None),
+        ("depth", "More"),
+        ("inner__pairs", "Inner options"),
+        ("inner__size_bytes", "Inner options"),
+        ("as_json", None),
     ]
-    assert [panel for *_, panel in declarations(Outer)][-3:] == [None, "Inner options", "Inner options"]
-    assert fill(Inner, {"size_bytes": 1}) == Inner(size_bytes=1)
+    assert fill(options_of(Inner), {"size_bytes": 1}) == {"pairs": (), "size_bytes": 1}
+
+
+def test_an_option_that_several_share_is_one_constant() -> None:
+    @verb
+    def other(terminal: Terminal, *, seed: int | None = SEED) -> None:
+        """Do other work."""
+        terminal.result({"seed": seed}, [])
+
+    assert CliRunner().invoke(other, ["--seed", "3", "--json"]).stdout == '{\n  "seed": 3\n}\n'
+    assert invoke("a", "--count", "1", "--seed", "4").exit_code == 0
+    assert CALLS[0]["seed"] == 4
 
 
 def test_a_group_imports_a_command_when_it_is_asked_for() -> None:
@@ -212,9 +237,10 @@ def test_a_group_imports_a_command_when_it_is_asked_for() -> None:
 def test_a_command_knows_its_command_line() -> None:
     lines = []
 
-    @verb(NoOptions)
-    def remember(_: NoOptions, terminal: Terminal) -> None:
+    @verb
+    def remember(terminal: Terminal) -> None:
         """Remember the command line."""
+        assert terminal.speaks
         lines.append(command_line())
 
     CliRunner().invoke(remember, [], obj=["storage", "probe"])
@@ -263,24 +289,19 @@ def test_no_two_options_of_a_command_have_one_name() -> None:
         assert len(names) == len(set(names)), name
 
 
-def test_every_field_of_the_example_is_declared() -> None:
-    assert {field.name for field in fields(Outer)} == {
-        *(path.partition("__")[0] for path, _, _ in declarations(Outer)),
-        "memo",
-    }
-
-
 def test_declarations_name_options_arguments_and_flags() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Declared:
-        target: str = required("--target", TEXT, "Write here.", short="-t", metavar="PLACE")
-        only: tuple[str, ...] = repeated("--only", TEXT, "Take only these.")
-        mode: str | None = option("--mode", TEXT, "Use this mode.", short="-m")
-        rest: tuple[str, ...] = arguments("[REST...]", TEXT, "More.", is_required=False)
-        place: str = optional_argument("[PLACE]", TEXT, "Where.", default="here")
-        fsync: bool | None = switch("--fsync", "Sync.")
+    def declaring(
+        *,
+        target: str = required("--target", TEXT, "Write here.", short="-t", metavar="PLACE"),
+        only: tuple[str, ...] = repeated("--only", TEXT, "Take only these."),
+        mode: str | None = option("--mode", TEXT, "Use this mode.", short="-m"),
+        rest: tuple[str, ...] = arguments("[REST...]", TEXT, "More.", is_required=False),
+        place: str = optional_argument("[PLACE]", TEXT, "Where.", default="here"),
+        fsync: bool | None = switch("--fsync", "Sync."),
+    ) -> tuple[object, ...]:
+        return target, only, mode, rest, place, fsync
 
-    declared = {path: declaration for path, declaration, _ in declarations(Declared)}
+    declared = {path: declaration for path, declaration, _ in declarations(options_of(declaring))}
     assert {path: declaration.names for path, declaration in declared.items()} == {
         "target": ("-t", "--target"),
         "only": ("--only",),
@@ -293,9 +314,7 @@ def test_declarations_name_options_arguments_and_flags() -> None:
     assert declared["target"].metavar == "PLACE"
     assert not declared["rest"].is_required
     assert declared["rest"].is_repeated
-    assert fill(Declared, {"target": "x"}) == Declared(
-        target="x", only=(), mode=None, rest=(), place="here", fsync=None
-    )
+    assert declaring(**fill(options_of(declaring), {"target": "x"})) == ("x", (), None, (), "here", None)
 
 
 def test_missing_libraries_of_a_group_name_its_extra() -> None:

@@ -10,7 +10,6 @@ import pytest
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import ContentCheck
 from penstock.cli import parsers
-from penstock.cli.option_groups import GATE
 from penstock.cluster.gates.gate_model import Gate
 from penstock.cluster.launcher_command import LauncherName
 from penstock.errors import UsageError
@@ -59,9 +58,16 @@ def test_words_of_choices_are_those_of_the_types_that_they_become() -> None:
     assert parsers.DIVISION.choices == tuple(Remainder)
     assert parsers.CONTENT_CHECK.choices == tuple(ContentCheck)
     assert parsers.LAUNCHER.choices == get_args(LauncherName)
-    assert GATE.choices == tuple(Gate)
+    assert parsers.GATE.choices == tuple(Gate)
     assert parsers.DIVISION("pad") is Remainder.PAD
     assert parsers.CONTENT_CHECK("full") is ContentCheck.FULL
+    assert parsers.GATE("space") is Gate.SPACE
+
+
+def test_a_mistyped_gate_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError) as error:
+        parsers.GATE("storaeg")
+    assert "Did you mean storage?" in error.value.fix
 
 
 @pytest.mark.parametrize(

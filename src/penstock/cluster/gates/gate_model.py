@@ -11,9 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from penstock.did_you_mean import did_you_mean
-from penstock.errors import UsageError
-
 if TYPE_CHECKING:
     from penstock.environment import Environment
     from penstock.storage import Storage
@@ -136,11 +133,3 @@ class RankReport:
     results: Volume | None
     results_option: str = "--results"
     written_bytes: int = 0
-
-
-def parse_gate(text: str) -> Gate:
-    """The gate of this name; `UsageError` with the nearest one."""
-    if text in set(Gate):
-        return Gate(text)
-    meant = did_you_mean(text, Gate)
-    raise UsageError(f"Unknown gate {text!r}", fix=f"{meant}Gates are: {', '.join(Gate)}.")

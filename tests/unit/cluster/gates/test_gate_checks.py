@@ -26,10 +26,8 @@ from penstock.cluster.gates.gate_model import (
     Preflight,
     RankReport,
     Volume,
-    parse_gate,
 )
 from penstock.cluster.gates.preflight import bound_offsets
-from penstock.errors import UsageError
 
 GIB = 1 << 30
 LIMITS = {"open files": 65536, "processes": None, "bytes of a file": None, "locked bytes": 8 << 20}
@@ -254,9 +252,3 @@ def test_formatted_ranks_are_complete(ranks: set[int]) -> None:
         first, _, last = part.partition("-")
         again |= set(range(int(first), int(last or first) + 1))
     assert again == ranks
-
-
-def test_a_mistyped_gate_is_refused_with_the_nearest() -> None:
-    assert parse_gate("space") is Gate.SPACE
-    with pytest.raises(UsageError, match=r"Did you mean storage\?"):
-        parse_gate("storaeg")

@@ -1,45 +1,51 @@
-"""`penstock checkpoint status` and `flush`: the steps in caches."""
+"""`penstock checkpoint status`, `flush` and `halt`: the steps of a manager on all levels, and its job."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from datetime import datetime
+from getpass import getuser
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cli.option_groups import FollowOptions, PageOption
-from penstock.cli.options import argument, arguments, flag, group, option, repeated, verb
-from penstock.cli.parsers import FOLDER_URI, URI, whole
-from penstock.cli.rank_options import ranked
+from penstock.cli.option_groups import PAGE, write_page
+from penstock.cli.options import argument, arguments, flag, option, repeated, verb
+from penstock.cli.parsers import FOLDER_URI, TEXT, URI, whole
+from penstock.cli.rank_options import followed
 from penstock.cli.terminal import Terminal, table
 from penstock.cluster.comm import Comm
-from penstock.errors import UsageError
+from penstock.errors import ObjectNotFound, UsageError
+from penstock.storage.capabilities import find_local_root
 from penstock.storage.uri import open_here
 from penstock.units import format_bytes, format_count, format_rate
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.levels.flush import FlushState
+    from penstock.checkpoint.manager.graceful_stop import StopRequest
     from penstock.reports.report import Report
 
 
 POLL_S = 0.5
 FLUSH_FAILS = 1
 NOT_FLUSHED = 1
+_RUN: Final = argument("RUN", URI, "Durable directory or URI of the manager.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StatusOptions:
-    run: str = argument("RUN", URI, "Durable directory or URI of the manager.")
+@verb
+def status(
+    terminal: Terminal,
+    *,
+    run: str = _RUN,
     caches: tuple[str, ...] = repeated(
         "--cache", FOLDER_URI, "Include this cache, which must be reachable from here."
-    )
-    watches: bool = flag("--watch", "Wait until all flushes are finished.")
-    page: PageOption = group(PageOption)
-
-
-@verb(_StatusOptions)
-def status(options: _StatusOptions, terminal: Terminal) -> int:
+    ),
+    watches: bool = flag("--watch", "Wait until all flushes are finished."),
+    page: Path | None = PAGE,
+) -> int:
     """Show the steps of RUN on each level, their redundancy, and the progress of flushes.
 
     Caches are directories on nodes: run this on each node. Exits with 1 if a flush keeps failing.
@@ -54,26 +60,54 @@ def status(options: _StatusOptions, terminal: Terminal) -> int:
     """
     from penstock.checkpoint.levels import cache_tools
 
-    levels = cache_tools.inspect_levels(options.run, options.caches)
-    if options.watches:
-        _watch(options.caches, terminal)
-        levels = cache_tools.inspect_levels(options.run, options.caches)
+    levels = cache_tools.inspect_levels(run, caches)
+    if watches:
+        _watch(caches, terminal)
+        levels = cache_tools.inspect_levels(run, caches)
     for flush_ in levels.flushes:
-        terminal.note(_describe_flush(flush_))
+        left_bytes = sum(state.size_bytes - state.copied_bytes for state in flush_.states.values())
+        work = f"{format_count(len(flush_.states), 'step')} to flush, {format_bytes(left_bytes)} to copy"
+        daemon = "no daemon"
+        if flush_.daemon is not None:
+            daemon = f"daemon {flush_.daemon} at {format_rate(flush_.bytes_per_s)}"
+        terminal.note(f"{flush_.cache}: {daemon}; {work if flush_.states else 'nothing to flush'}")
+    cached = {entry.step: entry for entry in reversed(levels.cached)}
     flushing = {step for flush_ in levels.flushes for step in flush_.states}
-    steps = sorted({*levels.durable, *(cached.step for cached in levels.cached), *flushing})
-    rows = [_step_row(levels, step) for step in steps]
-    options.page.write(lambda: _report_status(options.run, levels, rows), terminal)
-    terminal.result({"run": options.run, **_document(levels)}, table(options.run, rows))
+    rows = []
+    for step in sorted({*levels.durable, *cached, *flushing}):
+        entry = cached.get(step)
+        phases = dict.fromkeys(  # without repetition: all nodes flush their share of the same step
+            state.phase
+            if state.copied_bytes >= state.size_bytes
+            else f"{state.phase} {100 * state.copied_bytes // state.size_bytes} %"
+            for flush_ in levels.flushes
+            if (state := flush_.states.get(step)) is not None
+        )
+        rows.append(
+            {
+                "step": str(step),
+                "durable": "yes" if step in levels.durable else "-",
+                "cached": f"{entry.num_shares} of {entry.num_ranks} shares" if entry else "-",
+                "in caches": format_bytes(entry.size_bytes) if entry else "-",
+                "survives": f"{entry.losses} ({entry.scheme})" if entry else "-",
+                "flush": ", ".join(phases) or "-",
+            }
+        )
+    write_page(page, lambda: _report_status(run, levels, rows), terminal)
+    flushes = [{**asdict(flush_), "states": _dump(flush_.states)} for flush_ in levels.flushes]
+    terminal.result({"run": run, **asdict(levels), "flushes": flushes}, table(run, rows))
     failing = [
-        (step, state)
+        f"step {step}: {state.reason}"
         for flush_ in levels.flushes
         for step, state in flush_.states.items()
         if state.phase == "failing"
     ]
-    for step, state in failing:
-        terminal.note(f"step {step}: {state.reason}")
+    terminal.notes(failing)
     return FLUSH_FAILS if failing else 0
+
+
+def _dump(states: Mapping[int, FlushState]) -> dict[int, Any]:
+    return {step: state.model_dump() for step, state in states.items()}
 
 
 def _report_status(run: str, levels: cache_tools.LevelsOverview, rows: Sequence[Mapping[str, str]]) -> Report:
@@ -109,15 +143,6 @@ def _report_status(run: str, levels: cache_tools.LevelsOverview, rows: Sequence[
     )
 
 
-def _document(levels: cache_tools.LevelsOverview) -> dict[str, Any]:
-    flushes = [{**asdict(flush_), "states": _state_documents(flush_.states)} for flush_ in levels.flushes]
-    return {**asdict(levels), "flushes": flushes}
-
-
-def _state_documents(states: Mapping[int, FlushState]) -> dict[int, Any]:
-    return {step: state.model_dump() for step, state in states.items()}
-
-
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:
     """Draw how much is left to copy until nothing is, no flusher works, or only failures are left."""
     from penstock.checkpoint.levels import cache_tools
@@ -138,51 +163,19 @@ def _watch(caches: Sequence[str], terminal: Terminal) -> None:
             time.sleep(POLL_S)
 
 
-def _describe_flush(flush_: cache_tools.CacheFlush) -> str:
-    left_bytes = sum(state.size_bytes - state.copied_bytes for state in flush_.states.values())
-    work = f"{format_count(len(flush_.states), 'step')} to flush, {format_bytes(left_bytes)} to copy"
-    if not flush_.states:
-        work = "nothing to flush"
-    if flush_.daemon is None:
-        return f"{flush_.cache}: no daemon; {work}"
-    return f"{flush_.cache}: daemon {flush_.daemon} at {format_rate(flush_.bytes_per_s)}; {work}"
-
-
-def _step_row(levels: cache_tools.LevelsOverview, step: int) -> dict[str, str]:
-    cached = next((entry for entry in levels.cached if entry.step == step), None)
-    phases = dict.fromkeys(  # without repetition: all nodes flush their share of the same step
-        _describe_phase(state) for flush_ in levels.flushes if (state := flush_.states.get(step)) is not None
-    )
-    return {
-        "step": str(step),
-        "durable": "yes" if step in levels.durable else "-",
-        "cached": f"{cached.num_shares} of {cached.num_ranks} shares" if cached else "-",
-        "in caches": format_bytes(cached.size_bytes) if cached else "-",
-        "survives": f"{cached.losses} ({cached.scheme})" if cached else "-",
-        "flush": ", ".join(phases) or "-",
-    }
-
-
-def _describe_phase(state: FlushState) -> str:
-    if state.copied_bytes >= state.size_bytes:
-        return state.phase
-    return f"{state.phase} {100 * state.copied_bytes // state.size_bytes} %"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FlushOptions:
+@followed
+def flush(
+    comm: Comm,
+    terminal: Terminal,
+    *,
     caches: tuple[str, ...] = arguments(
         "CACHE...", FOLDER_URI, "Cache of each rank's node: one path for all ranks, or one for each."
-    )
-    steps: tuple[int, ...] = repeated("--step", whole(), "Flush only this step.")
+    ),
+    steps: tuple[int, ...] = repeated("--step", whole(), "Flush only this step."),
     durable: str | None = option(
         "--to", URI, "Durable directory or URI of the run (default: the run that the cache belongs to)."
-    )
-    following: FollowOptions = group(FollowOptions, panel="Following")
-
-
-@ranked(_FlushOptions)
-def flush(options: _FlushOptions, comm: Comm, terminal: Terminal) -> int:
+    ),
+) -> int:
     """Make durable what CACHE still has: all pending steps, and the newest step that can be restored.
 
     Run one rank on each node, after a crash or before a job ends. Files are verified, and lost or damaged
@@ -197,27 +190,27 @@ def flush(options: _FlushOptions, comm: Comm, terminal: Terminal) -> int:
     """
     from penstock.checkpoint.levels import cache_tools
 
-    if len(options.caches) not in (1, comm.size):
+    if len(caches) not in (1, comm.size):
         raise UsageError(
-            f"{len(options.caches)} caches for {format_count(comm.size, 'rank')}",
-            fix=f"Name one for all ranks, or one for each: --ranks {len(options.caches)}.",
+            f"{len(caches)} caches for {format_count(comm.size, 'rank')}",
+            fix=f"Name one for all ranks, or one for each: --ranks {len(caches)}.",
         )
-    path = options.caches[comm.rank if len(options.caches) > 1 else 0]
+    path = caches[comm.rank if len(caches) > 1 else 0]
     folder = cache_tools.require_cache_folder(path)
-    with terminal.progress(options.following.followers) as progress:
+    with terminal.progress() as progress:
         progress.begin("flush", 0)
         progress.enter("working", unit="written_bytes")
         looked_at, states = cache_tools.flush_caches(
             open_here(path, rank=comm.rank),
             comm,
-            steps=options.steps,
-            durable=options.durable,
+            steps=steps,
+            durable=durable,
             timeout_s=comm.timeout_s,
             progress=progress,
         )
     flushed = comm.gather((str(folder), states), awaiting="all nodes to report")
     document = {
-        "caches": {cache: _state_documents(of_cache) for cache, of_cache in flushed},
+        "caches": {cache: _dump(of_cache) for cache, of_cache in flushed},
         "steps": [{**asdict(repair), "outcome": repair.outcome} for repair in looked_at],
     }
     rows = [
@@ -235,10 +228,72 @@ def flush(options: _FlushOptions, comm: Comm, terminal: Terminal) -> int:
     pending = {
         step: state for _, of_cache in flushed for step, state in of_cache.items() if not state.is_over
     }
-    for repair in looked_at:
-        if repair.reason:
-            terminal.note(f"step {repair.step}: {repair.reason}")
-    for step, state in pending.items():
-        terminal.note(f"step {step} is not durable: {state.reason or state.phase}")
+    terminal.notes(f"step {repair.step}: {repair.reason}" for repair in looked_at if repair.reason)
+    terminal.notes(
+        f"step {step} is not durable: {state.reason or state.phase}" for step, state in pending.items()
+    )
     is_lost = bool(looked_at) and all(repair.reason for repair in looked_at)
     return NOT_FLUSHED if pending or is_lost else 0
+
+
+@verb
+def halt(
+    terminal: Terminal,
+    *,
+    run: str = _RUN,
+    reason: str = option("--reason", TEXT, "Write this reason into the job's log.", default=""),
+    cancels: bool = flag("--cancel", "Withdraw the request, if no job has obeyed it yet."),
+    shows_status: bool = flag("--status", "Show whether a stop has been requested, without requesting one."),
+) -> None:
+    """Request a graceful stop: the job whose manager saves to RUN saves once more, flushes and exits.
+
+    The job sees the marker, RUN/halt.json, some seconds later when its training loop asks the manager whether
+    to save; all ranks stop at the same step. It removes the marker when it exits. A job that is not running
+    yet obeys when it starts.
+
+    Examples:
+
+      penstock checkpoint halt /pfs/run --reason "maintenance at 18:00"
+
+      penstock checkpoint halt /pfs/run --status --json
+
+      penstock checkpoint halt /pfs/run --cancel
+    """
+    from penstock.checkpoint.manager import graceful_stop
+
+    if sum((cancels, shows_status, bool(reason))) > 1:
+        raise UsageError(
+            "--reason, --cancel and --status are mutually exclusive", fix="Give one of them, or none to halt."
+        )
+    storage = open_here(run)
+    if cancels:
+        was_requested = graceful_stop.cancel_stop_request(storage)
+        text = "withdrawn" if was_requested else "no stop was requested"
+        terminal.result({"cancelled": was_requested}, [f"halt {run}: {text}"])
+        return
+    if shows_status:
+        request = graceful_stop.find_stop_request(storage)
+    else:
+        root = find_local_root(storage)
+        if root is not None and not root.is_dir():
+            raise ObjectNotFound(
+                "There is no such directory of checkpoints, so no job would see the request",
+                uri=storage.uri,
+                fix="Give the manager's own directory; create it if its job has not saved yet.",
+            )
+        request = graceful_stop.StopRequest(
+            asked_by=f"{getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason
+        )
+        graceful_stop.request_stop(storage, request)
+    terminal.result(
+        {"asked": request is not None, "order": request.model_dump() if request else None},
+        [f"halt {run}: {_describe_stop(request)}"],
+    )
+
+
+def _describe_stop(request: StopRequest | None) -> str:
+    if request is None:
+        return "no stop is requested"
+    when = datetime.fromtimestamp(request.asked_at_s).astimezone().isoformat(timespec="seconds")
+    reason = f": {request.reason}" if request.reason else ""
+    return f"requested by {request.asked_by} at {when}{reason}"
