@@ -133,7 +133,7 @@ def run_checkpoint_benchmark(
     from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
     from penstock.submission.edition import load_edition
     from penstock.transfer.pipeline import PipelineSettings
-    from penstock.workflows.submission.result_draft import RunObserver, add_checkpoints
+    from penstock.workflows.submission_results import add_checkpoints
     from penstock.workload.load_workload import load_model
 
     environment, storage_options = process_environment(), dict(options.storage)
@@ -210,9 +210,9 @@ def run_checkpoint_benchmark(
             accelerator=options.accelerator,
             edition=load_edition("v3.0"),
             comm=comm,
-            observer=RunObserver(
-                progress=progress, note=terminal.note, format_logs=capture_checkpoint_output
-            ),
+            progress=progress,
+            note=terminal.note,
+            format_logs=capture_checkpoint_output,
         )
     terminal.notes(checkpoint_warnings(result))
     return result

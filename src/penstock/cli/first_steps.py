@@ -19,7 +19,7 @@ from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from penstock.cluster.doctor import Diagnosis
-    from penstock.workflows.demo_page import Tour
+    from penstock.workflows.demo import Tour
     from penstock.workload.spec import Workload
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
@@ -191,7 +191,7 @@ def demo(
 
 def _view_tour(results: Tour) -> View:
     from penstock.bench.probe.probe_run import headline_rows
-    from penstock.workflows.demo_page import checkpoint_rows, training_rows
+    from penstock.workflows.demo import checkpoint_rows, training_rows
 
     yield from results.sentences()
     yield TextTable(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))

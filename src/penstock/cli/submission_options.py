@@ -22,8 +22,8 @@ from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.settings import dotted
 
 if TYPE_CHECKING:
-    from penstock.submission.authoring.result_dir import RunSeries
-    from penstock.workflows.submission.result_draft import ResultWriter
+    from penstock.submission.authoring.owned_tree import RunSeries
+    from penstock.workflows.submission_results import ResultWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,7 @@ class ResultOptions:
 
     def find_series(self, *, benchmark: Benchmark, model: str) -> RunSeries | None:
         """The series of results that the run belongs to; None for a run that is not submitted."""
-        from penstock.submission.authoring.result_dir import RunSeries
-        from penstock.submission.authoring.tree_owner import require_owned_tree
+        from penstock.submission.authoring.owned_tree import RunSeries, require_owned_tree
 
         if self.tree is None:
             return None
@@ -131,7 +130,7 @@ def open_session(
     comm: Comm,
 ) -> ResultWriter:
     """The shared part of all result directories of this command; captures the program's image. Collective."""
-    from penstock.workflows.submission.result_draft import ResultWriter, capture_image
+    from penstock.workflows.submission_results import ResultWriter, capture_image
 
     clock = partial(datetime.now, UTC)
     return ResultWriter(

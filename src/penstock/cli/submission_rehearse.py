@@ -30,8 +30,8 @@ from penstock.cluster.comm import Comm
 from penstock.cluster.gates.gate_model import Gate
 from penstock.environment import process_environment
 from penstock.errors import UsageError, name_some
-from penstock.submission.authoring import tree_owner
-from penstock.submission.authoring.result_dir import HIDDEN
+from penstock.submission.authoring import owned_tree
+from penstock.submission.authoring.owned_tree import HIDDEN
 from penstock.submission.check import RehearsalAssessment, assess_rehearsal, check
 from penstock.submission.edition import CheckpointLimits, load_edition
 from penstock.units import format_bytes, format_seconds
@@ -208,7 +208,7 @@ def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Termina
     facts = collect_from_ranks(comm, process_environment(), now=lambda: now)
     if comm.rank == 0:
         by = f"penstock {__version__}"
-        tree = tree_owner.claim_tree(folder, _REHEARSED, now=now, by=by, is_rehearsal=True)
+        tree = owned_tree.claim_tree(folder, _REHEARSED, now=now, by=by, is_rehearsal=True)
         terminal.note(f"init: {tree.root} {'is new' if tree.is_new else 'is continued'}")
         draft = description_draft.draft_description(facts, _REHEARSED)
         if len(facts.present) > 1:

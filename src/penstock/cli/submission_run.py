@@ -38,7 +38,7 @@ from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
-    from penstock.submission.authoring.result_dir import RunSeries
+    from penstock.submission.authoring.owned_tree import RunSeries
     from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workload.sizing import DatasetSizing
     from penstock.workload.spec import Workload
@@ -184,13 +184,7 @@ def make_training_result(
     from penstock.results.provenance import read_host, unique_hosts
     from penstock.storage.capabilities import find_local_root
     from penstock.submission.authoring.run_sequence import read_series_state
-    from penstock.workflows.submission.draft_training_result import (
-        TrainingResultPlan,
-        dataset_recipe,
-        make_part,
-        make_training,
-    )
-    from penstock.workflows.submission.result_draft import RunObserver
+    from penstock.workflows.submission_results import TrainingSequence, dataset_recipe
     from penstock.workload import sizing
 
     silent = replace(terminal, speaks=False)  # `plan_training` prints the workload's remarks
@@ -230,23 +224,22 @@ def make_training_result(
         return None
     request, session = planned
     assert session is not None
-    result_plan = TrainingResultPlan(
-        request=request,
-        edition=edition,
-        num_accelerators=comm.size,
-        hosts=hosts,
-        # At a small scale the start of an epoch counts more than it would in earnest.
-        stops_below_minimum=rehearsed_at is None,
-    )
     with terminal.progress() as progress:
-        observer = RunObserver(
+        training = TrainingSequence(
+            writer=session,
+            request=request,
+            storage=options.data.opener(rank=comm.rank)(),
+            comm=comm,
+            edition=edition,
+            num_accelerators=comm.size,
+            hosts=hosts,
             progress=progress,
             note=terminal.note,
             format_logs=partial(capture_training_output, remarks=request.remarks),
+            # At a small scale the start of an epoch counts more than it would in earnest.
+            stops_below_minimum=rehearsed_at is None,
         )
-        make = make_training if only is None else partial(make_part, phase=SubmissionPhase(only))
-        opened = options.data.opener(rank=comm.rank)()
-        sequence = make(session, result_plan, opened, comm=comm, observer=observer)
+        sequence = training.make_all() if only is None else training.make_part(SubmissionPhase(only))
     return MadeTraining(workload=workload, series=series, sequence=sequence, required_size=required_size)
 
 

@@ -15,7 +15,7 @@ from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cluster.comm import SoloComm
 from penstock.environment import process_environment
 from penstock.errors import UsageError
-from penstock.submission.authoring import tree_owner
+from penstock.submission.authoring import owned_tree
 from penstock.submission.edition import load_edition
 from penstock.submission.parsed_file import read_description
 from penstock.submission.system_description import SchemaProblem, find_schema_problems
@@ -45,7 +45,7 @@ def init(
 
       penstock submission init acme ~/results
     """
-    tree = tree_owner.claim_tree(folder, organisation, now=datetime.now(UTC), by=f"penstock {__version__}")
+    tree = owned_tree.claim_tree(folder, organisation, now=datetime.now(UTC), by=f"penstock {__version__}")
     verb_ = "now belongs" if tree.is_new else "already belongs"
     text = [
         f"{tree.root} {verb_} to {tree.organisation} ({SENTINEL}).",
@@ -79,8 +79,8 @@ def describe(
     """
     from penstock.submission.authoring import description_draft
 
-    tree = tree_owner.require_owned_tree(Path(target.tree))
-    name = tree_owner.require_plain_name(target.system, what="system's name")
+    tree = owned_tree.require_owned_tree(Path(target.tree))
+    name = owned_tree.require_plain_name(target.system, what="system's name")
     division = target.rules.require_division().value
     path = tree.root / division / tree.organisation / "systems" / f"{name}.yaml"
     collected = description_draft.draft_description(_read_facts(cluster), target.system)
@@ -158,7 +158,7 @@ def status(
     """
     from penstock.submission.authoring.run_sequence import list_progress
 
-    tree = tree_owner.require_owned_tree(folder)
+    tree = owned_tree.require_owned_tree(folder)
     results = list_progress(tree, load_edition("v3.0"), now=datetime.now(UTC))
     document = {
         "organisation": tree.organisation,

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_files import OpenFormat
     from penstock.bench.training.training_result import TrainingResult
     from penstock.bench.training.training_run import TrainingRequest
-    from penstock.workflows.submission.result_draft import ResultWriter
+    from penstock.workflows.submission_results import ResultWriter
 
 _OWN = "Your own loader"
 
@@ -187,15 +187,10 @@ def run(
 
             result = train(request, storage, comm=comm, progress=progress)
         else:
-            from penstock.workflows.submission.draft_training_result import add_run
-            from penstock.workflows.submission.result_draft import RunObserver
+            from penstock.workflows.submission_results import add_run
 
-            observer = RunObserver(
-                progress=progress,
-                note=terminal.note,
-                format_logs=partial(capture_training_output, remarks=request.remarks),
-            )
-            result = add_run(session, request, storage, comm=comm, observer=observer)
+            format_logs = partial(capture_training_output, remarks=request.remarks)
+            result = add_run(session, request, storage, comm=comm, progress=progress, format_logs=format_logs)
     stages = result.stages
     terminal.notes((*stages.remarks, *reconciliation_notes(stages.deliveries), *stages.advice))
     terminal.result(result.document(), view_training(result))
@@ -384,7 +379,7 @@ def sweep(
     words += ["--accelerator", workload.accelerator] if workload.accelerator else []
     words += [word for setting in workload.settings for word in ("--set", setting)]
     words += [word for name, value in data.storage for word in ("--option", f"{name}={value}")]
-    result = accelerator_sweep.find_most_accelerators(
+    fed, tries = accelerator_sweep.find_most_accelerators(
         accelerator_sweep.run_command([*words, *run_words]), most=max_accelerators
     )
     rows = [
@@ -395,9 +390,11 @@ def sweep(
             "fed": "yes" if attempt.meets_threshold else "no",
             "limit": attempt.bottleneck or "-",
         }
-        for attempt in result.tries
+        for attempt in tries
     ]
-    write_page(page, lambda: accelerator_sweep.make_sweep_page(result, workload.name, data.uri), terminal)
-    more = ", and perhaps more" if result.is_most else ""
-    terminal.result(asdict(result), table(f"{result.accelerators} accelerators are fed{more}", rows))
-    return 0 if result.accelerators else 1
+    write_page(page, lambda: accelerator_sweep.make_sweep_page(fed, tries, workload.name, data.uri), terminal)
+    is_most = fed == max_accelerators
+    document = {"accelerators": fed, "is_most": is_most, "tries": [asdict(attempt) for attempt in tries]}
+    more = ", and perhaps more" if is_most else ""
+    terminal.result(document, table(f"{fed} accelerators are fed{more}", rows))
+    return 0 if fed else 1

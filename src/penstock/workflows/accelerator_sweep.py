@@ -31,17 +31,8 @@ class SweepRun:
     results_dir: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepResult:
-    """All tries in order; `accelerators` is the largest number that was fed, 0 if none was."""
-
-    accelerators: int
-    is_most: bool
-    tries: tuple[SweepRun, ...]
-
-
-def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> SweepResult:
-    """Search up to `most` accelerators; `is_most` says that all of them were fed."""
+def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> tuple[int, list[SweepRun]]:
+    """The largest number of accelerators up to `most` that is fed, 0 if none is, and all tries in order."""
     if most < 1:
         raise UsageError(
             f"A sweep needs at least one accelerator, not {most}", where="--most", fix="Give at least 1."
@@ -52,8 +43,7 @@ def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> Swee
         tries[accelerators] = run(accelerators)
         return tries[accelerators].meets_threshold
 
-    answer = largest_passing(passes, most=most)
-    return SweepResult(accelerators=answer, is_most=answer == most, tries=tuple(tries.values()))
+    return largest_passing(passes, most=most), list(tries.values())
 
 
 def largest_passing(passes: Callable[[int], bool], *, most: int) -> int:
@@ -80,41 +70,40 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
     def run(accelerators: int) -> SweepRun:
         command = [sys.executable, "-m", "penstock", "training", "run", *words]
         command += ["--ranks", str(accelerators), "--json"]
-        document = json.loads(_capture_output(command, accelerators))
+        # Standard error is passed through.
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            output, _ = running.communicate()
+        except KeyboardInterrupt:
+            running.send_signal(signal.SIGINT)
+            running.wait(_LEAVE_S)
+            raise
+        if running.returncode != 0:
+            raise PenstockError(
+                f"The run with {accelerators} accelerators failed with exit code {running.returncode}",
+                fix="See its own message above. A larger sweep needs more files (`penstock training size`).",
+            )
+        document = json.loads(output)
         return SweepRun(**{field.name: document[field.name] for field in fields(SweepRun)})
 
     return run
 
 
-def _capture_output(command: Sequence[str], accelerators: int) -> str:
-    """Run a command and return its standard output; standard error is passed through."""
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        output, _ = running.communicate()
-    except KeyboardInterrupt:
-        running.send_signal(signal.SIGINT)
-        running.wait(_LEAVE_S)
-        raise
-    if running.returncode != 0:
-        raise PenstockError(
-            f"The run with {accelerators} accelerators failed with exit code {running.returncode}",
-            fix="Its own message is above. A larger sweep needs more files: see `penstock training size`.",
-        )
-    return output
-
-
-def make_sweep_page(result: SweepResult, workload: str, storage: str) -> Report:
+def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage: str) -> Report:
     """The page of all tries, each of which has a page of its own."""
-    tries = sorted(result.tries, key=lambda one: one.accelerators)
+    tries = sorted(tries, key=lambda one: one.accelerators)
     names = [str(one.accelerators) for one in tries]
     failed = next((one for one in tries if not one.meets_threshold), None)
+    figure = f"{fed} accelerators are fed" if fed > 1 else "1 accelerator is fed"
+    if not fed:
+        figure = "not even one accelerator is fed"
     return Report(
         title=f"How many accelerators of {workload} {storage} feeds",
         subtitle=f"{len(tries)} runs, from {names[0]} to {names[-1]} accelerators",
         banner=Banner(
-            verdict="passed" if result.accelerators else "failed",
-            look=Look.GOOD if result.accelerators else Look.BAD,
-            figure=_say_figure(result),
+            verdict="passed" if fed else "failed",
+            look=Look.GOOD if fed else Look.BAD,
+            figure=figure if failed else f"{figure}, and perhaps more",
             limited_by="nothing up to there" if failed is None else failed.bottleneck or "not known",
             since="every run reached the utilization that is asked"
             if failed is None
@@ -161,13 +150,4 @@ def make_sweep_page(result: SweepResult, workload: str, storage: str) -> Report:
                 bars="AU %",
             )
         ],
-    )
-
-
-def _say_figure(result: SweepResult) -> str:
-    if not result.accelerators:
-        return "not even one accelerator is fed"
-    more = ", and perhaps more" if result.is_most else ""
-    return f"{result.accelerators} accelerator{'s' * (result.accelerators > 1)} are fed{more}".replace(
-        "1 accelerator are", "1 accelerator is"
     )

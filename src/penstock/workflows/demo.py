@@ -1,36 +1,60 @@
 """The tour of the system on this machine's own disk: each benchmark once, small, and one page of results.
 
-Invariant: the tour writes only below its own folder, and leaves nothing there but its report and its runs.
+The page has a few sentences with their figures and charts, and below them everything measured. Invariants:
+the tour writes only below its own folder, and leaves nothing there but its report and its runs; no figure
+lies above a limit that the page states. Where a run was faster than the probe, the limit is the run's, and a
+sentence says so.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from socket import gethostname
 from tempfile import TemporaryDirectory
+from typing import Any, Final
 
+from penstock import __version__
 from penstock.bench.checkpoint import checkpoint_run
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.probe import ProbeRequest, probe
+from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_page, probe_run
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
-from penstock.cluster.doctor import examine
+from penstock.cluster.doctor import Diagnosis, examine
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.environment import Environment
+from penstock.errors import name_some
 from penstock.progress import Progress
-from penstock.reports.page import render_report
+from penstock.reports.page import write_report
+from penstock.reports.report import (
+    Banner,
+    Chart,
+    Kind,
+    Look,
+    Report,
+    Section,
+    Series,
+    bar_chart,
+    table_section,
+)
+from penstock.results.event_files import read_events
+from penstock.results.step_series import RunSteps
 from penstock.storage import open_storage
 from penstock.transfer.pipeline import PipelineSettings
-from penstock.workflows import demo_page
-from penstock.workflows.demo_page import Tour
+from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.workload.load_workload import load, load_model
 from penstock.workload.settings import parse_settings
+from penstock.workload.sizing import forecast_accelerators
 
 _NUM_FILES = 28
 _SAMPLE_BYTES = 8 << 20
@@ -39,6 +63,45 @@ _MODEL = "llama3-8b"
 _NUM_CHECKPOINTS = 2
 PROBE_SIZE_BYTES = 512 << 20
 PROBE_MAX_SECONDS = 4.0
+GIB: Final = 2**30
+_NEAR: Final = 1.02
+"""A run that is faster than the probe by this factor is reported; less is noise."""
+_WORKLOADS: Final = ("unet3d_h100", "resnet50_h100", "cosmoflow_h100")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tour:
+    """The results of the tour, and its page."""
+
+    report: Path
+    probe: ProbeResult
+    training: TrainingResult
+    checkpoints: CheckpointResult
+    model_bytes: int
+    """The size of a checkpoint of the whole model, of which `checkpoints` are a part."""
+    diagnoses: tuple[Diagnosis, ...]
+
+    def sentences(self) -> list[str]:
+        """The sentences at the top of the page."""
+        return [
+            f"This storage {say_headline(self)}.",
+            say_training(self),
+            say_checkpoints(self),
+            say_limits(self),
+            *find_excess(self),
+            f"What would help most: {say_what_helps(self)}",
+        ]
+
+    def document(self) -> Mapping[str, Any]:
+        """The results as plain data."""
+        return {
+            "report": str(self.report),
+            "probe": asdict(self.probe),
+            "training": self.training.document(),
+            "checkpoints": self.checkpoints.document(),
+            "says": self.sentences(),
+            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
+        }
 
 
 def tour(
@@ -77,7 +140,7 @@ def tour(
         model_bytes=plan_layout(LayoutRequest(model=load_model(_MODEL), num_processes=1)).total_bytes,
         diagnoses=diagnoses,
     )
-    results.report.write_text(render_report(demo_page.make_demo_page(results)), encoding="utf-8")
+    write_report(make_demo_page(results), results.report)
     results.report.with_suffix(".json").write_text(json.dumps(results.document(), indent=2), encoding="utf-8")
     return results
 
@@ -133,3 +196,258 @@ def _take_checkpoints(
         return checkpoint_run.run_checkpoints(
             request, partial(open_storage, f"{scheme}://{folder}", environment), comm=comm, progress=progress
         )
+
+
+def find_limit(tour: Tour, op: str) -> tuple[float, str, float]:
+    """The best rate of one direction: bytes a second, what reached it, and its multiple of the probe's."""
+    probed = probe_page.best(tour.probe, op)
+    by = f"{probe_page.describe(probed)}, {probed.mode}"
+    rounds = [one.phase.gib_per_s for one in tour.checkpoints.rounds if one.round.direction == op]
+    fastest = max([probed.gib_per_s, *rounds])
+    if fastest > probed.gib_per_s:
+        by = "the checkpoints"
+    return fastest * GIB, by, fastest / probed.gib_per_s
+
+
+def say_headline(tour: Tour) -> str:
+    """Three figures: accelerators, a checkpoint, and the limits."""
+    rate = Fraction(find_limit(tour, "read")[0])
+    fed = []
+    for name in _WORKLOADS:
+        family, _, accelerator = name.rpartition("_")
+        count = forecast_accelerators(load(name).workload, rate).num_accelerators
+        fed.append(f"{count or 'no'} {accelerator.upper()} of {family}")
+    read, write = (format_rate(find_limit(tour, op)[0]) for op in ("read", "write"))
+    return f"feeds {name_some(fed)}; reads {read} and writes {write} at best"
+
+
+def say_training(tour: Tour) -> str:
+    """The result of a small training on this storage, and the needs of each accelerator."""
+    train, ceiling = tour.training.train, tour.training.stages.ceiling
+    above = f", {ceiling.au_compat_percent:.1f} % is this client's ceiling" if ceiling else ""
+    each = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(1)).bytes_per_accelerator_per_s
+    return (
+        f"A small {tour.training.workload} computed {train.au_compat_percent.mean:.1f} % of the time "
+        f"({_ASKED:.0f} % asked{above}); the whole one takes {format_rate(float(each))} for each accelerator."
+    )
+
+
+def say_checkpoints(tour: Tour) -> str:
+    """The time that a checkpoint of a named model takes to write and to read back."""
+    write, read = tour.checkpoints.write, tour.checkpoints.read
+    if write is None or read is None or not write.gib_per_s or not read.gib_per_s:
+        return "Checkpoints were read from memory alone, which says nothing about this storage."
+    size, model = tour.model_bytes, tour.checkpoints.model
+    limits = {op: find_limit(tour, op)[0] / GIB for op in ("write", "read")}
+    durable, back = (format_seconds(size / GIB / rate) for rate in (write.gib_per_s, read.gib_per_s))
+    return (
+        f"{format_bytes(size)} of {model} are durable in {durable} ({write.gib_per_s:.2f} of "
+        f"at best {limits['write']:.2f} GiB/s) and back, verified, in {back} ({read.gib_per_s:.2f} of "
+        f"{limits['read']:.2f} GiB/s), by {format_bytes(tour.checkpoints.total_bytes)} of it."
+    )
+
+
+def say_limits(tour: Tour) -> str:
+    """The best rates of this storage."""
+    (read, read_by, _), (write, write_by, _) = find_limit(tour, "read"), find_limit(tour, "write")
+    random = probe_page.best(tour.probe, "random_read")
+    return (
+        f"Reads {format_rate(read)} ({read_by}) and writes {format_rate(write)} durably ({write_by}); "
+        f"{random.operations_per_s:,.0f} random reads of {format_bytes(random.block_bytes)} a second."
+    )
+
+
+def say_what_helps(tour: Tour) -> str:
+    """The change that would help most."""
+    ceiling, train = tour.training.stages.ceiling, tour.training.train
+    if ceiling is not None and ceiling.au_compat_percent < _ASKED:
+        return "More or faster cores: this client does not reach 90 % on storage that costs nothing."
+    rate, _, _ = find_limit(tour, "read")
+    forecast = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(rate))
+    each, count = float(forecast.bytes_per_accelerator_per_s), forecast.num_accelerators + 1
+    needed = max(count * each * float(forecast.threshold), rate)
+    helps = f"Read bandwidth: {format_rate(needed)} would feed {count} H100 of unet3d."
+    if not train.meets_threshold:
+        return f"{helps} The small training waited, too: its page says for what."
+    return helps
+
+
+_ASKED: Final = 90.0
+
+
+def find_excess(tour: Tour) -> Iterator[str]:
+    """A sentence, where runs were faster than the probe."""
+    above = [
+        f"{doing} at up to {format_rate(rate)}, {(excess - 1) * 100:.0f} % more than the probe's best"
+        for op, doing in (("read", "read"), ("write", "written"))
+        for rate, _, excess in [find_limit(tour, op)]
+        if excess > _NEAR
+    ]
+    if above:
+        yield (
+            f"Checkpoints were {', and '.join(above)}: the speed of this storage varies, and the limits "
+            "here are the highest seen."
+        )
+
+
+def make_demo_page(tour: Tour) -> Report:
+    """The page of a tour."""
+    results = tour.probe
+    limitations = [diagnosis for diagnosis in tour.diagnoses if diagnosis.state != "ok"]
+    passed = tour.training.train.meets_threshold
+    read, _, excess = find_limit(tour, "read")
+    beyond = {f"checkpoints read {format_rate(read)}": read}
+    verdict = tour.training.train.verdict
+    training = "not known" if verdict is None else verdict.bottleneck.replace("none", "nothing")
+    held = [
+        f"{name}: {totals.bottleneck}"
+        for name, totals in (("writing", tour.checkpoints.write), ("reading", tour.checkpoints.read))
+        if totals is not None
+    ]
+    return Report(
+        title=f"What the storage at {results.uri} can do",
+        subtitle=(
+            f"{', '.join(results.hosts)}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, penstock {__version__}; "
+            "small runs of each benchmark"
+        ),
+        banner=Banner(
+            verdict="passed" if passed else "failed",
+            look=Look.GOOD if passed else Look.BAD,
+            figure=say_headline(tour),
+            more={
+                "Training": say_training(tour),
+                "Checkpoints": say_checkpoints(tour),
+                "At best": say_limits(tour),
+            },
+            limited_by=f"training: {training}; checkpoints, {', '.join(held)}",
+            since="the start: nothing changed while it ran",
+            to_do=say_what_helps(tour),
+            troubles=list(find_excess(tour)),
+        ),
+        highlights=[
+            _utilization(tour),
+            _checkpoints(tour),
+            probe_page.throughput_curve(tour.probe, limits=beyond if excess > _NEAR else {}),
+        ],
+        sections=[
+            *_tables(tour),
+            table_section(
+                "machine",
+                "What this machine lacks",
+                [
+                    {"what": one.subject, "state": one.state, "found": one.found, "fix": one.fix}
+                    for one in limitations
+                ],
+            ),
+        ],
+    )
+
+
+def _utilization(tour: Tour) -> Chart:
+    steps = RunSteps.of_events(read_events(Path(tour.training.results_dir)))
+    assert steps is not None, "a training that ended has steps"
+    ceiling = tour.training.stages.ceiling
+    limits = {"asked 90 %": _ASKED}
+    if ceiling is not None:
+        limits[f"ceiling {ceiling.au_compat_percent:.1f} %"] = ceiling.au_compat_percent
+    return Chart(
+        kind=Kind.AREA,
+        title="Training: accelerator busy",
+        run=tour.probe.uri,
+        unit="%",
+        series=[Series(x=steps.edges, y=100 * steps.compute_shares())],
+        y_end=100,
+        limits=limits,
+        note=f"AU {tour.training.train.au_compat_percent.mean:.1f} %; dips: between epochs",
+    )
+
+
+def _checkpoints(tour: Tour) -> Chart:
+    rates = {"read": find_limit(tour, "read")[0], "written": find_limit(tour, "write")[0]}
+    limits = {f"{name} at best {format_rate(rate)}": rate for name, rate in rates.items()}
+    bars = {
+        f"{one.round.direction} {one.round.number}": one.phase.gib_per_s * GIB
+        for one in tour.checkpoints.rounds
+    }
+    return bar_chart(
+        "Checkpoints, GiB/s",
+        tour.probe.uri,
+        bars,
+        "B/s",
+        limits=limits,
+        note=f"of {format_bytes(tour.checkpoints.total_bytes)} each",
+    )
+
+
+def _tables(tour: Tour) -> Iterator[Section]:
+    measurements = tour.probe.measurements
+    yield table_section(
+        "best", "What this storage can do at best", probe_run.headline_rows(measurements), bars="GiB/s"
+    )
+    yield table_section(
+        "training", "Can it feed an accelerator?", training_rows(tour.training), text=_TRAINING, bars="AU %"
+    )
+    yield table_section(
+        "checkpoints",
+        "Can it take checkpoints and give them back?",
+        checkpoint_rows(tour.checkpoints),
+        text=_CHECKPOINTS.format(target=tour.checkpoints.target),
+        bars="GiB/s",
+    )
+    yield table_section(
+        "all",
+        "All measurements of the probe",
+        probe_run.measurement_rows(measurements),
+        text=" ".join([_METHOD.format(size=format_bytes(tour.probe.size_bytes)), *tour.probe.notes]),
+        bars="GiB/s",
+    )
+
+
+_METHOD: Final = (
+    "Each sequential measurement moved up to {size}, from one process. A write ends when its last byte is "
+    "durable, fsync of file and folder included. Before a buffered read the files were dropped from memory. "
+    "Streams are threads with one block in flight each; more of them, and other blocks, were tried until "
+    "none was faster."
+)
+_TRAINING: Final = (
+    "Its computation is emulated and its reading real. AU is the share of time in which the accelerator "
+    "computed instead of waiting: by DLIO's formula, and strictly."
+)
+_CHECKPOINTS: Final = (
+    "At {target}: every byte is generated while it is written, durable at the end, read from storage and "
+    "verified. GiB/s: all bytes over all time."
+)
+
+
+def training_rows(result: TrainingResult) -> list[dict[str, str]]:
+    """One row an epoch, and the ceiling: the same run on storage without cost."""
+    runs = [
+        (f"epoch {rate.epoch}", rate.au_compat_percent, rate.au_strict_percent, rate.samples_per_s_strict)
+        for rate in result.train.epochs
+    ]
+    if (ceiling := result.stages.ceiling) is not None:
+        runs.append(("ceiling", ceiling.au_compat_percent, ceiling.au_strict_percent, ceiling.samples_per_s))
+    return [
+        {
+            "run": name,
+            "AU %": f"{au:.2f}",
+            "strictly": "-" if strict is None else f"{strict:.2f}",
+            "samples/s": f"{rate:,.1f}",
+        }
+        for name, au, strict, rate in runs
+    ]
+
+
+def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
+    """One row for each direction."""
+    return [
+        {
+            "direction": name,
+            "GiB/s": "-" if figures.gib_per_s is None else f"{figures.gib_per_s:.2f}",
+            "content, GiB/s": f"{figures.content_gib_per_s or 0:.2f}",
+            "took": format_seconds(figures.duration_s),
+            "held up by": figures.bottleneck,
+        }
+        for name, figures in (("write", result.write), ("read", result.read))
+        if figures is not None
+    ]

@@ -50,7 +50,7 @@ def swept(parent: Path) -> Path:
             results_dir=f"runs/{accelerators}",
         )
 
-    page = make_sweep_page(find_most_accelerators(run, most=16), "unet3d_h100", "/mnt/pfs")
+    page = make_sweep_page(*find_most_accelerators(run, most=16), "unet3d_h100", "/mnt/pfs")
     write_report(page, parent / "page.html")
     return parent / "page.html"
 

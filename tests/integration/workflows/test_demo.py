@@ -12,8 +12,7 @@ from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page, read_
 from penstock.progress import Progress
 from penstock.reports.page import write_report
 from penstock.units import format_rate
-from penstock.workflows.demo import tour
-from penstock.workflows.demo_page import Limit, Tour, find_excess, make_demo_page
+from penstock.workflows.demo import Tour, find_excess, find_limit, make_demo_page, tour
 
 
 class _Phases(Progress):
@@ -92,11 +91,11 @@ def test_the_longest_answers_end_on_the_first_screen_of_a_phone(
 def test_no_figure_lies_above_a_limit_that_the_page_states(seen: Tour) -> None:
     page = seen.report.read_text(encoding="utf-8")
     for op in ("write", "read"):
-        limit = Limit.of(seen, op)
+        limit, _, _ = find_limit(seen, op)
         rates = [one.phase.gib_per_s for one in seen.checkpoints.rounds if one.round.direction == op]
         probed = [one.gib_per_s for one in seen.probe.measurements if one.op == op]
-        assert max([*rates, *probed]) * 2**30 <= limit.bytes_per_s * (1 + 1e-9)
-        assert format_rate(limit.bytes_per_s) in page
+        assert max([*rates, *probed]) * 2**30 <= limit * (1 + 1e-9)
+        assert format_rate(limit) in page
     for sentence in find_excess(seen):
         assert "the limits here are the highest seen" in sentence
         assert sentence.replace("'", "&#39;") in page

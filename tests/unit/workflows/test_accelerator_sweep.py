@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import UsageError
 from penstock.workflows.accelerator_sweep import (
-    SweepResult,
     SweepRun,
     find_most_accelerators,
     largest_passing,
+    make_sweep_page,
 )
 
 
@@ -26,7 +26,7 @@ def _try(accelerators: int, *, fed: int) -> SweepRun:
     )
 
 
-def _sweep(fed: int, most: int) -> SweepResult:
+def _sweep(fed: int, most: int) -> tuple[int, list[SweepRun]]:
     return find_most_accelerators(lambda accelerators: _try(accelerators, fed=fed), most=most)
 
 
@@ -45,22 +45,22 @@ def test_the_largest_number_that_passes_is_found(fed: int, most: int) -> None:
 
 
 def test_a_sweep_keeps_its_tries_in_their_order() -> None:
-    found = _sweep(fed=5, most=100)
-    assert found.accelerators == 5
-    assert found.is_most is False
-    assert [seen.accelerators for seen in found.tries] == [1, 2, 4, 8, 6, 5]
+    accelerators, tries = _sweep(fed=5, most=100)
+    assert accelerators == 5
+    assert [seen.accelerators for seen in tries] == [1, 2, 4, 8, 6, 5]
 
 
 def test_a_sweep_says_that_it_never_saw_a_limit() -> None:
-    assert _sweep(fed=99, most=6) == SweepResult(
-        accelerators=6, is_most=True, tries=tuple(_try(number, fed=99) for number in (1, 2, 4, 6))
-    )
+    accelerators, tries = _sweep(fed=99, most=6)
+    assert (accelerators, tries) == (6, [_try(number, fed=99) for number in (1, 2, 4, 6)])
+    figure = make_sweep_page(accelerators, tries, "unet3d", "/data").banner.figure
+    assert figure == "6 accelerators are fed, and perhaps more"
 
 
 def test_storage_too_slow_for_one_accelerator_needs_one_run() -> None:
-    found = _sweep(fed=0, most=100)
-    assert found.accelerators == 0
-    assert len(found.tries) == 1
+    accelerators, tries = _sweep(fed=0, most=100)
+    assert (accelerators, len(tries)) == (0, 1)
+    assert make_sweep_page(accelerators, tries, "unet3d", "/data").banner.figure.startswith("not even one")
 
 
 def test_a_sweep_up_to_nothing_is_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.storage.uri import find_local_paths_at, parse_uri
-from penstock.submission.authoring.result_dir import HIDDEN, RunSeries
+from penstock.submission.authoring.owned_tree import HIDDEN, RunSeries
 from penstock.submission.edition import Edition
 from penstock.workload.enums import StorageKind
 from penstock.workload.mlperf_divisions import SubmissionDivision, describe_breach

@@ -20,15 +20,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError, name_some
 from penstock.submission import parsed_file, system_description
-from penstock.submission.authoring.result_dir import (
+from penstock.submission.authoring.owned_tree import (
     HIDDEN,
     UNDER_WAY,
     Attempt,
+    OwnedTree,
     RunSeries,
     list_drafts,
     read_attempt,
 )
-from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import (
     METADATA_SUFFIX,

@@ -26,7 +26,7 @@ from penstock.results import provenance, run_record
 from penstock.results.dlio_files import HydraFacts, write_configuration
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at
-from penstock.submission.authoring.result_dir import ResultDirAddress, RunSeries, publish
+from penstock.submission.authoring.owned_tree import ResultDirAddress, RunSeries, publish
 from penstock.submission.code_image import POINTER, UNKNOWN, Program, pointer_text
 from penstock.submission.edition import Edition
 from penstock.submission.find_results import Submitter, find_result_dirs
@@ -94,7 +94,7 @@ class RunFacts:
     hosts: Sequence[provenance.HostFacts]
     command: Sequence[str]
     ended_at: datetime
-    exit_status: int
+    exit_status: int = 0
     data_size: Mapping[str, int] | None = None
     rehearsed_at: Fraction | None = None
 

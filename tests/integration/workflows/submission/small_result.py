@@ -18,21 +18,12 @@ from penstock.environment import process_environment
 from penstock.progress import Progress
 from penstock.results.provenance import HostFacts
 from penstock.storage import open_storage
+from penstock.submission.authoring.owned_tree import RunSeries, claim_tree
 from penstock.submission.authoring.preflight import locate_data
-from penstock.submission.authoring.result_dir import RunSeries
-from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
-from penstock.workflows.submission.draft_training_result import (
-    TrainingResultPlan,
-    add_datagen,
-    add_datasize,
-    add_run,
-    make_part,
-    make_training,
-)
-from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
+from penstock.workflows.submission_results import ResultWriter, TrainingSequence, add_run
 from penstock.workload.load_workload import load
 from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.settings import parse_settings
@@ -180,25 +171,43 @@ class SmallResult:
 
     def datasize(self) -> Path:
         """The result directory of the size."""
-        hosts = [small_host("here")]
-        return add_datasize(self.session, self.workload, hosts=hosts, num_accelerators=1, comm=COMM)
+        return self.sequence().add_datasize()
 
     def datagen(self) -> Path:
         """The result directory of the data set."""
-        return add_datagen(self.session, self.plan(), self.storage, comm=COMM, progress=Progress())
+        return self.sequence().add_datagen()
 
     def run(self) -> TrainingResult:
         """Run once, into a result directory."""
-        observer = RunObserver(progress=Progress(), note=print, format_logs=format_logs)
-        return add_run(self.session, self.request(), self.storage, comm=COMM, observer=observer)
+        return add_run(
+            self.session,
+            self.request(),
+            self.storage,
+            comm=COMM,
+            progress=Progress(),
+            format_logs=format_logs,
+        )
 
-    def plan(self, num_accelerators: int = 1) -> TrainingResultPlan:
+    def sequence(
+        self,
+        notes: list[str] | None = None,
+        progress: Progress | None = None,
+        *,
+        comm: Comm = COMM,
+        num_accelerators: int = 1,
+    ) -> TrainingSequence:
         """The whole result."""
-        return TrainingResultPlan(
+        return TrainingSequence(
+            writer=self.session,
             request=self.request(),
+            storage=self.storage,
+            comm=comm,
             edition=load_edition("v3.0"),
             num_accelerators=num_accelerators,
             hosts=[small_host("here")],
+            progress=progress or Progress(),
+            note=print if notes is None else notes.append,
+            format_logs=format_logs,
             generator_threads=2,
         )
 
@@ -212,20 +221,12 @@ class SmallResult:
     def whole(self, progress: Progress | None = None, *, comm: Comm = COMM) -> tuple[RunSequence, list[str]]:
         """The whole sequence, and the notes on its way."""
         notes: list[str] = []
-        observer = RunObserver(progress=progress or Progress(), note=notes.append, format_logs=format_logs)
-        sequence = make_training(
-            self.session, self.plan(comm.size), self.storage, comm=comm, observer=observer
-        )
-        return sequence, notes
+        return self.sequence(notes, progress, comm=comm, num_accelerators=comm.size).make_all(), notes
 
     def part(self, phase: SubmissionPhase) -> tuple[RunSequence, list[str]]:
         """One result directory, and the notes on its way."""
         notes: list[str] = []
-        observer = RunObserver(progress=Progress(), note=notes.append, format_logs=format_logs)
-        sequence = make_part(
-            self.session, self.plan(), self.storage, phase=phase, comm=COMM, observer=observer
-        )
-        return sequence, notes
+        return self.sequence(notes).make_part(phase), notes
 
     def runs(self, num_runs: int) -> Iterator[Path]:
         """Several result directories, one after the other."""

@@ -19,22 +19,20 @@ from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.environment import process_environment
 from penstock.progress import Progress
 from penstock.storage import open_storage
+from penstock.submission.authoring.owned_tree import RunSeries, claim_tree
 from penstock.submission.authoring.preflight import locate_checkpoints
-from penstock.submission.authoring.result_dir import RunSeries
 from penstock.submission.authoring.run_sequence import list_progress
-from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.check import check
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.tree_layout import Benchmark
 from penstock.transfer.pipeline import PipelineSettings
-from penstock.workflows.submission.result_draft import ResultWriter, RunObserver, add_checkpoints
+from penstock.workflows.submission_results import ResultWriter, add_checkpoints
 from penstock.workload.load_workload import load_model
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.cluster.comm import Comm
 
 from tests.integration.workflows.submission.small_result import DESCRIBED, small_host
@@ -80,9 +78,6 @@ def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path
         results=root,
         facts_of=small_host,
     )
-    observer: RunObserver[CheckpointResult] = RunObserver(
-        progress=Progress(), note=print, format_logs=lambda result: (f"{result.results_dir}\n", "")
-    )
 
     def rank(comm: Comm) -> str:
         reopen = partial(open_storage, str(apart / "saves"), process_environment(), rank=comm.rank)
@@ -93,7 +88,9 @@ def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path
             accelerator="b200",
             edition=load_edition("v3.0"),
             comm=comm,
-            observer=observer,
+            progress=Progress(),
+            note=print,
+            format_logs=lambda result: (f"{result.results_dir}\n", ""),
         )
         return result.results_dir
 

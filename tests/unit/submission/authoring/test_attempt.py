@@ -11,14 +11,14 @@ import pytest
 
 from penstock.errors import OutOfSpace
 from penstock.results.provenance import identify_this_process
-from penstock.submission.authoring.result_dir import (
+from penstock.submission.authoring.owned_tree import (
     RecordedAttempt,
     ResultDirAddress,
     RunSeries,
+    claim_tree,
     read_attempt,
     reserve_address,
 )
-from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.mlperf_divisions import SubmissionDivision
 

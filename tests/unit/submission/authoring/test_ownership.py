@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import DataDamaged, UsageError
-from penstock.submission.authoring.tree_owner import (
+from penstock.submission.authoring.owned_tree import (
     OwnedTree,
     claim_tree,
     require_owned_tree,

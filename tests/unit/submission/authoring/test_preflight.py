@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
+from penstock.submission.authoring.owned_tree import RunSeries, claim_tree
 from penstock.submission.authoring.preflight import (
     checkpoint_breaches,
     require_none,
     training_breaches,
 )
-from penstock.submission.authoring.result_dir import RunSeries
-from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.mlperf_divisions import SubmissionDivision

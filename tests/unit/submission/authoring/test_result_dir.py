@@ -12,9 +12,15 @@ from penstock.errors import StorageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.provenance import HostFacts
 from penstock.results.run_record import RunRequest
-from penstock.submission.authoring.result_dir import RunSeries, list_drafts, reserve_address, set_aside
+from penstock.submission.authoring.owned_tree import (
+    OwnedTree,
+    RunSeries,
+    claim_tree,
+    list_drafts,
+    reserve_address,
+    set_aside,
+)
 from penstock.submission.authoring.run_sequence import list_progress, missing_system_files, read_series_state
-from penstock.submission.authoring.tree_owner import OwnedTree, claim_tree
 from penstock.submission.authoring.write_result_dir import (
     RunFacts,
     probe_fs_separation,

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.results.provenance import HostFacts
+from penstock.submission.authoring.owned_tree import OwnedTree, ResultDirAddress, RunSeries
 from penstock.submission.authoring.preflight import locate_checkpoints, locate_data
-from penstock.submission.authoring.result_dir import ResultDirAddress, RunSeries
-from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.authoring.write_result_dir import (
     RunFacts,
     build_metadata,

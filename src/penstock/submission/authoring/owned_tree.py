@@ -1,32 +1,173 @@
-"""A result directory on its way into the tree: reserved, written below `.mlps/under-way`, published.
+"""A submission tree of an organisation, and a result directory on its way into it.
 
-    20260102_030405/               the draft, below `.mlps/under-way`
-    20260102_030405.attempt.json   who writes it; later how that ended, unless it was published
+    mlperf-results.yaml            whose tree this is: a sentinel that is written once and never changed
+    .mlps/under-way/.../20260102_030405/               a draft: reserved, written, then published
+    .mlps/under-way/.../20260102_030405.attempt.json   who writes it; later how that ended, unless published
 
-Invariants: a result directory that has its name in the tree is complete; a run that failed leaves a draft; an
+Invariants: of two processes that claim one folder at the same time, one succeeds and the other learns who
+owns it; a result directory that has its name in the tree is complete; a run that failed leaves a draft; an
 attempt whose process is gone is never read as running.
 """
 
 import json
+import re
 import secrets
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
-from penstock.errors import PenstockError, StorageError
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.errors import DataDamaged, PenstockError, StorageError, UsageError, name_some
 from penstock.results import provenance, run_folder, run_record
 from penstock.results.history import HistoryFile
-from penstock.results.published_files import write_json
+from penstock.results.published_files import write_json, write_text
 from penstock.results.run_record import RunOutcome
-from penstock.storage.files import durable, system_calls
-from penstock.submission.authoring.tree_owner import OwnedTree, require_plain_name
-from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase
+from penstock.storage.files import durable, file_storage, system_calls
+from penstock.submission.tree_layout import SENTINEL, TIME_FORMAT, Benchmark, SubmissionPhase
 from penstock.workload.mlperf_divisions import SubmissionDivision
+from penstock.workload.strict_yaml import parse_yaml
 
+VERSION: Final = 2
 HIDDEN: Final = ".mlps"
 UNDER_WAY: Final = "under-way"
 TRASH: Final = "trash"
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class _Sentinel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mlperf_results_version: int
+    orgname: str
+    initialized_at: str
+    initialized_by: str
+    rehearsal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedTree:
+    """A tree of an organisation; `is_new` if this call claimed it. A rehearsal's holds no real result."""
+
+    root: Path
+    organisation: str
+    claimed_at: str = ""
+    is_new: bool = False
+    is_rehearsal: bool = False
+
+    def require_purpose(self, *, is_rehearsal: bool) -> None:
+        """Raise `UsageError` where rehearsed and real results would be mixed."""
+        if self.is_rehearsal and not is_rehearsal:
+            raise UsageError(
+                "This tree is a rehearsal's, which real results must not be added to",
+                where=str(self.root),
+                fix="Make another one: penstock submission init ORGANISATION DIR",
+            )
+        if is_rehearsal and not self.is_rehearsal:
+            raise UsageError(
+                "This tree is for real results, which a rehearsal must not be mixed with",
+                where=str(self.root),
+                fix="Rehearse in a new or an empty folder.",
+            )
+
+
+def claim_tree(
+    root: Path, organisation: str, *, now: datetime, by: str, is_rehearsal: bool = False
+) -> OwnedTree:
+    """Make `root` the organisation's; `UsageError` if it belongs to another one, or has another purpose."""
+    require_plain_name(organisation, what="organisation's name")
+    tree, is_new = _read_owner(root), False
+    if tree is None:
+        with system_calls.translate_os_errors("Listing the folder", str(root)):
+            names = sorted(path.name for path in root.iterdir()) if root.exists() else []
+        # Drafts of a sentinel are allowed: another process may be claiming the folder, and the link decides.
+        others = [name for name in names if SENTINEL not in name and not file_storage.is_unfinished(name)]
+        if others:
+            raise UsageError(
+                f"There are other files here ({name_some(others)}), and no {SENTINEL}",
+                where=str(root),
+                fix="Choose a new or an empty folder.",
+            )
+        sentinel = _Sentinel(
+            mlperf_results_version=VERSION,
+            orgname=organisation,
+            initialized_at=f"{now:%Y-%m-%dT%H:%M:%SZ}",
+            initialized_by=by,
+            rehearsal=is_rehearsal,
+        )
+        is_new = _write_sentinel(root, sentinel)
+        tree = _read_owner(root)
+        assert tree is not None
+    if tree.organisation != organisation:
+        raise UsageError(
+            f"This submission tree already belongs to {tree.organisation!r} (initialized "
+            f"{tree.claimed_at}; names are case-sensitive)",
+            where=str(root),
+            fix=f"Name another folder for {organisation}.",
+        )
+    tree.require_purpose(is_rehearsal=is_rehearsal)
+    return replace(tree, is_new=is_new)
+
+
+def require_owned_tree(root: Path) -> OwnedTree:
+    """The owner of the tree at `root`; `UsageError` with the command that claims it if there is none."""
+    tree = _read_owner(root)
+    if tree is None:
+        raise UsageError(
+            "This is not a submission tree",
+            where=str(root),
+            fix=f"Initialize it: penstock submission init ORGANISATION {root}",
+        )
+    return tree
+
+
+def _read_owner(root: Path) -> OwnedTree | None:
+    path = root / SENTINEL
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8"), source=str(path))
+        sentinel = _Sentinel.model_validate(values)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise DataDamaged(f"This sentinel cannot be read: {error}", where=str(path)) from error
+    if sentinel.mlperf_results_version != VERSION:
+        raise DataDamaged(
+            f"This tree has layout {sentinel.mlperf_results_version}, not {VERSION}",
+            where=str(path),
+            fix="Write into it with the tool that made it.",
+        )
+    return OwnedTree(
+        root=root.absolute(),
+        organisation=sentinel.orgname,
+        claimed_at=sentinel.initialized_at,
+        is_rehearsal=sentinel.rehearsal,
+    )
+
+
+def _write_sentinel(root: Path, sentinel: _Sentinel) -> bool:
+    """Write the sentinel; False if another process was faster. Unlike a rename, a link never replaces."""
+    draft = f".{SENTINEL}-{secrets.token_hex(4)}"
+    write_text(root, draft, yaml.safe_dump(sentinel.model_dump(exclude_defaults=True), sort_keys=False))
+    with system_calls.translate_os_errors("Claiming the folder", str(root)):
+        try:
+            (root / SENTINEL).hardlink_to(root / draft)
+        except FileExistsError:
+            return False
+        finally:
+            (root / draft).unlink()
+    return True
+
+
+def require_plain_name(name: str, *, what: str) -> str:
+    """The name, if it can be a folder's in the tree (rule 2.1.1)."""
+    if not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
+        raise UsageError(
+            f"{name!r} cannot be an {what}" if what[0] in "aeiou" else f"{name!r} cannot be a {what}",
+            fix="Use only letters, digits, '.', '_' and '-' (rule 2.1.1).",
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

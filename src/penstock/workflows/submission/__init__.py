@@ -1,1 +1,0 @@
-"""Run benchmarks whose outcome becomes result directories of a submission tree."""
