@@ -97,7 +97,30 @@ class ActiveRun:
             if request.cluster is not None:
                 text = request.cluster.model_dump_json(indent=2) + "\n"
                 published_files.write_text(folder, run_folder.CLUSTER_FILE, text)
-            record = _first_record(request, folder.name, now)
+            record = run_record.RunRecord(
+                format=run_record.FORMAT_VERSION,
+                id=folder.name,
+                name=request.workload.name,
+                accelerator=request.workload.accelerator,
+                outcome=run_record.RunOutcome.RUNNING,
+                why="",
+                started_at=now.isoformat(timespec="microseconds"),
+                ended_at=None,
+                ranks=request.ranks,
+                command=provenance.redact(request.command),
+                settings=provenance.redact_settings(request.environment),
+                penstock_version=__version__,
+                python_version=platform.python_version(),
+                package_versions=provenance.package_versions(),
+                git=provenance.git_state(Path.cwd()),
+                process=provenance.identify_this_process(),
+                hosts=tuple(request.hosts),
+                seeds=request.seeds,
+                remarks=tuple(request.remarks),
+                workload=run_record.workload_values(request.workload),
+                plan=request.plan,
+                preflight=request.preflight,
+            )
             return cls(folder, record, history=history, run_id=run_id, has_page=has_page)
         except StorageError as error:
             if history is not None:
@@ -171,33 +194,6 @@ class ActiveRun:
 
     def _write(self) -> None:
         published_files.write_file(self.folder, run_folder.RUN_FILE, run_record.format_record(self.record))
-
-
-def _first_record(request: run_record.RunRequest, run_id: str, now: datetime) -> run_record.RunRecord:
-    return run_record.RunRecord(
-        format=run_record.FORMAT_VERSION,
-        id=run_id,
-        name=request.workload.name,
-        accelerator=request.workload.accelerator,
-        outcome=run_record.RunOutcome.RUNNING,
-        why="",
-        started_at=now.isoformat(timespec="microseconds"),
-        ended_at=None,
-        ranks=request.ranks,
-        command=provenance.redact(request.command),
-        settings=provenance.redact_settings(request.environment),
-        penstock_version=__version__,
-        python_version=platform.python_version(),
-        package_versions=provenance.package_versions(),
-        git=provenance.git_state(Path.cwd()),
-        process=provenance.identify_this_process(),
-        hosts=tuple(request.hosts),
-        seeds=request.seeds,
-        remarks=tuple(request.remarks),
-        workload=run_record.workload_values(request.workload),
-        plan=request.plan,
-        preflight=request.preflight,
-    )
 
 
 def _without_rank_times(figures: PhaseFigures | None) -> PhaseFigures | None:

@@ -11,7 +11,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -20,8 +19,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.cluster.host_counters import CounterSample
-from penstock.errors import ObjectNotFound, StorageError
-from penstock.results.parquet_tables import WORDS, open_table, publishing_table
+from penstock.errors import ObjectNotFound
+from penstock.results.parquet_tables import WORDS, open_table, parse_spool_header, publishing_table
 from penstock.results.step_events import RankEvents, SpanKind
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,8 @@ FOLDER: Final = "counters"
 COUNTERS_FILE: Final = "counters.parquet"
 FORMAT_VERSION: Final = 1
 """Raised whenever a column or a counter is renamed or means something else."""
-_BATCH: Final = 1000
-"""Samples of one record batch."""
+_BATCH: Final = 50_000
+"""Rows of one record batch, at least."""
 _COLUMNS: Final = {"host": WORDS, "monotonic_ns": pa.int64(), "counter": WORDS, "value": pa.int64()}
 
 Numbers = NDArray[np.float64]
@@ -108,9 +107,7 @@ def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
     path = run_folder / COUNTERS_FILE
     if path.exists():
         file, header = open_table(path, "counters", FORMAT_VERSION)
-        return [
-            SampledHost(**{**host, "drives": tuple(host["drives"])}) for host in header["hosts"]
-        ], file.read()
+        return [_make_host(**host) for host in header["hosts"]], file.read()
     paths = sorted((run_folder / FOLDER).glob("*.jsonl"))
     if not paths:
         raise ObjectNotFound("This run has no sampled counters", uri=str(run_folder))
@@ -126,39 +123,38 @@ def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
 def _read_host(path: Path) -> SampledHost:
     with path.open("rb") as file:
         line = file.readline()
-    try:
-        header = json.loads(line)
-        if header.pop("format") == FORMAT_VERSION:
-            return SampledHost(**{**header, "drives": tuple(header["drives"])})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError("Not a spool of counters", uri=str(path), fix="Remove it.") from error
-    raise StorageError(
-        "This spool has another format", uri=str(path), fix="Read it with the version that wrote it."
-    )
+    return parse_spool_header(line, _make_host, what="counters", version=FORMAT_VERSION, path=path)
+
+
+def _make_host(*, drives: Sequence[str], **values: Any) -> SampledHost:
+    return SampledHost(drives=tuple(drives), **values)
 
 
 def _batches(path: Path, host: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    left = _samples(path)
-    while samples := list(islice(left, _BATCH)):
-        rows = [(moment, name, value) for moment, changed in samples for name, value in changed.items()]
-        moments, names, values = zip(*rows, strict=True) if rows else ((), (), ())
-        words = [pa.array([host] * len(rows), pa.string()), pa.array(names, pa.string())]
-        encoded = [column.dictionary_encode() for column in words]
-        columns = [encoded[0], pa.array(moments, pa.int64()), encoded[1], pa.array(values, pa.int64())]
-        yield pa.record_batch(columns, schema=schema)
-
-
-def _samples(path: Path) -> Iterator[tuple[int, dict[str, int]]]:
     """All complete samples; a warning reports a line that was cut off when its writer was killed."""
+    rows: list[tuple[int, str, int]] = []
     with path.open("rb") as file:
         file.readline()
         for number, line in enumerate(file, start=2):
             try:
                 sample = json.loads(line)
-                yield sample["t"], sample["c"]
+                rows += [(sample["t"], name, value) for name, value in sample["c"].items()]
             except (ValueError, KeyError, TypeError):
                 logger.warning("%s: line %d is torn, what follows is left out", path, number)
-                return
+                break
+            if len(rows) >= _BATCH:
+                yield _batch(host, rows, schema)
+                rows.clear()
+    yield _batch(host, rows, schema)
+
+
+def _batch(host: str, rows: Sequence[tuple[int, str, int]], schema: pa.Schema) -> pa.RecordBatch:
+    moments, names, values = zip(*rows, strict=True) if rows else ((), (), ())
+    hosts, words = (
+        pa.array(column, pa.string()).dictionary_encode() for column in ([host] * len(rows), names)
+    )
+    columns = [hosts, pa.array(moments, pa.int64()), words, pa.array(values, pa.int64())]
+    return pa.record_batch(columns, schema=schema)
 
 
 HostRates = Mapping[str, Numbers]
@@ -166,16 +162,11 @@ HostRates = Mapping[str, Numbers]
 `networks_received` and `networks_sent`."""
 
 
-def host_rates(host: SampledHost, counters: pa.Table, edges_ns: Numbers) -> HostRates:
-    """Compute what a host did between neighbouring edges, moments of its CLOCK_MONOTONIC; NaN is unknown."""
-    return _rates(host, read_series(counters, host.host), edges_ns)
-
-
-_Series = tuple[NDArray[np.int64], dict[str, Numbers]]
+CounterSeries = tuple[NDArray[np.int64], dict[str, Numbers]]
 """The moments of one host's samples, and its counters at each of them."""
 
 
-def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> _Series:
+def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> CounterSeries:
     """The counters of one host's processors, disks and networks at the moments of its samples.
 
     A counter that appears later had its first value before that, or, `from_zero`, nothing.
@@ -198,7 +189,8 @@ def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> _S
     return all_moments, series
 
 
-def _rates(host: SampledHost, series: _Series, edges_ns: Numbers) -> HostRates:
+def host_rates(host: SampledHost, series: CounterSeries, edges_ns: Numbers) -> HostRates:
+    """Compute what a host did between neighbouring edges, moments of its CLOCK_MONOTONIC; NaN is unknown."""
     moments, values = series
     growth = {name: np.diff(np.interp(edges_ns, moments, of_name)) for name, of_name in values.items()}
     spans_s = np.diff(edges_ns) / 1e9
@@ -255,7 +247,7 @@ def summarize_activity(
             phase = f"{_PHASES[kind]} {span.epoch if kind is SpanKind.EPOCH else span.step}"
             edges_ns = np.array([span.start_ns, span.end_ns], np.float64)
             elapsed_s = (span.end_ns - span.start_ns) / 1e9
-            by_phase[phase].append((elapsed_s, _rates(counted, series, edges_ns)))
+            by_phase[phase].append((elapsed_s, host_rates(counted, series, edges_ns)))
     activities = []
     for phase, by_host in by_phase.items():
         busy = [float(rates["cpu_busy_share"][0]) for _, rates in by_host]

@@ -19,11 +19,10 @@ from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results import step_events
-from penstock.results.parquet_tables import WORDS, open_table, publishing_table
+from penstock.results.parquet_tables import WORDS, open_table, parse_spool_header, publishing_table
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
@@ -89,9 +88,15 @@ class SpoolWriter:
 
 
 def read_clock(path: Path) -> step_events.RankClock:
-    """Read whose spool this is, without its rows."""
+    """Read the header of a spool, without its rows."""
     with path.open("rb") as file:
-        return _parse_clock(file.readline(), path)
+        line = file.readline()
+    return _parse_clock(line, path)
+
+
+def _parse_clock(line: bytes, path: Path) -> step_events.RankClock:
+    version = step_events.FORMAT_VERSION
+    return parse_spool_header(line, step_events.RankClock, what="step events", version=version, path=path)
 
 
 def read_spool(path: Path) -> step_events.RankEvents:
@@ -99,40 +104,24 @@ def read_spool(path: Path) -> step_events.RankEvents:
     line, _, content = path.read_bytes().partition(b"\n")
     frames: dict[int, list[step_events.Rows]] = {_STEPS: [], _SPANS: []}
     position = 0
-    while (frame := _frame_at(content, position)) is not None:
-        kind, rows, position = frame
-        frames[kind].append(rows)
+    while len(content) - position >= _FRAME.size:
+        magic, kind, num_rows, checksum = _FRAME.unpack_from(content, position)
+        begin = position + _FRAME.size
+        end = (
+            begin + num_rows * _TYPES[kind].itemsize
+            if magic == _MAGIC and kind in _TYPES
+            else len(content) + 1
+        )
+        if end > len(content) or zlib.crc32(content[begin:end]) != checksum:
+            break
+        frames[kind].append(np.frombuffer(content, _TYPES[kind], num_rows, begin))
+        position = end
     if position < len(content):
         logger.warning("%s: the last %d bytes are torn and left out", path, len(content) - position)
     return step_events.RankEvents(
         clock=_parse_clock(line, path),
         steps=np.concatenate([np.empty(0, step_events.STEP_TYPE), *frames[_STEPS]]),
         spans=np.concatenate([np.empty(0, step_events.SPAN_TYPE), *frames[_SPANS]]),
-    )
-
-
-def _frame_at(content: bytes, position: int) -> tuple[int, step_events.Rows, int] | None:
-    if len(content) - position < _FRAME.size:
-        return None
-    magic, kind, num_rows, checksum = _FRAME.unpack_from(content, position)
-    if magic != _MAGIC or kind not in _TYPES:
-        return None
-    begin = position + _FRAME.size
-    end = begin + num_rows * _TYPES[kind].itemsize
-    if end > len(content) or zlib.crc32(content[begin:end]) != checksum:
-        return None
-    return kind, np.frombuffer(content, _TYPES[kind], num_rows, begin), end
-
-
-def _parse_clock(line: bytes, path: Path) -> step_events.RankClock:
-    try:
-        header = json.loads(line)
-        if header.pop("format") == step_events.FORMAT_VERSION:
-            return step_events.RankClock(**header)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError("Not a spool of step events", uri=str(path), fix="Remove it.") from error
-    raise StorageError(
-        "This spool has another format", uri=str(path), fix="Read it with the version that wrote it."
     )
 
 
@@ -172,20 +161,18 @@ def write_tables(
         publishing_table(run_folder, SPANS_FILE, span_columns, header) as spans,
     ):
         for rank in events:
-            _write_rank(steps, rank.clock.rank, rank.steps)
-            _write_rank(spans, rank.clock.rank, rank.spans)
-
-
-def _write_rank(table: pq.ParquetWriter, rank: int, rows: step_events.Rows) -> None:
-    columns: list[Any] = [pa.array(np.full(len(rows), rank, np.int32))]
-    for name in table.schema.names[1:]:
-        if name in _ENUMS:
-            words = [member.name.lower() for member in _ENUMS[name]]
-            columns.append(pa.DictionaryArray.from_arrays(pa.array(rows[name], pa.int32()), words))
-        else:
-            columns.append(pa.array(rows[name]))
-    # A row group per rank, as large as its rows: readers then load one rank at a time.
-    table.write_batch(pa.record_batch(columns, schema=table.schema), max(1, len(rows)))
+            for table, rows in ((steps, rank.steps), (spans, rank.spans)):
+                columns: list[Any] = [pa.array(np.full(len(rows), rank.clock.rank, np.int32))]
+                for name in table.schema.names[1:]:
+                    if name in _ENUMS:
+                        words = [member.name.lower() for member in _ENUMS[name]]
+                        columns.append(
+                            pa.DictionaryArray.from_arrays(pa.array(rows[name], pa.int32()), words)
+                        )
+                    else:
+                        columns.append(pa.array(rows[name]))
+                # A row group per rank, as large as its rows: readers then load one rank at a time.
+                table.write_batch(pa.record_batch(columns, schema=table.schema), max(1, len(rows)))
 
 
 def read_events(run_folder: Path) -> list[step_events.RankEvents]:

@@ -15,8 +15,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,9 +112,13 @@ class HistoryFile:
     def begin(self, request: RunRequest, now: datetime, *, named: str = "") -> Entry:
         """Enter a run that starts `now`, in the folder `named` by the user or one with a generated name."""
         workload = request.workload.full_name
-        with self._appending() as append:
-            run_id = _unused_id({entry["run"] for entry in self.read()[0]})
-            entry = {
+
+        def make_entry() -> Entry:
+            used = {entry["run"] for entry in self.read()[0]}
+            # Six digits are readable; after a few collisions more are used.
+            candidates = (secrets.token_hex(num_bytes) for num_bytes in (3, 3, 3, 4, 8, 16))
+            run_id = next(candidate for candidate in candidates if candidate not in used)
+            return {
                 "event": "began",
                 "run": run_id,
                 "at": now.isoformat(timespec="microseconds"),
@@ -128,14 +131,13 @@ class HistoryFile:
                 "settings": provenance.redact_settings(request.environment),
                 "process": asdict(provenance.identify_this_process()),
             }
-            append(entry)
-        return entry
+
+        return self._append(make_entry)
 
     def append(self, event: str, run: str, **values: str) -> None:
         """Enter what happened to a run now."""
         at = datetime.now(UTC).isoformat(timespec="microseconds")
-        with self._appending() as append:
-            append({"event": event, "run": run, "at": at, **values})
+        self._append(lambda: {"event": event, "run": run, "at": at, **values})
 
     def end(self, run: str, outcome: str, why: str) -> None:
         """Enter how a run ended; if that fails, only log it."""
@@ -153,40 +155,31 @@ class HistoryFile:
         if runs:
             self.append("published", runs[-1], folder=new_name, batch="")
 
-    @contextmanager
-    def _appending(self) -> Iterator[Callable[[Entry], None]]:
+    def _append(self, make_entry: Callable[[], Entry]) -> Entry:
         with system_calls.translate_os_errors("Writing the history of runs", str(self.path)):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self.path.exists()
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _lock(descriptor, self.path)
-                yield lambda entry: _write_line(descriptor, format_entry(entry))
+                entry = make_entry()
+                # One write, so that the lines of other processes come before or after, never inside.
+                size_bytes = os.fstat(descriptor).st_size
+                ends_whole = size_bytes == 0 or os.pread(descriptor, 1, size_bytes - 1) == b"\n"
+                left = memoryview((b"" if ends_whole else b"\n") + format_entry(entry))
+                while left:
+                    left = left[os.write(descriptor, left) :]
                 durable.sync_open_file(descriptor)
             finally:
                 os.close(descriptor)
             if is_new:
                 for folder in (self.path.parent, self.parent):
                     durable.sync_folder(folder)
-
-
-def _unused_id(used: set[str]) -> str:
-    """Six digits are readable; after a few collisions more are used."""
-    candidates = (secrets.token_hex(num_bytes) for num_bytes in (3, 3, 3, 4, 8, 16))
-    return next(candidate for candidate in candidates if candidate not in used)
-
-
-def _write_line(descriptor: int, line: bytes) -> None:
-    """Append with one write, so that the lines of other processes come before or after, never inside."""
-    size_bytes = os.fstat(descriptor).st_size
-    ends_whole = size_bytes == 0 or os.pread(descriptor, 1, size_bytes - 1) == b"\n"
-    left = memoryview(line if ends_whole else b"\n" + line)
-    while left:
-        left = left[os.write(descriptor, left) :]
+        return entry
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Wait for other writers; continue without a lock where none can be had (see `_write_line`)."""
+    """Wait for other writers; continue without a lock where none can be had (see `_append`)."""
     deadline = time.monotonic() + LONGEST_WAIT_S
     while True:
         try:

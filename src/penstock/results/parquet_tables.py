@@ -1,16 +1,21 @@
-"""Parquet tables in a run's folder: published whole, with a header of JSON in their metadata."""
+"""Parquet tables in a run's folder: published whole, with a header of JSON in their metadata.
+
+While the run lasts, spools hold the rows; their first line is such a header, too.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
 from penstock.results.published_files import publishing
+
+Header = TypeVar("Header")
 
 WORDS: Final = pa.dictionary(pa.int32(), pa.string())
 """The type of a column with few different words."""
@@ -41,3 +46,18 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
             fix="Read them with the version that wrote them.",
         )
     return file, header
+
+
+def parse_spool_header(
+    line: bytes, make: Callable[..., Header], *, what: str, version: int, path: Path
+) -> Header:
+    """What `make` makes of the header of a spool of `what`, whose `format` must be `version`."""
+    try:
+        header = json.loads(line)
+        if header.pop("format") == version:
+            return make(**header)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"Not a spool of {what}", uri=str(path), fix="Remove it.") from error
+    raise StorageError(
+        "This spool has another format", uri=str(path), fix="Read it with the version that wrote it."
+    )

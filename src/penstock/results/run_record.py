@@ -29,7 +29,15 @@ from penstock.workload.spec import Workload, read_workload, write_workload
 
 def workload_values(workload: Workload) -> dict[str, Any]:
     """All values that are set, by default or explicitly."""
-    return _set_values(write_workload(workload))
+
+    def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: set_values(value) if isinstance(value, Mapping) else value
+            for key, value in tree.items()
+            if value is not None
+        }
+
+    return set_values(write_workload(workload))
 
 
 def read_recorded_workload(values: Mapping[str, Any], *, name: str, accelerator: str, where: str) -> Workload:
@@ -41,18 +49,10 @@ def read_recorded_workload(values: Mapping[str, Any], *, name: str, accelerator:
     return workload
 
 
-def _set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _set_values(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if value is not None
-    }
-
-
 FORMAT_VERSION: Final = 3
 """Raised whenever a key is added, renamed or means something else."""
-_OLDER: Final = (2,)
-"""Older formats that can still be read: they only lack keys that have defaults."""
+_READABLE: Final = (2, FORMAT_VERSION)
+"""Older formats that can be read only lack keys that have defaults."""
 
 LONGEST_SILENCE_S: Final = 900.0
 """A run on another host without a heartbeat for this long counts as interrupted."""
@@ -135,7 +135,14 @@ def read_record(folder: Path) -> RunRecord:
     try:
         content = path.read_bytes()
         silence_s = time.time() - path.stat().st_mtime
-        _check_format(json.loads(content), path)
+        document = json.loads(content)
+        version = document.get("format") if isinstance(document, dict) else None
+        if version not in _READABLE:
+            raise StorageError(
+                f"This run has format {version}, not {FORMAT_VERSION}",
+                uri=str(path),
+                fix="Read it with the version of Penstock that wrote it.",
+            )
         record = _adapter().validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -163,16 +170,6 @@ def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
         else f"No heartbeat from its host for {format_seconds(silence_s)}."
     )
     return replace(record, outcome=RunOutcome.INTERRUPTED, why=why)
-
-
-def _check_format(document: Any, path: Path) -> None:
-    version = document.get("format") if isinstance(document, dict) else None
-    if version != FORMAT_VERSION and version not in _OLDER:
-        raise StorageError(
-            f"This run has format {version}, not {FORMAT_VERSION}",
-            uri=str(path),
-            fix="Read it with the version of Penstock that wrote it.",
-        )
 
 
 @cache

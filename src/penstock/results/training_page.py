@@ -28,7 +28,7 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.results.counter_files import HostRates, host_rates, read_counters
+from penstock.results.counter_files import HostRates, host_rates, read_counters, read_series
 from penstock.results.event_files import read_events, recompute_figures
 from penstock.results.io_reconciliation import ReconciliationVerdict
 from penstock.results.phase_figures import (
@@ -110,7 +110,7 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
             # Hosts on one machine count the same drives and processors.
             if host.rank in ranks and host.boot_id not in machines:
                 edges_ns = steps.edges * 1e9 - ranks[host.rank].shift_ns
-                rates[host.host] = host_rates(host, counters, edges_ns)
+                rates[host.host] = host_rates(host, read_series(counters, host.host), edges_ns)
                 machines |= {host.boot_id} - {""}
     figures = record.train or recompute_figures(folder, record)
     return TrainingRun(
