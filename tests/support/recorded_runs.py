@@ -14,8 +14,8 @@ from tests.support.run_events import RankScript
 
 from penstock.results.active_run import ActiveRun
 from penstock.results.checkpoint_files import MovedBytes, RoundThroughput, write_throughput
+from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.event_files import write_tables
-from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import HostFacts
 from penstock.results.run_record import RunRequest

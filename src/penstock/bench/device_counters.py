@@ -14,8 +14,14 @@ from typing import Final, Self
 from penstock.cluster import host_counters
 from penstock.cluster.comm import Comm
 from penstock.cluster.host_counters import CounterCoverage, find_coverage
-from penstock.results.counter_files import CounterSpool, SampledHost
-from penstock.results.io_reconciliation import Direction, HostTraffic, IoReconciliation, reconcile
+from penstock.results.counter_files import (
+    CounterSpool,
+    Direction,
+    HostTraffic,
+    IoReconciliation,
+    SampledHost,
+    reconcile,
+)
 from penstock.storage import Storage
 
 ROOT: Final = Path("/")

@@ -16,9 +16,9 @@ from penstock.cli.run_reports import reconciliation_lines
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
 from penstock.environment import TRACE
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.results.history import HistoryFile
-from penstock.results.run_catalog import (
+from penstock.results.history import (
     CatalogedRun,
+    HistoryFile,
     RunCriteria,
     delete_runs,
     describe,

@@ -73,7 +73,7 @@ def watch(
 
 
 def _find_folder(run: str, parent: Path) -> Path:
-    from penstock.results.run_catalog import find_run_folder
+    from penstock.results.history import find_run_folder
     from penstock.results.run_folder import RUN_FILE, run_folders
     from penstock.results.run_record import RunOutcome, read_record
 

@@ -14,7 +14,7 @@ from penstock.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.training.training_result import TrainingResult
-    from penstock.results.io_reconciliation import IoReconciliation
+    from penstock.results.counter_files import IoReconciliation
 
 MAX_DEVICES_NAMED = 4
 

@@ -16,8 +16,8 @@ from penstock import __version__
 from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.progress import Progress, RunName
 from penstock.results import provenance, published_files, run_folder, run_record, run_status
+from penstock.results.counter_files import IoReconciliation
 from penstock.results.history import HistoryFile
-from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_page import leave_run_page
 from penstock.workload.spec import Workload

@@ -26,7 +26,7 @@ from penstock.reports.report import (
     table_section,
 )
 from penstock.results.checkpoint_files import RoundThroughput, read_checkpoints, read_throughput
-from penstock.results.io_reconciliation import ReconciliationVerdict
+from penstock.results.counter_files import ReconciliationVerdict
 from penstock.results.run_record import RunRecord
 from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, heat_rows
 from penstock.units import format_bytes, format_rate, format_seconds

@@ -75,7 +75,7 @@ class EpochRate:
     elapsed_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TimeStats:
     """One measure over many steps, in seconds."""
 
@@ -393,16 +393,9 @@ def _measure(steps: Rows) -> dict[str, TimeStats]:
     stats = {}
     for measure, measured in MEASURES.items():
         seconds = measured(steps) / 1e9
-        p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
-        stats[measure] = TimeStats(
-            num_steps=len(seconds),
-            total_s=float(seconds.sum()),
-            mean_s=float(seconds.mean()),
-            p50_s=float(p50),
-            p90_s=float(p90),
-            p99_s=float(p99),
-            max_s=float(seconds.max()),
-        )
+        total_s, mean_s, max_s = seconds.sum(), seconds.mean(), seconds.max()
+        figures = map(float, (total_s, mean_s, *np.percentile(seconds, (50, 90, 99)), max_s))
+        stats[measure] = TimeStats(len(seconds), *figures)
     return stats
 
 
@@ -453,7 +446,20 @@ def find_bottleneck(
     elif ceiling is not None and ceiling < threshold:
         found, reason = Bottleneck.CLIENT_CPU, "So this client cannot reach it with any storage."
     elif shares.wait + shares.held_up >= max(shares.barrier, shares.harness):
-        found, reason = _explain_waits(times)
+        # Blame readers or decoders, and name the rank that waited much longer than the median.
+        read_s, decode_s = times.over_ranks["read"].total_s, times.over_ranks["decode"].total_s
+        found, waits = Bottleneck.STORAGE, times.skew["wait"]
+        reason = "The loader did not separate reading from decoding; reading is assumed."
+        if read_s + decode_s > 0:
+            reason = (
+                f"Loaders spent {format_seconds(read_s)} reading and {format_seconds(decode_s)} decoding."
+            )
+            found = Bottleneck.STORAGE if read_s >= decode_s else Bottleneck.CLIENT_CPU
+        if waits.slowest_s > STRAGGLER * waits.median_s:
+            reason += (
+                f" Rank {waits.slowest_rank} waits {format_seconds(waits.slowest_s)} a step, the median rank "
+                f"{format_seconds(waits.median_s)}: check its path to storage."
+            )
     elif shares.barrier >= shares.harness:
         found = Bottleneck.BARRIER
         reason = "Check for cores that ranks share, the network, and uneven computation."
@@ -461,19 +467,3 @@ def find_bottleneck(
         found = Bottleneck.CLIENT_CPU
         reason = "Most of the remaining time passed between steps, where only the client works."
     return BottleneckVerdict(bottleneck=found, evidence=(*evidence, *filter(None, [reason])))
-
-
-def _explain_waits(times: TimeBreakdown) -> tuple[Bottleneck, str]:
-    """Blame readers or decoders, and name the rank that waited much longer than the median."""
-    read_s, decode_s = times.over_ranks["read"].total_s, times.over_ranks["decode"].total_s
-    found, waits = Bottleneck.STORAGE, times.skew["wait"]
-    reason = "The loader did not separate reading from decoding; reading is assumed."
-    if read_s + decode_s > 0:
-        reason = f"Loaders spent {format_seconds(read_s)} reading and {format_seconds(decode_s)} decoding."
-        found = Bottleneck.STORAGE if read_s >= decode_s else Bottleneck.CLIENT_CPU
-    if waits.slowest_s > STRAGGLER * waits.median_s:
-        reason += (
-            f" Rank {waits.slowest_rank} waits {format_seconds(waits.slowest_s)} a step, the median rank "
-            f"{format_seconds(waits.median_s)}: check its path to storage."
-        )
-    return found, reason

@@ -20,7 +20,7 @@ from penstock.cluster.gates.gate_model import Preflight
 from penstock.environment import Environment
 from penstock.errors import StorageError
 from penstock.results import provenance, run_folder
-from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.counter_files import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
 from penstock.units import format_seconds
 from penstock.workload.settings import dotted

@@ -150,23 +150,6 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
 
     The first steps of each epoch, those up to `first`, wait for the loader to fill, and do not count.
     """
-    keys, at_s, waited_s, took_s = _usual_waits(steps, first)
-    split = best_split(waited_s)
-    if split is None:
-        return None
-    before_s, after_s = float(np.median(waited_s[:split])), float(np.median(waited_s[split:]))
-    more, less = max(before_s, after_s), min(before_s, after_s)
-    if more < LEAST_FACTOR * less or more - less < LEAST_SHARE * float(np.median(took_s)):
-        return None
-    epoch, step = divmod(int(keys[split]), 1 << 32)
-    return WaitShift(at_s=float(at_s[split]), epoch=epoch, step=step, before_s=before_s, after_s=after_s)
-
-
-def _usual_waits(steps: RunSteps, first: int) -> tuple[NDArray[np.int64], Numbers, Numbers, Numbers]:
-    """The key of each training step, when it began, the wait of the median rank, and its duration.
-
-    One rank that is slower than the others has a sentence of its own, and must not look like a change.
-    """
     kept = [
         (rank, (rank.steps["phase"] == StepPhase.TRAIN) & (rank.steps["step"] > first))
         for rank in steps.ranks
@@ -174,11 +157,23 @@ def _usual_waits(steps: RunSteps, first: int) -> tuple[NDArray[np.int64], Number
     keys = np.concatenate([((r.steps["epoch"] << 32) | r.steps["step"])[some] for r, some in kept])
     begins = np.concatenate([rank.at_s("start_ns")[some] for rank, some in kept])
     ends = np.concatenate([rank.at_s("barrier_ns")[some] for rank, some in kept])
-    waited = np.concatenate([wait_ns(rank.steps)[some] / 1e9 for rank, some in kept])
-    by_wait = np.lexsort((waited, keys))
+    waits = np.concatenate([wait_ns(rank.steps)[some] / 1e9 for rank, some in kept])
+    # Each step's wait is that of the median rank: one rank that is slower than the others has a sentence of
+    # its own, and must not look like a change.
+    by_wait = np.lexsort((waits, keys))
     unique, starts, counts = np.unique(keys[by_wait], return_index=True, return_counts=True)
     median = by_wait[starts + (counts - 1) // 2]
-    return unique, begins[median], waited[median], (ends - begins)[median]
+    waited_s, took_s = waits[median], (ends - begins)[median]
+    split = best_split(waited_s)
+    if split is None:
+        return None
+    before_s, after_s = float(np.median(waited_s[:split])), float(np.median(waited_s[split:]))
+    more, less = max(before_s, after_s), min(before_s, after_s)
+    if more < LEAST_FACTOR * less or more - less < LEAST_SHARE * float(np.median(took_s)):
+        return None
+    epoch, step = divmod(int(unique[split]), 1 << 32)
+    at_s = float(begins[median][split])
+    return WaitShift(at_s=at_s, epoch=epoch, step=step, before_s=before_s, after_s=after_s)
 
 
 def best_split(values: Numbers) -> int | None:

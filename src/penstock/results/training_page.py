@@ -28,9 +28,14 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.results.counter_files import HostRates, host_rates, read_counters, read_series
+from penstock.results.counter_files import (
+    HostRates,
+    ReconciliationVerdict,
+    host_rates,
+    read_counters,
+    read_series,
+)
 from penstock.results.event_files import read_events, recompute_figures
-from penstock.results.io_reconciliation import ReconciliationVerdict
 from penstock.results.phase_figures import (
     STRAGGLER,
     Bottleneck,

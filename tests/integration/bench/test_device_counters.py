@@ -22,8 +22,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.progress import Progress
-from penstock.results.counter_files import read_counters
-from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
+from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict, read_counters
 from penstock.results.run_record import read_record
 from penstock.storage import open_storage
 from penstock.workload.enums import DataFormat

@@ -15,7 +15,7 @@ from tests.support.run_events import RankScript
 
 from penstock.cluster.gates.gate_model import Gate, GateFinding, GateVerdict, Preflight
 from penstock.results.active_run import ActiveRun
-from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
+from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import read_host
 from penstock.results.run_record import RunRequest

@@ -17,7 +17,7 @@ from penstock.cluster.gates.gate_checks import (
 )
 from penstock.cluster.gates.gate_model import Gate
 from penstock.cluster.gates.preflight import PATIENCE_S
-from penstock.results.io_reconciliation import LEAST_BYTES, LEAST_SHARE
+from penstock.results.counter_files import LEAST_BYTES, LEAST_SHARE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text(encoding="utf-8")
 QUOTED = set(re.findall(r"`([^`\n]+)`", PAGE))

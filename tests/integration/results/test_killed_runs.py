@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.results.history import HistoryFile
-from penstock.results.run_catalog import read_catalog
+from penstock.results.history import HistoryFile, read_catalog
 
 RUN = """
 import os, signal, sys

@@ -24,7 +24,7 @@ from penstock.cli.run_reports import (
     view_training,
 )
 from penstock.cli.terminal import View, render_text
-from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
+from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.phase_figures import Bottleneck, BottleneckVerdict, EpochRate, Mean, PhaseFigures
 from penstock.storage import Counters
 from penstock.transfer.ledger import PipelineFigures, WrongByte

@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 
 from penstock.cli.app import RESULTS
-from penstock.results.history import FILE, FOLDER
-from penstock.results.run_catalog import INCOMPLETE, parse_outcomes
+from penstock.results.history import FILE, FOLDER, INCOMPLETE, parse_outcomes
 from penstock.submission.result_figures import (
     CONFIDENCE,
     MAX_SCORE,

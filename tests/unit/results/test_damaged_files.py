@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import StorageError
 from penstock.results.event_files import read_spool
-from penstock.results.run_catalog import read_catalog
+from penstock.results.history import read_catalog
 from penstock.results.run_comparison import compare_runs, summarize_run
 from penstock.results.run_record import read_record
 

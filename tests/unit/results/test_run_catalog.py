@@ -10,8 +10,15 @@ import pytest
 
 from penstock.errors import StorageError, UsageError
 from penstock.results.active_run import ActiveRun
-from penstock.results.history import HistoryFile, format_entry
-from penstock.results.run_catalog import CatalogedRun, delete_runs, find_run, find_run_folder, read_catalog
+from penstock.results.history import (
+    CatalogedRun,
+    HistoryFile,
+    delete_runs,
+    find_run,
+    find_run_folder,
+    format_entry,
+    read_catalog,
+)
 from penstock.results.run_record import RunRequest
 from penstock.workload.load_workload import load
 

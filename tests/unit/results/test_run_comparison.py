@@ -12,9 +12,9 @@ from tests.support.run_events import RankScript, even_run
 from penstock.errors import StorageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.event_files import SpoolWriter, recompute_figures, spool_path
+from penstock.results.history import read_catalog
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import HostFacts
-from penstock.results.run_catalog import read_catalog
 from penstock.results.run_comparison import (
     VARIABLE_SETTINGS,
     RunSummary,

@@ -17,6 +17,7 @@ from tests.support.run_events import even_run
 from penstock.errors import StorageError, UsageError
 from penstock.results import run_folder
 from penstock.results.active_run import ActiveRun
+from penstock.results.history import find_run_folder
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.provenance import (
     GitState,
@@ -31,7 +32,6 @@ from penstock.results.provenance import (
     unique_hosts,
 )
 from penstock.results.published_files import publishing, write_json
-from penstock.results.run_catalog import find_run_folder
 from penstock.results.run_record import (
     LONGEST_SILENCE_S,
     RunOutcome,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.results.run_catalog import (
+from penstock.results.history import (
     OUTCOMES,
     CatalogedRun,
     RunCriteria,

@@ -14,7 +14,7 @@ from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.bench.step_recorder import find_trace_folder
 from penstock.results import checkpoint_files, phase_figures
-from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.counter_files import IoReconciliation
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 from penstock.transfer.ledger import PipelineFigures, StreamRecord, WrongByte

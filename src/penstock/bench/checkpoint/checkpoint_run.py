@@ -34,7 +34,7 @@ from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.results import counter_files, event_files, published_files, run_folder, step_events
 from penstock.results.checkpoint_files import write_throughput
-from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.counter_files import IoReconciliation
 from penstock.results.provenance import peak_rss_bytes
 from penstock.storage import Counters, Storage, capabilities
 from penstock.storage.capabilities import find_local_root

@@ -13,7 +13,7 @@ from penstock.bench.own_loader.waits import LoaderWaits
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.step_recorder import find_trace_folder
 from penstock.bench.training.training_files import Validation
-from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.counter_files import IoReconciliation
 from penstock.results.phase_figures import EpochRate, PhaseFigures
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.integration.workflows.submission.small_result import SmallResult
 
-from penstock.results.run_catalog import find_run_folder, read_catalog
+from penstock.results.history import find_run_folder, read_catalog
 from penstock.submission.check import check
 from penstock.submission.edition import choose_edition
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.host_counters import CounterCoverage, HostHardware, Watched
-from penstock.results.io_reconciliation import Direction, HostTraffic, ReconciliationVerdict, reconcile
+from penstock.results.counter_files import Direction, HostTraffic, ReconciliationVerdict, reconcile
 
 MIB = 1 << 20
 HARDWARE = HostHardware(boot_id="", drives=("vda", "nvme0n1"), nics=("eth0",), ports=("mlx5_0/1",))
