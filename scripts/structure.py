@@ -46,6 +46,7 @@ ENTERED = {
     "Manager.restore": 37,
     "penstock checkpoint ls": 25,
     "penstock trace summary": 24,
+    "penstock training run": 105,
 }
 
 BROAD_EXCEPT = {
@@ -281,6 +282,12 @@ def acts(folder: Path) -> Iterator[tuple[str, set[str]]]:
         '{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":5,"dur":2,"ph":"X","args":{"ret":9}}\n'
     )
     yield "penstock trace summary", entered.during(run("trace", "summary", str(trace)))
+    data = ["--data", str(folder / "data"), "--set", "dataset.num_files_train=14"]
+    data += ["--set", "dataset.record_length_bytes=4KiB", "--set", "dataset.record_length_bytes_stdev=0"]
+    run("training", "generate", "unet3d", *data)()
+    data += ["--accelerator", "h100", "--set", "train.epochs=1", "--set", "train.computation_time=0.001"]
+    training = ["training", "run", "unet3d", *data, "--results", str(folder / "runs")]
+    yield "penstock training run", entered.during(run(*training))
 
 
 def main() -> int:
