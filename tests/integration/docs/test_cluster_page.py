@@ -1,4 +1,4 @@
-"""docs/cluster.md tells every field and every check."""
+"""docs/cluster.md lists every field and every check."""
 
 import re
 from pathlib import Path
