@@ -40,7 +40,7 @@ def untraced(environment: Environment) -> Environment:
 
 
 def user_settings(environment: Environment) -> dict[str, str]:
-    """The variables of the user's request, without those of this machine or this launch."""
+    """The variables that the user set for this request, not for this machine or launch."""
     of_launch = {CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, TRACE_RANK}
     return {
         name: value
@@ -60,7 +60,7 @@ def withdraw_variable(name: str) -> None:
 
 
 def user_cache_folder(environment: Environment) -> Path:
-    """The user's cache, for what can be made again, as machine code. It may be missing or read-only.
+    """The user's cache, for files that can be made again. It may be missing or read-only.
 
     RuntimeError if the user has no home, as in some containers.
     """

@@ -15,7 +15,7 @@ Activity = Literal["working", "computing", "reading", "moving"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunName:
-    """A run for those who follow it: its folder, and what is measured with what."""
+    """The name of a run for those who follow it: its folder, kind, workload and ranks."""
 
     folder: Path
     kind: str
@@ -37,7 +37,7 @@ class Progress:
         """Advance the current phase by `amount`."""
 
     def attach(self, run: RunName) -> None:
-        """Let the run be followed in its folder from now on."""
+        """Show the run in its folder from now on, where it can be followed."""
 
     def settle(self, outcome: str, why: str, exit_code: int) -> None:
         """End the run, whose command will exit with this code."""
@@ -55,7 +55,7 @@ class Progress:
         """
 
     def remark(self, text: str) -> None:
-        """Show a sentence about the present moment; "" withdraws it."""
+        """Show a sentence about the current moment; "" withdraws it."""
 
 
 class PhasesOnly(Progress):

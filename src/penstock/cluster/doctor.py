@@ -26,7 +26,7 @@ State = Literal["ok", "limited", "missing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The result of one check. What is `limited` or `missing` comes with a `fix`."""
+    """The result of one check. If it is `limited` or `missing`, there is a `fix`."""
 
     area: str
     subject: str

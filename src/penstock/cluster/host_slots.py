@@ -55,7 +55,7 @@ def count_ranks(hosts: Sequence[HostSlots], ranks: int | None, *, where: str) ->
 
 
 def is_loopback(host: str) -> bool:
-    """True if `host` means the local machine, whichever that is."""
+    """True if `host` is a name or an address of the local machine for sure."""
     if host == "localhost":
         return True
     try:
@@ -84,7 +84,7 @@ def _hostfile_entries(lines: str, where: str) -> dict[str, int | None]:
 
 
 def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) -> None:
-    """Add a host and its number of ranks, None if it has none; a host that is named twice is refused."""
+    """Add a host and its number of ranks, None if it has none; refuse a host that is named twice."""
     match = _ENTRY.fullmatch(entry)
     if match is None:
         raise UsageError(
@@ -125,7 +125,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
-    """The hosts of a list of Slurm's, in its order; numbers keep their leading zeros."""
+    """The hosts of a list in Slurm's notation, in its order; numbers keep their leading zeros."""
     items = _ITEM.findall(text)
     if not items or ",".join(items) != text:
         raise _not_understood(text, text)

@@ -25,7 +25,7 @@ _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE
 
 
 class LauncherFlavour(StrEnum):
-    """Launchers by the options that they take, whatever their program is called."""
+    """Launchers that take the same options, under any program name."""
 
     HYDRA = "MPICH hydra"
     OPEN_MPI = "Open MPI"

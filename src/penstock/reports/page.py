@@ -104,7 +104,7 @@ def _runs_of(report: Report) -> Iterator[str]:
 
 
 def _shared_legend(drawings: Sequence[Drawing]) -> Mapping[str, str]:
-    """Return the legend that has those of all charts of a section, or nothing if there is no such one."""
+    """Return one legend for all charts of a section, or nothing if no legend has all entries."""
     widest = max((drawing.legend for drawing in drawings), key=len, default={})
     is_shared = len(drawings) > 1 and not any("run-" in look for look in widest.values())
     return widest if is_shared and all(one.legend.items() <= widest.items() for one in drawings) else {}

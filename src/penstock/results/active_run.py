@@ -50,7 +50,7 @@ class ActiveRun:
 
     @classmethod
     def start(cls, parent: Path, request: run_record.RunRequest) -> Self:
-        """Enter the run in the history of `parent`, and make its folder there, with its `run.json`.
+        """Record the run in the history of `parent`, and make its folder there, with its `run.json`.
 
         It leaves a page in its folder when it ends.
         """
@@ -132,7 +132,7 @@ class ActiveRun:
         os.utime(self.folder / run_folder.RUN_FILE)
 
     def show_in_folder(self, progress: Progress) -> None:
-        """Let the run be followed in its folder by what `progress` receives."""
+        """Show what `progress` receives in the run's folder, where it can be followed."""
         self._progress = progress
         kind = str(self.record.plan.get("kind", "training"))
         name = "_".join(filter(None, (self.record.name, self.record.accelerator)))

@@ -60,7 +60,7 @@ class CheckpointRun:
 
     @property
     def directions(self) -> dict[str, Mapping[str, Any]]:
-        """The totals of writing and reading, as far as either was done."""
+        """The totals of writing and of reading, for those that were done."""
         return {name: self.figures[name] for name in ("write", "read") if self.figures[name] is not None}
 
     def of(self, direction: str) -> list[Round]:

@@ -342,7 +342,7 @@ def log_line(moment: datetime, text: str) -> str:
 
 
 def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
-    """The lines that DLIO logs while it runs, in its words, which others parse: from rank 0's events."""
+    """The lines that DLIO logs while it runs, which others parse, from rank 0's events."""
     first = run.ranks[0]
     yield log_line(run.started, f"Running with {len(run.ranks)} process(es)")
     yield from (log_line(run.started, text) for text in run.preparation)

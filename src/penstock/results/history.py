@@ -106,7 +106,7 @@ class HistoryFile:
         self.path = parent / FOLDER / FILE
 
     def exists(self) -> bool:
-        """Check whether anything was ever entered."""
+        """Check whether anything was ever recorded."""
         return self.path.is_file()
 
     def read(self) -> tuple[list[Entry], list[str]]:
@@ -119,7 +119,7 @@ class HistoryFile:
         return parse_lines(content, str(self.path))
 
     def begin(self, request: RunRequest, now: datetime, *, named: str = "") -> Entry:
-        """Enter a run that starts `now`, in the folder `named` by the user or one with a generated name."""
+        """Record a run that starts `now`, in the folder `named` by the user or one with a generated name."""
         workload = request.workload.full_name
 
         def make_entry() -> Entry:
@@ -144,19 +144,19 @@ class HistoryFile:
         return self._append(make_entry)
 
     def append(self, event: str, run: str, **values: str) -> None:
-        """Enter what happened to a run now."""
+        """Record an event of a run that happens now."""
         at = datetime.now(UTC).isoformat(timespec="microseconds")
         self._append(lambda: {"event": event, "run": run, "at": at, **values})
 
     def end(self, run: str, outcome: str, why: str) -> None:
-        """Enter how a run ended; if that fails, only log it."""
+        """Record how a run ended; if that fails, only log it."""
         try:
             self.append("ended", run, outcome=outcome, why=why)
         except StorageError as error:
             logger.warning("The end of run %s could not be entered: %s", run, error)
 
     def publish(self, old: Path, new: Path) -> None:
-        """Enter that a run's folder `old`, if it was entered, has its final name `new`."""
+        """Record that the folder `old` of a recorded run has its final name `new`."""
         if not self.exists():
             return
         old_name, new_name = (path.relative_to(self.parent).as_posix() for path in (old, new))
@@ -249,7 +249,7 @@ class _History:
         self.owners = {folder: run for run, folder in self.folders.items()}
 
     def outcome(self, run: str, what: str) -> tuple[str, str]:
-        """Return how a run without a record ended: as it was entered, else by whether its process runs."""
+        """Return how a run without a record ended: by its last entry, else by whether its process runs."""
         if (end := self.ended.get(run)) is not None:
             return end["outcome"], " ".join(filter(None, (end["why"], what)))
         try:

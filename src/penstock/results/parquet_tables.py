@@ -51,7 +51,7 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
 def parse_spool_header(
     line: bytes, make: Callable[..., Header], *, what: str, version: int, path: Path
 ) -> Header:
-    """What `make` makes of the header of a spool of `what`, whose `format` must be `version`."""
+    """Pass the header of a spool of `what` to `make`; its `format` must be `version`."""
     try:
         header = json.loads(line)
         if header.pop("format") == version:

@@ -247,7 +247,7 @@ def choose_window(
 
 
 def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase) -> list[EpochRate]:
-    """Every epoch that all ranks have completed a block of."""
+    """The rates of each epoch in which all ranks completed a block."""
     epochs = set.intersection(*(set(rank.epochs(phase)) for rank in ranks)) if ranks else set()
     rates = []
     for epoch in sorted(epochs):
@@ -277,7 +277,7 @@ def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: S
 def compat_rate(
     blocks: Sequence[StepBlock], window: UtilizationWindow, phase: StepPhase
 ) -> tuple[float, float]:
-    """DLIO's AU and samples a second of one rank's epoch: its blocks, weighted by their steps."""
+    """DLIO's AU and samples per second of one rank's epoch: its blocks, weighted by their steps."""
     num_steps = sum(len(block.steps) for block in blocks)
     rates = [(len(block.steps), *compat_block_rate(block, window, phase)) for block in blocks]
     au_percent = sum(weight * au for weight, au, _ in rates) / (num_steps or 1)
@@ -285,7 +285,7 @@ def compat_rate(
 
 
 def compat_block_rate(block: StepBlock, window: UtilizationWindow, phase: StepPhase) -> tuple[float, float]:
-    """DLIO's AU in percent and samples a second of one block of one rank."""
+    """DLIO's AU in percent and samples per second of one block of one rank."""
     # Python's own slices, as DLIO has them: an end below zero counts from the back.
     first, end = window.exclude_start_steps, window.num_steps - window.exclude_end_steps
     computed = compute_ns(block.steps)
@@ -308,7 +308,7 @@ def strict_au_percent(steps: Rows, window: UtilizationWindow) -> float | None:
 
 
 def _counted_steps(steps: Rows, window: UtilizationWindow) -> Rows:
-    """An epoch's steps without those at both ends: what strict figures and times are made of."""
+    """An epoch's steps without those at both ends: the basis of strict figures and times."""
     return steps[window.exclude_start_steps : max(0, len(steps) - window.exclude_end_steps)]
 
 

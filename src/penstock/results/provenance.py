@@ -53,7 +53,7 @@ def read_host(host: str, *, proc: Path = PROC) -> HostFacts:
 
 
 def read_meminfo(proc: Path = PROC) -> dict[str, str]:
-    """Read `/proc/meminfo` as it stands."""
+    """Read `/proc/meminfo`."""
     return parse_pairs((proc / "meminfo").read_text(encoding="utf-8"))
 
 

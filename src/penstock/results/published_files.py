@@ -23,7 +23,7 @@ def write_file(folder: Path, name: str, content: bytes) -> None:
 
 
 def write_text(folder: Path, name: str, text: str) -> None:
-    """The same for text; what no encoding has, such as undecodable bytes of a file's name, is escaped."""
+    """The same for text; undecodable bytes, as of a file's name, are escaped."""
     write_file(folder, name, text.encode(errors="backslashreplace"))
 
 
@@ -44,7 +44,7 @@ def publishing(folder: Path, name: str) -> Iterator[io.RawIOBase]:
 
 
 class _SinkFile(io.RawIOBase):
-    """A sink as the kind of file that other libraries write to."""
+    """A sink as a file object, for libraries that write to one."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__()

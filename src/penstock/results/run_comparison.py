@@ -164,7 +164,7 @@ _EXPECTED: Final = ("start", "end", "epochs", "num_accelerators", "num_hosts", "
 
 
 def _summarize_dlio(folder: Path) -> RunSummary:
-    """A run of any version of DLIO, as far as it can be read: what is missing is noted, never guessed."""
+    """A run of any version of DLIO, as far as it can be read; missing figures are noted, never guessed."""
     path = folder / SUMMARY_FILE
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -251,7 +251,7 @@ _CHARTED: Final[
     Mapping[str, tuple[Callable[[RunSummary], float | None], Callable[[float], str], str, float]]
 ] = {
     "AU": (lambda run: run.au_compat_percent, "{:.2f} %".format, "%", 100),
-    "Samples a second": (lambda run: run.samples_per_s_strict, "{:,.1f}".format, "", 0),
+    "Samples per second": (lambda run: run.samples_per_s_strict, "{:,.1f}".format, "", 0),
     "Bytes read": (lambda run: run.read_bytes_per_s, format_rate, "B/s", 0),
     "Checkpoints written": (lambda run: _gib(run.write_gib_per_s), format_rate, "B/s", 0),
     "Checkpoints read back": (lambda run: _gib(run.read_gib_per_s), format_rate, "B/s", 0),

@@ -65,7 +65,7 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _fact_rows(record: RunRecord, more: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts that say what a run was, as rows."""
+    """The facts of a run, as rows."""
     facts = {
         "command": shlex.join(record.command),
         **more,
@@ -83,7 +83,7 @@ def _fact_rows(record: RunRecord, more: Mapping[str, str]) -> list[dict[str, str
 
 
 def leave_run_page(folder: Path) -> None:
-    """Write the page at the end of a run; where that fails, say how to make it."""
+    """Write the page at the end of a run; if that fails, log how to make it."""
     try:
         write_report(draw_run(folder), folder / PAGE_FILE)
     except ObjectNotFound as error:

@@ -59,7 +59,7 @@ LONGEST_SILENCE_S: Final = 900.0
 
 
 class RunOutcome(StrEnum):
-    """The end of a run, or that it is running."""
+    """The outcome of a run, `RUNNING` until it ends."""
 
     RUNNING = "running"
     FINISHED = "finished"

@@ -82,7 +82,7 @@ class RunStatus:
     rates_now: Mapping[str, float] = field(default_factory=dict)
 
     def died(self, why: str) -> RunStatus:
-        """The same of a run that ended without a word."""
+        """The status of the same run, found dead."""
         return replace(self, outcome=DIED, why=why, exit_code=1)
 
 
@@ -121,7 +121,7 @@ class Follower(Protocol):
         """Show the run as it is now."""
 
     def close(self) -> None:
-        """Nothing more will be shown."""
+        """Stop: nothing more will be shown."""
 
 
 class StatusFile:
@@ -168,14 +168,14 @@ def format_metrics(status: RunStatus) -> str:
     share = _UNKNOWN if status.share_done is None else status.share_done
     left = _UNKNOWN if status.left_s is None else status.left_s
     families: list[tuple[str, str, list[tuple[dict[str, str], float]]]] = [
-        ("info", "What the run is; always 1.", [(facts, 1)]),
+        ("info", "Facts of the run; always 1.", [(facts, 1)]),
         ("ranks", "Ranks of the run.", [({}, status.ranks)]),
         (
-            "outcome", "1 for how the run ended, or running.",
+            "outcome", "1 for the outcome of the run, or running.",
             [({"outcome": name}, status.outcome == name) for name in _OUTCOMES],
         ),
         ("start_time_seconds", "When the run began, since 1970.", [({}, status.started_at_s)]),
-        ("update_time_seconds", "When the run last said anything.", [({}, status.written_at_s)]),
+        ("update_time_seconds", "When the run last wrote its state.", [({}, status.written_at_s)]),
         ("exit_code", "The exit code of the run's command.", [({}, code)]),
         (
             "state", "1 for what rank 0 does now.",
@@ -189,7 +189,7 @@ def format_metrics(status: RunStatus) -> str:
             "absent_rank", "1 for each rank that rank 0 waits for, the first eight of them.",
             [({"rank": str(rank)}, 1) for rank in status.absent_ranks],
         ),
-        ("phase_done_ratio", "Share of the present phase that is done.", [({"phase": status.phase}, done)]),
+        ("phase_done_ratio", "Share of the current phase that is done.", [({"phase": status.phase}, done)]),
         ("done_ratio", "Share of the whole run that is done.", [({}, share)]),
         ("left_seconds", "Estimated time to the end of the run.", [({}, left)]),
         (
@@ -197,7 +197,7 @@ def format_metrics(status: RunStatus) -> str:
             [({"unit": unit}, total) for unit, total in status.totals.items() if not unit.endswith("_s")],
         ),
         (
-            "rank0_seconds_total", "Where the time of rank 0 went: computing, sample_wait, rank_wait.",
+            "rank0_seconds_total", "Seconds that rank 0 spent: computing, sample_wait, rank_wait.",
             [({"what": unit[:-2]}, total) for unit, total in status.totals.items() if unit.endswith("_s")],
         ),
     ]  # fmt: skip
@@ -249,7 +249,7 @@ def format_age(seconds: float) -> str:
 
 
 def state_sentence(status: RunStatus) -> str:
-    """Describe what the run waits for and for how long; "" while it works."""
+    """Describe what the run is waiting for, and how long; "" while it works."""
     if status.outcome != RUNNING:
         return ""
     for_s = f"for {format_age(status.state_s)}"
@@ -327,7 +327,7 @@ LONGEST_GOODBYE_S: Final = 2.0
 
 @dataclass(slots=True)
 class _Phase:
-    """The present phase; `counted` are the units that it has counted."""
+    """The current phase; `counted` are the units that it has counted."""
 
     began_s: float
     name: str = ""
@@ -339,7 +339,7 @@ class _Phase:
     counted: set[str] = field(default_factory=set)
 
     def elapsed_s(self, now_s: float) -> float:
-        """Its time so far; until its last advance, once it is complete."""
+        """The time so far, or until the last advance once the phase is complete."""
         end_s = self.moved_s if self.total and self.done >= self.total else now_s
         return max(end_s - self.began_s, 0.0)
 
@@ -351,7 +351,7 @@ _Look = tuple[float, float, dict[str, float]]
 class Meter(Progress):
     """The `Progress` of rank 0. Entered, it shows itself to its followers until it is left.
 
-    `name` is that of work without a folder; `find_wait` says what this rank awaits of others, if anything.
+    `name` is for work without a folder; `find_wait` returns what this rank is waiting for, if anything.
     """
 
     def __init__(
@@ -422,7 +422,7 @@ class Meter(Progress):
         self._expected = (total, units)
 
     def remark(self, text: str) -> None:
-        """Show a sentence about now."""
+        """Show a sentence about the current moment."""
         self._remark = text
 
     def attach(self, run: RunName) -> None:

@@ -32,7 +32,7 @@ class RunSteps:
 
     @classmethod
     def of_events(cls, events: Sequence[RankEvents]) -> RunSteps | None:
-        """None of a run without steps."""
+        """Place the steps of all ranks on one axis of time; None if there are none."""
         ranks = [rank for rank in events if len(rank.steps)]
         if not ranks:
             return None
@@ -99,7 +99,7 @@ class RankSteps:
         return at_s
 
     def growth(self, column: str, edges: Numbers) -> Numbers:
-        """The growth of a column between edges; evenly from a step's start to its end."""
+        """The growth of a column between edges, spread evenly from each step's start to its end."""
         return _growth(self.at_s("start_ns"), self.at_s("barrier_ns"), self.steps[column], edges)
 
     def spent_s(self, begin: str, end: str, edges: Numbers) -> Numbers:
@@ -109,7 +109,7 @@ class RankSteps:
 
 
 def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
-    """Amounts that come evenly from their begin to their end, one after the other, between edges."""
+    """The parts of amounts between edges; each is spread evenly from its begin to its end."""
     after = np.cumsum(amounts, dtype=np.float64)
     moments = np.column_stack([begins, ends]).ravel()
     totals = np.column_stack([after - amounts, after]).ravel()
@@ -146,7 +146,7 @@ LEAST_SHARE: Final = 0.05
 
 
 def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
-    """When the median wait of training steps changed for good; None if it did not, or hardly.
+    """Find when the median wait of training steps changed for good; None if it did not, or hardly.
 
     The first steps of each epoch, those up to `first`, wait for the loader to fill, and do not count.
     """
@@ -177,7 +177,7 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
 
 
 def best_split(values: Numbers) -> int | None:
-    """Where two levels explain the values best; both sides have enough of them. None of few values."""
+    """The index that best splits the values into two levels; None if there are too few values."""
     count = len(values)
     least = max(LEAST_STEPS, count // 10)
     if count < 2 * least:

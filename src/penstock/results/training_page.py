@@ -314,7 +314,7 @@ def _highlights(run: TrainingRun) -> Iterator[Chart]:
     rates = steps.rates("samples")
     yield Chart(
         kind=Kind.AREA,
-        title="Samples a second",
+        title="Samples per second",
         run=name,
         series=[Series(x=steps.edges, y=rates)],
         limits={f"ceiling {ceiling['samples_per_s']:,.1f}": ceiling["samples_per_s"]} if ceiling else {},

@@ -159,7 +159,7 @@ def _mounted(mount: Mount) -> str:
 
 
 def _skew(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
-    """A host reads its clock during the query: a time outside of it proves a minimum skew."""
+    """Each host reads its clock during the query: a time outside of it proves a minimum skew."""
     off_s = {
         host.host: max(
             host.asked_unix_s - host.report.clock.read_unix_s,
@@ -310,7 +310,7 @@ def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) ->
 
 
 def _charts(facts: ClusterFacts) -> Iterator[Chart]:
-    """Memory and cores of each host, where a host that is not like the others is seen."""
+    """Memory and cores of each host, where an odd one stands out."""
     memory = {host.host: host.report.memory_bytes / GIB for host in facts.present if host.report.memory_bytes}
     cores = {host.host: float(host.report.cpu.num_logical) for host in facts.present if host.report.cpu}
     for title, values, unit in (("Memory by host", memory, "GiB"), ("Cores by host", cores, "")):

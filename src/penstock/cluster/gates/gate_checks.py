@@ -80,7 +80,7 @@ def check_versions(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def check_clock(hosts: Sequence[str], bounds: Sequence[tuple[float, float]]) -> GateFinding:
-    """No clock is further off rank 0's than logs and gaps between runs tolerate.
+    """No clock differs from rank 0's by more than logs and gaps between runs tolerate.
 
     `bounds` are those of `bound_offsets`, by rank; `hosts` are the hosts of ranks.
     """
@@ -127,7 +127,7 @@ def check_limits(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
-    """Shared memory is there, and logind does not delete it when somebody logs out."""
+    """Shared memory is there, and logind does not delete it at logout."""
     problems = []
     for volume, hosts in _by_value((report.host, report.shared_memory) for report in reports).items():
         if volume is None:
@@ -197,7 +197,7 @@ def check_apart(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def check_space(reports: Sequence[RankReport]) -> GateFinding:
-    """Free space for all that the ranks of all hosts will write to each file system."""
+    """Each file system has space for everything that all ranks will write to it."""
     needs: dict[str, int] = defaultdict(int)
     volumes: dict[str, Volume] = {}
     results = {report.results.identity: report.results for report in reports if report.results}

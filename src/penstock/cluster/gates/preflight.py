@@ -72,7 +72,7 @@ def run_preflight(
 ) -> PreflightResult:
     """Check `gates` except `skips`; the same result on every rank. Collective.
 
-    `is_private` is for a run that nobody will submit, whose results may lie beside its data.
+    `is_private` is for a run that nobody will submit: its results may be on the file system of its data.
     """
     selected = [gate for gate in Gate if gate in gates and gate not in skips]
     cluster = (

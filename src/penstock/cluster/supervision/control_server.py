@@ -229,7 +229,7 @@ class ControlServer:
         return [rank for rank in range(self.ranks) if rank not in late]
 
     def _report_absent(self) -> None:
-        """Tell rank 0 whom it waits for: it can pass that on to those who follow the run."""
+        """Send rank 0 the ranks that it waits for, which it shows to those who follow the run."""
         first = self._members.get(0)
         is_ending = self.failure is not None or self._pending is not None
         if first is None or is_ending or not first.last_late_call or not self._has_late_news:
@@ -290,7 +290,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def advertise_address(port: int) -> str:
-    """Where ranks on any machine reach a server on all interfaces, as `connect_to_server` takes it.
+    """The address of a server on all interfaces for ranks on any machine, as `connect_to_server` takes it.
 
     Loopback comes last: on another machine it would reach a different server.
     """

@@ -53,7 +53,7 @@ def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) ->
     SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
     """
     bind = "127.0.0.1" if plan.is_local else EVERYWHERE
-    # After a failure the output of ranks is only kept: the error that is raised then tells the cause once,
+    # After a failure the output of ranks is only kept: the error that is raised then names the cause once,
     # where every stopping rank would add its own.
     held_back: deque[str] = deque(maxlen=HELD_BACK_LINES)
     with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server) as is_launched:

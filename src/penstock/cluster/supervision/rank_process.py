@@ -122,7 +122,7 @@ def _report_failures(channel: SupervisorChannel, rank: int, host: str) -> Iterat
 
 
 def describe_failure(error: Exception, rank: int, host: str) -> Failed:
-    """The message that `error` on this rank becomes; a `RankFailed` keeps naming the rank that it names."""
+    """The message that `error` on this rank becomes; a `RankFailed` keeps its rank."""
     if isinstance(error, RankFailed):
         ending = Ending.NOT_FOUND if error.exit_code == ObjectNotFound.exit_code else Ending.FAILED
         return Failed(rank=error.rank, host=error.host, cause=error.cause, ending=ending)

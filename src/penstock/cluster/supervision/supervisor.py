@@ -73,7 +73,7 @@ class SupervisorChannel:
         self.send("late", rank=self._rank, call=call, awaiting=awaiting)
 
     def find_absent(self, call: int) -> tuple[int, ...]:
-        """The ranks that have not come to this call, as far as the job's server knows; for one thread."""
+        """The ranks that have not arrived at this call, as far as the job's server knows; for one thread."""
         with suppress(protocol.ChannelBroken):  # the supervisor is gone, and this rank is about to end
             while select.select([self._channel], [], [], 0)[0]:
                 for message in self._channel.receive():
@@ -125,12 +125,12 @@ def _run_role(role: Callable[[], int]) -> NoReturn:
     exit_code = 1
     try:
         _adopt_orphans()
-        # MPICH's hydra tells the survivors of a dead rank by SIGUSR1; the control line does that better.
+        # MPICH's hydra announces a dead rank to the others by SIGUSR1; the control line does that better.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         exit_code = role()
     finally:
         error = sys.exception()
-        # First of all: whatever is wrong with this process, and with whoever listens to it.
+        # First of all, even if this process or its reader is in trouble.
         end_processes(psutil.Process().children(recursive=True))
         with suppress(OSError):  # a launcher that is gone has left a broken pipe
             if error is not None:
@@ -140,7 +140,7 @@ def _run_role(role: Callable[[], int]) -> NoReturn:
 
 
 def _relay_signals(config: SupervisorConfig, supervisor: int) -> int:
-    """The relay: passes signals to the supervisor and waits for it; what a killed one leaves ends, too."""
+    """Relay signals to the supervisor and wait for it; if it was killed, what it leaves ends, too."""
     if config.server is not None:
         config.server.close_copy()
     for number in _STOPPING_SIGNALS:
@@ -180,7 +180,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Run until the rank and its descendants have ended and that is reported; its own exit code."""
+        """Run until the rank and its descendants have ended, and report that; return its own exit code."""
         signals = _open_signal_socket()
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signal(signals))
         self._watch_process(self._rank_pid, self._on_rank_end)
