@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from harness import Ratio, interleave
 from penstock.checkpoint.formats.dcp_metadata import metadata_bytes, read_metadata
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
-from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions, SharedSavePlan, plan_save
+from penstock.checkpoint.plan.save_plan import Holdings, RankRegions, SaveOptions, plan_save
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     Regions,
@@ -81,7 +81,7 @@ def sharded(num_ranks: int) -> list[Holdings]:
     return held
 
 
-def stored_as(shared: SharedSavePlan) -> StoredRegions:
+def stored_as(shared: RankRegions) -> StoredRegions:
     """Where the planned pieces would lie, one file a rank."""
     size = shared.regions.num_bytes(element_sizes(shared.tensors))
     end = np.cumsum(size)
@@ -90,7 +90,7 @@ def stored_as(shared: SharedSavePlan) -> StoredRegions:
     )
 
 
-def described(shared: SharedSavePlan) -> bytes:
+def described(shared: RankRegions) -> bytes:
     """The `.metadata` of the planned checkpoint."""
     files = tuple(f"__{rank}_0.distcp" for rank in range(shared.num_ranks))
     return metadata_bytes(CheckpointIndex(shared.tensors, stored_as(shared), (), files))

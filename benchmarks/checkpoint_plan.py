@@ -24,7 +24,7 @@ from penstock.checkpoint.plan.save_plan import (
     pack_holdings,
     plan_shares,
     summarize,
-    unpack_part,
+    unpack_share,
 )
 from penstock.checkpoint.state.regions import Regions, StoredRegions, TensorFacts, element_sizes
 
@@ -66,7 +66,7 @@ def measure(size: int, num_tensors: int, replicas: int) -> None:
     for rank in range(size):
         held = hold(rank, size, num_tensors, replicas, tensors)
         start_s = time.process_time()
-        share = unpack_part(pickle.loads(parts[rank]), held, rank)
+        share = unpack_share(pickle.loads(parts[rank]), held, rank)
         own_s[rank] += time.process_time() - start_s
     digest = len(pickle.dumps(summarize(share, held)))
     sent, received = sum(map(len, payloads)), sum(map(len, parts))
@@ -81,12 +81,10 @@ def measure(size: int, num_tensors: int, replicas: int) -> None:
 
 def measure_load(plan: JobPlan, parts: list[Any], size: int, num_tensors: int, replicas: int) -> None:
     """Plan a load by ranks that want what they held, from one file of each rank."""
-    regions = Regions.concatenated(
-        [Regions(*(column.astype(np.int64) for column in part.regions)) for part in parts]
-    )
+    regions = Regions.concatenated([part.regions for part in parts])
     element_bytes = element_sizes(plan.tensors)
     num_bytes = regions.num_bytes(element_bytes)
-    file = np.repeat(np.arange(size), [len(part.regions[0]) for part in parts])
+    file = np.repeat(np.arange(size), [len(part.regions) for part in parts])
     begin = np.cumsum(num_bytes) - num_bytes
     offset = begin - begin[np.searchsorted(file, file)]
     stored = StoredRegions(regions, file, offset, num_bytes, offset, np.zeros(len(file), dtype=np.bool_))

@@ -230,7 +230,7 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
 
 
 def _count_traffic(
-    shared: save_plan.SharedSavePlan, merged: save_plan.MergedHoldings, element_bytes: Ints
+    shared: save_plan.RankRegions, merged: save_plan.RankRegions, element_bytes: Ints
 ) -> list[RankTraffic]:
     options = LoadOptions()
     wanted = [merged.regions.take(merged.rank == rank) for rank in range(shared.num_ranks)]
@@ -250,7 +250,7 @@ def _count_traffic(
     return parts
 
 
-def _as_stored(shared: save_plan.SharedSavePlan, element_bytes: Ints) -> StoredRegions:
+def _as_stored(shared: save_plan.RankRegions, element_bytes: Ints) -> StoredRegions:
     """The checkpoint that this plan would make, with one file per rank and no envelopes."""
     size = shared.regions.num_bytes(element_bytes)
     end = np.cumsum(size)
@@ -262,7 +262,7 @@ def _sum(regions: Regions, element_bytes: Ints) -> int:
     return int(regions.num_bytes(element_bytes).sum())
 
 
-def _list_writes(shared: save_plan.SharedSavePlan, element_bytes: Ints) -> list[PlannedWrite]:
+def _list_writes(shared: save_plan.RankRegions, element_bytes: Ints) -> list[PlannedWrite]:
     size = shared.regions.num_bytes(element_bytes)
     writes = []
     for row in np.argsort(shared.regions.tensor, kind="stable").tolist():

@@ -72,7 +72,6 @@ from penstock.checkpoint.place import (
 from penstock.checkpoint.plan.load_plan import (
     LoadOptions,
     LoadPlan,
-    LoadWish,
     SharedLoadPlan,
     UnreadableFile,
     agree_on_load,
@@ -80,7 +79,7 @@ from penstock.checkpoint.plan.load_plan import (
     plan_load,
     plan_rank_load,
 )
-from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, distinct, element_sizes, find_overlaps
+from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes, find_overlaps
 from penstock.checkpoint.state.tensors import collect_for_load
 from penstock.checkpoint.state.walk import Leaf, require_dict
 from penstock.cluster.comm import Comm, decide_on_rank0, format_cause, run_on_all_ranks
@@ -274,33 +273,34 @@ class CheckpointLoader:
         element_bytes, files = element_sizes(items.tensors), checkpoint.index.files
         nothing = Regions.from_rows(())
         can_open = None if readable is None else np.isin(np.array(files, dtype=np.object_), list(readable))
-        wish = LoadWish(
-            nothing if is_cached else requests.regions, can_open, name_host() if comm.size > 1 else ""
-        )
-        share = agree_on_load(comm, lambda: wish, items.stored, element_bytes, self._options)
-        if isinstance(share, UnreadableFile):
+        wish = (nothing if is_cached else requests.regions, can_open, name_host() if comm.size > 1 else "")
+        try:
+            part, near, may_share_on_host = agree_on_load(
+                comm, lambda: wish, items.stored, element_bytes, self._options
+            )
+        except UnreadableFile as error:
             raise ObjectNotFound(
-                f"None of the {comm.size} ranks can open {files[share.file]}",
+                f"None of the {comm.size} ranks can open {files[error.file]}",
                 uri=checkpoint.uri,
                 fix="Restore the file on one of their nodes, or load another step.",
-            ) from share
+            ) from error
 
         def plan_with(part: SharedLoadPlan, near: Ints | None = None) -> LoadPlan:
             return plan_rank_load(part, element_bytes, comm.rank, self._options, near=near)
 
-        plan, links, num_near = None, None, len(share.near) or 1
-        if share.part is not None and share.may_share_on_host:
-            plan = plan_with(share.part, share.near)
+        plan, links, num_near = None, None, len(near) or 1
+        if part is not None and may_share_on_host:
+            plan = plan_with(part, near)
             if any(comm.gather(plan.shares_on_host, awaiting="which ranks share bytes")):
                 own_bytes = plan.regions.take(slice(plan.num_own)).num_bytes(element_bytes)
-                near = share.near.tolist() or [comm.rank]
+                host = near.tolist() or [comm.rank]
                 settings = self._buffers.settings
-                links = connect_host(comm, near, settings=settings, read_bytes=int(own_bytes.sum()))
-        if is_cached or share.part is None:
+                links = connect_host(comm, host, settings=settings, read_bytes=int(own_bytes.sum()))
+        if is_cached or part is None:
             # This rank takes everything from its page cache, or nobody wants anything.
             alone = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
             return plan_with(plan_load(items.stored, element_bytes, alone, self._options)), links, num_near
-        return plan if plan is not None and links is not None else plan_with(share.part), links, num_near
+        return plan if plan is not None and links is not None else plan_with(part), links, num_near
 
 
 def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource:
@@ -419,7 +419,7 @@ def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first
 def _is_cached(checkpoint: CheckpointSource, items: ByteItemIndex, requests: LoadRequests) -> bool:
     """Whether this machine's page cache has all files in which this rank wants something."""
     wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
-    files = distinct(items.stored.file[wanted]).tolist()
+    files = np.unique(items.stored.file[wanted]).tolist()
     return are_resident(checkpoint.storage, [checkpoint.key(checkpoint.index.files[file]) for file in files])
 
 
@@ -673,14 +673,14 @@ def _verify_cut_items(
     own_bytes = np.zeros(len(stored), dtype=np.int64)
     np.add.at(own_bytes, row, regions.num_bytes(context.element_sizes))
     is_cut = own_bytes[row] < outer.num_bytes(context.element_sizes)
-    cut_rows = distinct(row[(payload_starts(regions, outer) == 0) & is_cut])
+    cut_rows = np.unique(row[(payload_starts(regions, outer) == 0) & is_cut])
 
     loaded: list[tuple[int, ChecksummedItem, ByteArray]] = []
     for number, item in context.checksummed_items(cut_rows).items():
         region = stored.regions.take(np.array([number]))
         facts = context.items.tensors[int(region.tensor[0])]
-        overlaps = find_overlaps(region, wanted)
-        for place in overlaps.right[overlaps.regions.num_elements == region.num_elements].tolist():
+        _, places, common = find_overlaps(region, wanted)
+        for place in places[common.num_elements == region.num_elements].tolist():
             payload = targets[place].contiguous_bytes(*region.region(0, len(facts.shape)))
             if payload is not None:
                 loaded.append((number, item, payload))

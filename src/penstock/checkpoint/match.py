@@ -1183,10 +1183,10 @@ def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
 def _unpackings(index: CheckpointIndex, item_index: ByteItemIndex, regions: Regions) -> tuple[Unpacking, ...]:
     if not len(item_index.packed_rows):
         return ()
-    met = find_overlaps(regions, index.stored.regions.take(item_index.packed_rows))
+    wants, rows, common = find_overlaps(regions, index.stored.regions.take(item_index.packed_rows))
     return tuple(
-        Unpacking(row=int(met.right[part]), want=int(met.left[part]), regions=met.regions, part=part)
-        for part in range(len(met.left))
+        Unpacking(row=row, want=want, regions=common, part=part)
+        for part, (want, row) in enumerate(zip(wants.tolist(), rows.tolist(), strict=True))
     )
 
 

@@ -49,9 +49,9 @@ from penstock.checkpoint.file_layout import (
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import MetadataWriter, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, WrittenFile, build_manifest, manifest_bytes
-from penstock.checkpoint.plan.save_plan import AgreedSave, Bucket, JobPlanner, SaveOptions
+from penstock.checkpoint.plan.save_plan import Bucket, JobPlan, JobPlanner, SaveOptions, SavePlan, plan_files
 from penstock.checkpoint.replicas import compare_replicas
-from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredObject, StoredRegions
+from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, StoredObject, StoredRegions
 from penstock.checkpoint.state.tensors import (
     LocalState,
     collect_for_save,
@@ -126,17 +126,21 @@ class Saver:
             )
             return collected[0]
 
-        agreed = planner.find(lambda: collect().holdings, self._options)
+        share = planner.find(lambda: collect().holdings, self._options)
         local_state = collected[0]
         warn_of_losses(local_state, comm.rank, self._warned)
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
-        if agreed is None:
+        is_new = share is None
+        if share is None:
             paths = {leaf.name: leaf.path for leaf in local_state.leaves}
-            agreed = planner.plan(local_state.holdings, self._options, paths, local_state.entries())
-            if agreed.job is not None:
-                tell_of_entries(agreed.job.differing_parts, are_noted=bool(agreed.job.entries))
+            share = planner.plan(local_state.holdings, self._options, paths, local_state.entries())
+        job = planner.jobs.get(share.number)
+        if is_new and job is not None:
+            tell_of_entries(job.differing_parts, are_noted=bool(job.entries))
         return PreparedTensors(
-            agreed=agreed,
+            plan=plan_files(comm.rank, share.tensors, share.regions, share.objects.placed, self._options),
+            numbers=share.numbers,
+            job=job,
             local_state=local_state,
             dtype=choice.dtype,
             compare_s=compare_s,
@@ -158,7 +162,11 @@ class Saver:
 class PreparedTensors:
     """A `PreparedSave` of tensors in this process."""
 
-    agreed: AgreedSave
+    plan: SavePlan
+    numbers: Ints
+    """By tensor of the plan, its number among the tensors of all ranks."""
+    job: JobPlan | None
+    """The plan of all ranks, on rank 0."""
     local_state: LocalState
     dtype: torch.dtype | None
     compare_s: float
@@ -173,7 +181,7 @@ class PreparedTensors:
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Lay out this rank's share, and begin to copy it, unless only the commit is urgent."""
         start_s = time.perf_counter()
-        plan = self.agreed.plan
+        plan = self.plan
         with paused_garbage_collection():
             layouts = tuple(lay_out_file(bucket, plan.tensors) for bucket in plan.buckets)
             share = SaveShare(
@@ -197,7 +205,7 @@ class PreparedTensors:
 
     def _payloads(self, bucket: Bucket) -> list[Payload]:
         """Find where the bytes of each item of a file come from: its objects first, then its regions."""
-        state, tensors = self.local_state, self.agreed.plan.tensors
+        state, tensors = self.local_state, self.plan.tensors
         payloads = [payload_of_bytes(state.objects[placed.name]) for placed in bucket.objects]
         columns = (bucket.regions.tensor, bucket.regions.offsets, bucket.regions.sizes)
         for number, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
@@ -210,11 +218,10 @@ class PreparedTensors:
     def _contents(self) -> ShareContents:
         """Describe this rank's files to rank 0; regions have the numbers of all ranks' tensors."""
         paths = {leaf.name: leaf.path for leaf in self.local_state.leaves}
-        numbers = self.agreed.share.numbers
         return ShareContents(
             regions=tuple(
-                Regions(numbers[bucket.regions.tensor], bucket.regions.offsets, bucket.regions.sizes)
-                for bucket in self.agreed.plan.buckets
+                Regions(self.numbers[bucket.regions.tensor], bucket.regions.offsets, bucket.regions.sizes)
+                for bucket in self.plan.buckets
             ),
             # An object that differs on this rank has a name of its own, and must not replace the common one.
             objects=tuple(
@@ -225,7 +232,7 @@ class PreparedTensors:
                     )
                     for each in bucket.objects
                 )
-                for bucket in self.agreed.plan.buckets
+                for bucket in self.plan.buckets
             ),
         )
 
@@ -236,7 +243,7 @@ class PreparedTensors:
             return self._seal(shares, facts)
 
     def _seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        job = self.agreed.job
+        job = self.job
         assert job is not None, "rank 0 made the plan"
         index = self._index(shares)
         found = dict(job.paths)
@@ -267,7 +274,7 @@ class PreparedTensors:
 
     def _index(self, shares: Sequence[WrittenShare]) -> CheckpointIndex:
         """The index of what ranks report to have written, in rank order."""
-        assert self.agreed.job is not None, "rank 0 made the plan"
+        assert self.job is not None, "rank 0 made the plan"
         written = [
             (file, objects, regions)
             for share in shares
@@ -293,7 +300,7 @@ class PreparedTensors:
         )
         files = tuple(file.name for file, _, _ in written)
         transforms = [self.transforms] * len(regions) if self.transforms else ()
-        return CheckpointIndex(self.agreed.job.tensors, stored, tuple(objects), files, transforms=transforms)
+        return CheckpointIndex(self.job.tensors, stored, tuple(objects), files, transforms=transforms)
 
 
 MOST_CHUNK_BYTES = 16 << 20

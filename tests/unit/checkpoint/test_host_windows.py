@@ -94,6 +94,10 @@ class Memory(SpanSink):
 def planned(rank: int) -> tuple[LoadPlan, list[Span]]:
     """Each rank reads its part of the file, and all want all of it."""
     order = [rank, *(other for other in range(NUM_RANKS) if other != rank)]
+    none = np.zeros(0, dtype=np.int64)
+    nothing = Transfers(
+        read=none, peer=none, want=none, regions=Regions.from_rows([]), in_round=none, message=none
+    )
     plan = LoadPlan(
         rank=rank,
         row=np.zeros(NUM_RANKS, dtype=np.int64),
@@ -101,9 +105,9 @@ def planned(rank: int) -> tuple[LoadPlan, list[Span]]:
         reader=np.array(order),
         shown_read=np.zeros(NUM_RANKS - 1, dtype=np.int64),
         shown_to=np.array(order[1:]),
-        local=Transfers.none(),
-        sends=Transfers.none(),
-        receives=Transfers.none(),
+        local=nothing,
+        sends=nothing,
+        receives=nothing,
     )
     return plan, [Span(0, at * SHARE_BYTES, (at + 1) * SHARE_BYTES) for at in order]
 

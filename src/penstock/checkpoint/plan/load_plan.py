@@ -9,8 +9,7 @@ which can open the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,10 +20,10 @@ from penstock.checkpoint.state.regions import (
     Regions,
     StoredRegions,
     TensorFacts,
-    distinct,
     divide_among_ranks,
     expand_ranges,
     find_overlaps,
+    find_ranges,
     find_rank_sets,
     group_equal_rows,
     region_table,
@@ -40,29 +39,14 @@ class UnreadableFile(PenstockError):
     file: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """The intersections of wanted regions with units; sorted by unit."""
-
-    want: Ints
-    unit: Ints
-    regions: Regions
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Requests:
-    """The ranks that want each of the distinct wanted regions, and the row of each rank; sorted by region."""
-
-    want: Ints
-    rank: Ints
-    row: Ints
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedLoadPlan:
-    """The plan of all ranks. A unit is a contiguous part of one item's payload; a rank reads a share of it.
+    """The plan of all ranks: three tables, whose columns begin with the name of the table.
 
-    Shares are in the order of files and of positions in them.
+    A *unit* is a contiguous part of one item's payload, a *want* one of the distinct wanted regions. A rank
+    reads a *share* of a unit; shares are in the order of files and of positions in them. A *piece* is the
+    intersection of a want with a unit; pieces are sorted by unit. A *request* is one rank's row of wanted
+    regions that is this want; requests are sorted by want.
     """
 
     share_unit: Ints
@@ -71,21 +55,41 @@ class SharedLoadPlan:
     share_regions: Regions
     share_rank: Ints
     share_round: Ints
-    pieces: Pieces
-    requests: Requests
+    piece_unit: Ints
+    piece_want: Ints
+    piece_regions: Regions
+    request_want: Ints
+    request_rank: Ints
+    request_row: Ints
 
     @property
     def may_exchange(self) -> bool:
         """True if several ranks may want the same bytes."""
-        want, unit = self.requests.want, self.pieces.unit
+        want, unit = self.request_want, self.piece_unit
         return bool((want[1:] == want[:-1]).any() or (unit[1:] == unit[:-1]).any())
+
+    def take(self, shares: Ints, pieces: Ints, requests: Ints) -> SharedLoadPlan:
+        """Some rows of each table."""
+        return SharedLoadPlan(
+            share_unit=self.share_unit[shares],
+            share_row=self.share_row[shares],
+            share_regions=self.share_regions.take(shares),
+            share_rank=self.share_rank[shares],
+            share_round=self.share_round[shares],
+            piece_unit=self.piece_unit[pieces],
+            piece_want=self.piece_want[pieces],
+            piece_regions=self.piece_regions.take(pieces),
+            request_want=self.request_want[requests],
+            request_rank=self.request_rank[requests],
+            request_row=self.request_row[requests],
+        )
 
 
 def missing_elements(stored: Regions, wanted: Regions) -> Ints:
     """Count the elements of each wanted region that are not stored; negative if some are stored twice."""
-    overlaps = find_overlaps(wanted, stored)
+    rows, _, common = find_overlaps(wanted, stored)
     stored_elements = np.zeros(len(wanted), dtype=np.int64)
-    np.add.at(stored_elements, overlaps.left, overlaps.regions.num_elements)
+    np.add.at(stored_elements, rows, common.num_elements)
     return wanted.num_elements - stored_elements
 
 
@@ -116,48 +120,61 @@ def plan_load(
     all_wanted = Regions.concatenated(wanted)
     ranks = np.repeat(np.arange(len(wanted)), [len(regions) for regions in wanted])
     rows = np.concatenate([np.arange(len(regions)) for regions in wanted])
-    groups = group_equal_rows(region_table(all_wanted))
-    order = np.argsort(groups.number, kind="stable")
-    requests = Requests(groups.number[order], ranks[order], rows[order])
+    first_wanted, want_of_row = group_equal_rows(region_table(all_wanted))
+    by_want = np.argsort(want_of_row, kind="stable")
+    request_want, request_rank = want_of_row[by_want], ranks[by_want]
 
-    overlaps = find_overlaps(all_wanted.take(groups.first), stored.regions)
+    want, row, common = find_overlaps(all_wanted.take(first_wanted), stored.regions)
     source, regions = _without_wide_gaps(
-        overlaps.regions, stored.regions.take(overlaps.right), element_bytes, options.min_gap_bytes
+        common, stored.regions.take(row), element_bytes, options.min_gap_bytes
     )
-    want, row = overlaps.left[source], overlaps.right[source]
+    want, row = want[source], row[source]
     # A region that is not contiguous in its item is read as the one range around it, small gaps included.
     hulls = _hulls(regions, stored.regions.take(row))
-    units = group_equal_rows(np.concatenate([row[:, None], region_table(hulls)], axis=1))
-    by_unit = np.argsort(units.number, kind="stable")
-    pieces = Pieces(want[by_unit], units.number[by_unit], regions.take(by_unit))
-    unit_row, unit_regions = row[units.first], hulls.take(units.first)
+    first_of_unit, unit = group_equal_rows(np.concatenate([row[:, None], region_table(hulls)], axis=1))
+    by_unit = np.argsort(unit, kind="stable")
+    piece_unit, piece_want = unit[by_unit], want[by_unit]
+    unit_row, unit_regions = row[first_of_unit], hulls.take(first_of_unit)
 
-    sets = _reader_sets(pieces, requests, stored.file[unit_row], readable, len(units))
-    total = int(unit_regions.num_bytes(element_bytes).sum())
-    shares = divide_among_ranks(
+    sets = _reader_sets(
+        request_want, request_rank, piece_unit, piece_want, file=stored.file[unit_row], readable=readable
+    )
+    total_bytes = int(unit_regions.num_bytes(element_bytes).sum())
+    source, shares, rank = divide_among_ranks(
         unit_regions,
         element_bytes,
         sets,
         len(wanted),
-        min_cut_bytes=_min_cut_bytes(total, len(wanted), options),
+        # A rank that reads a whole item verifies it at no cost, so small items are not cut. A sixteenth of a
+        # rank's fair share keeps the loads of ranks within about six percent of each other.
+        min_cut_bytes=max(options.min_cut_bytes, total_bytes // (16 * len(wanted))),
     )
-    round_bytes = _round_bytes(sets, options)
+    # What a rank receives in one round must fit its memory, and comes from as many ranks as are in a set.
+    round_bytes = max(options.exchange_bytes // int(sets.size.max(initial=1)), options.message_bytes)
+    round_bytes = min(round_bytes, options.exchange_bytes // 4)
     # No read is larger than a round, or the ranks that want it could not bound what they receive in it.
-    part, parts = split_large(shares.regions, element_bytes, round_bytes)
-    share_unit = shares.source[part]
+    part, shares = split_large(shares, element_bytes, round_bytes)
+    share_unit = source[part]
     share_row = unit_row[share_unit]
-    start = payload_starts(parts, stored.regions.take(share_row))
+    start = payload_starts(shares, stored.regions.take(share_row))
     # Front to back through each file: neighbouring reads are joined, and rounds follow the order of reading.
     in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
-    share_rank, share_regions = shares.rank[part][in_file], parts.take(in_file)
+    share_rank, share_regions = rank[part][in_file], shares.take(in_file)
+    by_rank, bytes_before, _ = _running_bytes(share_rank, share_regions.num_bytes(element_bytes))
+    share_round = np.empty_like(share_rank)
+    share_round[by_rank] = bytes_before // round_bytes
     return SharedLoadPlan(
         share_unit=share_unit[in_file],
         share_row=share_row[in_file],
         share_regions=share_regions,
         share_rank=share_rank,
-        share_round=_rounds(share_rank, share_regions.num_bytes(element_bytes), round_bytes),
-        pieces=pieces,
-        requests=requests,
+        share_round=share_round,
+        piece_unit=piece_unit,
+        piece_want=piece_want,
+        piece_regions=regions.take(by_unit),
+        request_want=request_want,
+        request_rank=request_rank,
+        request_row=rows[by_want],
     )
 
 
@@ -166,15 +183,13 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
 
     Numbers and orders stay. Ranks that take part in the same units get the same object.
     """
-    pieces, requests = shared.pieces, shared.requests
-    by_want = np.argsort(pieces.want, kind="stable")
-    begin, count = _ranges(pieces.want[by_want], requests.want)
-    request, place = expand_ranges(begin, count)
+    by_want = np.argsort(shared.piece_want, kind="stable")
+    request, place = expand_ranges(*find_ranges(shared.piece_want[by_want], shared.request_want))
     # One number for each pair of rank and unit: sorting pairs takes three times as long.
-    num_units = int(pieces.unit.max(initial=0)) + 1
+    num_units = int(shared.piece_unit.max(initial=0)) + 1
     reading = shared.share_rank * num_units + shared.share_unit
-    wanting = requests.rank[request] * num_units + pieces.unit[by_want[place]]
-    pairs = distinct(np.concatenate([reading, wanting]))
+    wanting = shared.request_rank[request] * num_units + shared.piece_unit[by_want[place]]
+    pairs = np.unique(np.concatenate([reading, wanting]))
     ends = np.searchsorted(pairs, np.arange(num_ranks + 1) * num_units)
     by_unit = np.argsort(shared.share_unit, kind="stable")
     sorted_unit = shared.share_unit[by_unit]
@@ -184,57 +199,24 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
         units = pairs[ends[rank] : ends[rank + 1]] - rank * num_units
         key = units.tobytes()
         if key not in known:
-            shares = np.sort(by_unit[expand_ranges(*_ranges(sorted_unit, units))[1]])
-            rows = expand_ranges(*_ranges(pieces.unit, units))[1]
-            wants = expand_ranges(*_ranges(requests.want, distinct(pieces.want[rows])))[1]
-            known[key] = SharedLoadPlan(
-                share_unit=shared.share_unit[shares],
-                share_row=shared.share_row[shares],
-                share_regions=shared.share_regions.take(shares),
-                share_rank=shared.share_rank[shares],
-                share_round=shared.share_round[shares],
-                pieces=Pieces(pieces.want[rows], pieces.unit[rows], pieces.regions.take(rows)),
-                requests=Requests(requests.want[wants], requests.rank[wants], requests.row[wants]),
-            )
+            shares = np.sort(by_unit[expand_ranges(*find_ranges(sorted_unit, units))[1]])
+            pieces = expand_ranges(*find_ranges(shared.piece_unit, units))[1]
+            wants = np.unique(shared.piece_want[pieces])
+            requests = expand_ranges(*find_ranges(shared.request_want, wants))[1]
+            known[key] = shared.take(shares, pieces, requests)
         parts.append(known[key])
     return parts
 
 
-def _ranges(column: Ints, values: Ints) -> tuple[Ints, Ints]:
-    """Find where each value begins in an ascending column, and how often it occurs."""
-    begin = np.searchsorted(column, values)
-    return begin, np.searchsorted(column, values, side="right") - begin
+def _running_bytes(group: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
+    """The rows ordered by group; for each, the bytes before it in its group, and where the group begins.
 
-
-def _min_cut_bytes(total: int, num_ranks: int, options: LoadOptions) -> int:
-    """Items smaller than this are not cut, because a rank that reads a whole item verifies it at no cost.
-
-    A sixteenth of a rank's fair share keeps the loads of ranks within about six percent of each other.
+    group 1 0 1 0, bytes 5 6 7 8 -> rows 1 3 0 2, bytes before 0 6 0 5, begins 0 0 2 2
     """
-    return max(options.min_cut_bytes, total // (16 * num_ranks))
-
-
-def _round_bytes(sets: RankSets, options: LoadOptions) -> int:
-    """The bytes that each rank reads for one round, so that what a rank receives in it fits its memory."""
-    most = int(sets.size.max(initial=1))
-    return min(max(options.exchange_bytes // most, options.message_bytes), options.exchange_bytes // 4)
-
-
-def _rounds(rank: Ints, num_bytes: Ints, round_bytes: int) -> Ints:
-    """The round of each share: how many times its rank has read `round_bytes` before it."""
-    order = np.argsort(rank, kind="stable")
+    order = np.argsort(group, kind="stable")
     begin = np.cumsum(num_bytes[order]) - num_bytes[order]
-    is_first = np.ones(len(rank), dtype=np.bool_)
-    is_first[1:] = rank[order][1:] != rank[order][:-1]
-    own_begin = begin - begin[_run_starts(is_first)]
-    rounds = np.empty(len(rank), dtype=np.int64)
-    rounds[order] = own_begin // round_bytes
-    return rounds
-
-
-def _run_starts(is_first: Bools) -> Ints:
-    """For each row, the row at which its run begins."""
-    return np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
+    first = np.searchsorted(group[order], group[order])
+    return order, begin - begin[first], first
 
 
 def payload_starts(inner: Regions, outer: Regions) -> Ints:
@@ -292,41 +274,43 @@ def _without_wide_gaps(
 
 
 def _reader_sets(
-    pieces: Pieces, requests: Requests, file: Ints, readable: Bools | None, num_units: int
+    request_want: Ints,
+    request_rank: Ints,
+    piece_unit: Ints,
+    piece_want: Ints,
+    *,
+    file: Ints,
+    readable: Bools | None,
 ) -> RankSets:
-    """Find the ranks that may read each unit: all that want it and can open it, or else all that can open it.
+    """Find the ranks that may read each unit: all that want it and can open its file, or else all that can.
 
     Works on sets of ranks, never on pairs of units and ranks: there are a billion of them when a thousand
     ranks all want a million units.
     """
-    by_want = find_rank_sets(
-        requests.want, requests.rank, int(requests.want[-1]) + 1 if len(requests.want) else 0
-    )
-    unions = find_rank_sets(pieces.unit, by_want.of_group[pieces.want], num_units)
-    number = np.repeat(np.arange(len(unions)), unions.size)
-    owner, place = expand_ranges(by_want.start[unions.members], by_want.size[unions.members])
-    wanting = find_rank_sets(number[owner], by_want.members[place], len(unions))
+    of_want = find_rank_sets(request_want, request_rank, int(request_want.max(initial=-1)) + 1)
+    # First the set of sets of each unit, then the ranks in it.
+    unions = find_rank_sets(piece_unit, of_want.of_group[piece_want], len(file))
+    union = np.repeat(np.arange(len(unions)), unions.size)
+    row, place = expand_ranges(of_want.start[unions.members], of_want.size[unions.members])
+    wanting = find_rank_sets(union[row], of_want.members[place], len(unions))
     of_unit = wanting.of_group[unions.of_group]
     if readable is None:
-        return RankSets(of_unit, wanting.start, wanting.size, wanting.members)
-    kinds = group_equal_rows(np.stack([of_unit, file], axis=1))
-    able = _able_sets(wanting, of_unit[kinds.first], file[kinds.first], readable)
-    return RankSets(able.of_group[kinds.number], able.start, able.size, able.members)
+        return replace(wanting, of_group=of_unit)
 
-
-def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> RankSets:
-    """For each pair of a wanting set and a file, the ranks of the set that can open it, else all that can."""
-    pair, place = expand_ranges(wanting.start[number], wanting.size[number])
+    first, kind = group_equal_rows(np.stack([of_unit, file], axis=1))
+    number, file = of_unit[first], file[first]
+    row, place = expand_ranges(wanting.start[number], wanting.size[number])
     rank = wanting.members[place]
-    able = readable[rank, file[pair]]
-    orphans = np.flatnonzero(np.bincount(pair[able], minlength=len(file)) == 0)
+    can_open = readable[rank, file[row]]
+    orphans = np.flatnonzero(np.bincount(row[can_open], minlength=len(file)) == 0)
     helper, helped = np.nonzero(readable[:, file[orphans]])
     lost = np.setdiff1d(np.arange(len(orphans)), helped)
     if len(lost):
         missing = int(file[orphans[lost[0]]])
         raise UnreadableFile(f"No rank can open file number {missing}", file=missing)
-    pairs = np.concatenate([pair[able], orphans[helped]])
-    return find_rank_sets(pairs, np.concatenate([rank[able], helper]), len(file))
+    kinds = np.concatenate([row[can_open], orphans[helped]])
+    able = find_rank_sets(kinds, np.concatenate([rank[can_open], helper]), len(file))
+    return replace(able, of_group=able.of_group[kind])
 
 
 def plan_rank_load(
@@ -336,105 +320,62 @@ def plan_rank_load(
 
     `near` are the ranks of this one's host, which see what any of them reads, without messages.
     """
-
-    def is_near(ranks: Ints) -> Bools:
-        return np.asarray(ranks == rank if near is None else (ranks == rank) | np.isin(ranks, near))
-
+    host = np.array([rank]) if near is None else np.append(near, rank)
     own = np.flatnonzero(shared.share_rank == rank)
-    out = _deliveries_of_shares(shared, own)
-    to = shared.requests.rank[out.request]
-    incoming = _deliveries_to_requests(shared, np.flatnonzero(shared.requests.rank == rank))
-    source = shared.share_rank[incoming.share]
-    is_seen = is_near(source)
-    reads = np.concatenate([own, distinct(incoming.share[is_seen & (source != rank)])])
-    number = np.zeros(len(shared.share_rank), dtype=np.int64)
-    number[reads] = np.arange(len(reads))
+    out_share, out_request, out_regions = _deliveries(shared, own, np.arange(len(shared.request_rank)))
+    to = shared.request_rank[out_request]
+    mine = np.flatnonzero(shared.request_rank == rank)
+    in_share, in_request, in_regions = _deliveries(shared, np.arange(len(shared.share_rank)), mine)
+    source = shared.share_rank[in_share]
+    is_seen, is_near = np.isin(source, host), np.isin(to, host)
+    reads = np.concatenate([own, np.unique(in_share[is_seen & (source != rank)])])
+    read = np.zeros(len(shared.share_rank), dtype=np.int64)
+    read[reads] = np.arange(len(reads))
 
-    def transfers(deliveries: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
-        if not rows.any():
-            return Transfers.none(deliveries.regions.num_dims)
-        regions = deliveries.regions.take(rows)
-        num_bytes, in_round = regions.num_bytes(element_bytes), shared.share_round[deliveries.share[rows]]
+    def transfers(share: Ints, request: Ints, regions: Regions, peer: Ints) -> Transfers:
+        in_round = shared.share_round[share]
+        num_bytes = regions.num_bytes(element_bytes)
         return Transfers(
-            read=number[deliveries.share[rows]],
-            peer=peer[rows],
-            want=shared.requests.row[deliveries.request[rows]],
+            read=read[share],
+            peer=peer,
+            want=shared.request_row[request],
             regions=regions,
             in_round=in_round,
-            message=_messages(peer[rows], in_round, num_bytes, options.message_bytes),
+            message=_messages(peer, in_round, num_bytes, options.message_bytes),
         )
 
-    shown = is_near(to) & (to != rank)
-    pairs = distinct(np.stack([number[out.share[shown]], to[shown]], axis=1))
+    shown = is_near & (to != rank)
+    shown_read, shown_to = np.unique(np.stack([read[out_share[shown]], to[shown]]), axis=1)
+    seen, far, away = np.flatnonzero(is_seen), np.flatnonzero(~is_seen), np.flatnonzero(~is_near)
     return LoadPlan(
         rank=rank,
         row=shared.share_row[reads],
         regions=shared.share_regions.take(reads),
         reader=shared.share_rank[reads],
-        shown_read=pairs[:, 0],
-        shown_to=pairs[:, 1],
-        local=transfers(incoming, is_seen, np.full(len(source), rank)),
-        sends=transfers(out, ~is_near(to), to),
-        receives=transfers(incoming, ~is_seen, source),
+        shown_read=shown_read,
+        shown_to=shown_to,
+        local=transfers(in_share[seen], in_request[seen], in_regions.take(seen), np.full(len(seen), rank)),
+        sends=transfers(out_share[away], out_request[away], out_regions.take(away), to[away]),
+        receives=transfers(in_share[far], in_request[far], in_regions.take(far), source[far]),
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Deliveries:
-    """The part of a share that goes to each request, sorted by share, piece and request on every rank."""
+def _deliveries(shared: SharedLoadPlan, shares: Ints, requests: Ints) -> tuple[Ints, Ints, Regions]:
+    """The parts of these shares that go to these requests: row by row share, request and region.
 
-    share: Ints
-    request: Ints
-    regions: Regions
-
-
-def _deliveries_of_shares(shared: SharedLoadPlan, shares: Ints) -> _Deliveries:
-    """All deliveries of some shares."""
-    unit = shared.share_unit[shares]
-    begin = np.searchsorted(shared.pieces.unit, unit)
-    count = np.searchsorted(shared.pieces.unit, unit, side="right") - begin
-    owner, piece = expand_ranges(begin, count)
-    share, piece, regions = _common(shared, shares[owner], piece)
-    want = shared.pieces.want[piece]
-    begin = np.searchsorted(shared.requests.want, want)
-    count = np.searchsorted(shared.requests.want, want, side="right") - begin
-    row, request = expand_ranges(begin, count)
-    return _ordered(share[row], piece[row], request, regions.take(row))
-
-
-def _deliveries_to_requests(shared: SharedLoadPlan, requests: Ints) -> _Deliveries:
-    """All deliveries to some requests."""
-    by_want = np.argsort(shared.pieces.want, kind="stable")
-    sorted_want = shared.pieces.want[by_want]
-    want = shared.requests.want[requests]
-    begin = np.searchsorted(sorted_want, want)
-    owner, place = expand_ranges(begin, np.searchsorted(sorted_want, want, side="right") - begin)
-    request, piece = requests[owner], by_want[place]
-    by_unit = np.argsort(shared.share_unit, kind="stable")
-    sorted_unit = shared.share_unit[by_unit]
-    unit = shared.pieces.unit[piece]
-    begin = np.searchsorted(sorted_unit, unit)
-    row, place = expand_ranges(begin, np.searchsorted(sorted_unit, unit, side="right") - begin)
-    tagged = np.arange(len(row))
-    share, tagged, regions = _common(shared, by_unit[place], piece[row], tagged)
-    return _ordered(share, piece[row][tagged], request[row][tagged], regions)
-
-
-def _common(
-    shared: SharedLoadPlan, share: Ints, piece: Ints, tag: Ints | None = None
-) -> tuple[Ints, Ints, Regions]:
-    """The pairs of shares and pieces that intersect, with `tag` or else `piece`, and the intersections."""
-    share_regions, piece_regions = shared.share_regions.take(share), shared.pieces.regions.take(piece)
-    begin = np.maximum(share_regions.offsets, piece_regions.offsets)
-    end = np.minimum(share_regions.offsets + share_regions.sizes, piece_regions.offsets + piece_regions.sizes)
-    real = (end > begin).all(axis=1)
-    tags = piece if tag is None else tag
-    return share[real], tags[real], Regions(share_regions.tensor[real], begin[real], (end - begin)[real])
-
-
-def _ordered(share: Ints, piece: Ints, request: Ints, regions: Regions) -> _Deliveries:
-    order = np.lexsort((request, piece, share))
-    return _Deliveries(share[order], request[order], regions.take(order))
+    Sorted by share, piece and request on every rank; `shares` and `requests` ascend.
+    """
+    pieces = np.flatnonzero(np.isin(shared.piece_want, shared.request_want[requests]))
+    row, place = expand_ranges(*find_ranges(shared.piece_unit[pieces], shared.share_unit[shares]))
+    share, piece = shares[row], pieces[place]
+    read, wanted = shared.share_regions.take(share), shared.piece_regions.take(piece)
+    begin = np.maximum(read.offsets, wanted.offsets)
+    sizes = np.minimum(read.offsets + read.sizes, wanted.offsets + wanted.sizes) - begin
+    real = np.flatnonzero((sizes > 0).all(axis=1))
+    want = shared.piece_want[piece[real]]
+    row, place = expand_ranges(*find_ranges(shared.request_want[requests], want))
+    real = real[row]
+    return share[real], requests[place], Regions(read.tensor[real], begin[real], sizes[real])
 
 
 def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
@@ -443,18 +384,14 @@ def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -
     Sender and receiver see the same transfers in the same order, so they give them the same numbers without
     talking to each other. No message has transfers of two rounds.
     """
-    order = np.argsort(peer, kind="stable")
-    peer, in_round, size = peer[order], in_round[order], num_bytes[order]
-    is_first = np.ones(len(peer), dtype=np.bool_)
-    is_first[1:] = peer[1:] != peer[:-1]
-    begin = np.cumsum(size) - size
-    window = (begin - begin[_run_starts(is_first)]) // message_bytes
-    is_large = size >= message_bytes
-    opens = is_first | is_large
+    order, bytes_before, first = _running_bytes(peer, num_bytes)
+    in_round, is_large = in_round[order], num_bytes[order] >= message_bytes
+    window = bytes_before // message_bytes
+    opens = is_large | (first == np.arange(len(first)))
     opens[1:] |= (window[1:] != window[:-1]) | (in_round[1:] != in_round[:-1]) | is_large[:-1]
     number = np.cumsum(opens)
     numbered = np.empty(len(peer), dtype=np.int64)
-    numbered[order] = number - number[_run_starts(is_first)]
+    numbered[order] = number - number[first]
     return numbered
 
 
@@ -487,14 +424,6 @@ class Transfers:
     """The round of the exchange; a rank finishes one before the next. Without meaning for local transfers."""
     message: Ints
     """Transfers with the same peer and number travel together, in this order."""
-
-    @classmethod
-    def none(cls, num_dims: int = 0) -> Self:
-        """No transfers."""
-        nothing, regions = np.zeros(0, dtype=np.int64), Regions.from_rows(()).widened(num_dims)
-        return cls(
-            read=nothing, peer=nothing, want=nothing, regions=regions, in_round=nothing, message=nothing
-        )
 
     def __len__(self) -> int:
         return len(self.regions)
@@ -532,56 +461,46 @@ class LoadPlan:
         return len(self.shown_read) > 0 or self.num_own < len(self.row)
 
 
-class LoadWish(NamedTuple):
-    """The part of a checkpoint that one rank wants."""
-
-    regions: Regions
-    readable: Bools | None
-    """By file of the checkpoint, whether this rank can open it; None: all ranks can open all of them."""
-    host: str
-    """Equal for ranks that can share memory; empty if that is unknown."""
-
-
-class LoadShare(NamedTuple):
-    """The part of a load's plan that one rank gets."""
-
-    part: SharedLoadPlan | None
-    """None if no rank wants anything that it has to read from storage."""
-    near: Ints
-    """The ranks of this one's host."""
-    may_share_on_host: bool
-    """True if ranks of one host may want the same bytes; equal on all ranks."""
+Wish = tuple[Regions, Bools | None, str]
+"""The part of a checkpoint that one rank wants; by file whether it can open it, or None if all ranks can open
+all; and its host, equal for ranks that can share memory, empty if that is unknown."""
+LoadShare = tuple[SharedLoadPlan | None, Ints, bool]
+"""One rank's part of the plan, None if no rank wants anything from storage; the ranks of its host; whether
+ranks of one host may want the same bytes, which is equal on all ranks."""
 
 
 def agree_on_load(
-    comm: Comm, wish: Callable[[], LoadWish], stored: StoredRegions, element_bytes: Ints, options: LoadOptions
-) -> LoadShare | UnreadableFile:
-    """Plan a load on rank 0; return this rank's part, or the same error on all ranks. Collective."""
+    comm: Comm, wish: Callable[[], Wish], stored: StoredRegions, element_bytes: Ints, options: LoadOptions
+) -> LoadShare:
+    """Plan a load on rank 0, and return this rank's part. Collective.
 
-    def divide(wanted: list[LoadWish]) -> Sequence[LoadShare | UnreadableFile]:
-        hosts = np.array([each.host for each in wanted])
-        parts: Sequence[SharedLoadPlan | None] = [None] * len(wanted)
+    Raises `UnreadableFile` on all ranks if none can open a wanted file.
+    """
+
+    def divide(wishes: list[Wish]) -> Sequence[LoadShare | UnreadableFile]:
+        wanted = [regions for regions, _, _ in wishes]
+        readable = [files for _, files, _ in wishes if files is not None]
+        hosts = [host for _, _, host in wishes]
+        parts: Sequence[SharedLoadPlan | None] = [None] * len(wishes)
         may_share = False
-        if any(len(each.regions) for each in wanted):
-            readable = [each.readable for each in wanted if each.readable is not None]
+        if any(map(len, wanted)):
+            can_open = np.stack(readable) if readable else None
             try:
-                shared = plan_load(
-                    stored,
-                    element_bytes,
-                    [each.regions for each in wanted],
-                    options,
-                    readable=np.stack(readable) if readable else None,
-                )
+                shared = plan_load(stored, element_bytes, wanted, options, readable=can_open)
             except UnreadableFile as error:
-                return [error] * len(wanted)
-            parts = divide_plan(shared, len(wanted))
-            may_share = len(set(hosts.tolist())) < len(wanted) and (bool(readable) or shared.may_exchange)
-        near = {host: np.flatnonzero(hosts == host) for host in set(hosts.tolist()) if host}
-        nobody = np.zeros(0, dtype=np.int64)
+                return [error] * len(wishes)
+            parts = divide_plan(shared, len(wishes))
+            may_share = len(set(hosts)) < len(hosts) and (bool(readable) or shared.may_exchange)
+        near = {host: np.flatnonzero(np.array(hosts) == host) for host in set(hosts)}
+        near[""] = np.zeros(0, dtype=np.int64)
+        # Equal shares are one object, which is packed once.
         known: dict[tuple[int, str], LoadShare] = {}
         return [
-            known.setdefault((id(part), host), LoadShare(part, near.get(host, nobody), may_share))
-            for part, host in zip(parts, hosts.tolist(), strict=True)
+            known.setdefault((id(part), host), (part, near[host], may_share))
+            for part, host in zip(parts, hosts, strict=True)
         ]
 
-    return divide_on_rank0(comm, wish, divide, awaiting="what all ranks want of the checkpoint")
+    share = divide_on_rank0(comm, wish, divide, awaiting="what all ranks want of the checkpoint")
+    if isinstance(share, UnreadableFile):
+        raise share
+    return share

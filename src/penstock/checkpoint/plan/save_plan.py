@@ -17,7 +17,8 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -32,10 +33,10 @@ from penstock.checkpoint.state.regions import (
     find_overlaps,
     find_rank_sets,
     group_equal_rows,
-    pad_rows,
     region_table,
+    rows_outside,
 )
-from penstock.checkpoint.state.walk import rank_object_name
+from penstock.checkpoint.state.walk import Path, rank_object_name
 from penstock.cluster.comm import Comm, decide_on_rank0, divide_on_rank0
 from penstock.errors import PenstockError, UsageError
 
@@ -51,60 +52,37 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
 
     `where` describes the regions: "the checkpoint at ...", "what the ranks hold".
     """
-    _check_bounds(tensors, regions, where)
-    expected = np.array([math.prod(facts.shape) for facts in tensors], dtype=np.int64)
-    covered = np.zeros(len(tensors), dtype=np.int64)
-    np.add.at(covered, regions.tensor, regions.num_elements)
-    _check_apart(tensors, regions, where)
-    short = np.flatnonzero(covered != expected)
-    if len(short):
-        name = tensors[short[0]].name
-        missing = int(expected[short[0]] - covered[short[0]])
-        raise NotCovered(
-            f"{missing} elements of {name!r} {list(tensors[short[0]].shape)} belong to no region",
-            where=where,
-            fix="Let every rank that holds a part of it take part, with the same mesh and placements.",
-            tensor=name,
-        )
 
+    def describe(row: int) -> str:
+        offsets, sizes = regions.region(row, len(tensors[regions.tensor[row]].shape))
+        return f"{list(offsets)} of {list(sizes)}"
 
-def _check_bounds(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
-    limits = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
-    regions = regions.widened(limits.shape[1])
-    outside = (
-        (regions.offsets < 0)
-        | (regions.sizes < 0)
-        | (regions.offsets + regions.sizes > limits[regions.tensor])
-    )
-    rows = np.flatnonzero(outside.any(axis=1))
-    if len(rows):
-        facts = tensors[regions.tensor[rows[0]]]
-        offsets, sizes = regions.region(int(rows[0]), len(facts.shape))
+    for row in rows_outside(tensors, regions)[:1].tolist():
+        facts = tensors[regions.tensor[row]]
         raise NotCovered(
-            f"A region of {facts.name!r} at {list(offsets)} of {list(sizes)} is outside its shape"
-            f" {list(facts.shape)}",
+            f"A region of {facts.name!r} at {describe(row)} is outside its shape {list(facts.shape)}",
             where=where,
             fix="Give the tensor its true global shape on all ranks.",
             tensor=facts.name,
         )
-
-
-def _check_apart(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
-    if are_disjoint(regions):
-        return
-    overlaps = find_overlaps(regions, regions)
-    twice = np.flatnonzero(overlaps.left != overlaps.right)
-    if len(twice):
-        row, other = int(overlaps.left[twice[0]]), int(overlaps.right[twice[0]])
-        facts = tensors[regions.tensor[row]]
-        pieces = " and ".join(
-            f"{list(offsets)} of {list(sizes)}"
-            for offsets, sizes in (regions.region(number, len(facts.shape)) for number in (row, other))
-        )
+    if not are_disjoint(regions):
+        left, right, _ = find_overlaps(regions, regions)
+        for pair in np.flatnonzero(left != right)[:1]:
+            name = tensors[regions.tensor[left[pair]]].name
+            raise NotCovered(
+                f"Regions of {name!r} overlap: {describe(left[pair])} and {describe(right[pair])}",
+                where=where,
+                fix="Give each rank its own region; replicas must hold equal regions.",
+                tensor=name,
+            )
+    missing = np.array([math.prod(facts.shape) for facts in tensors], dtype=np.int64)
+    np.subtract.at(missing, regions.tensor, regions.num_elements)
+    for number in np.flatnonzero(missing)[:1].tolist():
+        facts = tensors[number]
         raise NotCovered(
-            f"Regions of {facts.name!r} overlap: {pieces}",
+            f"{missing[number]} elements of {facts.name!r} {list(facts.shape)} belong to no region",
             where=where,
-            fix="Give each rank its own region; replicas must hold equal regions.",
+            fix="Let every rank that holds a part of it take part, with the same mesh and placements.",
             tensor=facts.name,
         )
 
@@ -191,8 +169,8 @@ class SavePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SharedSavePlan:
-    """The shares of all ranks: row by row a region and the rank that writes it; every byte exactly once."""
+class RankRegions:
+    """Regions of all ranks, in common tensor numbers: row by row a region, and the rank that has it."""
 
     tensors: tuple[TensorFacts, ...]
     regions: Regions
@@ -200,17 +178,8 @@ class SharedSavePlan:
     num_ranks: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MergedHoldings:
-    """Regions of all ranks in common tensor numbers, with the rank that holds each."""
-
-    tensors: tuple[TensorFacts, ...]
-    regions: Regions
-    rank: Ints
-
-
-def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
-    """Number the tensors of all ranks in the order of their first appearance.
+def merge_holdings(holdings: Sequence[Holdings]) -> RankRegions:
+    """The regions that all ranks hold, with their tensors in the order of their first appearance.
 
     Raises `UsageError` where two ranks give one name different dtypes or shapes.
     """
@@ -228,16 +197,17 @@ def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
                     tensors.append(facts)
                     first_rank.append(rank)
                 elif facts != tensors[number]:
-                    raise disagreement(tensors[number], first_rank[number], facts, rank)
+                    raise _disagreement(tensors[number], first_rank[number], facts, rank)
             own_numbers = [numbers[facts.name] for facts in own.tensors]
             known[id(own.tensors)] = np.array(own_numbers, dtype=np.int64)
         common = known[id(own.tensors)]
         parts.append(Regions(common[own.regions.tensor], own.regions.offsets, own.regions.sizes))
     ranks = np.repeat(np.arange(len(holdings)), [len(own.regions) for own in holdings])
-    return MergedHoldings(tuple(tensors), Regions.concatenated(parts), ranks)
+    regions = Regions.concatenated(parts)
+    return RankRegions(tensors=tuple(tensors), regions=regions, rank=ranks, num_ranks=len(holdings))
 
 
-def disagreement(
+def _disagreement(
     one: TensorFacts | HeldObject, one_rank: int, other: TensorFacts | HeldObject, other_rank: int
 ) -> UsageError:
     """The error of two ranks that give one name different dtypes or shapes, or a tensor and an object."""
@@ -251,28 +221,26 @@ def disagreement(
     )
 
 
-def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> SharedSavePlan:
-    """Decide which rank writes which region, for all ranks; `holdings` is in rank order."""
-    merged = merge_holdings(holdings)
-    groups = group_equal_rows(region_table(merged.regions))
-    unique = merged.regions.take(groups.first)
-    check_coverage(merged.tensors, _without_empty_strays(merged.tensors, unique), where="what the ranks hold")
-    sets = find_rank_sets(groups.number, merged.rank, len(groups))
-    shares = divide_among_ranks(
-        unique, element_sizes(merged.tensors), sets, len(holdings), min_cut_bytes=options.min_cut_bytes
+def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> RankRegions:
+    """Decide which rank writes which region, every byte once; `holdings` is in rank order."""
+    held = merge_holdings(holdings)
+    first, number = group_equal_rows(region_table(held.regions))
+    unique = held.regions.take(first)
+    # Ranks that hold no part of a tensor have empty regions at arbitrary offsets.
+    check_coverage(
+        held.tensors, unique.take(worth_an_item(held.tensors, unique)), where="what the ranks hold"
     )
-    rows = worth_an_item(merged.tensors, shares.regions)
-    return SharedSavePlan(
-        tensors=merged.tensors,
-        regions=shares.regions.take(rows),
-        rank=shares.rank[rows],
-        num_ranks=len(holdings),
+    sets = find_rank_sets(number, held.rank, len(first))
+    _, regions, rank = divide_among_ranks(
+        unique, element_sizes(held.tensors), sets, len(holdings), min_cut_bytes=options.min_cut_bytes
     )
+    rows = worth_an_item(held.tensors, regions)
+    return replace(held, regions=regions.take(rows), rank=rank[rows])
 
 
 def plan_job(
     holdings: Sequence[Holdings], options: SaveOptions
-) -> tuple[SharedSavePlan, tuple[RankObjects, ...]]:
+) -> tuple[RankRegions, tuple[RankObjects, ...]]:
     """Decide what all ranks write, tensors and objects, from what all of them hold, in rank order."""
     objects = assign_objects(holdings)
     renamed = [
@@ -294,24 +262,16 @@ def _kinds_disagree(name: str, holdings: Sequence[Holdings]) -> UsageError:
         sides += [(rank, held) for held in own.objects if held.name == name]
     first = sides[0]
     other = next(side for side in sides if type(side[1]) is not type(first[1]))
-    return disagreement(first[1], first[0], other[1], other[0])
-
-
-def _without_empty_strays(tensors: Sequence[TensorFacts], regions: Regions) -> Regions:
-    """Regions without the empty ones of ranks that hold no part of a tensor, which have arbitrary offsets."""
-    return regions.take(worth_an_item(tensors, regions))
+    return _disagreement(first[1], first[0], other[1], other[0])
 
 
 def worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
     """Rows to write: every region with elements, and one of each empty tensor, so that it is listed."""
     is_empty = regions.num_elements == 0
     tensor_is_empty = np.array([0 in facts.shape for facts in tensors], dtype=np.bool_)
-    rows = np.arange(len(regions))
-    lone = np.zeros(len(regions), dtype=np.bool_)
-    candidates = rows[is_empty & tensor_is_empty[regions.tensor]]
+    candidates = np.flatnonzero(is_empty & tensor_is_empty[regions.tensor])
     _, first = np.unique(regions.tensor[candidates], return_index=True)
-    lone[candidates[first]] = True
-    return np.asarray(rows[~is_empty | lone])
+    return np.sort(np.concatenate([np.flatnonzero(~is_empty), candidates[first]]))
 
 
 def plan_files(
@@ -327,19 +287,19 @@ def plan_files(
     order of the state, so the tensors of one layer are side by side, and equal states give equal files.
     """
     hint = options.separation_hint
-    if hint is None:
-        files = [file_name(rank, number) for number in range(options.writers)]
-        return SavePlan(
-            rank=rank, tensors=tensors, buckets=_deal(regions, element_sizes(tensors), objects, files)
-        )
-    apart = np.array([facts.name.startswith(hint) for facts in tensors], dtype=np.bool_)
-    is_apart = apart[regions.tensor]
-    objects_apart = [placed for placed in objects if placed.name.startswith(hint)]
-    objects_together = [placed for placed in objects if not placed.name.startswith(hint)]
+
+    def is_apart(name: str) -> bool:
+        return hint is not None and name.startswith(hint)
+
+    rows_apart = np.array([is_apart(facts.name) for facts in tensors], dtype=np.bool_)[regions.tensor]
     buckets: tuple[Bucket, ...] = ()
-    for rows, chosen, prefix in ((~is_apart, objects_together, ""), (is_apart, objects_apart, hint)):
-        files = [f"{prefix}{file_name(rank, number)}" for number in range(options.writers)]
-        buckets += _deal(regions.take(rows), element_sizes(tensors), chosen, files)
+    for apart, prefix in ((False, ""), (True, hint or "")):
+        buckets += _deal(
+            regions.take(rows_apart == apart),
+            element_sizes(tensors),
+            [placed for placed in objects if is_apart(placed.name) == apart],
+            [f"{prefix}{file_name(rank, number)}" for number in range(options.writers)],
+        )
     return SavePlan(rank=rank, tensors=tensors, buckets=buckets)
 
 
@@ -369,14 +329,6 @@ def _deal(
             regions=regions.take(np.array([row for row in rows if row < len(regions)], dtype=np.int64)),
         )
         for file, rows in zip(files, filled, strict=False)
-    )
-
-
-def numbered_otherwise(name: str, rank: int, other: int) -> UsageError:
-    """The error of two ranks whose optimizers give different parameters one number."""
-    return UsageError(
-        f"{name!r} numbers other parameters on rank {rank} than on rank {other}: their states would be mixed",
-        fix="Save get_optimizer_state_dict(model, optimizer) of torch, which names them.",
     )
 
 
@@ -416,72 +368,55 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
 
     Raises `UsageError` if a number of an optimizer's state means other parameters on two ranks.
     """
-    # Ranks with equal lists of small tensors, which may be long, share one tuple: each is compared once.
     first: dict[str, tuple[str, bytes]] = {}
     numbering: dict[str, tuple[int, bytes]] = {}
     sharers: dict[str, list[int]] = {}
-    writes: list[tuple[str, int, HeldObject]] = []
-    num_holders: Counter[str] = Counter()
-    lists: dict[int, tuple[frozenset[str], tuple[str, ...]]] = {}
-    equal_objects: list[list[str]] = []
+    writes: dict[str, list[tuple[int | None, HeldObject]]] = {}
+    own_tensors: list[set[str]] = []
+    equal: list[list[str]] = []
+    """By rank, the names of what it holds as the lowest rank does."""
     for rank, own in enumerate(holdings):
-        equal_objects.append([])
+        own_tensors.append(set())
+        equal.append([])
         for held in own.objects:
             if first.setdefault(held.name, ("object", held.digest)) != ("object", held.digest):
-                writes.append((held.name, rank, held))
+                writes.setdefault(held.name, []).append((rank, held))
                 continue
             if held.name not in sharers:
-                writes.append((held.name, -1, held))
+                writes.setdefault(held.name, []).append((None, held))
             sharers.setdefault(held.name, []).append(rank)
-            equal_objects[rank].append(held.name)
-        if id(own.small) not in lists:
-            is_own = {
-                held.name: first.setdefault(held.name, ("tensor", held.digest)) != ("tensor", held.digest)
-                for held in own.small
-            }
-            different = frozenset(name for name, differs in is_own.items() if differs)
-            lists[id(own.small)] = different, tuple(name for name, differs in is_own.items() if not differs)
+            equal[rank].append(held.name)
+        for held in own.small:
+            is_equal = first.setdefault(held.name, ("tensor", held.digest)) == ("tensor", held.digest)
+            equal[rank].append(held.name) if is_equal else own_tensors[rank].add(held.name)
         for held in own.numbering:
             other, digest = numbering.setdefault(held.name, (rank, held.digest))
             if digest != held.digest:
-                raise numbered_otherwise(held.name, rank, other)
-    for own, equal in zip(holdings, equal_objects, strict=True):
-        num_holders.update(equal)
-        num_holders.update(lists[id(own.small)][1])
-        num_holders.update(f"{held.name}\0" for held in own.numbering)
-    placed = _place_objects(writes, sharers, len(holdings))
-    found = []
-    for rank, own in enumerate(holdings):
-        different, same = lists[id(own.small)]
-        equal = [*equal_objects[rank], *same, *(f"{held.name}\0" for held in own.numbering)]
-        shared = tuple(sorted(name for name in equal if num_holders[name] > 1))
-        common = tuple(name for name in shared if num_holders[name] == len(holdings))
-        found.append(RankObjects(different, tuple(placed[rank]), shared, common))
-    return tuple(found)
+                raise UsageError(
+                    f"{held.name!r} numbers other parameters on rank {rank} than on rank {other}: their"
+                    " states would be mixed",
+                    fix="Save get_optimizer_state_dict(model, optimizer) of torch, which names them.",
+                )
+            equal[rank].append(f"{held.name}\0")
 
-
-def _place_objects(
-    writes: Sequence[tuple[str, int, HeldObject]], sharers: Mapping[str, Sequence[int]], num_ranks: int
-) -> list[list[PlacedObject]]:
-    """Choose what each rank writes; an object that ranks share (-1) goes to the one with the fewest bytes."""
-    by_name: dict[str, list[tuple[int, HeldObject]]] = {}
-    for name, rank, held in writes:
-        by_name.setdefault(name, []).append((rank, held))
-    load = [0] * num_ranks
-    placed: list[list[PlacedObject]] = [[] for _ in range(num_ranks)]
-    for name, of_name in by_name.items():
-        for rank, held in of_name:
-            is_shared = rank < 0
-            writer = min(sharers[name], key=lambda sharer: load[sharer]) if is_shared else rank
-            stored_name = name if is_shared else rank_object_name(name, rank)
+    load = [0] * len(holdings)
+    placed: list[list[PlacedObject]] = [[] for _ in holdings]
+    for name, contents in writes.items():
+        for owner, held in contents:
+            writer = min(sharers[name], key=lambda sharer: load[sharer]) if owner is None else owner
+            stored_name = name if owner is None else rank_object_name(name, owner)
             placed[writer].append(
                 PlacedObject(name=name, stored_name=stored_name, size_bytes=held.size_bytes)
             )
             load[writer] += max(held.size_bytes, 1)
-    return placed
+    num_holders = Counter(chain.from_iterable(equal))
+    found = []
+    for rank, names in enumerate(equal):
+        shared = tuple(sorted(name for name in names if num_holders[name] > 1))
+        common = tuple(name for name in shared if num_holders[name] == len(holdings))
+        found.append(RankObjects(frozenset(own_tensors[rank]), tuple(placed[rank]), shared, common))
+    return tuple(found)
 
-
-Path = tuple[str | int, ...]
 
 NUM_KEPT_PLANS = 4
 """Enough for the few kinds of state of a trainer, as its model with and without the optimizer."""
@@ -495,7 +430,7 @@ class RankColumns(NamedTuple):
 
     tensors: bytes
     """Their names, types, shapes and places in the state."""
-    regions: tuple[Ints, Ints, Ints]
+    regions: Regions
     objects: bytes
     small: bytes
     numbering: bytes
@@ -537,30 +472,7 @@ class RankShare:
     """By own tensor, its number among the tensors of all ranks."""
     regions: Regions
     """Regions of the own tensors, in the order in which they are written."""
-    placed: tuple[PlacedObject, ...]
-    shared: tuple[str, ...]
-    common: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AgreedSave:
-    """One rank's share, divided among its files; on rank 0 with the plan of the job."""
-
-    share: RankShare
-    plan: SavePlan
-    job: JobPlan | None
-
-
-class _RankPart(NamedTuple):
-    """The message from rank 0 to one rank; regions have the numbers of all tensors."""
-
-    number: int
-    numbers: Ints
-    regions: tuple[Ints, Ints, Ints]
-    own_tensors: frozenset[str]
-    placed: tuple[PlacedObject, ...]
-    shared: tuple[str, ...]
-    common: tuple[str, ...]
+    objects: RankObjects
 
 
 class JobPlanner:
@@ -569,29 +481,32 @@ class JobPlanner:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._shares: OrderedDict[bytes, RankShare] = OrderedDict()
-        self._jobs: dict[int, JobPlan] = {}
+        self.jobs: dict[int, JobPlan] = {}
+        """By number, on rank 0."""
         self._last_number = 0
         self.num_planned = 0
         """The number of plans that had to be made."""
 
-    def find(self, hold: Callable[[], Holdings], options: SaveOptions) -> AgreedSave | None:
+    def find(self, hold: Callable[[], Holdings], options: SaveOptions) -> RankShare | None:
         """Collective: return this rank's share of a plan that still holds on all ranks, if there is one.
 
         `hold` lists what this rank holds; if that fails on any rank, all raise.
         """
-        held: list[Holdings] = []
+        found: list[tuple[Holdings, bytes]] = []
 
         def look() -> bytes:
-            held.append(hold())
-            share = self._shares.get(_digest_holdings(held[0], options))
-            return b"" if share is None else summarize(share, held[0])
+            held = hold()
+            found.append((held, _digest_holdings(held, options)))
+            share = self._shares.get(found[0][1])
+            return b"" if share is None else summarize(share, held)
 
         if not decide_on_rank0(self._comm, look, self._still_holds, awaiting=AWAITED):
             return None
-        key = _digest_holdings(held[0], options)
-        sizes = {each.name: each.size_bytes for each in held[0].objects}
-        placed = tuple(replace(each, size_bytes=sizes[each.name]) for each in self._shares[key].placed)
-        return self._keep(key, replace(self._shares[key], placed=placed), options)
+        held, key = found[0]
+        share = self._shares[key]
+        sizes = {each.name: each.size_bytes for each in held.objects}
+        placed = tuple(replace(each, size_bytes=sizes[each.name]) for each in share.objects.placed)
+        return self._keep(key, replace(share, objects=replace(share.objects, placed=placed)))
 
     def plan(
         self,
@@ -599,27 +514,26 @@ class JobPlanner:
         options: SaveOptions,
         paths: Mapping[str, Path],
         entries: Collection[str] = (),
-    ) -> AgreedSave:
+    ) -> RankShare:
         """Collective: make a plan. `paths` are the places of this rank's tensors in the state.
 
         `entries` are the names for which a load may make places that a rank did not have.
         """
-        part = divide_on_rank0(
+        share = divide_on_rank0(
             self._comm,
             lambda: pack_holdings(holdings, paths, entries),
             lambda columns: self._divide(columns, options),
             awaiting="all ranks to describe what they hold",
         )
-        if isinstance(part, PenstockError):
-            raise part
+        if isinstance(share, PenstockError):
+            raise share
         self.num_planned += 1
-        share = unpack_part(part, holdings, self._comm.rank)
-        return self._keep(_digest_holdings(holdings, options), share, options)
+        return self._keep(_digest_holdings(holdings, options), unpack_share(share, holdings, self._comm.rank))
 
     def _still_holds(self, summaries: list[bytes]) -> bool:
         """On rank 0: return True if all ranks have one plan, and what they share is still equal."""
         plans = {summary[:8] for summary in summaries}
-        job = self._jobs.get(int.from_bytes(next(iter(plans)), "big"))
+        job = self.jobs.get(int.from_bytes(next(iter(plans)), "big"))
         if len(plans) > 1 or job is None or not job.is_comparable:
             return False
         common = {summary[8:16] for summary in summaries}
@@ -628,25 +542,24 @@ class JobPlanner:
 
     def _divide(
         self, columns: list[RankColumns], options: SaveOptions
-    ) -> Sequence[_RankPart | PenstockError]:
+    ) -> Sequence[RankShare | PenstockError]:
         """On rank 0: plan for all ranks. What is wrong with the state is the same error on all of them."""
         try:
             job, parts = plan_shares(columns, options, self._last_number + 1)
         except PenstockError as error:
             return [error] * len(columns)
         self._last_number = job.number
-        self._jobs[job.number] = job
-        while len(self._jobs) > NUM_KEPT_PLANS + 1:
-            del self._jobs[min(self._jobs)]
+        self.jobs[job.number] = job
+        while len(self.jobs) > NUM_KEPT_PLANS + 1:
+            del self.jobs[min(self.jobs)]
         return parts
 
-    def _keep(self, key: bytes, share: RankShare, options: SaveOptions) -> AgreedSave:
+    def _keep(self, key: bytes, share: RankShare) -> RankShare:
         self._shares[key] = share
         self._shares.move_to_end(key)
         while len(self._shares) > NUM_KEPT_PLANS:
             self._shares.popitem(last=False)
-        plan = plan_files(self._comm.rank, share.tensors, share.regions, share.placed, options)
-        return AgreedSave(share=share, plan=plan, job=self._jobs.get(share.number))
+        return share
 
 
 def pack_holdings(
@@ -657,10 +570,9 @@ def pack_holdings(
         [facts.name, facts.dtype, facts.shape, facts.element_bytes, paths.get(facts.name)]
         for facts in holdings.tensors
     ]
-    regions = holdings.regions
     return RankColumns(
         tensors=_pack(rows),
-        regions=_narrow((regions.tensor, regions.offsets, regions.sizes)),
+        regions=holdings.regions,
         objects=_pack_held(holdings.objects),
         small=_pack_held(holdings.small),
         numbering=_pack_held(holdings.numbering),
@@ -670,8 +582,12 @@ def pack_holdings(
 
 def plan_shares(
     columns: Sequence[RankColumns], options: SaveOptions, number: int
-) -> tuple[JobPlan, list[_RankPart]]:
-    """Plan a save from what all ranks hold, in rank order; each rank's part, with the plan's `number`."""
+) -> tuple[JobPlan, list[RankShare]]:
+    """Plan a save from what all ranks hold, in rank order; each rank's share, with the plan's `number`.
+
+    In these shares, regions have the numbers of all tensors, and a rank's own tensors are left out:
+    `unpack_share` adds what the rank knows itself.
+    """
     # Equal lists are unpacked once, and are then one tuple: what compares lists needs to look at it once.
     tables = {packed: _unpack_tensors(packed) for packed in {each.tensors for each in columns}}
     lists = {
@@ -682,7 +598,7 @@ def plan_shares(
     holdings = [
         Holdings(
             tensors=tables[each.tensors][0],
-            regions=_wide(each.regions),
+            regions=each.regions,
             objects=lists[each.objects],
             small=lists[each.small],
             numbering=lists[each.numbering],
@@ -690,65 +606,53 @@ def plan_shares(
         for each in columns
     ]
     shared, objects = plan_job(holdings, options)
-    paths = {name: path for _, of_table in tables.values() for name, path in of_table.items()}
     number_of = {facts.name: at for at, facts in enumerate(shared.tensors)}
     numbers: dict[tuple[int, frozenset[str]], Ints] = {}
     order = np.argsort(shared.rank, kind="stable")
     ends = np.searchsorted(shared.rank[order], np.arange(len(columns) + 1))
-    parts = []
+    shares = []
     for rank, (own, found) in enumerate(zip(holdings, objects, strict=True)):
-        regions = shared.regions.take(order[ends[rank] : ends[rank + 1]])
         key = (id(own.tensors), found.own_tensors)
-        if key not in numbers or found.own_tensors:
+        if found.own_tensors or key not in numbers:
             renamed = rename_own_tensors(own, found.own_tensors, rank).tensors
             numbers[key] = np.array([number_of[facts.name] for facts in renamed], dtype=np.int64)
-        parts.append(
-            _RankPart(
+        shares.append(
+            RankShare(
                 number=number,
+                tensors=(),
                 numbers=numbers[key],
-                regions=_narrow((regions.tensor, regions.offsets, regions.sizes)),
-                own_tensors=found.own_tensors,
-                placed=found.placed,
-                shared=found.shared,
-                common=found.common,
+                regions=shared.regions.take(order[ends[rank] : ends[rank + 1]]),
+                objects=found,
             )
         )
-    of_list: dict[tuple[str, ...], int] = {}
-    for part in parts:
-        of_list.setdefault(part.shared, len(of_list))
+    list_numbers: dict[tuple[str, ...], int] = {}
+    for found in objects:
+        list_numbers.setdefault(found.shared, len(list_numbers))
+    common = set(objects[0].common)
+    in_some = [name for names in list_numbers for name in names if name not in common]
+    paths = {name: path for _, of_table in tables.values() for name, path in of_table.items()}
     differing, text = _compare_entries([each.entries for each in columns])
     job = JobPlan(
         number=number,
         tensors=shared.tensors,
         paths={facts.name: paths.get(facts.name, (facts.name,)) for facts in shared.tensors},
-        lists=tuple(of_list[part.shared] for part in parts),
-        is_comparable=_are_comparable(list(of_list), parts[0].common),
+        lists=tuple(list_numbers[found.shared] for found in objects),
+        is_comparable=len(in_some) == len(set(in_some)),
         differing_parts=differing,
         entries=text,
     )
-    return job, parts
+    return job, shares
 
 
-def _are_comparable(lists: Sequence[tuple[str, ...]], common: Collection[str]) -> bool:
-    """Return True if every name is common to all ranks or in one list only."""
-    known = set(common)
-    partly = [name for names in lists for name in names if name not in known]
-    return len(partly) == len(set(partly))
-
-
-def unpack_part(part: _RankPart, holdings: Holdings, rank: int) -> RankShare:
-    numbers, regions = np.asarray(part.numbers, dtype=np.int64), _wide(part.regions)
+def unpack_share(share: RankShare, holdings: Holdings, rank: int) -> RankShare:
+    """A share as the rank uses it: its own tensors, and regions in their numbers."""
     # What is written is a part of what this rank holds, so each number is among its own.
-    order = np.argsort(numbers)
-    own = order[np.searchsorted(numbers, regions.tensor, sorter=order)] if len(regions) else regions.tensor
-    return RankShare(
-        number=part.number,
-        tensors=rename_own_tensors(holdings, part.own_tensors, rank).tensors,
-        numbers=numbers,
-        regions=Regions(own, regions.offsets, regions.sizes),
-        placed=part.placed,
-        shared=part.shared,
-        common=part.common,
+    order = np.argsort(share.numbers)
+    own = order[np.searchsorted(share.numbers, share.regions.tensor, sorter=order)]
+    return replace(
+        share,
+        tensors=rename_own_tensors(holdings, share.objects.own_tensors, rank).tensors,
+        regions=replace(share.regions, tensor=own),
     )
 
 
@@ -758,7 +662,7 @@ def summarize(share: RankShare, holdings: Holdings) -> bytes:
     digests |= {f"{each.name}\0": each.digest for each in holdings.numbering}
     sums = (
         xxhash.xxh3_64_digest(b"".join(digests[name] for name in names))
-        for names in (share.common, share.shared)
+        for names in (share.objects.common, share.objects.shared)
     )
     return share.number.to_bytes(8, "big") + b"".join(sums)
 
@@ -799,20 +703,6 @@ def _unpack_tensors(packed: bytes) -> tuple[tuple[TensorFacts, ...], dict[str, P
         TensorFacts(name, dtype, tuple(shape), element_bytes) for name, dtype, shape, element_bytes, _ in rows
     )
     return tensors, {name: tuple(path) for name, _, _, _, path in rows if path is not None}
-
-
-def _narrow(columns: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
-    """The columns in four bytes a number where all of them fit."""
-    limit = 1 << 31
-    if all(int(column.max(initial=0)) < limit for column in columns):
-        tensor, offsets, sizes = (column.astype(np.int32) for column in columns)
-        return cast("tuple[Ints, Ints, Ints]", (tensor, offsets, sizes))
-    return columns
-
-
-def _wide(columns: tuple[Ints, Ints, Ints]) -> Regions:
-    tensor, offsets, sizes = (column.astype(np.int64) for column in columns)
-    return Regions(tensor, offsets, sizes)
 
 
 def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:

@@ -236,12 +236,7 @@ def check_index(index: CheckpointIndex, where: str) -> None:
     for row in np.flatnonzero(nowhere)[:1].tolist():
         name = tensors[int(regions.tensor[row])].name
         refuse_index(f"{name} has {stored.item_bytes[row]} bytes at offset {stored.item_offset[row]}", where)
-    shapes = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
-    ends = regions.offsets + regions.sizes
-    outside = (
-        (regions.offsets < 0) | (regions.sizes < 0) | (ends > shapes[regions.tensor, : regions.num_dims])
-    )
-    for row in np.flatnonzero(outside.any(axis=1))[:1].tolist():
+    for row in rows_outside(tensors, regions)[:1].tolist():
         facts = tensors[int(regions.tensor[row])]
         offsets, sizes = regions.region(row, len(facts.shape))
         refuse_index(
@@ -249,6 +244,14 @@ def check_index(index: CheckpointIndex, where: str) -> None:
             f" {list(facts.shape)}",
             where,
         )
+
+
+def rows_outside(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
+    """The rows of regions that are not inside their tensor."""
+    shapes = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
+    regions = regions.widened(shapes.shape[1])
+    is_outside = regions.offsets + regions.sizes > shapes[regions.tensor]
+    return np.flatnonzero((is_outside | (regions.offsets < 0) | (regions.sizes < 0)).any(axis=1))
 
 
 def refuse_index(what: str, where: str) -> NoReturn:
@@ -343,75 +346,23 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-_MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Groups:
-    """Groups of equal rows, numbered in the order of their first rows."""
-
-    first: Ints
-    """The first row of each group."""
-    number: Ints
-    """The group of each row."""
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-
 def region_table(regions: Regions) -> Ints:
     """Regions as the rows of one table."""
     return np.concatenate([regions.tensor[:, None], regions.offsets, regions.sizes], axis=1)
 
 
-def group_equal_rows(table: Ints) -> Groups:
-    """Group the rows of `table` that equal each other.
+def group_equal_rows(table: Ints) -> tuple[Ints, Ints]:
+    """Group the rows of `table` that equal each other: the first row of each group, the group of each row.
 
-    Sorts one column of hashes instead of all columns. If all hashes differ, all rows do; if two different
-    rows share a hash, all columns are compared, which is slow.
+    Groups are numbered in the order of their first rows: rows a, b, a, c give [0, 1, 3] and [0, 1, 0, 2].
     """
-    keys = _mixed(table)
-    in_order = np.sort(keys)
-    if (in_order[1:] != in_order[:-1]).all():
-        rows = np.arange(len(table))
-        return Groups(rows, rows)
-    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
-    if (table[first][number] != table).any():
-        _, first, number = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    renumbered = np.empty(len(first), dtype=np.int64)
-    renumbered[order] = np.arange(len(first))
-    return Groups(first[order], renumbered[number.reshape(-1)])
-
-
-def _mixed(table: Ints) -> NDArray[np.uint64]:
-    keys = np.zeros(len(table), dtype=np.uint64)
-    for column in table.T:
-        keys = scramble(keys + column.astype(np.uint64))
-    return keys
-
-
-def scramble(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Map each number to a random-looking one, one to one (the finaliser of splitmix64)."""
-    keys = keys + _ODD
-    for shift, factor in _MIXERS:
-        keys = (keys ^ (keys >> shift)) * factor
-    return keys ^ (keys >> np.uint64(31))
-
-
-def distinct(values: Ints) -> Ints:
-    """The distinct numbers, or rows of a table, ascending.
-
-    As np.unique, whose first call imports numpy.ma: that takes a process longer than a small load.
-    """
-    if values.ndim == 1:
-        values = np.sort(values)
-        differs = values[1:] != values[:-1]
-    else:
-        values = values[np.lexsort(values.T[::-1])]
-        differs = (values[1:] != values[:-1]).any(axis=1)
-    return np.concatenate([values[:1], values[1:][differs]])
+    order = np.lexsort(table.T[::-1])
+    is_new = np.ones(len(table), dtype=np.bool_)
+    is_new[1:] = (table[order[1:]] != table[order[:-1]]).any(axis=1)
+    first, place = np.unique(order[is_new], return_inverse=True)
+    number = np.empty(len(table), dtype=np.int64)
+    number[order] = place[np.cumsum(is_new) - 1]
+    return first, number
 
 
 def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
@@ -422,9 +373,18 @@ def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     return owner, starts[owner] + within
 
 
+def find_ranges(column: Ints, values: Ints) -> tuple[Ints, Ints]:
+    """Find where each value begins in an ascending column, and how often it occurs."""
+    begin = np.searchsorted(column, values)
+    return begin, np.searchsorted(column, values, side="right") - begin
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSets:
-    """The set of ranks of each group: `of_group` has the numbers of sets, whose members are listed once."""
+    """The set of ranks of each group: `of_group` has the numbers of sets, whose members are listed once.
+
+    The members of set k are `members[start[k] : start[k] + size[k]]`, ascending.
+    """
 
     of_group: Ints
     start: Ints
@@ -434,205 +394,96 @@ class RankSets:
     def __len__(self) -> int:
         return len(self.size)
 
-    def ranks(self, number: int) -> Ints:
-        """The members of one set, ascending."""
-        begin = self.start[number]
-        return self.members[begin : begin + self.size[number]]
-
-    def of_rows(self, group: Ints) -> RankSets:
-        """The same sets for rows of these groups."""
-        return RankSets(self.of_group[group], self.start, self.size, self.members)
-
-    def sums(self) -> Ints:
-        """Four numbers for each set, which no two sets share."""
-        sums = np.zeros((len(self), 2), dtype=np.uint64)
-        if len(self):
-            once = scramble(self.members.astype(np.uint64))
-            for column, values in enumerate((once, scramble(once))):
-                sums[:, column] = np.add.reduceat(values, self.start)
-        return sums.view(np.int32).reshape(len(self), 4).astype(np.int64)
-
 
 def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
     """The set of ranks of each group, from (group, rank) pairs in any order, repeats allowed.
 
-    Every group has a pair. Sets are compared by a 128-bit sum over their members: two different ones of a
-    million sets would share it with a probability of 10^-27.
+    Every group has a pair. Sets are numbered in the order of the first groups that have them.
     """
     span = int(rank.max(initial=0)) + 1
-    pairs = np.sort(group * span + rank)
-    pairs = pairs[np.append(pairs[1:] != pairs[:-1], True)[: len(pairs)]]
+    pairs = np.unique(group * span + rank)
     group, rank = pairs // span, pairs % span
     size = np.bincount(group, minlength=num_groups)
-    sums = np.empty((num_groups, 3), dtype=np.int64)
-    starts = np.cumsum(size) - size
-    once = scramble(rank.astype(np.uint64))
-    for column, values in enumerate((once, scramble(once))):
-        totals = np.add.reduceat(values, starts) if num_groups else values
-        sums[:, column] = totals.view(np.int64)
-    sums[:, 2] = size
-    sets = group_equal_rows(sums)
-    set_size = size[sets.first]
-    _, rows = expand_ranges(starts[sets.first], set_size)
-    return RankSets(sets.number, np.cumsum(set_size) - set_size, set_size, rank[rows])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Overlaps:
-    """`regions` are the intersections of row `left` of one list with row `right` of the other."""
-
-    left: Ints
-    right: Ints
-    regions: Regions
+    start = np.cumsum(size) - size
+    first_group = np.empty(num_groups, dtype=np.int64)
+    for each in np.unique(size).tolist():
+        alike = np.flatnonzero(size == each)
+        first, number = group_equal_rows(rank[start[alike][:, None] + np.arange(each)])
+        first_group[alike] = alike[first][number]
+    chosen, of_group = np.unique(first_group, return_inverse=True)
+    members = rank[expand_ranges(start[chosen], size[chosen])[1]]
+    return RankSets(of_group, np.cumsum(size[chosen]) - size[chosen], size[chosen], members)
 
 
 def are_disjoint(regions: Regions) -> bool:
     """Return True if surely no two regions overlap. If False, `find_overlaps` has to compare them."""
     regions = regions.take(np.flatnonzero((regions.sizes > 0).all(axis=1)))
-    if not len(regions):
-        return True
-    begin, end, _, _ = _along_best_dimension(regions, regions)
-    position = _dense_tensors(regions)[regions.tensor] * (int(end.max()) + 1)
-    order = np.argsort(position + begin, kind="stable")
-    begins, ends = (position + begin)[order], (position + end)[order]
+    (begin, end), _ = _along_best_dimension(regions, regions)
+    order = np.argsort(begin, kind="stable")
     # If neighbours do not overlap, their ends are in order, so no later region overlaps either.
-    return bool((ends[:-1] <= begins[1:]).all())
+    return bool((end[order][:-1] <= begin[order][1:]).all())
 
 
-def find_overlaps(left: Regions, right: Regions) -> Overlaps:
-    """All intersections, ordered by `left`, then `right`; both are regions of the same tensors.
+def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
+    """All intersections: the rows of `left`, the rows of `right`, and the common regions; in this order.
 
-    Searches along one dimension of each tensor, the one with most different offsets in `right`: there a
-    binary search leaves few candidates, at most the regions of one slice.
+    Both are regions of the same tensors. Searches along one dimension of each tensor, the one with most
+    different offsets in `right`: there a binary search leaves few candidates, at most the regions of one
+    slice.
     """
     width = max(left.num_dims, right.num_dims)
     left, right = left.widened(width), right.widened(width)
-    if not len(left) or not len(right):
-        none = np.zeros(0, dtype=np.int64)
-        return Overlaps(none, none, left.take(none))
-    first, last, order = _candidates(left, right)
-    rows_left, rows_there = expand_ranges(first, np.maximum(last - first, 0))
-    rows_right = order[rows_there]
-    begin = np.maximum(left.offsets[rows_left], right.offsets[rows_right])
-    end = np.minimum(
-        left.offsets[rows_left] + left.sizes[rows_left], right.offsets[rows_right] + right.sizes[rows_right]
-    )
-    real = (end > begin).all(axis=1)
-    rows_left, rows_right = rows_left[real], rows_right[real]
-    common = Regions(left.tensor[rows_left], begin[real], (end - begin)[real])
-    in_order = np.lexsort((rows_right, rows_left))
-    return Overlaps(rows_left[in_order], rows_right[in_order], common.take(in_order))
-
-
-def _candidates(wanted: Regions, there: Regions) -> tuple[Ints, Ints, Ints]:
-    """For each wanted region the range of places in `order` (rows of `there`) that it may overlap."""
-    begin, end, begin_wanted, end_wanted = _along_best_dimension(wanted, there)
-    # Tensors are laid end to end on one axis, so that one sorted column serves all of them.
-    span = max(int(end.max(initial=0)), int(end_wanted.max(initial=0))) + 1
-    number = _dense_tensors(wanted, there)
-    base, base_wanted = number[there.tensor] * span, number[wanted.tensor] * span
-    order = np.argsort(base + begin, kind="stable")
-    starts = (base + begin)[order]
+    (begin, end), (begin_right, end_right) = _along_best_dimension(left, right)
+    order = np.argsort(begin_right, kind="stable")
     # Regions may be nested in this dimension: their ends need not be sorted, but the largest end so far is.
-    reach = np.maximum.accumulate((base + end)[order])
-    first = np.searchsorted(reach, base_wanted + begin_wanted, side="right")
-    last = np.searchsorted(starts, base_wanted + end_wanted, side="left")
-    return first, last, order
+    reach = np.maximum.accumulate(end_right[order])
+    first = np.searchsorted(reach, begin, side="right")
+    last = np.searchsorted(begin_right[order], end, side="left")
+    rows_left, places = expand_ranges(first, np.maximum(last - first, 0))
+    rows_right = order[places]
+    offsets = np.maximum(left.offsets[rows_left], right.offsets[rows_right])
+    ends_left, ends_right = left.offsets + left.sizes, right.offsets + right.sizes
+    sizes = np.minimum(ends_left[rows_left], ends_right[rows_right]) - offsets
+    real = np.flatnonzero((sizes > 0).all(axis=1))
+    real = real[np.lexsort((rows_right[real], rows_left[real]))]
+    common = Regions(left.tensor[rows_left[real]], offsets[real], sizes[real])
+    return rows_left[real], rows_right[real], common
 
 
-def _dense_tensors(*parts: Regions) -> Ints:
-    """A small number for each tensor that occurs, so that axis positions stay within 64 bits."""
-    num_tensors = 1 + max(int(part.tensor.max()) for part in parts)
-    occurs = sum(np.bincount(part.tensor, minlength=num_tensors) for part in parts) > 0
-    return np.cumsum(occurs) - 1
+def _along_best_dimension(left: Regions, right: Regions) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+    """Begin and end of each region on one axis, on which tensors are laid end to end, for both lists."""
+    both = Regions.concatenated([left, right])
+    if not both.num_dims:
+        both = both.widened(1)
+    # Small numbers for tensors, so that places on the axis fit 64 bits.
+    tensors, number = np.unique(both.tensor, return_inverse=True)
+    num_offsets = []
+    for column in both.offsets.T:
+        first, _ = group_equal_rows(np.stack([number, column], axis=1)[len(left) :])
+        num_offsets.append(np.bincount(number[len(left) :][first], minlength=len(tensors)))
+    dim = np.argmax(num_offsets, axis=0)[number][:, None]
+    begin = np.take_along_axis(both.offsets, dim, axis=1)[:, 0]
+    end = begin + np.take_along_axis(both.sizes, dim, axis=1)[:, 0]
+    place = number * (int(end.max(initial=0)) + 1)
+    begin, end = begin + place, end + place
+    return (begin[: len(left)], end[: len(left)]), (begin[len(left) :], end[len(left) :])
 
 
-def _along_best_dimension(wanted: Regions, there: Regions) -> tuple[Ints, Ints, Ints, Ints]:
-    if there.num_dims == 0:
-        zeros, ones = np.zeros(len(there), dtype=np.int64), np.ones(len(there), dtype=np.int64)
-        zeros_wanted = np.zeros(len(wanted), dtype=np.int64)
-        return zeros, ones, zeros_wanted, zeros_wanted + 1
-    num_tensors = int(max(wanted.tensor.max(), there.tensor.max())) + 1
-    best = np.argmax(
-        [_num_beginnings(there.tensor, column, num_tensors) for column in there.offsets.T], axis=0
-    )
-    columns = []
-    for regions in (there, wanted):
-        dim = best[regions.tensor][:, None]
-        begin = np.take_along_axis(regions.offsets, dim, axis=1)[:, 0]
-        columns += [begin, begin + np.take_along_axis(regions.sizes, dim, axis=1)[:, 0]]
-    begin, end, begin_wanted, end_wanted = columns
-    return begin, end, begin_wanted, end_wanted
+def find_rows(regions: Regions, element_bytes: Ints) -> tuple[Ints, Ints, Ints]:
+    """The rows by which regions can be cut, along their first dimension that is longer than 1.
 
-
-def _num_beginnings(tensor: Ints, offset: Ints, num_tensors: int) -> Ints:
-    """The number of different offsets of each tensor."""
-    if not offset.any():
-        return np.minimum(np.bincount(tensor, minlength=num_tensors), 1)
-    order = np.lexsort((offset, tensor))
-    tensor, offset = tensor[order], offset[order]
-    is_new = np.ones(len(tensor), dtype=np.bool_)
-    is_new[1:] = (tensor[1:] != tensor[:-1]) | (offset[1:] != offset[:-1])
-    return np.bincount(tensor[is_new], minlength=num_tensors)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """The rows by which regions can be cut into parts: along the first dimension that is longer than 1."""
-
-    dim: Ints
-    count: Ints
-    num_bytes: Ints
-    """Bytes of one row."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RegionShares:
-    """Parts of regions and the rank that each is assigned to, in the order of the regions."""
-
-    source: Ints
-    """The region that a part was cut from."""
-    regions: Regions
-    rank: Ints
-
-
-def find_rows(regions: Regions, element_bytes: Ints) -> Rows:
-    """The rows of each region; regions of one element are one row."""
-    if regions.num_dims == 0:
-        ones = np.ones(len(regions), dtype=np.int64)
-        return Rows(np.zeros_like(ones), ones, element_bytes[regions.tensor])
+    Returns this dimension, the number of rows and the bytes of one; regions of one element are one row.
+    """
+    if not regions.num_dims:
+        regions = regions.widened(1)
     dim = np.argmax(regions.sizes != 1, axis=1).astype(np.int64)
     count = np.take_along_axis(regions.sizes, dim[:, None], axis=1)[:, 0]
-    num_bytes = regions.num_bytes(element_bytes) // np.maximum(count, 1)
-    return Rows(dim, count, num_bytes)
-
-
-def divide_among_ranks(
-    regions: Regions, element_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
-) -> RegionShares:
-    """Divide each region among the ranks of its set, so that the loads of all ranks are as equal as possible.
-
-    `sets.of_group` has the set of each region. A region below twice `min_cut_bytes` stays whole.
-    """
-    order = np.argsort(sets.of_group, kind="stable")
-    regions = regions.take(order)
-    set_of_box = sets.of_group[order]
-    rows = find_rows(regions, element_bytes)
-    num_bytes = rows.count * rows.num_bytes
-    ends = np.cumsum(num_bytes)
-    axis = _Axis(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
-    cut_set, position = _fair_cuts(set_of_box, num_bytes, sets, num_ranks)
-    source, begin, end, owner = _cut(axis, cut_set, position, sets)
-    shares = RegionShares(
-        order[source], slice_rows(regions.take(source), rows.dim[source], begin, end), owner
-    )
-    back = np.argsort(shares.source, kind="stable")
-    return RegionShares(shares.source[back], shares.regions.take(back), shares.rank[back])
+    return dim, count, regions.num_bytes(element_bytes) // np.maximum(count, 1)
 
 
 def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
     """Rows `begin` to `end` of each region, counted along its dimension `dim` from its own offset."""
-    if regions.num_dims == 0:
+    if not regions.num_dims:
         return regions
     offsets, sizes = regions.offsets.copy(), regions.sizes.copy()
     at = np.arange(len(regions))
@@ -648,65 +499,82 @@ def split_large(regions: Regions, element_bytes: Ints, limit_bytes: int) -> tupl
     """
     source = np.arange(len(regions))
     for _ in range(regions.num_dims):
-        rows = find_rows(regions, element_bytes)
-        step = np.maximum(limit_bytes // np.maximum(rows.num_bytes, 1), 1)
-        count = -(-rows.count // step)
-        if (count <= 1).all():
+        dim, count, row_bytes = find_rows(regions, element_bytes)
+        step = np.maximum(limit_bytes // np.maximum(row_bytes, 1), 1)
+        num_parts = np.maximum(-(-count // step), 1)
+        if (num_parts == 1).all():
             break
-        owner, number = expand_ranges(np.zeros(len(count), dtype=np.int64), np.maximum(count, 1))
+        owner, number = expand_ranges(np.zeros_like(num_parts), num_parts)
         begin = number * step[owner]
-        end = np.minimum(begin + step[owner], rows.count[owner])
-        source, regions = source[owner], slice_rows(regions.take(owner), rows.dim[owner], begin, end)
+        end = np.minimum(begin + step[owner], count[owner])
+        source, regions = source[owner], slice_rows(regions.take(owner), dim[owner], begin, end)
     return source, regions
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Axis:
-    """Regions laid end to end on one axis of bytes, grouped by set."""
+def divide_among_ranks(
+    regions: Regions, element_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
+) -> tuple[Ints, Regions, Ints]:
+    """Divide each region among the ranks of its set, so that the loads of all ranks are as equal as possible.
 
-    set_of_box: Ints
-    start: Ints
-    end: Ints
-    rows: Rows
-    min_cut_bytes: int
+    `sets.of_group` has the set of each region. A region below twice `min_cut_bytes` stays whole. Returns for
+    each part, in the order of the regions, the region it was cut from, the part, and its rank.
+
+    The regions of each set are laid end to end on one axis of bytes, which is cut where the share of one
+    member ends and that of the next begins:
+
+        set {0, 1}: aaaaaabb | bbcccccc    set {2}: dddd
+    """
+    order = np.argsort(sets.of_group, kind="stable")
+    regions, set_of_region = regions.take(order), sets.of_group[order]
+    dim, num_rows, row_bytes = find_rows(regions, element_bytes)
+    num_bytes = num_rows * row_bytes
+    end = np.cumsum(num_bytes)
+    begin = end - num_bytes
+    total = np.bincount(set_of_region, weights=num_bytes, minlength=len(sets)).astype(np.int64)
+    is_cut = np.ones(len(sets.members), dtype=np.bool_)
+    is_cut[sets.start + sets.size - 1] = False
+    wanted = np.cumsum(level_sets(sets, total, num_ranks))[is_cut]
+
+    # Cut at the nearest row. A part that would be too small for a separate item stays with its neighbour.
+    region = np.minimum(np.searchsorted(end, wanted, side="right"), len(end) - 1)
+    within, width, size = wanted - begin[region], np.maximum(row_bytes[region], 1), num_bytes[region]
+    row = (within + width // 2) // width
+    is_small = np.minimum(row * width, size - row * width) < min_cut_bytes
+    row[is_small] = np.where(within * 2 < size, 0, num_rows[region])[is_small]
+    cut = begin[region] + row * row_bytes[region]
+    is_inside = (row > 0) & (row < num_rows[region])
+    cut_region, cut_row = np.unique(np.stack([region[is_inside], row[is_inside]]), axis=1)
+
+    num_parts = 1 + np.bincount(cut_region, minlength=len(regions))
+    source, part = expand_ranges(np.zeros_like(num_parts), num_parts)
+    first_row, last_row = np.zeros_like(source), num_rows[source]
+    first_row[part > 0] = cut_row
+    last_row[:-1][part[1:] > 0] = cut_row
+    # The owner is the member whose number is the count of its set's cuts at or before the part.
+    set_of_part = set_of_region[source]
+    cuts_of_sets_before = (sets.start - np.arange(len(sets)))[set_of_part]
+    member = np.searchsorted(cut, begin[source] + first_row * row_bytes[source], side="right")
+    member = np.clip(member - cuts_of_sets_before, 0, sets.size[set_of_part] - 1)
+    owner = sets.members[sets.start[set_of_part] + member]
+
+    parts = slice_rows(regions.take(source), dim[source], first_row, last_row)
+    back = np.argsort(order[source], kind="stable")
+    return order[source][back], parts.take(back), owner[back]
 
 
-def _fair_cuts(set_of_box: Ints, num_bytes: Ints, sets: RankSets, num_ranks: int) -> tuple[Ints, Ints]:
-    """Choose where to cut the axis: for each set, one position fewer than it has members.
+def level_sets(sets: RankSets, total: Ints, num_ranks: int) -> Ints:
+    """Divide the `total` of each set among its members: the share of each of `sets.members`.
 
     Small sets come first: what only few ranks can take decides how much they take of the rest.
     """
-    total = np.bincount(set_of_box, weights=num_bytes, minlength=len(sets)).astype(np.int64)
-    set_start = np.cumsum(total) - total
     load = np.zeros(num_ranks, dtype=np.int64)
-    alone = sets.size == 1
-    np.add.at(load, sets.members[sets.start[alone]], total[alone])
-    shared = np.flatnonzero(~alone)
-    if not len(shared):
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    begin, _ = level_sets(sets, total, load)
-    is_cut = np.ones(len(begin), dtype=np.bool_)
-    is_cut[sets.start] = False
-    cut_set = np.repeat(np.arange(len(sets)), sets.size - 1)
-    return cut_set, set_start[cut_set] + begin[is_cut]
-
-
-def level_sets(sets: RankSets, total: Ints, load: Ints) -> tuple[Ints, Ints]:
-    """Divide the `total` of each set among its members: by member, the begin and end of its share.
-
-    `load` is what each rank has already; it grows by what is shared here.
-    """
-    end = total[np.repeat(np.arange(len(sets)), sets.size)]
-    begin = np.zeros_like(end)
-    shared = np.flatnonzero(sets.size > 1)
-    for number in shared[np.lexsort((shared, sets.size[shared]))].tolist():
-        first, stop = sets.start[number], sets.start[number] + sets.size[number]
-        ranks = sets.members[first:stop]
-        share = level_loads(load[ranks], int(total[number]))
-        load[ranks] += share
-        end[first:stop] = np.cumsum(share)
-        begin[first:stop] = end[first:stop] - share
-    return begin, end
+    shares = np.zeros(len(sets.members), dtype=np.int64)
+    for number in np.argsort(sets.size, kind="stable").tolist():
+        own = slice(sets.start[number], sets.start[number] + sets.size[number])
+        ranks = sets.members[own]
+        shares[own] = level_loads(load[ranks], int(total[number]))
+        load[ranks] += shares[own]
+    return shares
 
 
 def level_loads(load: Ints, amount: int) -> Ints:
@@ -722,37 +590,3 @@ def level_loads(load: Ints, amount: int) -> Ints:
     share[order[:k]] = surface - sorted_load[:k]
     share[order[:rest]] += 1
     return share
-
-
-def _cut(axis: _Axis, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut at the row nearest to each position: region, first and end row, and owner of each part."""
-    rows = axis.rows
-    region, row = _nearest_rows(axis, position)
-    position = axis.start[region] + row * rows.num_bytes[region]
-    inside = (row > 0) & (row < rows.count[region])
-    unique = distinct(np.stack([region[inside], row[inside]], axis=1))
-    num_parts = 1 + np.bincount(unique[:, 0], minlength=len(axis.start))
-    source, part = expand_ranges(np.zeros(len(num_parts), dtype=np.int64), num_parts)
-    begin = np.zeros(len(source), dtype=np.int64)
-    begin[part > 0] = unique[:, 1]
-    end = rows.count[source]
-    end[:-1][part[1:] > 0] = begin[1:][part[1:] > 0]
-
-    # The owner is the set's member whose number is the count of the set's cuts at or before the part.
-    cuts_before_set = np.searchsorted(cut_set, np.arange(len(sets)))
-    set_of_part = axis.set_of_box[source]
-    share = np.searchsorted(position, axis.start[source] + begin * rows.num_bytes[source], side="right")
-    share = np.clip(share - cuts_before_set[set_of_part], 0, sets.size[set_of_part] - 1)
-    return source, begin, end, sets.members[sets.start[set_of_part] + share]
-
-
-def _nearest_rows(axis: _Axis, position: Ints) -> tuple[Ints, Ints]:
-    region = np.searchsorted(axis.end, position, side="right")
-    region = np.minimum(region, len(axis.end) - 1)
-    size, row_bytes = axis.end[region] - axis.start[region], np.maximum(axis.rows.num_bytes[region], 1)
-    within = position - axis.start[region]
-    row = (within + row_bytes // 2) // row_bytes
-    # A part that would be too small for a separate item stays with its neighbour.
-    small = np.minimum(row * row_bytes, size - row * row_bytes) < axis.min_cut_bytes
-    row[small] = np.where(within * 2 < size, 0, axis.rows.count[region])[small]
-    return region, row

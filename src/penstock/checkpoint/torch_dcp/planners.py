@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.match import LeafSelection, patterns_of, require_met, select_leaves
-from penstock.checkpoint.plan.save_plan import Holdings, PlacedObject, SaveOptions, SharedSavePlan, plan_job
+from penstock.checkpoint.plan.save_plan import Holdings, PlacedObject, RankRegions, SaveOptions, plan_job
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
 from penstock.checkpoint.state.walk import NamePatterns, Owner, Path, find_leaf_name
 from penstock.errors import UsageError
@@ -232,9 +232,7 @@ def _plain_names(objects: Sequence[PlacedObject]) -> dict[str, str]:
     return {placed.stored_name: placed.name for placed in objects if placed.stored_name != placed.name}
 
 
-def _write_items(
-    shared: SharedSavePlan, objects: Sequence[PlacedObject], rank: int
-) -> list[planner.WriteItem]:
+def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int) -> list[planner.WriteItem]:
     """One rank's part of the plan as torch's write items."""
     items = [
         planner.WriteItem(MetadataIndex(placed.stored_name), planner.WriteItemType.BYTE_IO)

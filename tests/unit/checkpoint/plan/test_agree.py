@@ -7,12 +7,11 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 from penstock.checkpoint.engine import RankGroup, SaveChoice
 from penstock.checkpoint.plan.save_plan import (
     NUM_KEPT_PLANS,
-    AgreedSave,
     HeldObject,
     Holdings,
     JobPlanner,
+    RankShare,
     SaveOptions,
-    SavePlan,
 )
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
@@ -27,7 +26,7 @@ def held(
     return Holdings(tensors=facts, regions=whole_regions(facts), objects=objects)
 
 
-def agree(planner: JobPlanner, holdings: Holdings, options: SaveOptions | None = None) -> AgreedSave:
+def agree(planner: JobPlanner, holdings: Holdings, options: SaveOptions | None = None) -> RankShare:
     options = options or SaveOptions()
     return planner.find(lambda: holdings, options) or planner.plan(holdings, options, {})
 
@@ -108,17 +107,15 @@ def test_one_rank_that_holds_something_else_changes_the_plan_of_all() -> None:
     assert on_ranks(3, program) == [2, 2, 2]
 
 
-def test_every_rank_writes_its_own_region_to_its_own_file() -> None:
-    def program(comm: ThreadComm) -> SavePlan:
+def test_every_rank_writes_its_own_region() -> None:
+    def program(comm: ThreadComm) -> RankShare:
         rows = [(0, (4 * comm.rank,), (4,))]
         facts = (TensorFacts("w", "float32", (16,), 4),)
         held_here = Holdings(tensors=facts, regions=Regions.from_rows(rows))
-        return agree(JobPlanner(comm), held_here).plan
+        return agree(JobPlanner(comm), held_here)
 
-    for rank, plan in enumerate(on_ranks(4, program)):
-        (bucket,) = plan.buckets
-        assert bucket.regions.offsets.tolist() == [[4 * rank]]
-        assert bucket.file == f"__{rank}_0.distcp"
+    for rank, share in enumerate(on_ranks(4, program)):
+        assert share.regions.offsets.tolist() == [[4 * rank]]
 
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:
@@ -136,7 +133,7 @@ def objects_written(*digests: bytes) -> list[list[str]]:
     def program(comm: ThreadComm) -> list[str]:
         mine = HeldObject(name="rng", size_bytes=100, digest=digests[comm.rank])
         agreed = agree(JobPlanner(comm), held(4, objects=(mine,)))
-        return [each.stored_name for each in agreed.share.placed]
+        return [each.stored_name for each in agreed.objects.placed]
 
     return on_ranks(len(digests), program)
 
@@ -159,6 +156,6 @@ def test_each_rank_finds_its_own_object_again() -> None:
 def test_objects_are_spread_over_the_ranks_that_share_them() -> None:
     def program(comm: ThreadComm) -> int:
         objects = tuple(HeldObject(name=f"o{k}", size_bytes=10, digest=b"") for k in range(8))
-        return len(agree(JobPlanner(comm), held(4, objects=objects)).share.placed)
+        return len(agree(JobPlanner(comm), held(4, objects=objects)).objects.placed)
 
     assert on_ranks(4, program) == [2, 2, 2, 2]

@@ -21,7 +21,7 @@ from penstock.checkpoint.plan.save_plan import (
     pack_holdings,
     plan_save,
     plan_shares,
-    unpack_part,
+    unpack_share,
 )
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.walk import find_stored_name, names_lacking, rank_object_name
@@ -90,7 +90,7 @@ def test_each_rank_gets_its_part_of_the_plan(job: list[Holdings], min_cut_bytes:
     plan, parts = plan_shares([pack_holdings(held, {}) for held in job], options, 1)
     assert plan.tensors == whole.tensors
     for rank, (part, held) in enumerate(zip(parts, job, strict=True)):
-        share = unpack_part(part, held, rank)
+        share = unpack_share(part, held, rank)
         expected = listed(whole.tensors, whole.regions.take(whole.rank == rank))
         assert listed(share.tensors, share.regions) == expected
         assert [whole.tensors[number] for number in share.numbers] == list(share.tensors)

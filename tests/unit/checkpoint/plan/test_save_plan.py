@@ -13,9 +13,9 @@ from penstock.checkpoint.plan.save_plan import (
     Holdings,
     NotCovered,
     PlacedObject,
+    RankRegions,
     SaveOptions,
     SavePlan,
-    SharedSavePlan,
     assign_objects,
     plan_files,
     plan_save,
@@ -62,7 +62,7 @@ def test_every_tensor_is_listed_even_an_empty_one(job: list[Holdings]) -> None:
 
 
 def plans_of(
-    shared: SharedSavePlan, options: SaveOptions, objects: Sequence[PlacedObject] = ()
+    shared: RankRegions, options: SaveOptions, objects: Sequence[PlacedObject] = ()
 ) -> list[SavePlan]:
     """What each rank writes; rank 0 the `objects` as well."""
     return [
@@ -221,12 +221,12 @@ def test_overlaps_are_what_comparing_all_pairs_finds(left: Regions, right: Regio
             full = left.sizes[i].all() and right.sizes[j].all()
             if left.tensor[i] == right.tensor[j] and full and (end > begin).all():
                 expected.append((i, j, begin.tolist(), (end - begin).tolist()))
-    met = find_overlaps(left, right)
+    rows_left, rows_right, common = find_overlaps(left, right)
     found = zip(
-        met.left.tolist(),
-        met.right.tolist(),
-        met.regions.offsets.tolist(),
-        met.regions.sizes.tolist(),
+        rows_left.tolist(),
+        rows_right.tolist(),
+        common.offsets.tolist(),
+        common.sizes.tolist(),
         strict=True,
     )
     assert list(found) == expected
