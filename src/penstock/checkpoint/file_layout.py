@@ -9,21 +9,19 @@ the very bytes that are written; a copy from a device sees what the caller's str
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
 from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.checkpoint.state.regions import Ints, TensorFacts
 from penstock.checkpoint.state.tensors import contiguous_bytes
-from penstock.storage.aligned import FEW_BYTES
-from penstock.transfer.buffers import WarmMemory, pin_memory
 from penstock.transfer.pipeline import DeferringProducer
 
 if TYPE_CHECKING:
@@ -33,69 +31,25 @@ if TYPE_CHECKING:
     from penstock.transfer.pipeline import PlannedObject
 
 
-class Payload(Protocol):
-    """The bytes of one item's payload."""
-
-    block_bytes: int | None
-    """Bytes to copy at a time, so that the checksum finds them in the processor's cache; None: all."""
-
-    def copy_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `start` on."""
-
-
-class Fetching(Protocol):
-    """Copies tensors from a device asynchronously."""
-
-    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy; `source` is kept alive until the copy is done."""
-
-
-@runtime_checkable
-class SupportsFetching(Protocol):
-    """A `Payload` that a device can copy by itself while the calling thread continues."""
-
-    device: torch.device
-
-    def fetch_into(self, start: int, target: memoryview, fetching: Fetching) -> None:
-        """Begin to fill `target` with the bytes from `start` on."""
-
-
 HOT_BLOCK_BYTES = 512 * 1024
 """Fits into the second-level cache of a core, and takes far longer to copy than Python needs for the call."""
 
 
-SMALL_BYTES = 64 * 1024
-"""Items up to this size are put together in one go."""
+class HostPayload:
+    """Elements in host memory: a packed object, or a tensor, contiguous or strided."""
 
-
-class PlainPayload:
-    """Contiguous bytes in host memory: packed objects, and contiguous tensors."""
-
-    block_bytes: int | None = HOT_BLOCK_BYTES
-
-    def __init__(self, content: NDArray[np.uint8]) -> None:
-        self._content = content
-
-    def copy_into(self, start: int, target: memoryview) -> None:
-        """Copy a slice."""
-        if len(target) <= FEW_BYTES:
-            target[:] = self._content[start : start + len(target)].data
-            return
-        np.copyto(np.frombuffer(target, dtype=np.uint8), self._content[start : start + len(target)])
-
-
-class StridedPayload:
-    """A non-contiguous tensor in host memory."""
-
-    block_bytes: int | None = HOT_BLOCK_BYTES
+    device = None
 
     def __init__(self, elements: NDArray[Any]) -> None:
         self._elements = elements
 
-    def copy_into(self, start: int, target: memoryview) -> None:
-        """Gather a range of elements, in row-major order."""
+    def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:  # noqa: ARG002 - no device
+        """Fill `target` with the bytes from `start` on, in row-major order."""
         row = np.frombuffer(target, dtype=self._elements.dtype)
-        begin = start // self._elements.itemsize
+        begin = start // row.itemsize
+        if self._elements.ndim == 1:
+            np.copyto(row, self._elements[begin : begin + row.size])
+            return
         for piece, place in split_range(self._elements.shape, begin, begin + row.size):
             source = self._elements[piece]
             np.copyto(row[place].reshape(source.shape), source)
@@ -104,34 +58,27 @@ class StridedPayload:
 class TorchPayload:
     """A tensor that torch has to fetch or convert: on a device, or saved with another dtype."""
 
-    block_bytes: int | None = None
-
     def __init__(self, memory: torch.Tensor, dtype: torch.dtype) -> None:
         self.device = memory.device
         self._memory = memory
         self._dtype = dtype
 
-    def copy_into(self, start: int, target: memoryview) -> None:
-        """Have torch copy a range of elements."""
-        for place, source in self._pairs(start, target):
-            place.copy_(source)
-
-    def fetch_into(self, start: int, target: memoryview, fetching: Fetching) -> None:
-        """Have the device begin to copy a range of elements."""
-        for place, source in self._pairs(start, target):
-            fetching.fetch(place, source)
-
-    def _pairs(self, start: int, target: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:
+        """Fill `target` with the bytes from `start` on; with a `stream`, only begin to."""
         row = torch.frombuffer(target, dtype=self._dtype)
         begin = start // self._dtype.itemsize
         for piece, place in split_range(tuple(self._memory.shape), begin, begin + row.numel()):
             source = self._memory[piece]
-            yield row[place].view(source.shape), source
+            (stream.fetch if stream else torch.Tensor.copy_)(row[place].view(source.shape), source)
+
+
+Payload = HostPayload | TorchPayload
+"""The bytes of one item's payload."""
 
 
 def payload_of_bytes(content: bytes) -> Payload:
     """The payload of a packed object."""
-    return PlainPayload(np.frombuffer(content, dtype=np.uint8))
+    return HostPayload(np.frombuffer(content, dtype=np.uint8))
 
 
 def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
@@ -144,10 +91,10 @@ def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) ->
     if wanted != memory.dtype or not memory.is_cpu:
         return TorchPayload(memory, wanted)
     if memory.is_contiguous():
-        return PlainPayload(contiguous_bytes(memory))
+        return HostPayload(contiguous_bytes(memory))
     if memory.dim() == 0:
         memory = memory.reshape(1)
-    return StridedPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
+    return HostPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
 
 
 _PLAIN_TYPES = {
@@ -208,26 +155,11 @@ SYNCHRONIZED = "xpu"
 """Work on devices of this type is waited for, because threads copy in their own streams. Others have none."""
 
 
-class DeviceModule(Protocol):
-    """The part of `torch.cuda`, and of torch's modules for other devices, that is used here."""
-
-    def Stream(self, device: torch.device) -> Any:  # noqa: N802 - torch's name
-        """A stream of our own."""
-
-    def Event(self, *, blocking: bool) -> Any:  # noqa: N802 - torch's name
-        """An event that a thread can wait for."""
-
-    def current_stream(self, device: torch.device) -> Any:
-        """The calling thread's stream."""
-
-    def stream(self, stream: Any) -> Any:
-        """A context in which the thread uses another stream."""
-
-
 class DeviceStream:
     """A side stream of one device. Made in the caller's thread; any thread may fetch through it."""
 
-    def __init__(self, device: torch.device, module: DeviceModule) -> None:
+    def __init__(self, device: torch.device, module: Any) -> None:
+        """`module` is `torch.cuda`, or torch's module for the device."""
         self._module = module
         self._stream = module.Stream(device)
         # The device waits, not this thread: what is queued there may take as long as a training step.
@@ -246,47 +178,21 @@ class DeviceStream:
         event.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStreams:
-    """The streams of one save."""
-
-    by_device: Mapping[torch.device, DeviceStream]
-
-    def catch_up(self) -> None:
-        """Return when all copies begun so far are done."""
-        for stream in self.by_device.values():
-            stream.catch_up()
-
-    def fetch(self, payload: Payload, start: int, target: memoryview) -> bool:
-        """Have a device begin to fill `target`; False if the calling thread has to copy this payload."""
-        # The protocol is asked last, which takes long, for most states have no device.
-        if not self.by_device or not isinstance(payload, SupportsFetching):
-            return False
-        if payload.device not in self.by_device:
-            return False
-        payload.fetch_into(start, target, self.by_device[payload.device])
-        return True
-
-    def pin(self, memory: WarmMemory) -> None:
-        """Pin `memory` if there are devices that copy to it."""
-        if self.by_device:
-            pin_memory(memory)
+DeviceStreams = Mapping[torch.device | None, DeviceStream]
+"""The streams of one save, by device."""
 
 
 def open_device_streams(
-    payloads: Mapping[str, Sequence[Payload]],
-    module_of: Callable[[torch.device], DeviceModule] = torch.get_device_module,
+    payloads: Iterable[Payload], module_of: Callable[[torch.device], Any] = torch.get_device_module
 ) -> DeviceStreams:
     """A stream for each device that has payloads, ordered after the calling thread's work on the device."""
-    # Asked for by name: asking each of a hundred thousand payloads for the protocol takes seconds.
-    every = (getattr(payload, "device", None) for each in payloads.values() for payload in each)
-    devices = {device: None for device in every if device is not None}
+    devices = dict.fromkeys(payload.device for payload in payloads if payload.device is not None)
     for device in devices:
         if device.type == SYNCHRONIZED:
             module_of(device).current_stream(device).synchronize()
-    return DeviceStreams(
-        {device: DeviceStream(device, module_of(device)) for device in devices if device.type == ASYNCHRONOUS}
-    )
+    return {
+        device: DeviceStream(device, module_of(device)) for device in devices if device.type == ASYNCHRONOUS
+    }
 
 
 @dataclass(slots=True)
@@ -373,58 +279,41 @@ def _whole(item: FileItem, payload: Payload) -> bytearray:
     return content
 
 
-Summing = Literal["while copying", "afterwards"]
-"""Whether checksums are computed block by block while copying, or by `settle` in a separate pass."""
-
-
-@dataclass(slots=True)
-class _Cursor:
-    """The position in one file: the item that is in progress, or comes next."""
-
-    layout: FileLayout
-    number: int = 0
-
-    @property
-    def item(self) -> FileItem | None:
-        return self.layout.items[self.number] if self.number < len(self.layout.items) else None
-
-
-@dataclass(slots=True)
 class _ItemChecksums:
     """Computes the checksums of one file's items from its bytes, in order."""
 
-    cursor: _Cursor
-    sum: xxhash.xxh3_128 = field(default_factory=start_checksum)
-    done: list[bytes] = field(default_factory=list)
+    def __init__(self, items: Sequence[FileItem]) -> None:
+        self._items = items
+        self._sum = start_checksum()
+        self._done: list[bytes] = []
 
     def add(self, offset: int, content: memoryview) -> None:
         """Add the next bytes of the file; those in gaps belong to no item."""
-        position, end = offset, offset + len(content)
-        while (item := self.cursor.item) is not None and item.offset < end:
-            if position <= item.offset and item.end <= end:
-                whole = content[item.offset - offset : item.end - offset]
-                self.done.append(xxhash.xxh3_128_digest(whole))
-                self.cursor.number += 1
-                position = item.end
-                continue
-            begin, stop = max(position, item.offset), min(end, item.end)
-            self.sum.update(content[begin - offset : stop - offset])
+        end = offset + len(content)
+        while len(self._done) < len(self._items) and (item := self._items[len(self._done)]).offset < end:
+            begin, stop = max(offset, item.offset), min(end, item.end)
+            self._sum.update(content[begin - offset : stop - offset])
             if stop < item.end:
                 return
-            self.finish_item()
-            position = stop
+            self._finish_item()
 
-    def finish_item(self) -> None:
-        """Keep the checksum of the item in progress and go to the next."""
-        self.done.append(self.sum.digest())
-        self.sum = start_checksum()
-        self.cursor.number += 1
+    def all(self) -> bytes:
+        """All checksums, once the whole file was added."""
+        while len(self._done) < len(self._items):
+            # Empty items at the end of a file get no bytes that would finish them.
+            self._finish_item()
+        return b"".join(self._done)
+
+    def _finish_item(self) -> None:
+        self._done.append(self._sum.digest())
+        self._sum = start_checksum()
 
 
 class LayoutFiller(DeferringProducer):
     """A `Producer` of laid out files: `payloads` has one for each item of each file, by file name.
 
-    With payloads on devices, checksums cannot be computed while copying, as the bytes arrive later.
+    With `sums_hot`, checksums are computed block by block while copying, and otherwise by `settle`; always by
+    `settle` with payloads on devices, whose bytes arrive later.
     """
 
     def __init__(
@@ -433,90 +322,58 @@ class LayoutFiller(DeferringProducer):
         payloads: Mapping[str, Sequence[Payload]],
         *,
         device_streams: DeviceStreams,
-        summing: Summing,
+        sums_hot: bool,
     ) -> None:
         self._payloads = payloads
         self._device_streams = device_streams
-        self._sums_hot = summing == "while copying" and not device_streams.by_device
-        self._cursors = {layout.name: _Cursor(layout) for layout in layouts}
-        self._sums = {layout.name: _ItemChecksums(_Cursor(layout)) for layout in layouts}
+        self._sums_hot = sums_hot and not device_streams
+        self._items = {layout.name: layout.items for layout in layouts}
+        self._ends = {layout.name: [item.end for item in layout.items] for layout in layouts}
+        self._sums = {layout.name: _ItemChecksums(layout.items) for layout in layouts}
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Write the next bytes of a file to `buffer`."""
-        cursor, position, end = self._cursors[planned.key], offset, offset + len(buffer)
-        while position < end:
-            item = cursor.item
-            assert item is not None, "a file ends with its last item"
-            if position <= item.offset and item.end <= end and item.end - position <= SMALL_BYTES:
-                self._put_whole(planned.key, item, buffer[position - offset : item.end - offset], position)
-                position = item.end
-                continue
-            view = buffer[position - offset :]
-            if position < item.offset:
-                position += self._put(
-                    planned.key, position, view, bytes(min(len(view), item.offset - position))
-                )
-            elif position < item.payload_offset:
-                position += self._put(planned.key, position, view, item.prefix[position - item.offset :])
-            elif position < item.payload_end:
-                position += self._copy(planned.key, position, view[: item.payload_end - position])
-            else:
-                position += self._put(planned.key, position, view, item.suffix[position - item.payload_end :])
-            while (item := cursor.item) is not None and position == item.end:
-                cursor.number += 1
+        step = HOT_BLOCK_BYTES if self._sums_hot else len(buffer)
+        for start in range(0, len(buffer), step):
+            block = buffer[start : start + step]
+            self._copy(planned.key, offset + start, block)
+            if self._sums_hot:
+                self._sums[planned.key].add(offset + start, block)
 
     def catch_up(self) -> None:
         """Return when payloads from devices have arrived."""
-        self._device_streams.catch_up()
+        for stream in self._device_streams.values():
+            stream.catch_up()
 
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Compute the checksums that were not computed while copying."""
         if not self._sums_hot:
-            self._device_streams.catch_up()
+            self.catch_up()
             self._sums[planned.key].add(offset, buffer)
 
     def sums(self, name: str) -> bytes:
         """The checksums of a file's items, once it is filled and settled to its end."""
-        sums = self._sums[name]
-        # Empty items at the end of a file get no bytes that would finish them.
-        while sums.cursor.item is not None and sums.cursor.item.end == sums.cursor.layout.size_bytes:
-            sums.finish_item()
-        return b"".join(sums.done)
+        return self._sums[name].all()
 
-    def _put_whole(self, name: str, item: FileItem, view: memoryview, position: int) -> None:
-        """Write a small item and the gap before it at once: there may be a hundred thousand of them."""
-        cursor, lead, begin = self._cursors[name], item.offset - position, item.payload_offset - position
-        if lead:
-            view[:lead] = bytes(lead)
-        view[lead:begin] = item.prefix
-        stop = begin + item.payload_bytes
-        if item.payload_bytes:
-            payload = self._payloads[name][cursor.number]
-            if not self._device_streams.fetch(payload, 0, view[begin:stop]):
-                payload.copy_into(0, view[begin:stop])
-        view[stop:] = item.suffix
-        if self._sums_hot:
-            self._sums[name].add(position, view)
-        cursor.number += 1
+    def _copy(self, name: str, begin: int, block: memoryview) -> None:
+        """Fill `block` with the file's bytes from `begin` on: the gaps, and the items' three parts."""
+        items, end, filled = self._items[name], begin + len(block), begin
 
-    def _put(self, name: str, position: int, view: memoryview, content: bytes) -> int:
-        part = content[: len(view)]
-        view[: len(part)] = part
-        if self._sums_hot:
-            self._sums[name].add(position, view[: len(part)])
-        return len(part)
+        def put(at: int, content: bytes) -> None:
+            first, last = max(at, begin), min(at + len(content), end)
+            if first < last:
+                block[first - begin : last - begin] = content[first - at : last - at]
 
-    def _copy(self, name: str, position: int, view: memoryview) -> int:
-        cursor = self._cursors[name]
-        item = cursor.item
-        assert item is not None, "the payload belongs to an item"
-        payload, start = self._payloads[name][cursor.number], position - item.payload_offset
-        if self._device_streams.fetch(payload, start, view):
-            return len(view)
-        step = (payload.block_bytes if self._sums_hot else None) or len(view)
-        for done in range(0, len(view), step):
-            block = view[done : done + step]
-            payload.copy_into(start + done, block)
-            if self._sums_hot:
-                self._sums[name].add(position + done, block)
-        return len(view)
+        for number in range(bisect_right(self._ends[name], begin), len(items)):
+            item = items[number]
+            put(filled, bytes(max(min(item.offset, end) - filled, 0)))
+            if item.offset >= end:
+                break
+            put(item.offset, item.prefix)
+            first, last = max(item.payload_offset, begin), min(item.payload_end, end)
+            if first < last:
+                payload, target = self._payloads[name][number], block[first - begin : last - begin]
+                stream = self._device_streams.get(payload.device)
+                payload.copy_into(first - item.payload_offset, target, stream)
+            put(item.payload_end, item.suffix)
+            filled = item.end

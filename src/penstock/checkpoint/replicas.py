@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock.checkpoint.file_layout import PlainPayload, payload_of_tensor
+from penstock.checkpoint.file_layout import payload_of_tensor
 from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes
 from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import RankError, name_some
@@ -129,9 +129,9 @@ def _sum_regions(memory: dict[int, torch.Tensor]) -> RegionSums:
 def sum_bytes(memory: torch.Tensor) -> int:
     """XXH3-64 of a tensor's elements in main memory, in row-major order."""
     memory = memory.detach().resolve_conj().resolve_neg()
-    payload = payload_of_tensor(memory)
-    if isinstance(payload, PlainPayload):
+    if memory.is_contiguous():
         return xxhash.xxh3_64_intdigest(contiguous_bytes(memory).data)
+    payload = payload_of_tensor(memory)
     running, block = xxhash.xxh3_64(), memoryview(bytearray(min(BLOCK_BYTES, memory.nbytes)))
     for start in range(0, memory.nbytes, BLOCK_BYTES):
         part = block[: memory.nbytes - start]

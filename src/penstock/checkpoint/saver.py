@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -64,8 +65,8 @@ from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.protocol import Sink, Storage, WrappedStorage
-from penstock.transfer.buffers import StagingMemory, WarmMemory
+from penstock.storage.protocol import Storage
+from penstock.transfer.buffers import StagingMemory, WarmMemory, pin_memory
 from penstock.transfer.ledger import Measurement, now_ns
 from penstock.transfer.pipeline import (
     MIN_BUFFERS_PER_STREAM,
@@ -236,13 +237,10 @@ class PreparedTensors:
             ),
         )
 
+    # A million items make millions of short-lived objects, and collecting among them doubles the time.
+    @paused_garbage_collection()
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""
-        # A million items make millions of short-lived objects, and collecting among them doubles the time.
-        with paused_garbage_collection():
-            return self._seal(shares, facts)
-
-    def _seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         job = self.job
         assert job is not None, "rank 0 made the plan"
         index = self._index(shares)
@@ -363,14 +361,16 @@ def copy_to_host(
 
     Devices copy to pinned memory in side streams.
     """
-    device_streams.pin(memory)
+    if device_streams:
+        pin_memory(memory)
     views, start = [], 0
     for payload, size in zip(payloads, sizes, strict=True):
         views.append(memory.view[start : start + size])
-        if size and not device_streams.fetch(payload, 0, views[-1]):
-            payload.copy_into(0, views[-1])
+        if size:
+            payload.copy_into(0, views[-1], device_streams.get(payload.device))
         start += round_up(size, PAGE_BYTES)
-    device_streams.catch_up()
+    for stream in device_streams.values():
+        stream.catch_up()
     return views
 
 
@@ -404,13 +404,14 @@ class StagedFiles:
             undo.callback(memory.give_back, borrowed)
             self._start_ns = now_ns()
             # In the caller's thread: device streams wait for what this thread's stream has queued so far.
-            device_streams = open_device_streams(share.payloads)
-            device_streams.pin(borrowed)
+            device_streams = open_device_streams(chain.from_iterable(share.payloads.values()))
+            if device_streams:
+                pin_memory(borrowed)
             self._filler = LayoutFiller(
                 share.layouts,
                 share.payloads,
                 device_streams=device_streams,
-                summing="afterwards" if copies == "before all else" else "while copying",
+                sums_hot=copies != "before all else",
             )
             planned = [PlannedObject(layout.name, layout.size_bytes) for layout in share.layouts]
             self._pipe = undo.enter_context(
@@ -449,7 +450,7 @@ class StagedFiles:
                 if self._copies == "before all else":
                     self._pipe.wait_filled()
                 measurement = self._pipe.write_to(
-                    [_Keyed(storage, key_of)], rank=self._share.rank, progress=progress
+                    [storage], rank=self._share.rank, progress=progress, key_of=key_of
                 )
             except PipelineStopped as error:
                 raise SaveCancelled from error
@@ -495,15 +496,3 @@ class StagedFiles:
             sync_s=(measurement.end_ns - measurement.last_submit_ns) / _NS_PER_S,
             memory_bytes=self._settings.buffer_memory_bytes,
         )
-
-
-class _Keyed(WrappedStorage):
-    """A storage in which files have the keys that `key_of` gives them."""
-
-    def __init__(self, inside: Storage, key_of: Callable[[str], str]) -> None:
-        super().__init__(inside)
-        self._key_of = key_of
-
-    def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Begin the file under its key."""
-        return super().create(self._key_of(key), size_bytes)

@@ -388,8 +388,13 @@ class WritePipeline:
         rank: int = 0,
         origin_ns: int | None = None,
         progress: Progress | None = None,
+        key_of: Callable[[str], str] = str,
     ) -> Measurement:
-        """Write the buffers to storage until everything is durable, and return the measurement."""
+        """Write the buffers to storage until everything is durable, and return the measurement.
+
+        `key_of` maps the keys of objects to those in storage.
+        """
+        self._key_of = key_of
         progress = progress or Progress()
         progress.begin("writing", self._stamps.planned_bytes)
         self._stamps.begin_counting(storages)
@@ -480,7 +485,7 @@ class WritePipeline:
         stamps.object_stream[number] = stream.number
         stamps.opening[number, 0] = now_ns()
         with ExitStack() as undo:
-            sink = storage.create(planned.key, planned.size_bytes)
+            sink = storage.create(self._key_of(planned.key), planned.size_bytes)
             undo.callback(sink.abort)
             stamps.opening[number, 1] = now_ns()
             stamps.num_objects[stream.number] += 1

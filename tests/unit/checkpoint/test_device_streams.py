@@ -116,14 +116,14 @@ def test_late_device_copies_are_written_and_checksummed(*, settled_last: bool) -
     tensor = torch.randn(3, 5000).t()
     before = tensor.to(torch.bfloat16).reshape(-1)
     link = _LateLink()
-    links = DeviceStreams({CPU: cast("DeviceStream", link)})
+    links: DeviceStreams = {CPU: cast("DeviceStream", link)}
     layout = FileLayout("file", (FileItem(0, b"prefix", tensor.numel() * 2, b"suffix"),))
     planned = PlannedObject("file", layout.size_bytes)
     filler = LayoutFiller(
         [layout],
         {"file": [TorchPayload(tensor, torch.bfloat16)]},
         device_streams=links,
-        summing="while copying",
+        sums_hot=True,
     )
     content = bytearray(layout.size_bytes)
     ranges = [(at, memoryview(content)[at : at + 8192]) for at in range(0, layout.size_bytes, 8192)]
@@ -142,41 +142,29 @@ def test_late_device_copies_are_written_and_checksummed(*, settled_last: bool) -
     assert saved.equal(before)
 
 
-class _Elsewhere:
-    """A payload of a device that this machine lacks."""
+class _OnDevice(TorchPayload):
+    """A tensor that another device is said to have."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.block_bytes: int | None = None
+    def __init__(self, memory: torch.Tensor, device: str = "cuda:0") -> None:
+        super().__init__(memory, memory.dtype)
+        self.device = torch.device(device)
 
-    def copy_into(self, start: int, target: memoryview) -> None:
-        raise AssertionError(start, len(target))
-
-    def fetch_into(self, start: int, target: memoryview, link: object) -> None:
-        raise AssertionError(start, len(target), link)
+    def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:
+        assert stream is not None
+        super().copy_into(start, target, stream)
 
 
 def test_each_device_has_one_stream_or_is_synchronized() -> None:
     module = _Module()
     names = ("cuda:0", "cuda:1", "cuda:0", "xpu:0")
-    payloads = {"file": [_Elsewhere(torch.device(name)) for name in names]}
+    payloads = [_OnDevice(torch.zeros(1), name) for name in names]
     links = open_device_streams(payloads, lambda _: module)
-    assert list(links.by_device) == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert list(links) == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert module.log.count("caller's stream of xpu:0 awaited") == 1
     assert "side stream of cuda:1 waits for caller's stream of cuda:1" in module.log
-    links.catch_up()
+    for link in links.values():
+        link.catch_up()
     assert module.log.count("event awaited") == 2
-
-
-class _OnDevice(TorchPayload):
-    """A tensor that another device is said to have."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__(memory, memory.dtype)
-        self.device = torch.device("cuda:0")
-
-    def copy_into(self, start: int, target: memoryview) -> None:
-        raise AssertionError(start, len(target))
 
 
 def test_tensors_are_copied_to_pinned_memory_in_side_streams_that_are_awaited_once() -> None:
@@ -189,7 +177,7 @@ def test_tensors_are_copied_to_pinned_memory_in_side_streams_that_are_awaited_on
         payload_of_tensor(tensors[2]),
         _OnDevice(tensors[3]),
     ]
-    links = open_device_streams({"": payloads}, lambda _: module)
+    links = open_device_streams(payloads, lambda _: module)
     views = copy_to_host(payloads, [tensor.nbytes for tensor in tensors], memory, links)
     assert [address_of(view) % PAGE_BYTES for view in views if view] == [0, 0, 0]
     for tensor, view in zip(tensors, views, strict=True):
@@ -203,8 +191,8 @@ def test_tensors_in_host_memory_need_no_device_stream() -> None:
     def no_module(device: torch.device) -> Any:
         raise AssertionError(device)
 
-    payloads = {"file": [payload_of_tensor(torch.zeros(4)), payload_of_tensor(torch.zeros(4), torch.half)]}
-    assert open_device_streams(payloads, no_module).by_device == {}
+    payloads = [payload_of_tensor(torch.zeros(4)), payload_of_tensor(torch.zeros(4), torch.half)]
+    assert open_device_streams(payloads, no_module) == {}
 
 
 @dataclass

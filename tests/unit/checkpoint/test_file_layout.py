@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.file_layout import (
-    DeviceStreams,
     FileLayout,
     LayoutFiller,
     Payload,
-    Summing,
     lay_out_file,
     payload_of_bytes,
     payload_of_tensor,
@@ -29,8 +27,6 @@ DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.int8, torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64, torch.complex128),
 ]
-
-SUMMING: list[Summing] = ["while copying", "afterwards"]
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -56,12 +52,10 @@ def _bucket(contents: list[bytes], tensors: list[torch.Tensor]) -> tuple[Bucket,
 
 
 def _filled(
-    layout: FileLayout, payloads: list[Payload], chunk_bytes: int, summing: Summing
+    layout: FileLayout, payloads: list[Payload], chunk_bytes: int, *, sums_hot: bool
 ) -> tuple[bytes, bytes]:
     """The file and its sums, filled in chunks into memory that was dirty before, then settled in chunks."""
-    filler = LayoutFiller(
-        [layout], {layout.name: payloads}, device_streams=DeviceStreams({}), summing=summing
-    )
+    filler = LayoutFiller([layout], {layout.name: payloads}, device_streams={}, sums_hot=sums_hot)
     content = bytearray(b"\xee" * layout.size_bytes)
     planned = PlannedObject(layout.name, layout.size_bytes)
     for act in (filler.fill, filler.settle):
@@ -74,19 +68,20 @@ def _filled(
     parts=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=5),
     contents=st.lists(st.binary(max_size=300), max_size=3),
     chunk_pages=st.integers(1, 3),
-    summing=st.sampled_from(SUMMING),
+    sums_hot=st.booleans(),
 )
 def test_torch_reads_each_item_and_checksums_match_the_file(
+    *,
     parts: list[tuple[tuple[int, ...], torch.dtype]],
     contents: list[bytes],
     chunk_pages: int,
-    summing: Summing,
+    sums_hot: bool,
 ) -> None:
     tensors = [_tensor(shape, dtype) for shape, dtype in parts]
     bucket, facts = _bucket(contents, tensors)
     layout = lay_out_file(bucket, facts)
     payloads = [*map(payload_of_bytes, contents), *map(payload_of_tensor, tensors)]
-    content, sums = _filled(layout, payloads, chunk_pages * 4096, summing)
+    content, sums = _filled(layout, payloads, chunk_pages * 4096, sums_hot=sums_hot)
     offsets, sizes, payload_offsets = layout.columns()
     items = [content[at : at + size] for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
     assert sums == b"".join(xxhash.xxh3_128_digest(item) for item in items)
@@ -173,10 +168,12 @@ def test_a_file_without_items_is_empty() -> None:
     assert [len(column) for column in layout.columns()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("summing", SUMMING)
-def test_empty_objects_have_checksums(summing: Summing) -> None:
+@pytest.mark.parametrize("sums_hot", [True, False])
+def test_empty_objects_have_checksums(*, sums_hot: bool) -> None:
     bucket, facts = _bucket([b"", b"", b"x", b""], [])
     layout = lay_out_file(bucket, facts)
-    _, sums = _filled(layout, [payload_of_bytes(one) for one in (b"", b"", b"x", b"")], 4096, summing)
+    _, sums = _filled(
+        layout, [payload_of_bytes(one) for one in (b"", b"", b"x", b"")], 4096, sums_hot=sums_hot
+    )
     empty = xxhash.xxh3_128_digest(b"")
     assert sums == empty * 2 + xxhash.xxh3_128_digest(b"x") + empty

@@ -120,7 +120,7 @@ class HostCopy:
         sizes = [tensor.nbytes for tensor in moving]
         loan = _MEMORY.borrow(max(sum(round_up(size, PAGE_BYTES) for size in sizes), PAGE_BYTES), TIMEOUT_S)
         payloads = [payload_of_tensor(tensor) for tensor in moving]
-        views = copy_to_host(payloads, sizes, loan, open_device_streams({"": payloads}))
+        views = copy_to_host(payloads, sizes, loan, open_device_streams(payloads))
         copies = {
             id(tensor): torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
             if view
