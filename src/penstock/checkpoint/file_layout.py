@@ -21,7 +21,7 @@ import torch
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
 from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.checkpoint.state.regions import Ints, TensorFacts
-from penstock.checkpoint.state.tensors import contiguous_bytes
+from penstock.checkpoint.state.tensors import as_words, contiguous_bytes
 from penstock.transfer.pipeline import DeferringProducer
 
 if TYPE_CHECKING:
@@ -94,17 +94,7 @@ def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) ->
         return HostPayload(contiguous_bytes(memory))
     if memory.dim() == 0:
         memory = memory.reshape(1)
-    return HostPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
-
-
-_PLAIN_TYPES = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-"""numpy has no bfloat16 and no float8: elements that are only copied are viewed as a type of equal width."""
+    return HostPayload(as_words(memory).numpy())
 
 
 def split_range(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int | slice, ...], slice]]:

@@ -33,6 +33,7 @@ from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
     Ints,
+    Region,
     Regions,
     StoredRegions,
     TensorFacts,
@@ -1027,16 +1028,6 @@ class ByteItemIndex:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unpacking:
-    """A part of a wanted region that is cut out of a packed item once that is loaded."""
-
-    row: int
-    want: int
-    regions: Regions
-    part: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class LoadRequests:
     """What a rank wants: `regions` in the tensor numbers of `ByteItemIndex`, shards first, then whole items.
 
@@ -1047,7 +1038,9 @@ class LoadRequests:
     names: tuple[tuple[str, int], ...]
     items: tuple[int, ...]
     """Tensor numbers of the whole items, in the order of their rows after the shards."""
-    unpacking: tuple[Unpacking, ...]
+    unpacking: tuple[tuple[int, int, Region], ...]
+    """Parts to cut out of packed items once these are loaded: the number of the item among the packed rows,
+    the wanted region's row, and its part that is in the item."""
     objects: Mapping[str, int]
     """Leaf name -> the object's number in the checkpoint's index."""
 
@@ -1137,7 +1130,7 @@ def build_matched_requests(
 ) -> LoadRequests:
     """The requests for regions and objects that are already matched and checked."""
     unpacking = _unpackings(index, item_index, regions)
-    items = dict.fromkeys(item_index.first_packed + part.row for part in unpacking)
+    items = dict.fromkeys(item_index.first_packed + row for row, _, _ in unpacking)
     items.update(dict.fromkeys(item_index.first_object + number for number in wanted_objects.values()))
     sizes = np.array([item_index.tensors[number].shape[0] for number in items], dtype=np.int64)
     whole = _byte_regions(np.array(list(items), dtype=np.int64), sizes)
@@ -1180,12 +1173,13 @@ def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
         raise uncovered(index.tensors[int(regions.tensor[row])], regions, row, int(missing[row]), where)
 
 
-def _unpackings(index: CheckpointIndex, item_index: ByteItemIndex, regions: Regions) -> tuple[Unpacking, ...]:
-    if not len(item_index.packed_rows):
-        return ()
+def _unpackings(
+    index: CheckpointIndex, item_index: ByteItemIndex, regions: Regions
+) -> tuple[tuple[int, int, Region], ...]:
     wants, rows, common = find_overlaps(regions, index.stored.regions.take(item_index.packed_rows))
+    dims = [len(index.tensors[number].shape) for number in common.tensor.tolist()]
     return tuple(
-        Unpacking(row=row, want=want, regions=common, part=part)
+        (row, want, common.region(part, dims[part]))
         for part, (want, row) in enumerate(zip(wants.tolist(), rows.tolist(), strict=True))
     )
 

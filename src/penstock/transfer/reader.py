@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import xxhash
 
@@ -249,20 +250,17 @@ class ReadBuffers:
         return [view[start : start + size] for start in range(0, num_buffers * size, size)]
 
 
-class SpanSink:
+class SpanSink(Protocol):
     """The destination of the bytes of spans; called from the reading threads."""
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
         """Return memory to read bytes `begin` to `end` of the file into; None if `take` must copy them."""
-        raise NotImplementedError
 
     def take(self, span: int, begin: int, content: memoryview) -> None:
         """Copy a part's bytes, which begin at `begin` in the file."""
-        raise NotImplementedError
 
     def arrived(self, part: Part) -> None:
         """Note that all bytes of a part are in place, by `place` or by `take`."""
-        raise NotImplementedError
 
 
 class BlockViewers:

@@ -20,6 +20,7 @@ from penstock.checkpoint.state.regions import (
     Regions,
     StoredRegions,
     TensorFacts,
+    distinct,
     divide_among_ranks,
     expand_ranges,
     find_overlaps,
@@ -189,7 +190,7 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
     num_units = int(shared.piece_unit.max(initial=0)) + 1
     reading = shared.share_rank * num_units + shared.share_unit
     wanting = shared.request_rank[request] * num_units + shared.piece_unit[by_want[place]]
-    pairs = np.unique(np.concatenate([reading, wanting]))
+    pairs = distinct(np.concatenate([reading, wanting]))
     ends = np.searchsorted(pairs, np.arange(num_ranks + 1) * num_units)
     by_unit = np.argsort(shared.share_unit, kind="stable")
     sorted_unit = shared.share_unit[by_unit]
@@ -201,7 +202,7 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
         if key not in known:
             shares = np.sort(by_unit[expand_ranges(*find_ranges(sorted_unit, units))[1]])
             pieces = expand_ranges(*find_ranges(shared.piece_unit, units))[1]
-            wants = np.unique(shared.piece_want[pieces])
+            wants = distinct(shared.piece_want[pieces])
             requests = expand_ranges(*find_ranges(shared.request_want, wants))[1]
             known[key] = shared.take(shares, pieces, requests)
         parts.append(known[key])
@@ -328,7 +329,7 @@ def plan_rank_load(
     in_share, in_request, in_regions = _deliveries(shared, np.arange(len(shared.share_rank)), mine)
     source = shared.share_rank[in_share]
     is_seen, is_near = np.isin(source, host), np.isin(to, host)
-    reads = np.concatenate([own, np.unique(in_share[is_seen & (source != rank)])])
+    reads = np.concatenate([own, distinct(in_share[is_seen & (source != rank)])])
     read = np.zeros(len(shared.share_rank), dtype=np.int64)
     read[reads] = np.arange(len(reads))
 

@@ -25,6 +25,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 ByteArray = NDArray[np.uint8]
 Bytes = bytes | bytearray | memoryview
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
 
 UNKNOWN = -1
 """The position of a payload that has to be read from its item's own header."""
@@ -95,7 +97,7 @@ class Regions:
         offsets[:, :known], sizes[:, :known] = self.offsets, self.sizes
         return Regions(self.tensor, offsets, sizes)
 
-    def region(self, row: int, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def region(self, row: int, num_dims: int) -> Region:
         """Offsets and sizes of one region of a tensor of `num_dims` dimensions."""
         return (
             tuple(self.offsets[row, :num_dims].tolist()),
@@ -365,6 +367,14 @@ def group_equal_rows(table: Ints) -> tuple[Ints, Ints]:
     return first, number
 
 
+def distinct(values: Ints) -> Ints:
+    """The distinct numbers, ascending. `np.unique` hashes millions of them, which takes ten times as long."""
+    values = np.sort(values)
+    is_new = np.ones(len(values), dtype=np.bool_)
+    is_new[1:] = values[1:] != values[:-1]
+    return values[is_new]
+
+
 def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """All integers of the ranges, one range after another: the range of each, and the integer."""
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -401,12 +411,12 @@ def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
     Every group has a pair. Sets are numbered in the order of the first groups that have them.
     """
     span = int(rank.max(initial=0)) + 1
-    pairs = np.unique(group * span + rank)
+    pairs = distinct(group * span + rank)
     group, rank = pairs // span, pairs % span
     size = np.bincount(group, minlength=num_groups)
     start = np.cumsum(size) - size
     first_group = np.empty(num_groups, dtype=np.int64)
-    for each in np.unique(size).tolist():
+    for each in distinct(size).tolist():
         alike = np.flatnonzero(size == each)
         first, number = group_equal_rows(rank[start[alike][:, None] + np.arange(each)])
         first_group[alike] = alike[first][number]
@@ -418,7 +428,7 @@ def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
 def are_disjoint(regions: Regions) -> bool:
     """Return True if surely no two regions overlap. If False, `find_overlaps` has to compare them."""
     regions = regions.take(np.flatnonzero((regions.sizes > 0).all(axis=1)))
-    (begin, end), _ = _along_best_dimension(regions, regions)
+    begin, end = _on_one_axis(regions, 0)
     order = np.argsort(begin, kind="stable")
     # If neighbours do not overlap, their ends are in order, so no later region overlaps either.
     return bool((end[order][:-1] <= begin[order][1:]).all())
@@ -431,9 +441,11 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
     different offsets in `right`: there a binary search leaves few candidates, at most the regions of one
     slice.
     """
-    width = max(left.num_dims, right.num_dims)
-    left, right = left.widened(width), right.widened(width)
-    (begin, end), (begin_right, end_right) = _along_best_dimension(left, right)
+    both = Regions.concatenated([left, right])
+    left, right = left.widened(both.num_dims), right.widened(both.num_dims)
+    begin, end = _on_one_axis(both, len(left))
+    begin, begin_right = np.split(begin, [len(left)])
+    end, end_right = np.split(end, [len(left)])
     order = np.argsort(begin_right, kind="stable")
     # Regions may be nested in this dimension: their ends need not be sorted, but the largest end so far is.
     reach = np.maximum.accumulate(end_right[order])
@@ -450,23 +462,24 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
     return rows_left[real], rows_right[real], common
 
 
-def _along_best_dimension(left: Regions, right: Regions) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
-    """Begin and end of each region on one axis, on which tensors are laid end to end, for both lists."""
-    both = Regions.concatenated([left, right])
-    if not both.num_dims:
-        both = both.widened(1)
+def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
+    """Begin and end of each region on one axis, on which tensors are laid end to end.
+
+    Of each tensor, it is the dimension with most different offsets among the rows from `first` on.
+    """
+    if not regions.num_dims:
+        regions = regions.widened(1)
     # Small numbers for tensors, so that places on the axis fit 64 bits.
-    tensors, number = np.unique(both.tensor, return_inverse=True)
+    tensors, number = np.unique(regions.tensor, return_inverse=True)
     num_offsets = []
-    for column in both.offsets.T:
-        first, _ = group_equal_rows(np.stack([number, column], axis=1)[len(left) :])
-        num_offsets.append(np.bincount(number[len(left) :][first], minlength=len(tensors)))
+    for column in regions.offsets.T:
+        rows, _ = group_equal_rows(np.stack([number, column], axis=1)[first:])
+        num_offsets.append(np.bincount(number[first:][rows], minlength=len(tensors)))
     dim = np.argmax(num_offsets, axis=0)[number][:, None]
-    begin = np.take_along_axis(both.offsets, dim, axis=1)[:, 0]
-    end = begin + np.take_along_axis(both.sizes, dim, axis=1)[:, 0]
+    begin = np.take_along_axis(regions.offsets, dim, axis=1)[:, 0]
+    end = begin + np.take_along_axis(regions.sizes, dim, axis=1)[:, 0]
     place = number * (int(end.max(initial=0)) + 1)
-    begin, end = begin + place, end + place
-    return (begin[: len(left)], end[: len(left)]), (begin[len(left) :], end[len(left) :])
+    return begin + place, end + place
 
 
 def find_rows(regions: Regions, element_bytes: Ints) -> tuple[Ints, Ints, Ints]:

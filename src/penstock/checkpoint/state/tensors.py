@@ -122,6 +122,14 @@ def flatten_bytes(memory: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def as_words(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory as elements of a type that numpy has, of equal width: it lacks bfloat16 and float8."""
+    return memory.view(_WORDS[memory.element_size()])
+
+
 def narrow_region(
     memory: torch.Tensor, own_offsets: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
