@@ -46,12 +46,12 @@ from penstock.checkpoint.match import (
     apply_rename,
     asked_name,
     build_requests,
+    find_matches,
     index_byte_items,
     loading_into,
     locate_payloads,
-    patterns_of,
     require_lengths,
-    require_met,
+    require_matches,
     select_leaves,
     untaken_error,
 )
@@ -342,12 +342,11 @@ def _match_on_all_ranks(
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
     stored, adopted = parts.stored, parts.places.adopted
-    patterns = patterns_of(choice)
-    own_names = [*(leaf.name for leaf in matched.leaves), *parts.own_names()] if patterns else []
-    is_met = np.array([pattern.matches(own_names, stored.names) for pattern in patterns], dtype=np.bool_)
+    own_names = [*(leaf.name for leaf in matched.leaves), *parts.own_names()]
+    matches = np.array(find_matches(choice, own_names, stored.names), dtype=np.bool_)
     untaken = parts.untaken(matched.selection.unused)
     # Nearly always all ranks take everything, and nothing else has to be compared.
-    if all(comm.gather(not (untaken or adopted) and bool(is_met.all()), awaiting=awaiting)):
+    if all(comm.gather(not (untaken or adopted) and bool(matches.all()), awaiting=awaiting)):
         return matched
 
     # Pipeline stages take different names, so what one rank leaves may be what another one takes.
@@ -357,13 +356,13 @@ def _match_on_all_ranks(
     marks = [np.isin(names, list(some)) for some in (taken, adopted, untaken, required)]
     packed = decide_on_rank0(
         comm,
-        lambda: np.packbits(np.concatenate([is_met, *marks])),
+        lambda: np.packbits(np.concatenate([matches, *marks])),
         lambda of_ranks: np.bitwise_or.reduce(np.stack(of_ranks)),
         awaiting=awaiting,
     )
-    anywhere = np.unpackbits(packed, count=len(is_met) + 4 * len(names)).astype(np.bool_)
-    require_met(patterns, anywhere[: len(is_met)].tolist(), stored.names, comm.rank)
-    is_taken, is_adopted, is_untaken, is_required = anywhere[len(is_met) :].reshape(4, len(names))
+    anywhere = np.unpackbits(packed, count=len(matches) + 4 * len(names)).astype(np.bool_)
+    require_matches(choice, anywhere[: len(matches)].tolist(), stored.names, comm.rank)
+    is_taken, is_adopted, is_untaken, is_required = anywhere[len(matches) :].reshape(4, len(names))
     is_lost = is_untaken & ~is_taken & ~is_adopted
     if choice.strict and (is_lost & is_required).any():
         raise untaken_error(names[is_lost & is_required].tolist())
@@ -729,9 +728,6 @@ def _unpack(
 
 
 Result = TypeVar("Result")
-
-
-Beaten = TypeVar("Beaten")
 
 
 HEARTBEAT_S = 1.0

@@ -15,14 +15,14 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -141,58 +141,54 @@ def asked_name(name: str, choice: LoadChoice) -> str | None:
     return None if is_skipped else apply_rename(name, choice.rename or {})
 
 
-@dataclass(frozen=True, slots=True)
-class ChoicePattern:
-    """One pattern of a choice, and the option that has it."""
-
-    option: Literal["only", "exclude", "rename"]
-    text: str
-
-    def matches(self, names: Iterable[str], stored: Iterable[str]) -> bool:
-        """Whether it means one of the `names` of this rank's state.
-
-        To exclude what only the checkpoint has is common, where some programs have a part and others not.
-        """
-        if self.option == "rename":
-            return any(apply_rename(name, {self.text: "\0"}) != name for name in names)
-        known = chain(names, stored) if self.option == "exclude" else names
-        return any(matches_pattern(name, self.text) for name in known)
-
-
-def patterns_of(choice: LoadChoice) -> list[ChoicePattern]:
-    """All patterns of a choice."""
+def _patterns_of(choice: LoadChoice) -> list[tuple[str, str]]:
+    """All patterns of a choice, each with the option that has it."""
 
     def each(patterns: NamePatterns | None) -> Iterable[str]:
         return (patterns,) if isinstance(patterns, str) else patterns or ()
 
     # No pattern at all matches as little as an empty one.
     only = "" if choice.only is not None and not choice.only else choice.only
-
     return [
-        *(ChoicePattern("only", text) for text in each(only)),
-        *(ChoicePattern("exclude", text) for text in each(choice.exclude)),
-        *(ChoicePattern("rename", text) for text in choice.rename or ()),
+        *(("only", text) for text in each(only)),
+        *(("exclude", text) for text in each(choice.exclude)),
+        *(("rename", text) for text in choice.rename or ()),
     ]
 
 
-def require_met(
-    patterns: Sequence[ChoicePattern], met: Sequence[bool], stored: Sequence[str], rank: int
-) -> None:
+def find_matches(choice: LoadChoice, names: Iterable[str], stored: Iterable[str]) -> list[bool]:
+    """Tell for each pattern of a choice whether it means one of the `names` of this rank's state.
+
+    To exclude what only the checkpoint has is common, where some programs have a part and others not.
+    """
+    own = list(names)
+    all_names = [*own, *stored]
+    return [
+        any(apply_rename(name, {text: "\0"}) != name for name in own)
+        if option == "rename"
+        else any(matches_pattern(name, text) for name in (all_names if option == "exclude" else own))
+        for option, text in _patterns_of(choice)
+    ]
+
+
+def require_matches(choice: LoadChoice, matches: Sequence[bool], stored: Sequence[str], rank: int) -> None:
     """Raise `UsageError` if nothing would be loaded; warn on rank 0 of patterns without a match on any rank.
 
-    A job may exclude or rename what only some of its checkpoints have, so that is no error.
+    `matches` are of all ranks together. A job may exclude or rename what only some of its checkpoints have,
+    so that is no error.
     """
-    only = [pattern.text for pattern in patterns if pattern.option == "only"]
-    if only and not any(met[: len(only)]):
+    patterns = _patterns_of(choice)
+    only = [text for option, text in patterns if option == "only"]
+    if only and not any(matches[: len(only)]):
         example = f", for example {stored[0]!r} in the checkpoint" if stored else ""
         raise UsageError(
             f"No part of the state matches only={only if len(only) > 1 else only[0]!r}",
             fix=f"Names are keys joined by dots{example}.",
         )
-    idle = [pattern for pattern, is_met in zip(patterns, met, strict=True) if not is_met]
+    idle = [pattern for pattern, matched in zip(patterns, matches, strict=True) if not matched]
     if idle and rank == 0:
         logger.warning(
-            "No part of the state matches %s", name_some([f"{each.option}={each.text!r}" for each in idle])
+            "No part of the state matches %s", name_some([f"{option}={text!r}" for option, text in idle])
         )
 
 
@@ -251,18 +247,11 @@ class StoredNames:
         """
         found: dict[Path, TensorFacts | Skipped | None] = {}
         for name in self.names:
-            if name.startswith(prefix):
-                found |= self._place(name, prefix, key)
+            rest = _rest_of(self._paths.get(name, ()), prefix) if name.startswith(prefix) else ()
+            if rest and not self.is_of_others(name):
+                is_chosen = self.find(f"{key}.{name[len(prefix) :]}") == name
+                found[rest] = self.facts(name) if is_chosen else SKIPPED
         return found
-
-    def below_each(self, keys: Mapping[str, str]) -> dict[str, StoredPlaces]:
-        """`below` for several names, `keys` by prefix: none of them is empty, or below another one."""
-        found: dict[str, dict[Path, TensorFacts | Skipped | None]] = {prefix: {} for prefix in keys}
-        for name in self.names if keys else ():
-            ends = accumulate(f"{step}." for step in name.split("."))
-            if (prefix := next((end for end in ends if end in keys), None)) is not None:
-                found[prefix] |= self._place(name, prefix, keys[prefix])
-        return dict(found)
 
     def facts(self, name: str) -> TensorFacts | Skipped | None:
         """What is stored under a name, as this rank had it; skipped if it is nothing."""
@@ -271,12 +260,6 @@ class StoredNames:
             return SKIPPED
         found = own if own in self._known else name
         return self._tensors.get(found) if found in self._known else SKIPPED
-
-    def _place(self, name: str, prefix: str, key: str) -> Mapping[Path, TensorFacts | Skipped | None]:
-        """The place below `prefix`, if this name has one, and what is stored there."""
-        rest = () if self.is_of_others(name) else _rest_of(self._paths.get(name, ()), prefix)
-        is_chosen = rest and self.find(f"{key}.{name[len(prefix) :]}") == name
-        return {rest: self.facts(name) if is_chosen else SKIPPED} if rest else {}
 
 
 def _rest_of(path: Path, prefix: str) -> Path:
@@ -538,8 +521,7 @@ class OptimizerState(_Part):
                 )
             own_names = self.part.param_groups[place].get("param_names")
             names = own_names or [told[n] for n in own if n in told]
-            _require_order(self.key, group, names)
-            _require_same(self.key, place, group, own_names)
+            _require_names(self.key, place, group, names, is_named=bool(own_names))
             # Those of the checkpoint are in the order of its own parameters, which may be another one.
             option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
             groups.append({**group, "params": list(own), **option})
@@ -568,13 +550,14 @@ class NamedState(_Part):
 
     def take(self, loaded: Any) -> Any:
         """Copy the options of the groups back; the rest was loaded in place."""
-        for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
+        groups = zip(self.own["param_groups"], loaded["param_groups"], strict=True)
+        for place, (own, group) in enumerate(groups):
             if len(own["params"]) != len(group["params"]):
                 raise UsageError(
                     f"The groups of {self.key!r} have other parameters than in the checkpoint",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
-            _require_order(self.key, group, own.get("param_names"))
+            _require_names(self.key, place, group, own.get("param_names") or (), is_named=False)
             own.update((option, value) for option, value in group.items() if option != "params")
         return self.own
 
@@ -626,40 +609,43 @@ def begin_optimizer(
     ]
     numbers: dict[int | str, int] = {number: number for number in by_number}
     numbers.update(by_name)
-    order = None if is_named else _order_error(key, entries, by_number)
-    misfit = _other_optimizer_error(key, part, options) or _cut_error(key, cut) or order
+    misfit = _other_optimizer_error(key, part, options)
+    if cut and not misfit:
+        misfit = UsageError(
+            f"{key!r} has no state yet, and would get only a part of it: {name_some(cut)} is skipped",
+            fix=f"Load all of its state, none of it (exclude='{key}.state.*'), or let it make a step first.",
+        )
+    if not (is_named or misfit):
+        misfit = _order_error(key, entries, by_number)
     return OptimizerState(inner, key, part, numbers, groups, misfit)
 
 
-def _require_order(key: str, group: Mapping[str, Any], own: Sequence[str] | None) -> None:
-    """Raise `UsageError` if a group that numbers its parameters has these names in another order."""
-    saved = group.get("param_names")
-    if not (saved and own) or isinstance(group["params"][0], str) or saved == own:
-        return
-    if sorted(saved) == sorted(own):
-        first = next(number for number, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1])
-        raise UsageError(
-            f"{key!r} has its parameters in another order than when it was saved: {saved[first]!r} was where"
-            f" {own[first]!r} is",
-            fix="Make it with its parameters in the order of the save.",
-        )
+def _require_names(
+    key: str, place: int, group: Mapping[str, Any], own: Sequence[str], *, is_named: bool
+) -> None:
+    """Raise `UsageError` if a group that numbers its parameters has other ones, or in another order.
 
-
-def _require_same(key: str, place: int, group: Mapping[str, Any], own: Sequence[str] | None) -> None:
-    """Raise `UsageError` if a group that numbers its parameters has those of other names."""
+    Other names are other parameters only if the optimizer `is_named`, made from named parameters.
+    """
     saved = group.get("param_names")
     if not (saved and own) or isinstance(group["params"][0], str):
         return
-    other = [
-        pair for pair in zip(map(bare_name, saved), map(bare_name, own), strict=False) if pair[0] != pair[1]
-    ]
-    if other:
+    differing = [pair for pair in zip(saved, own, strict=False) if pair[0] != pair[1]]
+    if differing and sorted(saved) == sorted(own):
+        was, now = differing[0]
         raise UsageError(
-            f"Group {place} of {key!r} has other parameters than in the checkpoint: {other[0][1]!r} is where"
-            f" {other[0][0]!r} was",
-            fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'. If only names"
-            f" are new, exclude='{key}.param_groups.*.param_names'.",
+            f"{key!r} has its parameters in another order than when it was saved: {was!r} was where"
+            f" {now!r} is",
+            fix="Make it with its parameters in the order of the save.",
         )
+    for was, now in differing if is_named else ():
+        if bare_name(was) != bare_name(now):
+            raise UsageError(
+                f"Group {place} of {key!r} has other parameters than in the checkpoint: {now!r} is where"
+                f" {was!r} was",
+                fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'. If only"
+                f" names are new, exclude='{key}.param_groups.*.param_names'.",
+            )
 
 
 def _other_optimizer_error(
@@ -693,16 +679,6 @@ def _other_optimizer_error(
 
 
 _OPTIONS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-
-
-def _cut_error(key: str, skipped: Sequence[str]) -> UsageError | None:
-    """The error for a parameter that would get only some of its state: no optimizer begins with that."""
-    if not skipped:
-        return None
-    return UsageError(
-        f"{key!r} has no state yet, and would get only a part of it: {name_some(skipped)} is skipped",
-        fix=f"Load all of its state, none of it (exclude='{key}.state.*'), or let it make a step first.",
-    )
 
 
 def _order_error(
@@ -771,9 +747,8 @@ class _EmptyPlaces:
         for key in state:
             if prefixes[key]:
                 self._find(empty, (state, key), key, prefixes[key])
-        below = self.stored.below_each({prefix: name for prefix, (name, *_) in empty.items()})
-        for prefix, places in below.items():
-            _, holder, key = empty[prefix]
+        for prefix, (name, holder, key) in empty.items():
+            places = self.stored.below(prefix, name)
             taken = {path: facts for path, facts in places.items() if facts is not SKIPPED}
             is_list = all(isinstance(path[0], int) for path in taken)
             is_dict = isinstance(holder[key], MutableMapping)
@@ -1108,14 +1083,29 @@ def build_requests(
     for name, stored_name in selection.stored_names.items():
         if name in own and stored_name in numbers:
             number = numbers[stored_name]
-            _check_fit(own[name], index.tensors[number], converts=converts)
+            here, there = own[name], index.tensors[number]
+            if here.shape != there.shape:
+                raise UsageError(
+                    f"{name!r} is {list(here.shape)} in the state and {list(there.shape)} in the checkpoint",
+                    fix="Build the state with the configuration it was saved with, or skip this part with"
+                    " exclude=.",
+                )
+            if here.dtype != there.dtype and not converts:
+                raise UsageError(
+                    f"{name!r} is {here.dtype} in the state and {there.dtype} in the checkpoint",
+                    fix="Give the state the checkpoint's dtype, or convert it with convert_dtypes=True.",
+                )
             for place, piece in enumerate(local_state.shards[name]):
                 rows.append((number, piece.offsets, piece.sizes))
                 names.append((name, place))
         elif name not in own and stored_name in objects:
             wanted_objects[name] = objects[stored_name]
         else:
-            raise _kinds_differ(name, stored_name, is_tensor=name in own)
+            kinds = ("a tensor", "an object") if name in own else ("an object", "a tensor")
+            raise UsageError(
+                f"{name!r} is {kinds[0]} in the state, but {stored_name!r} is {kinds[1]} in the checkpoint",
+                fix="Give the state the same kind of value, or skip this part with exclude=.",
+            )
     regions = Regions.from_rows(rows)
     check_covered(index, regions, where)
     return build_matched_requests(regions, tuple(names), wanted_objects, index, item_index)
@@ -1129,7 +1119,12 @@ def build_matched_requests(
     item_index: ByteItemIndex,
 ) -> LoadRequests:
     """The requests for regions and objects that are already matched and checked."""
-    unpacking = _unpackings(index, item_index, regions)
+    wants, rows, common = find_overlaps(regions, index.stored.regions.take(item_index.packed_rows))
+    dims = [len(index.tensors[number].shape) for number in common.tensor.tolist()]
+    unpacking = tuple(
+        (row, want, common.region(part, dims[part]))
+        for part, (want, row) in enumerate(zip(wants.tolist(), rows.tolist(), strict=True))
+    )
     items = dict.fromkeys(item_index.first_packed + row for row, _, _ in unpacking)
     items.update(dict.fromkeys(item_index.first_object + number for number in wanted_objects.values()))
     sizes = np.array([item_index.tensors[number].shape[0] for number in items], dtype=np.int64)
@@ -1143,27 +1138,6 @@ def build_matched_requests(
     )
 
 
-def _check_fit(own: TensorFacts, stored: TensorFacts, *, converts: bool) -> None:
-    if own.shape != stored.shape:
-        raise UsageError(
-            f"{own.name!r} is {list(own.shape)} in the state and {list(stored.shape)} in the checkpoint",
-            fix="Build the state with the configuration it was saved with, or skip this part with exclude=.",
-        )
-    if own.dtype != stored.dtype and not converts:
-        raise UsageError(
-            f"{own.name!r} is {own.dtype} in the state and {stored.dtype} in the checkpoint",
-            fix="Give the state the checkpoint's dtype, or convert it with convert_dtypes=True.",
-        )
-
-
-def _kinds_differ(name: str, stored_name: str, *, is_tensor: bool) -> UsageError:
-    own, stored = ("a tensor", "an object") if is_tensor else ("an object", "a tensor")
-    return UsageError(
-        f"{name!r} is {own} in the state, but {stored_name!r} is {stored} in the checkpoint",
-        fix="Give the state the same kind of value, or skip this part with exclude=.",
-    )
-
-
 def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
     """Raise `DataDamaged` for the first wanted region whose elements are not all stored exactly once."""
     missing = missing_elements(index.stored.regions, regions)
@@ -1171,17 +1145,6 @@ def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
     if len(rows):
         row = int(rows[0])
         raise uncovered(index.tensors[int(regions.tensor[row])], regions, row, int(missing[row]), where)
-
-
-def _unpackings(
-    index: CheckpointIndex, item_index: ByteItemIndex, regions: Regions
-) -> tuple[tuple[int, int, Region], ...]:
-    wants, rows, common = find_overlaps(regions, index.stored.regions.take(item_index.packed_rows))
-    dims = [len(index.tensors[number].shape) for number in common.tensor.tolist()]
-    return tuple(
-        (row, want, common.region(part, dims[part]))
-        for part, (want, row) in enumerate(zip(wants.tolist(), rows.tolist(), strict=True))
-    )
 
 
 def with_payloads(index: CheckpointIndex, positions: Ints, rows: Ints) -> CheckpointIndex:
@@ -1247,22 +1210,19 @@ def unlocated_rows(index: CheckpointIndex) -> Ints:
 def _positions(checkpoint: CheckpointSource, rows: Ints) -> Ints:
     """Positions in the file, -1 where only the whole item has the payload."""
     stored = checkpoint.index.stored
+
+    def find(source: Source, row: int) -> int:
+        begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
+        head = bytearray(min(HEAD_BYTES, size))
+        source.read_into(begin, memoryview(head))
+        offset = checkpoint.payload_in(row, head)
+        return UNKNOWN if offset is None else begin + offset
+
     positions = np.full(len(rows), UNKNOWN, dtype=np.int64)
     with ThreadPoolExecutor(NUM_HEAD_READERS) as threads:
         for file in np.unique(stored.file[rows]).tolist():
             places = np.flatnonzero(stored.file[rows] == file)
-            with ExitStack() as opening:
-                source = checkpoint.storage.open(checkpoint.key(checkpoint.index.files[file]))
-                opening.callback(source.close)
-                look = partial(_position, checkpoint, source)
-                positions[places] = list(threads.map(look, rows[places].tolist()))
+            key = checkpoint.key(checkpoint.index.files[file])
+            with closing(checkpoint.storage.open(key)) as source:
+                positions[places] = list(threads.map(partial(find, source), rows[places].tolist()))
     return positions
-
-
-def _position(checkpoint: CheckpointSource, source: Source, row: int) -> int:
-    stored = checkpoint.index.stored
-    begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
-    head = bytearray(min(HEAD_BYTES, size))
-    source.read_into(begin, memoryview(head))
-    offset = checkpoint.payload_in(row, head)
-    return UNKNOWN if offset is None else begin + offset

@@ -1,18 +1,15 @@
 """Compares what several ranks hold of the same region, before each of them writes a part of it.
 
 Ranks share the writing of what they all hold, so replicas that have drifted apart would make a checkpoint
-that is a mix of them. Ranks first compare one sum of all that they hold; then one rank of each set with equal
-sums sends rank 0 the sums of its regions. Invariant: all ranks raise the same error, or none does.
+that is a mix of them. Ranks first compare one digest of all that they hold; then one rank of each set with
+equal digests sends rank 0 the sums of its regions. Invariant: all ranks raise the same error, or none does.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,8 +23,6 @@ from penstock.errors import RankError, name_some
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from penstock.checkpoint.state.tensors import LocalState
 
 BLOCK_BYTES: Final = 1 << 20
@@ -39,26 +34,6 @@ NUM_NAMED: Final = 3
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RegionSums:
-    """The regions of one rank by the hash of name and place, ascending, and a sum of the bytes of each."""
-
-    keys: NDArray[np.uint64]
-    sums: NDArray[np.uint64]
-
-    def digests(self) -> tuple[bytes, bytes]:
-        """Digests of the regions, and of their sums."""
-        return xxhash.xxh3_128_digest(self.keys.tobytes()), xxhash.xxh3_128_digest(self.sums.tobytes())
-
-
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """A region of which ranks hold different bytes, and which ranks hold the same."""
-
-    key: int
-    groups: tuple[tuple[int, ...], ...]
-
-
 def compare_replicas(state: LocalState, comm: Comm) -> float:
     """Raise the same `RankError` on all ranks if any region differs among them; else the seconds it took.
 
@@ -68,62 +43,72 @@ def compare_replicas(state: LocalState, comm: Comm) -> float:
     if comm.size == 1:
         return 0.0
     regions = _regions_of(state)
-    summed = run_on_all_ranks(
-        comm,
-        lambda: _sum_regions({key: view() for key, (_, view) in regions.items()}),
-        awaiting="all ranks to sum what they hold",
-    )
-    _require_equal(summed, {key: name for key, (name, _) in regions.items()}, comm)
-    took_s = time.perf_counter() - start_s
-    num_bytes = sum(view().nbytes for _, view in regions.values())
-    logger.info("rank %d compared %s with other ranks in %.3f s", comm.rank, format_bytes(num_bytes), took_s)
-    return took_s
 
+    def sum_regions() -> dict[str, int]:
+        with torch.no_grad():
+            return {
+                name: sum_bytes(memory) if memory.is_cpu else sum_on_device(memory)
+                for name, memory in sorted(regions.items())
+            }
 
-def _require_equal(summed: RegionSums, names: dict[int, str], comm: Comm) -> None:
-    """Raise the same error on all ranks if a region differs; `names` has this rank's regions by key."""
-    digests = comm.gather(summed.digests(), awaiting="all ranks to compare what they hold")
-    if len(set(digests)) == 1:
-        return
-    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    found = decide_on_rank0(
+    sums = run_on_all_ranks(comm, sum_regions, awaiting="all ranks to sum what they hold")
+    digest = xxhash.xxh3_128_digest(repr(sums).encode())
+    digests = comm.gather(digest, awaiting="all ranks to compare what they hold")
+    differences = decide_on_rank0(
         comm,
-        lambda: summed if first[digests[comm.rank]] == comm.rank else None,
+        lambda: sums if len(set(digests)) > 1 and digests.index(digest) == comm.rank else None,
         lambda received: _find_differences(received, digests),
         awaiting="rank 0 to compare the sums of all ranks",
     )
-    if found:
-        known = {each.key: names[each.key] for each in found if each.key in names}
-        all_names = comm.gather(known, awaiting="the names of what differs")
-        raise _error({key: name for own in all_names for key, name in own.items()}, found)
+    if differences:
+        raise RankError(
+            f"Replicas have drifted apart: {name_some(differences, NUM_NAMED, separator='; ')}",
+            fix="A checkpoint would be a mix of them. Look for a seed, a skipped update or a device at fault,"
+            " and restore the newest step; replicas='share' saves without comparing.",
+        )
+    took_s = time.perf_counter() - start_s
+    size = format_bytes(sum(memory.nbytes for memory in regions.values()))
+    logger.info("rank %d compared %s with other ranks in %.3f s", comm.rank, size, took_s)
+    return took_s
 
 
-def _regions_of(state: LocalState) -> dict[int, tuple[str, Callable[[], torch.Tensor]]]:
-    """By key, the region as people call it, and its memory."""
+def _find_differences(received: Sequence[dict[str, int] | None], digests: Sequence[bytes]) -> list[str]:
+    """Describe what differs among which ranks; a rank stands for all that have its digest."""
+    ranks_by_sum: dict[str, dict[int, list[int]]] = {}
+    for digest, sums in zip(digests, received, strict=True):
+        alike = [rank for rank, other in enumerate(digests) if other == digest]
+        for name, value in (sums or {}).items():
+            ranks_by_sum.setdefault(name, {}).setdefault(value, []).extend(alike)
+    return [
+        f"{name} differs between {_name_groups(sorted(map(sorted, by_sum.values())))}"
+        for name, by_sum in sorted(ranks_by_sum.items())
+        if len(by_sum) > 1
+    ]
+
+
+def _name_groups(groups: Sequence[Sequence[int]]) -> str:
+    return " and ".join(
+        f"rank {group[0]}" if len(group) == 1 else f"ranks {name_some(group, 8)}" for group in groups
+    )
+
+
+def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
+    """The memory of each region, by a name that tells equal bounds, `w[0:4, 0:8]`."""
     holdings = state.holdings
     apart = {held.name for held in holdings.small}
-    found: dict[int, tuple[str, Callable[[], torch.Tensor]]] = {}
+    found: dict[str, torch.Tensor] = {}
     for row, number in enumerate(holdings.regions.tensor.tolist()):
         facts = holdings.tensors[number]
         if facts.name in apart:
             continue
         offsets, sizes = holdings.regions.region(row, len(facts.shape))
-        name = facts.name
+        name, memory = facts.name, state.view(facts.name, offsets, sizes)
         if sizes != facts.shape:
             ranges = (f"{begin}:{begin + extent}" for begin, extent in zip(offsets, sizes, strict=True))
             name = f"{name}[{', '.join(ranges)}]"
-        view = partial(state.view, facts.name, offsets, sizes)
         # Sums on devices are of another kind, and never equal those on processors.
-        key = xxhash.xxh3_64_intdigest(f"{facts.name}\0{offsets}\0{sizes}\0{view().is_cpu}".encode())
-        found[key] = (name, view)
+        found[name if memory.is_cpu else f"{name} on devices"] = memory
     return found
-
-
-def _sum_regions(memory: dict[int, torch.Tensor]) -> RegionSums:
-    keys = sorted(memory)
-    with torch.no_grad():
-        sums = [sum_bytes(memory[key]) if memory[key].is_cpu else sum_on_device(memory[key]) for key in keys]
-    return RegionSums(np.array(keys, dtype=np.uint64), np.array(sums, dtype=np.uint64))
 
 
 def sum_bytes(memory: torch.Tensor) -> int:
@@ -153,44 +138,3 @@ def sum_on_device(memory: torch.Tensor) -> int:
     partial_sums = [(part * weights[: part.numel()]).sum() for part in torch.split(words, NUM_WORDS)]
     sums = torch.stack(partial_sums).cpu().numpy() if partial_sums else np.zeros(0)
     return xxhash.xxh3_64_intdigest(sums.tobytes() + content.numel().to_bytes(8, "little"))
-
-
-def _find_differences(
-    received: Sequence[RegionSums | None], digests: Sequence[tuple[bytes, bytes]]
-) -> list[_Difference]:
-    """Find out what differs, and among which ranks."""
-    senders = [(rank, summed) for rank, summed in enumerate(received) if summed is not None]
-    keys = np.concatenate([summed.keys for _, summed in senders])
-    sums = np.concatenate([summed.sums for _, summed in senders])
-    order = np.lexsort((sums, keys))
-    keys, sums = keys[order], sums[order]
-    differing = np.unique(keys[1:][(keys[1:] == keys[:-1]) & (sums[1:] != sums[:-1])])
-    if not len(differing):
-        return []
-    ranks_with = defaultdict(list)
-    for rank, digest in enumerate(digests):
-        ranks_with[digest].append(rank)
-    found = []
-    for key in differing.tolist():
-        groups: dict[int, list[int]] = defaultdict(list)
-        for rank, summed in senders:
-            at = int(np.searchsorted(summed.keys, np.uint64(key)))
-            if at < len(summed.keys) and int(summed.keys[at]) == key:
-                groups[int(summed.sums[at])] += ranks_with[digests[rank]]
-        found.append(_Difference(key, tuple(sorted(tuple(sorted(ranks)) for ranks in groups.values()))))
-    return found
-
-
-def _error(names: dict[int, str], found: Sequence[_Difference]) -> RankError:
-    described = sorted(f"{names[each.key]} differs between {_name_groups(each.groups)}" for each in found)
-    return RankError(
-        f"Replicas have drifted apart: {name_some(described, NUM_NAMED, separator='; ')}",
-        fix="A checkpoint would be a mix of them. Look for a seed, a skipped update or a device at fault, and"
-        " restore the newest step; replicas='share' saves without comparing.",
-    )
-
-
-def _name_groups(groups: Sequence[Sequence[int]]) -> str:
-    return " and ".join(
-        f"rank {group[0]}" if len(group) == 1 else f"ranks {name_some(group, 8)}" for group in groups
-    )

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.dcp_item import load_object
-from penstock.checkpoint.match import LeafSelection, patterns_of, require_met, select_leaves
+from penstock.checkpoint.match import LeafSelection, find_matches, require_matches, select_leaves
 from penstock.checkpoint.plan.save_plan import Holdings, PlacedObject, RankRegions, SaveOptions, plan_job
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
 from penstock.checkpoint.state.walk import NamePatterns, Owner, Path, find_leaf_name
@@ -88,15 +88,13 @@ class LoadPlanner(DefaultLoadPlanner):
                 items.append(_object_item(name, stored_name))
             else:
                 items += self._tensor_items(name, stored_name, about)
-        return planner.LoadPlan(
-            items, planner_data=[pattern.matches(names, stored) for pattern in patterns_of(self._choice)]
-        )
+        return planner.LoadPlan(items, planner_data=find_matches(self._choice, names, stored))
 
     def create_global_plan(self, global_plan: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
         """Coordinator: refuse a choice that no rank has anything of."""
         met = [any(of_ranks) for of_ranks in zip(*(plan.planner_data for plan in global_plan), strict=True)]
         stored = list(self.metadata.state_dict_metadata) if self.metadata is not None else []
-        require_met(patterns_of(self._choice), met, stored, 0)
+        require_matches(self._choice, met, stored, 0)
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:
