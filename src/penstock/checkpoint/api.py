@@ -177,9 +177,6 @@ class DryRun:
     """By rank, the names of the objects that it writes; `rng@rank3` is rank 3's own."""
 
     def __str__(self) -> str:
-        return "\n".join([*self._about_ranks(), "", *self._about_tensors()])
-
-    def _about_ranks(self) -> list[str]:
         lines = [
             f"{format_bytes(self.unique_bytes)} in tensors, on {len(self.ranks)} rank(s)",
             "",
@@ -189,21 +186,18 @@ class DryRun:
             sizes = (part.holds_bytes, part.writes_bytes, part.reads_bytes, part.receives_bytes)
             figures = "  ".join(f"{format_bytes(size):>10}" for size in sizes)
             lines.append(f"{part.rank:>4}  {figures}  {len(objects)}")
-        return lines
-
-    def _about_tensors(self) -> list[str]:
+        lines.append("")
         by_name: dict[str, list[PlannedWrite]] = {}
         for write in self.writes:
             by_name.setdefault(write.tensor, []).append(write)
         largest = sorted(by_name, key=lambda name: -sum(write.size_bytes for write in by_name[name]))
-        lines = []
         for name in largest[:NUM_TENSORS_SHOWN]:
             first = by_name[name][0]
             lines.append(f"{name}  {first.dtype} {list(first.shape)}")
             lines += [f"    rank {write.rank} writes {_ranges(write)}" for write in by_name[name]]
         if len(largest) > NUM_TENSORS_SHOWN:
             lines.append(f"and {len(largest) - NUM_TENSORS_SHOWN} smaller tensors")
-        return lines
+        return "\n".join(lines)
 
 
 def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:

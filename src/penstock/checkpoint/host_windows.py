@@ -18,17 +18,15 @@ import secrets
 import socket
 import struct
 import threading
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from penstock.checkpoint.plan.load_plan import LoadPlan
-from penstock.checkpoint.state.regions import Ints
 from penstock.cluster.comm import Comm
 from penstock.errors import RankError, Unavailable, WaitTimeout
 from penstock.storage.aligned import PAGE_BYTES, address_of, copy_bytes, round_up
@@ -98,7 +96,8 @@ class Window:
                 # Where there is nothing yet, nothing is collapsed.
                 os.pwrite(descriptor, b"\0", begin)
             view = _map_shared(descriptor, huge_bytes)
-            _advise(view, COLLAPSE)
+            address, size = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
+            raise_on_failure(ctypes.CDLL(None, use_errno=True).madvise(address, size, COLLAPSE))
             undo.pop_all()
         return cls(descriptor, view[:size_bytes], is_huge=True)
 
@@ -143,12 +142,6 @@ def _map_shared(descriptor: int, size_bytes: int) -> memoryview:
     if mapped != address_of(view):
         raise_on_failure(-1)
     return view
-
-
-def _advise(view: memoryview, advice: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    address, size_bytes = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
-    raise_on_failure(libc.madvise(address, size_bytes, advice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,24 +303,6 @@ def settings_for_sharing(links: HostLinks, settings: ReadSettings) -> ReadSettin
     return ReadSettings(streams=streams, block_bytes=links.block_bytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SeenSpans:
-    """The spans of one file that one other rank reads and this rank wants, in order."""
-
-    number: Ints
-    begin: Ints
-    end: Ints
-
-    def parts(self, begin: int, end: int) -> Iterator[Part]:
-        """Their parts in a block."""
-        first, last = np.searchsorted(self.end, begin, side="right"), np.searchsorted(self.begin, end)
-        rows = slice(int(first), int(last))
-        for span, low, high in zip(
-            self.number[rows].tolist(), self.begin[rows].tolist(), self.end[rows].tolist(), strict=True
-        ):
-            yield Part(span, max(low, begin), min(high, end))
-
-
 class HostSharing(BlockViewers):
     """What this rank shows to others of its host and sees of theirs, during one load."""
 
@@ -348,10 +323,15 @@ class HostSharing(BlockViewers):
         self._spans = spans
         self._sink = sink
         self._timeout_s = timeout_s
-        self._seen = _seen_spans(plan, spans)
+        self._seen: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """By rank and file, the spans in order that this rank wants of what that one reads."""
         self._missing = Counter[int]()
-        for (rank, _), seen in self._seen.items():
-            self._missing[rank] += int((seen.end - seen.begin).sum())
+        for number in range(plan.num_own, len(spans)):
+            rank = int(plan.reader[number])
+            self._seen[rank, spans[number].file].append(number)
+            self._missing[rank] += spans[number].end - spans[number].begin
+        self.seen_bytes = self._missing.total()
+        """What other ranks read for this one."""
         self._viewers_of_read: dict[int, set[int]] = defaultdict(set)
         for read, rank in zip(plan.shown_read.tolist(), plan.shown_to.tolist(), strict=True):
             self._viewers_of_read[read].add(rank)
@@ -444,11 +424,6 @@ class HostSharing(BlockViewers):
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def seen_bytes(self) -> int:
-        """What other ranks have read for this one."""
-        return sum(int((seen.end - seen.begin).sum()) for seen in self._seen.values())
-
     def _serve(self, rank: int) -> None:
         while not self._is_done(rank):
             message = self._receive(rank)
@@ -487,7 +462,13 @@ class HostSharing(BlockViewers):
 
     def _copy(self, rank: int, position: int, file: int, begin: int, end: int) -> None:
         content = self._links.links[rank].window.view[position : position + end - begin]
-        for part in self._seen[rank, file].parts(begin, end):
+        numbers = self._seen[rank, file]
+        first = bisect_right(numbers, begin, key=lambda number: self._spans[number].end)
+        for number in numbers[first:]:
+            span = self._spans[number]
+            if span.begin >= end:
+                break
+            part = Part(number, max(span.begin, begin), min(span.end, end))
             self._sink.take(part.span, part.begin, content[part.begin - begin : part.end - begin])
             self._sink.arrived(part)
             self._missing[rank] -= part.end - part.begin
@@ -510,12 +491,3 @@ class HostSharing(BlockViewers):
         # Whoever is gone is noticed by the thread that serves it.
         with suppress(ConnectionError):
             self._links.links[rank].connection.send(_MESSAGE.pack(kind, position, *span))
-
-
-def _seen_spans(plan: LoadPlan, spans: Sequence[Span]) -> dict[tuple[int, int], _SeenSpans]:
-    """By reader and file."""
-    rows: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for number in range(plan.num_own, len(spans)):
-        span = spans[number]
-        rows[int(plan.reader[number]), span.file].append((number, span.begin, span.end))
-    return {key: _SeenSpans(*np.array(own, dtype=np.int64).T) for key, own in rows.items()}

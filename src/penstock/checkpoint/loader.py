@@ -203,13 +203,18 @@ class CheckpointLoader:
             requests = matched.requests
 
             # Whoever finds everything in its page cache takes it from there: each exchange costs more.
-            is_cached = readable is None and _is_cached(checkpoint, items, requests)
+            wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
+            files = [checkpoint.index.files[number] for number in np.unique(items.stored.file[wanted])]
+            is_cached = readable is None and are_resident(checkpoint.storage, [*map(checkpoint.key, files)])
             plan, links, num_near = self._plan(
                 checkpoint, items, requests, comm, readable, is_cached=is_cached
             )
             planned_s = time.perf_counter()
 
-            buffers, storage = self._buffers, _storage_past_cache(checkpoint, items, plan)
+            # Not every rank can open the same files, so the best access is asked of one that this rank reads.
+            rows = plan.row[: plan.num_own]
+            file = int(items.stored.file[rows[0]]) if len(rows) else 0
+            buffers, storage = self._buffers, checkpoint.storage_of_files(file)
             if is_cached:
                 buffers = ReadBuffers(buffers.settings.for_cached(num_near))
                 storage = MappedStorage(checkpoint.storage)
@@ -415,19 +420,6 @@ def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first
     return bool(contents[0]) and contents[0] == contents[1]
 
 
-def _is_cached(checkpoint: CheckpointSource, items: ByteItemIndex, requests: LoadRequests) -> bool:
-    """Whether this machine's page cache has all files in which this rank wants something."""
-    wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
-    files = np.unique(items.stored.file[wanted]).tolist()
-    return are_resident(checkpoint.storage, [checkpoint.key(checkpoint.index.files[file]) for file in files])
-
-
-def _storage_past_cache(checkpoint: CheckpointSource, items: ByteItemIndex, plan: LoadPlan) -> Storage:
-    """The best access to the files that this rank reads; not every rank can open the same ones."""
-    rows = plan.row[: plan.num_own]
-    return checkpoint.storage_of_files(int(items.stored.file[rows[0]]) if len(rows) else 0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadContext:
     """The surroundings in which a plan is executed."""
@@ -620,24 +612,14 @@ def _find_whole_items(
     plan: LoadPlan, begin: Ints, end: Ints, context: LoadContext
 ) -> dict[int, ChecksummedItem]:
     """Items that this rank reads from end to end, by row of `ByteItemIndex`: they are verified while read."""
-    stored = context.items.stored
-    sizes = stored.regions.num_bytes(context.element_sizes)
-    own_row = plan.row[: plan.num_own]
-    if not len(own_row):
-        return {}
-    # Runs of reads of one row, each of which must follow the one before without a gap.
-    is_first = np.ones(len(own_row), dtype=np.bool_)
-    is_first[1:] = own_row[1:] != own_row[:-1]
-    first = np.flatnonzero(is_first)
-    last = np.append(first[1:], len(own_row)) - 1
-    row = own_row[first]
-    _, run, counts = np.unique(row, return_inverse=True, return_counts=True)
-    skips = np.zeros(len(own_row), dtype=np.int64)
-    skips[1:] = ~is_first[1:] & (begin[1 : len(own_row)] != end[: len(own_row) - 1])
-    num_skips = np.add.reduceat(skips, first)
-    payload = stored.payload_offset[row]
-    is_whole = (begin[first] == payload) & (end[last] == payload + sizes[row])
-    return context.checksummed_items(row[is_whole & (num_skips == 0) & (counts[run] == 1)])
+    num_own, num_items = plan.num_own, len(context.items.stored)
+    row, begin, end = plan.row[:num_own], begin[:num_own], end[:num_own]
+    # Reads of one item follow each other; they have all of it if they leave no gaps and add up to it.
+    has_gap = (row[1:] == row[:-1]) & (begin[1:] != end[:-1])
+    num_gaps = np.bincount(row[1:][has_gap], minlength=num_items)
+    num_bytes = np.bincount(row, weights=end - begin, minlength=num_items)
+    is_whole = num_bytes == context.items.stored.regions.num_bytes(context.element_sizes)
+    return context.checksummed_items(np.unique(row[(is_whole & (num_gaps == 0))[row]]))
 
 
 def _plan_spans(

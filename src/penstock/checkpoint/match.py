@@ -351,18 +351,26 @@ class Places:
         below: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
         for path, facts in stored.items():
             below.setdefault(path[0], {})[path[1:]] = facts
-        if stored:
-            _drop_rest(own, below)
+        # Drop what a list, or a dict that numbers its entries, has beyond what is stored.
+        if stored and isinstance(own, list):
+            del own[1 + max((step for step in below if isinstance(step, int)), default=-1) :]
+        elif stored and isinstance(own, MutableMapping) and not any(map(_is_word, own)):
+            for key in [key for key in own if str(key) not in below]:
+                del own[key]
         for step, rests in below.items():
             taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
-            if not taken or not has_entry(own, (step,)):
+            key = own_key(own, step)
+            has_entry = key in own if isinstance(own, Mapping) else isinstance(key, int) and key < len(own)
+            if not taken or not has_entry:
                 for rest, facts in taken.items():
                     self.put(own, (step, *rest), new_place(facts, self.parameter), at)
                 continue
-            key = own_key(own, step)
             if taken.keys() == {()}:
                 if not _is_place(own, own[key], taken[()]):
-                    self._leave(own, key, taken[()])
+                    if isinstance(own[key], MutableMapping):
+                        own[key].clear()
+                        self._emptied.append((own, key, own[key]))
+                    set_entry(own, key, new_place(taken[()], self.parameter))
                 continue
             rests.pop((), None)
             if not isinstance(own[key], Mapping | list):
@@ -374,12 +382,6 @@ class Places:
         for holder, key, emptied in self._emptied:
             if type(holder[key]) is dict and not holder[key]:
                 holder[key] = emptied
-
-    def _leave(self, own: Any, key: Any, facts: TensorFacts | None) -> None:
-        if isinstance(own[key], MutableMapping):
-            own[key].clear()
-            self._emptied.append((own, key, own[key]))
-        set_entry(own, key, new_place(facts, self.parameter))
 
     def put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
         """Put a value at a place; missing dicts and lists on the way are made."""
@@ -403,7 +405,9 @@ class Places:
         if key in holder or not isinstance(key, str):
             return key
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
-        if kind is None and _counts(holder) and key.isdecimal() and str(int(key)) == key:
+        # Keys that look like integers are some, unless others that look so are text.
+        counts = not any(isinstance(own, str) and own.isdecimal() for own in holder)
+        if kind is None and counts and key.isdecimal() and str(int(key)) == key:
             return int(key)
         return literal_key(key) if kind == "literal" else key
 
@@ -411,17 +415,6 @@ class Places:
 def set_entry(holder: Any, key: Any, value: Any) -> None:
     """Set an entry. Lists whose entries have names are entered for a value that is to come, too."""
     holder[key] = Room() if value is None and isinstance(holder, list) else value
-
-
-def _drop_rest(own: Any, stored: Collection[str | int]) -> None:
-    """Drop what a list, or a dict that numbers its entries, has beyond what is stored."""
-    if isinstance(own, list):
-        del own[1 + max((step for step in stored if isinstance(step, int)), default=-1) :]
-    elif isinstance(own, MutableMapping) and not any(
-        isinstance(key, str) and not key.isdecimal() for key in own
-    ):
-        for key in [key for key in own if str(key) not in stored]:
-            del own[key]
 
 
 def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
@@ -434,33 +427,15 @@ def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
     return tuple(value.shape) == facts.shape and str(value.dtype) == f"torch.{facts.dtype}"
 
 
+def _is_word(key: object) -> bool:
+    return isinstance(key, str) and not key.isdecimal()
+
+
 def own_key(holder: Any, step: str | int) -> Any:
     """The key of a step of a place, which is text even where the state counts with integers."""
     if not isinstance(holder, Mapping) or step in holder:
         return step
     return next((key for key in holder if not isinstance(key, str) and str(key) == step), step)
-
-
-def has_entry(holder: Any, path: Path) -> bool:
-    """Whether there is anything at a place."""
-    for step in path:
-        if isinstance(holder, Mapping):
-            key = own_key(holder, step)
-            if key not in holder:
-                return False
-        elif isinstance(holder, list):
-            key = step
-            if not isinstance(step, int) or step >= len(holder):
-                return False
-        else:
-            return False
-        holder = holder[key]
-    return True
-
-
-def _counts(holder: Mapping[Any, Any]) -> bool:
-    """Whether keys that look like integers are some; where there is none yet, this can only be guessed."""
-    return not any(isinstance(key, str) and key.isdecimal() for key in holder)
 
 
 @dataclass(slots=True)
@@ -573,7 +548,9 @@ def begin_optimizer(
     by_name = {
         names[id(parameter)]: number for number, parameter in by_number.items() if id(parameter) in names
     }
-    by_name.update(_names_of_groups(raw["param_groups"]))
+    for group in raw["param_groups"]:
+        # Optimizers that were made from named parameters have their names.
+        by_name.update(zip(group.get("param_names", ()), group["params"], strict=False))
     entries: dict[str, dict[Path, TensorFacts | Skipped | None]] = {}
     options: dict[str | int, dict[str, bool]] = {}
     for path, facts in stored.below(prefix, key).items():
@@ -706,15 +683,6 @@ def _order_error(
                 " get_optimizer_state_dict saves them, allow any order.",
             )
     return None
-
-
-def _names_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The names of optimizers that were made from named parameters."""
-    return {
-        name: number
-        for group in groups
-        for name, number in zip(group.get("param_names", ()), group["params"], strict=False)
-    }
 
 
 def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ from penstock.checkpoint.file_layout import (
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import MetadataWriter, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, WrittenFile, build_manifest, manifest_bytes
-from penstock.checkpoint.plan.save_plan import Bucket, JobPlan, JobPlanner, SaveOptions, SavePlan, plan_files
+from penstock.checkpoint.plan.save_plan import JobPlan, JobPlanner, SaveOptions, SavePlan, plan_files
 from penstock.checkpoint.replicas import compare_replicas
 from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, StoredObject, StoredRegions
 from penstock.checkpoint.state.tensors import (
@@ -67,7 +67,7 @@ from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.protocol import Storage
 from penstock.transfer.buffers import StagingMemory, WarmMemory, pin_memory
-from penstock.transfer.ledger import Measurement, now_ns
+from penstock.transfer.ledger import now_ns
 from penstock.transfer.pipeline import (
     MIN_BUFFERS_PER_STREAM,
     PipelineSettings,
@@ -181,16 +181,35 @@ class PreparedTensors:
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Lay out this rank's share, and begin to copy it, unless only the commit is urgent."""
-        start_s = time.perf_counter()
-        plan = self.plan
+        start_s, plan, state = time.perf_counter(), self.plan, self.local_state
+        # An object that differs on this rank has a name of its own, and must not replace the common one.
+        paths = {leaf.name: leaf.path for leaf in state.leaves}
+        payloads: dict[str, list[Payload]] = {}
+        regions, objects = [], []
         with paused_garbage_collection():
-            layouts = tuple(lay_out_file(bucket, plan.tensors) for bucket in plan.buckets)
+            for bucket in plan.buckets:
+                # Objects first, then regions, as they are laid out.
+                payloads[bucket.file] = [
+                    payload_of_bytes(state.objects[each.name]) for each in bucket.objects
+                ]
+                for row, number in enumerate(bucket.regions.tensor.tolist()):
+                    facts = plan.tensors[number]
+                    region = bucket.regions.region(row, len(facts.shape))
+                    view = state.view(find_leaf_name(facts.name, state.shards), *region)
+                    dtype = self.dtype if view.is_floating_point() else None
+                    payloads[bucket.file].append(payload_of_tensor(view, dtype))
+                # Regions have the numbers of all ranks' tensors.
+                regions.append(replace(bucket.regions, tensor=self.numbers[bucket.regions.tensor]))
+                names = [(each.name, each.stored_name) for each in bucket.objects]
+                objects.append(
+                    tuple((stored, paths[name] if stored == name else (stored,)) for name, stored in names)
+                )
             share = SaveShare(
                 rank=plan.rank,
-                layouts=layouts,
-                payloads={bucket.file: self._payloads(bucket) for bucket in plan.buckets},
+                layouts=tuple(lay_out_file(bucket, plan.tensors) for bucket in plan.buckets),
+                payloads=payloads,
                 payload_bytes=plan.num_bytes,
-                contents=self._contents(),
+                contents=ShareContents(regions=tuple(regions), objects=tuple(objects)),
                 compare_s=self.compare_s,
             ).transformed(self.transforms)
         share = replace(share, plan_s=self.plan_s + time.perf_counter() - start_s)
@@ -204,46 +223,36 @@ class PreparedTensors:
             copies = "before all else" if needed_bytes <= settings.buffer_memory_bytes else "at once"
         return StagedFiles(share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
 
-    def _payloads(self, bucket: Bucket) -> list[Payload]:
-        """Find where the bytes of each item of a file come from: its objects first, then its regions."""
-        state, tensors = self.local_state, self.plan.tensors
-        payloads = [payload_of_bytes(state.objects[placed.name]) for placed in bucket.objects]
-        columns = (bucket.regions.tensor, bucket.regions.offsets, bucket.regions.sizes)
-        for number, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
-            facts = tensors[number]
-            name, width = find_leaf_name(facts.name, state.shards), len(facts.shape)
-            view = state.view(name, tuple(offsets[:width]), tuple(sizes[:width]))
-            payloads.append(payload_of_tensor(view, self.dtype if view.is_floating_point() else None))
-        return payloads
-
-    def _contents(self) -> ShareContents:
-        """Describe this rank's files to rank 0; regions have the numbers of all ranks' tensors."""
-        paths = {leaf.name: leaf.path for leaf in self.local_state.leaves}
-        return ShareContents(
-            regions=tuple(
-                Regions(self.numbers[bucket.regions.tensor], bucket.regions.offsets, bucket.regions.sizes)
-                for bucket in self.plan.buckets
-            ),
-            # An object that differs on this rank has a name of its own, and must not replace the common one.
-            objects=tuple(
-                tuple(
-                    (
-                        each.stored_name,
-                        paths[each.name] if each.stored_name == each.name else (each.stored_name,),
-                    )
-                    for each in bucket.objects
-                )
-                for bucket in self.plan.buckets
-            ),
-        )
-
     # A million items make millions of short-lived objects, and collecting among them doubles the time.
     @paused_garbage_collection()
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""
         job = self.job
         assert job is not None, "rank 0 made the plan"
-        index = self._index(shares)
+        written = [
+            (file, objects, regions)
+            for share in shares
+            for file, objects, regions in zip(
+                share.files, share.contents.objects, share.contents.regions, strict=True
+            )
+        ]
+        objects = [
+            StoredObject(name, number, int(file.item_offset[row]), int(file.item_bytes[row]), self.transforms)
+            for number, (file, named, _) in enumerate(written)
+            for row, (name, _) in enumerate(named)
+        ]
+        regions = Regions.concatenated([own for _, _, own in written])
+        # In each file, regions come after the objects.
+        rows = [(file, slice(len(named), None)) for file, named, _ in written]
+        nothing = np.zeros(0, dtype=np.int64)
+        stored = StoredRegions(
+            regions,
+            file=np.repeat(np.arange(len(written)), [len(own) for _, _, own in written]),
+            item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
+            item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
+            payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
+            packed=np.full(len(regions), bool(self.transforms)),
+        )
         found = dict(job.paths)
         for share in shares:
             found |= dict(each for objects in share.contents.objects for each in objects)
@@ -251,7 +260,14 @@ class PreparedTensors:
         order = [leaf.name for leaf in self.local_state.leaves]
         paths = {name: found[name] for name in order if name in found} | found
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        index = replace(index, paths=paths)
+        index = CheckpointIndex(
+            job.tensors,
+            stored,
+            tuple(objects),
+            tuple(file.name for file, _, _ in written),
+            paths,
+            transforms=[self.transforms] * len(regions) if self.transforms else (),
+        )
         metadata = self.metadata.write(index)
         named = {key: cast("Fact", fact) for key, fact in facts.items() if key not in ("step", "save_id")}
         manifest = build_manifest(
@@ -269,36 +285,6 @@ class PreparedTensors:
             metadata=metadata,
             sizes={file.name: file.size_bytes for share in shares for file in share.files},
         )
-
-    def _index(self, shares: Sequence[WrittenShare]) -> CheckpointIndex:
-        """The index of what ranks report to have written, in rank order."""
-        assert self.job is not None, "rank 0 made the plan"
-        written = [
-            (file, objects, regions)
-            for share in shares
-            for file, objects, regions in zip(
-                share.files, share.contents.objects, share.contents.regions, strict=True
-            )
-        ]
-        objects: list[StoredObject] = []
-        for number, (file, named, _) in enumerate(written):
-            for row, (name, _) in enumerate(named):
-                offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
-                objects.append(StoredObject(name, number, offset, size, self.transforms))
-        regions = Regions.concatenated([own for _, _, own in written])
-        rows = [(file, slice(len(named), None)) for file, named, _ in written]
-        nothing = np.zeros(0, dtype=np.int64)
-        stored = StoredRegions(
-            regions,
-            file=np.repeat(np.arange(len(written)), [len(own) for _, _, own in written]),
-            item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
-            item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
-            payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
-            packed=np.full(len(regions), bool(self.transforms)),
-        )
-        files = tuple(file.name for file, _, _ in written)
-        transforms = [self.transforms] * len(regions) if self.transforms else ()
-        return CheckpointIndex(self.job.tensors, stored, tuple(objects), files, transforms=transforms)
 
 
 MOST_CHUNK_BYTES = 16 << 20
@@ -454,11 +440,34 @@ class StagedFiles:
                 )
             except PipelineStopped as error:
                 raise SaveCancelled from error
+        files = []
+        for layout in self._share.layouts:
+            offset, size, payload = layout.columns()
+            files.append(
+                WrittenFile(
+                    name=layout.name,
+                    size_bytes=layout.size_bytes,
+                    item_offset=offset,
+                    item_bytes=size,
+                    payload_offset=payload,
+                    sums=self._filler.sums(layout.name),
+                )
+            )
         return WrittenShare(
             rank=self._share.rank,
-            files=tuple(self._describe_file(layout) for layout in self._share.layouts),
-            stats=self._stats(measurement),
+            files=tuple(files),
             contents=self._share.contents,
+            stats=RankSaveStats(
+                rank=self._share.rank,
+                payload_bytes=self._share.payload_bytes,
+                file_bytes=measurement.ledger.durable_bytes,
+                compare_s=self._share.compare_s,
+                plan_s=self._share.plan_s,
+                stage_s=max(self._pipe.filled_ns - self._start_ns, 0) / _NS_PER_S,
+                write_s=(measurement.last_submit_ns - measurement.first_submit_ns) / _NS_PER_S,
+                sync_s=(measurement.end_ns - measurement.last_submit_ns) / _NS_PER_S,
+                memory_bytes=self._settings.buffer_memory_bytes,
+            ),
         )
 
     def cancel(self) -> None:
@@ -472,27 +481,3 @@ class StagedFiles:
         with self._lock:
             was_claimed, self._is_claimed = self._is_claimed, True
         return was_claimed
-
-    def _describe_file(self, layout: FileLayout) -> WrittenFile:
-        offset, size, payload = layout.columns()
-        return WrittenFile(
-            name=layout.name,
-            size_bytes=layout.size_bytes,
-            item_offset=offset,
-            item_bytes=size,
-            payload_offset=payload,
-            sums=self._filler.sums(layout.name),
-        )
-
-    def _stats(self, measurement: Measurement) -> RankSaveStats:
-        return RankSaveStats(
-            rank=self._share.rank,
-            payload_bytes=self._share.payload_bytes,
-            file_bytes=measurement.ledger.durable_bytes,
-            compare_s=self._share.compare_s,
-            plan_s=self._share.plan_s,
-            stage_s=max(self._pipe.filled_ns - self._start_ns, 0) / _NS_PER_S,
-            write_s=(measurement.last_submit_ns - measurement.first_submit_ns) / _NS_PER_S,
-            sync_s=(measurement.end_ns - measurement.last_submit_ns) / _NS_PER_S,
-            memory_bytes=self._settings.buffer_memory_bytes,
-        )

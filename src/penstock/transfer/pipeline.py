@@ -414,7 +414,11 @@ class WritePipeline:
         """Fill buffers, object by object, until no object is left."""
         with ExitStack() as undo:
             undo.callback(stream.filled.set_exception, PipelineStopped())
-            while (number := self._claim_object()) is not None:
+            while True:
+                with self._lock:
+                    number = next(self._unclaimed, None)
+                if number is None:
+                    break
                 stream.unsettled.append(number)
                 for chunk in self._stamps.chunks(number):
                     if not self._fills_first:
@@ -430,10 +434,6 @@ class WritePipeline:
         stream.filled.set_result(None)
         self._settle(stream)
         stream.ready.put(None)
-
-    def _claim_object(self) -> int | None:
-        with self._lock:
-            return next(self._unclaimed, None)
 
     def _fill_chunk(self, stream: int, number: int, chunk: int) -> Buffer:
         planned, stamps = self._planned[number], self._stamps

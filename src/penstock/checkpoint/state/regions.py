@@ -272,38 +272,39 @@ class ElementType:
     safetensors: str | None
 
 
-def _table(*rows: tuple[str, int, str | None, str | None]) -> Mapping[str, ElementType]:
-    return MappingProxyType({row[0]: ElementType(*row) for row in rows})
-
-
-ELEMENT_TYPES: Mapping[str, ElementType] = _table(
-    ("float32", 4, "FloatStorage", "F32"),
-    ("float64", 8, "DoubleStorage", "F64"),
-    ("float16", 2, "HalfStorage", "F16"),
-    ("bfloat16", 2, "BFloat16Storage", "BF16"),
-    ("int8", 1, "CharStorage", "I8"),
-    ("int16", 2, "ShortStorage", "I16"),
-    ("int32", 4, "IntStorage", "I32"),
-    ("int64", 8, "LongStorage", "I64"),
-    ("uint8", 1, "ByteStorage", "U8"),
-    ("bool", 1, "BoolStorage", "BOOL"),
-    ("complex64", 8, "ComplexFloatStorage", "C64"),
-    ("complex128", 16, "ComplexDoubleStorage", None),
-    ("complex32", 4, None, None),
-    ("uint16", 2, None, "U16"),
-    ("uint32", 4, None, "U32"),
-    ("uint64", 8, None, "U64"),
-    ("float8_e4m3fn", 1, None, "F8_E4M3"),
-    ("float8_e5m2", 1, None, "F8_E5M2"),
-    ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
-    ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
-    ("float8_e8m0fnu", 1, None, "F8_E8M0"),
-    ("float4_e2m1fn_x2", 1, None, None),
-    ("bits8", 1, None, None),
-    ("bits16", 2, None, None),
-    ("bits1x8", 1, None, None),
-    ("bits2x4", 1, None, None),
-    ("bits4x2", 1, None, None),
+ELEMENT_TYPES: Mapping[str, ElementType] = MappingProxyType(
+    {
+        row[0]: ElementType(*row)
+        for row in (
+            ("float32", 4, "FloatStorage", "F32"),
+            ("float64", 8, "DoubleStorage", "F64"),
+            ("float16", 2, "HalfStorage", "F16"),
+            ("bfloat16", 2, "BFloat16Storage", "BF16"),
+            ("int8", 1, "CharStorage", "I8"),
+            ("int16", 2, "ShortStorage", "I16"),
+            ("int32", 4, "IntStorage", "I32"),
+            ("int64", 8, "LongStorage", "I64"),
+            ("uint8", 1, "ByteStorage", "U8"),
+            ("bool", 1, "BoolStorage", "BOOL"),
+            ("complex64", 8, "ComplexFloatStorage", "C64"),
+            ("complex128", 16, "ComplexDoubleStorage", None),
+            ("complex32", 4, None, None),
+            ("uint16", 2, None, "U16"),
+            ("uint32", 4, None, "U32"),
+            ("uint64", 8, None, "U64"),
+            ("float8_e4m3fn", 1, None, "F8_E4M3"),
+            ("float8_e5m2", 1, None, "F8_E5M2"),
+            ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
+            ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
+            ("float8_e8m0fnu", 1, None, "F8_E8M0"),
+            ("float4_e2m1fn_x2", 1, None, None),
+            ("bits8", 1, None, None),
+            ("bits16", 2, None, None),
+            ("bits1x8", 1, None, None),
+            ("bits2x4", 1, None, None),
+            ("bits4x2", 1, None, None),
+        )
+    }
 )
 """By name. Types that torch itself cannot save (sub-byte and bare quantized ones) are left out."""
 

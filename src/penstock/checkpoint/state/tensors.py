@@ -47,17 +47,6 @@ class LocalShard:
     sizes: tuple[int, ...]
     memory: torch.Tensor
 
-    def contains(self, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Whether another region is inside this one."""
-        return all(
-            own <= begin and begin + extent <= own + size
-            for own, size, begin, extent in zip(self.offsets, self.sizes, offsets, sizes, strict=True)
-        )
-
-    def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The memory of a region inside this one."""
-        return narrow_region(self.memory, self.offsets, offsets, sizes)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalState:
@@ -100,8 +89,9 @@ class LocalState:
         for shard in self.shards[name]:
             if shard.offsets == offsets and shard.sizes == sizes:
                 return shard.memory
-            if shard.contains(offsets, sizes):
-                return shard.view(offsets, sizes)
+            bounds = zip(shard.offsets, shard.sizes, offsets, sizes, strict=True)
+            if all(own <= at and at + size <= own + extent for own, extent, at, size in bounds):
+                return narrow_region(shard.memory, shard.offsets, offsets, sizes)
         raise UsageError(
             f"This rank holds no piece of {name!r} with {list(sizes)} elements at {list(offsets)}",
             fix="Write and read only what the plan assigns to this rank.",
@@ -258,7 +248,9 @@ def _collect(
             shards[leaf.name] = [] if is_copy else local_shards(leaf.name, leaf.value)
             rows += [(len(tensors), shard.offsets, shard.sizes) for shard in shards[leaf.name]]
             tensors.append(tensor_facts(leaf.name, leaf.value))
-            if is_saved and not is_copy and _may_be_own(leaf.value, own_bytes if leaf.may_differ else 0):
+            # Ranks may have other values of data loaders and the like, or lack them.
+            most_bytes = own_bytes if leaf.owner in (Owner.STATEFUL, Owner.EXTRA) else 0
+            if is_saved and not is_copy and _may_be_own(leaf.value, most_bytes):
                 small.append(_held_tensor(leaf))
         elif is_saved:
             objects[leaf.name] = _pack_leaf(leaf, packed)
@@ -444,19 +436,15 @@ def _plain(name: str, value: Any) -> torch.Tensor:
             f"{name!r} is a {type(value).__name__}, whose elements are those of tensors inside it",
             fix="Put those into the state: value.__tensor_flatten__() names them.",
         )
-    if _computes_its_elements(value):
+    # It only looks like a tensor of its dtype, as a MaskedTensor does.
+    answers_itself = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if answers_itself and value.numel() > 0 and not value.data_ptr():
         raise UsageError(
             f"{name!r} is a {type(value).__name__}, which has no memory of its own",
             fix="Put the tensors that it is made of into the state.",
         )
     plain: torch.Tensor = value.detach()
     return plain
-
-
-def _computes_its_elements(value: torch.Tensor) -> bool:
-    """Whether it only looks like a tensor of its dtype, as a MaskedTensor does."""
-    answers_itself = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return answers_itself and value.numel() > 0 and not value.data_ptr()
 
 
 class UnpicklableValue(UsageError, TypeError):

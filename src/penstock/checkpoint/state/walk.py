@@ -65,11 +65,6 @@ class Leaf:
     _holder: Any
     _key: Any
 
-    @property
-    def may_differ(self) -> bool:
-        """Whether ranks may have other values, or lack it: data loaders and the like, and extra states."""
-        return self.owner in (Owner.STATEFUL, Owner.EXTRA)
-
     def put(self, value: object) -> None:
         """Put `value` into this leaf's place."""
         if not isinstance(self._holder, MutableMapping | list):

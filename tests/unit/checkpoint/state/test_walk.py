@@ -103,9 +103,9 @@ def test_empty_dicts_are_leaves_where_a_load_does_not_know_them(owner: Owner, ke
     assert [leaf.name for leaf in leaves_of(state, owner)] == kept
 
 
-def test_an_extra_state_may_differ_and_the_rest_of_a_module_may_not() -> None:
+def test_an_extra_state_has_another_owner_than_the_rest_of_a_module() -> None:
     leaves = leaves_of({"m": {"w": Tensor(), "x_extra_state": 1}}, Owner.MODULE)
-    assert [leaf.may_differ for leaf in leaves] == [False, True]
+    assert [leaf.owner for leaf in leaves] == [Owner.MODULE, Owner.EXTRA]
 
 
 def test_buffers_that_are_copied_have_an_owner_of_their_own() -> None:
