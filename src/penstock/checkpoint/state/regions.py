@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import NoReturn, Self
 
 import numpy as np
+import numpy.ma  # which np.unique would import in the middle of a first load
 from numpy.typing import NDArray
 
 from penstock.checkpoint.state.walk import Path
