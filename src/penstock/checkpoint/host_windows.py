@@ -71,7 +71,7 @@ _PEER_CREDENTIALS: Final = struct.Struct("<iII")
 
 
 def count_streams(settings: ReadSettings, num_ranks: int) -> int:
-    """Of each of a host's ranks, which read for each other: together twice as many as one alone."""
+    """The streams of each of a host's ranks, which read for each other: together twice those of one alone."""
     return max(LEAST_STREAMS, min(settings.streams, 2 * settings.streams // num_ranks))
 
 
@@ -82,7 +82,7 @@ class Window:
     descriptor: int
     view: memoryview
     is_huge: bool = False
-    """Whether it is in huge pages, so that devices read into it as fast as into any memory."""
+    """True if it is in huge pages, so that devices read into it as fast as into any memory."""
 
     @classmethod
     def make_huge(cls, size_bytes: int) -> Window:
@@ -120,7 +120,7 @@ class Window:
         return cls(descriptor, _map_shared(descriptor, size_bytes))
 
     def close(self) -> None:
-        """Close the file; the memory is freed with the last view of it in any process."""
+        """Close the file; the memory is freed with its last view in any process."""
         os.close(self.descriptor)
 
 
@@ -152,7 +152,7 @@ class HostLink:
     window: Window
 
     def close(self) -> None:
-        """End the connection. What is left to receive is read, or else what was sent would be lost."""
+        """End the connection, and read the rest first: otherwise what was sent would be lost."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
             while self.connection.recv(64):
@@ -176,7 +176,7 @@ class HostLinks:
         return [self.window.view[start : start + self.block_bytes] for start in starts]
 
     def close(self) -> None:
-        """Leave; the others may use what they have got."""
+        """Leave. What the others have mapped stays theirs."""
         for link in self.links.values():
             link.close()
         self.window.close()
@@ -276,7 +276,7 @@ def _make_window(num_ranks: int, settings: ReadSettings, read_bytes: int) -> tup
     room, streams = SHARED_BYTES // num_ranks, count_streams(settings, num_ranks)
 
     def divide(most_bytes: int, num_blocks: int) -> tuple[int, int]:
-        """Into how many blocks of which size."""
+        """The number of blocks and their size."""
         size = min(settings.fit(read_bytes).block_bytes, most_bytes, room // num_blocks)
         size -= size % PAGE_BYTES
         return max(1, min(num_blocks, -(-read_bytes // size))), size
@@ -304,7 +304,7 @@ def settings_for_sharing(links: HostLinks, settings: ReadSettings) -> ReadSettin
 
 
 class HostSharing(BlockViewers):
-    """What this rank shows to others of its host and sees of theirs, during one load."""
+    """Shows this rank's blocks to the others of its host and copies from theirs, during one load."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class HostSharing(BlockViewers):
             self._seen[rank, spans[number].file].append(number)
             self._missing[rank] += spans[number].end - spans[number].begin
         self.seen_bytes = self._missing.total()
-        """What other ranks read for this one."""
+        """Bytes that other ranks read for this one."""
         self._viewers_of_read: dict[int, set[int]] = defaultdict(set)
         for read, rank in zip(plan.shown_read.tolist(), plan.shown_to.tolist(), strict=True):
             self._viewers_of_read[read].add(rank)
@@ -348,7 +348,7 @@ class HostSharing(BlockViewers):
     def expect_blocks(
         self, blocks: Sequence[Block], reuse: Callable[[int], None]
     ) -> Sequence[memoryview] | None:
-        """Before the first block is read: which blocks this rank reads. Returns the window, to read into."""
+        """Prepare for the blocks that this rank will read. Returns the window, if blocks are read into it."""
         self._reuse = reuse
         self._viewers = {
             number: tuple(sorted(ranks))
@@ -360,7 +360,7 @@ class HostSharing(BlockViewers):
         return self._places if self._reads_into_window else None
 
     def show(self, number: int, block: Block, buffer: int, content: memoryview) -> None:
-        """Tell those who want a block where it is, once it is in the window and there was room for it."""
+        """Copy a block into the window, unless it is there, and announce it to the ranks that want it."""
         viewers = self._viewers.get(number, ())
         if self._reads_into_window:
             place: int | None = buffer
@@ -373,17 +373,17 @@ class HostSharing(BlockViewers):
         if address_of(content) != address_of(memory):
             copy_bytes(memory, content)
         for rank in viewers:
-            self._tell(rank, _SHOWN, place * self._links.block_bytes, block)
+            self._send(rank, _SHOWN, place * self._links.block_bytes, block)
 
     def release(self, buffer: int) -> None:
-        """The reader has done with a buffer, which may be a place of the window."""
+        """Take back a buffer of the reader, which may be a place of the window."""
         if self._reads_into_window:
             self._return_place(buffer)
         else:
             self._reuse(buffer)
 
     def _take_place(self, num_viewing: int) -> int | None:
-        """A free place of the window, which so many ranks will return; None after `stop`."""
+        """A free place of the window, which `num_viewing` ranks will return; None after `stop`."""
         with self._room:
             self._room.wait_for(lambda: self._free_places or self._stopped.is_set())
             if self._stopped.is_set():
@@ -411,7 +411,7 @@ class HostSharing(BlockViewers):
             raise no_thread(error) from error
 
     def stop(self) -> None:
-        """Tell the others that this rank gives up, unless it is done, and end all threads."""
+        """Announce to the others that this rank gives up, unless it is done, and end all threads."""
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -420,7 +420,7 @@ class HostSharing(BlockViewers):
         with self._room:
             self._room.notify_all()
         for rank, link in self._links.links.items():
-            self._tell(rank, _GAVE_UP)
+            self._send(rank, _GAVE_UP)
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_RDWR)
 
@@ -437,7 +437,7 @@ class HostSharing(BlockViewers):
             kind, position, file, begin, end = _MESSAGE.unpack(message)
             if kind == _SHOWN:
                 self._copy(rank, position, file, begin, end)
-                self._tell(rank, _RETURNED, position)
+                self._send(rank, _RETURNED, position)
                 continue
             if kind == _RETURNED:
                 self._return_place(position // self._links.block_bytes)
@@ -445,7 +445,7 @@ class HostSharing(BlockViewers):
                 continue
             # Its failure is known to all with the next heartbeat, which stops this rank as well.
             if not self._stopped.wait(self._timeout_s):
-                raise WaitTimeout(f"the failure of rank {rank} to be told", self._timeout_s)
+                raise WaitTimeout(f"the failure of rank {rank} to be reported", self._timeout_s)
 
     def _receive(self, rank: int) -> bytes:
         """The next message; nothing if there is none to come."""
@@ -486,7 +486,7 @@ class HostSharing(BlockViewers):
         except OSError:
             return True
 
-    def _tell(self, rank: int, kind: int, position: int = 0, block: Block | None = None) -> None:
+    def _send(self, rank: int, kind: int, position: int = 0, block: Block | None = None) -> None:
         span = (0, 0, 0) if block is None else (block.file, block.begin, block.end)
         # Whoever is gone is noticed by the thread that serves it.
         with suppress(ConnectionError):

@@ -407,7 +407,7 @@ def _match(
 
 
 def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:
-    """Whether two regions have the same elements according to the checkpoint's own checksums."""
+    """True if two regions have the same elements according to the checkpoint's own checksums."""
     wanted = requests.regions
     places = [wanted.offsets[row].tolist() + wanted.sizes[row].tolist() for row in (first, second)]
     if checkpoint.index.sums is None or places[0] != places[1]:
@@ -713,7 +713,7 @@ Result = TypeVar("Result")
 
 
 HEARTBEAT_S = 1.0
-"""How late a rank may hear of another's failure. A small message of all ranks at this rate costs nothing."""
+"""The most that a rank may learn late of another's failure. A small message at this rate costs nothing."""
 
 
 INTERRUPTED = "it was interrupted (Ctrl-C) while loading"

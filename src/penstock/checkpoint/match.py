@@ -1,12 +1,14 @@
-"""Which name of a checkpoint goes to which leaf of a state, and the places that a load fills.
+"""Matches names of a checkpoint with leaves of a state, makes places for what a load brings, builds requests.
 
-A fresh optimizer has no state yet, and a data loader may have another structure than when it was saved: their
-own state would have no place for most of the checkpoint. So a part gets places for what the checkpoint has of
-it and the load takes, and for nothing else: `loading_into` yields the state with all places, and afterwards
-lets each part load what arrived. Optimizers number their parameters, torch's helpers name them: a checkpoint
-of either form is loaded into both.
+A fresh optimizer has no state yet, and a data loader may have had another structure when it was saved: their
+own state has no place for most of the checkpoint. So a part gets places for what the checkpoint has of it and
+the load takes, and for nothing else: `loading_into` yields the state with all places, and afterwards lets
+each part load what arrived. Optimizers number their parameters, torch's helpers name them: a checkpoint of
+either form is loaded into both. Objects, and items that can only be read whole, are requested as tensors of
+bytes, so one plan serves all.
 Invariants: a place has no value before the load; no part changes before all of it has arrived, or if nothing
-of it is loaded; no parameter gets the state of another one where groups, names or shapes tell them apart.
+of it is loaded; no parameter gets the state of another one where groups, names or shapes tell them apart;
+what is requested exists in the checkpoint to the last element, with the shape and dtype of the state.
 """
 
 from __future__ import annotations
@@ -233,15 +235,15 @@ class StoredNames:
         self.names = tuple(self._known)
 
     def is_of_one_rank(self, name: str) -> bool:
-        """Whether it is a value that a rank had of its own."""
+        """True for a value that one rank had of its own."""
         return is_of_one_rank(name, self._paths)
 
     def is_of_others(self, name: str) -> bool:
-        """Whether this rank has no place for it: a rank's own value, or an entry that only others had."""
+        """True if this rank has no place for it: a rank's own value, or an entry that only others had."""
         return name in self._lacking or self.is_of_one_rank(name)
 
     def below(self, prefix: str, key: str) -> StoredPlaces:
-        """What the checkpoint has of the part `key`, below a name that ends with a dot, or at its top level.
+        """The places that the checkpoint has for the part `key`, below the name `prefix`, which ends in a dot.
 
         Other ranks' own values are left out: they have the same places as the common ones.
         """
@@ -254,7 +256,7 @@ class StoredNames:
         return found
 
     def facts(self, name: str) -> TensorFacts | Skipped | None:
-        """What is stored under a name, as this rank had it; skipped if it is nothing."""
+        """The facts of what is stored under a name, as this rank had it; skipped if there is nothing."""
         own = rank_object_name(name, self._rank)
         if name in self._lacking:
             return SKIPPED
@@ -418,7 +420,7 @@ def set_entry(holder: Any, key: Any, value: Any) -> None:
 
 
 def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
-    """Whether what is stored can be loaded here. Lists of plain values are one value, which was not saved."""
+    """True if what is stored can be loaded here. Lists of plain values are one value, which was not saved."""
     if facts is None:
         return not isinstance(holder, list) and not isinstance(value, Mapping | list | torch.Tensor)
     if type(value) is not torch.Tensor:
@@ -482,20 +484,20 @@ class OptimizerState(_Part):
 
     def take(self, loaded: Any) -> Any:
         """Load the state under the optimizer's own numbers."""
-        told = {number: name for name, number in self.numbers.items() if isinstance(name, str)}
+        name_of = {number: name for name, number in self.numbers.items() if isinstance(name, str)}
         groups = []
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
             entries = list(group["params"])
             numbers = [self.numbers.get(entry) for entry in entries]
             # Names are taken in their order if no module in the state tells what they mean.
-            if len(entries) != len(own) or (told and set(numbers) != set(own)):
+            if len(entries) != len(own) or (name_of and set(numbers) != set(own)):
                 raise UsageError(
                     f"Group {place} of {self.key!r} has other parameters than in the checkpoint",
                     where=f"the checkpoint has {name_some(entries)}",
                     fix=f"Build it with the groups that it was saved with, or exclude={f'{self.key}.*'!r}.",
                 )
             own_names = self.part.param_groups[place].get("param_names")
-            names = own_names or [told[n] for n in own if n in told]
+            names = own_names or [name_of[n] for n in own if n in name_of]
             _require_names(self.key, place, group, names, is_named=bool(own_names))
             # Those of the checkpoint are in the order of its own parameters, which may be another one.
             option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
@@ -507,7 +509,7 @@ class OptimizerState(_Part):
         return self.part
 
     def _converted(self, given: Mapping[int | str, Any]) -> Iterator[str]:
-        """What has another dtype since it was taken: torch's optimizers give states that of parameters."""
+        """Find values that have another dtype now: torch's optimizers give states that of parameters."""
         parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
         for number, parameter in zip(chain.from_iterable(self.groups), parameters, strict=True):
             for slot, value in given.get(number, {}).items() if parameter.dtype != torch.float32 else ():
@@ -787,7 +789,7 @@ class LoadedParts:
     """By key of a part that has names below it, the beginning of these names in the checkpoint."""
     stored: StoredNames
     places: _EmptyPlaces
-    """What was empty in plain parts."""
+    """The empty places of plain parts."""
     state: dict[str, Any] = field(init=False)
     filled: Collection[str] = ()
     """The names in the state of what the load has filled; set when it ends."""
@@ -804,13 +806,13 @@ class LoadedParts:
                 raise part.misfit
 
     def gets_copies(self, leaf: Leaf) -> bool:
-        """Whether a leaf's part takes values as `load_state_dict` of no module does: from any memory."""
+        """True if a leaf's part takes values from any memory, as `load_state_dict` of all but modules does."""
         part = self.parts.get(str(leaf.path[0]))
         is_copied = isinstance(part, _StatefulPart) and not isinstance(part.part, torch.nn.Module)
         return is_copied and type(leaf.value) is torch.Tensor
 
     def is_left(self, key: str) -> bool:
-        """Whether nothing of a part was filled, though it has something."""
+        """True if nothing of a part was filled, though it has something."""
         begin = f"{key}."
         has_left = any(name.startswith(begin) for name in self.left)
         return has_left and not any(name.startswith(begin) for name in self.filled)
@@ -837,7 +839,7 @@ class LoadedParts:
         return None if key is None else f"{key}.{stored_name[len(self.prefixes[key]) :]}"
 
     def is_whole(self, stored_name: str) -> bool:
-        """Whether a name belongs to a part that is meant as a whole. Any other dict names what it wants."""
+        """True if a name belongs to a part that is loaded as a whole. Any other dict names what it wants."""
         key = self._owner(stored_name)
         part = None if key is None else self.parts[key]
         if type(part) is not _Part:
@@ -972,7 +974,7 @@ class ByteItemIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequests:
-    """What a rank wants: `regions` in the tensor numbers of `ByteItemIndex`, shards first, then whole items.
+    """One rank's requests: `regions` in the numbers of `ByteItemIndex`, shards first, then whole items.
 
     `names` has for each shard its leaf's name, and its number among the leaf's shards.
     """
@@ -1037,7 +1039,7 @@ def build_requests(
     converts: bool,
     where: str,
 ) -> LoadRequests:
-    """What this rank wants. Raises `UsageError` where state and checkpoint do not match.
+    """The requests of this rank. Raises `UsageError` where state and checkpoint do not match.
 
     Raises `DataDamaged` where the checkpoint, called `where`, lacks a part of what it lists; `converts`
     allows other dtypes.

@@ -56,7 +56,7 @@ class Target:
 
     @property
     def has_stored_bytes(self) -> bool:
-        """Whether the bytes of this memory are those that are stored, without any conversion."""
+        """True if the stored bytes are the bytes of this memory, without any conversion."""
         has_other_bits = self.memory.is_conj() or self.memory.is_neg()
         return self.memory.dtype == getattr(torch, self.facts.dtype) and not has_other_bits
 
@@ -193,7 +193,7 @@ def untie(
 
 
 def _overlaps_itself(memory: torch.Tensor) -> bool:
-    """Whether two elements may have one address, as in expanded tensors and sliding windows."""
+    """True if two elements may have one address, as in expanded tensors and sliding windows."""
     reach = 0
     # From the innermost dimension on, each step must lead beyond all elements so far.
     for stride, size in sorted(zip(memory.stride(), memory.size(), strict=True)):

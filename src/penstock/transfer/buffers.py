@@ -51,7 +51,7 @@ class WarmMemory:
         self.view = whole[lead : lead + self.size_bytes]
         self._touched_bytes = 0
         self.is_pinned = False
-        """Whether devices can copy to and from it by DMA; see `pin_memory`."""
+        """True if devices can copy to and from it by DMA; see `pin_memory`."""
 
     def touch(self, size_bytes: int | None = None) -> None:
         """Make the first `size_bytes`, or all, resident. Touched memory costs nothing to touch again."""

@@ -257,7 +257,7 @@ class Timestamps:
 
 
 def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-    """How long at least one of the spans was in progress; spans of length 0 or less do not count."""
+    """The time in which at least one of the spans was in progress; empty and negative spans do not count."""
     lasting = ends > begins
     order = np.argsort(begins[lasting], kind="stable")
     starts, stops = begins[lasting][order], ends[lasting][order]

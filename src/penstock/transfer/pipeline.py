@@ -68,10 +68,10 @@ class DeferringProducer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
-    """How a rank writes or reads its objects.
+    """Settings for one rank's writing or reading of objects.
 
-    `streams` objects are written at once, or as many read requests are in flight. `silence_s` is how long a
-    storage may return no buffer before it counts as dead.
+    `streams` is the number of objects written at once, or of read requests in flight. A storage that returns
+    no buffer for `silence_s` counts as dead.
     """
 
     streams: int = 2

@@ -50,7 +50,7 @@ GAP_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
-    """How a rank reads: `streams` threads, each of which checksums and copies what it has read.
+    """Settings for one rank's reads: `streams` threads, each of which checksums and copies what it read.
 
     A device needs fewer of them to be busy, so that it works while some of them do not read. Buffers hold
     twice as many blocks.
@@ -67,9 +67,10 @@ class ReadSettings:
         return replace(self, streams=streams, block_bytes=min(self.block_bytes, fitting))
 
     def for_cached(self, num_ranks: int) -> ReadSettings:
-        """Settings for copies out of the page cache by `num_ranks` ranks of a host, which cost processors.
+        """Settings for copies out of the page cache by `num_ranks` ranks of a host.
 
-        At most one thread for each processor; ranks share these unless each was given some of its own.
+        These take processor time: at most one thread for each processor, which ranks share unless each has
+        its own.
         """
         most = MOST_COPYING_THREADS if num_ranks == 1 else MOST_COPYING_THREADS // 2
         processors = len(os.sched_getaffinity(0))
@@ -129,7 +130,7 @@ class Block:
     end: int
     parts: tuple[Part, ...]
     continues: bool
-    """Whether the first part's item began in the block before, which must be checksummed first."""
+    """True if the first part's item began in the block before, which must be checksummed first."""
 
 
 def plan_blocks(

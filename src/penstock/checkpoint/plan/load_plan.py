@@ -347,7 +347,7 @@ def plan_rank_load(
 
     shown = is_near & (to != rank)
     shown_read, shown_to = np.unique(np.stack([read[out_share[shown]], to[shown]]), axis=1)
-    seen, far, away = np.flatnonzero(is_seen), np.flatnonzero(~is_seen), np.flatnonzero(~is_near)
+    local, far, away = np.flatnonzero(is_seen), np.flatnonzero(~is_seen), np.flatnonzero(~is_near)
     return LoadPlan(
         rank=rank,
         row=shared.share_row[reads],
@@ -355,7 +355,9 @@ def plan_rank_load(
         reader=shared.share_rank[reads],
         shown_read=shown_read,
         shown_to=shown_to,
-        local=transfers(in_share[seen], in_request[seen], in_regions.take(seen), np.full(len(seen), rank)),
+        local=transfers(
+            in_share[local], in_request[local], in_regions.take(local), np.full(len(local), rank)
+        ),
         sends=transfers(out_share[away], out_request[away], out_regions.take(away), to[away]),
         receives=transfers(in_share[far], in_request[far], in_regions.take(far), source[far]),
     )
@@ -478,19 +480,19 @@ def agree_on_load(
     Raises `UnreadableFile` on all ranks if none can open a wanted file.
     """
 
-    def divide(wishes: list[Wish]) -> Sequence[LoadShare | UnreadableFile]:
-        wanted = [regions for regions, _, _ in wishes]
-        readable = [files for _, files, _ in wishes if files is not None]
-        hosts = [host for _, _, host in wishes]
-        parts: Sequence[SharedLoadPlan | None] = [None] * len(wishes)
+    def divide(wanted_by_rank: list[Wish]) -> Sequence[LoadShare | UnreadableFile]:
+        wanted = [regions for regions, _, _ in wanted_by_rank]
+        readable = [files for _, files, _ in wanted_by_rank if files is not None]
+        hosts = [host for _, _, host in wanted_by_rank]
+        parts: Sequence[SharedLoadPlan | None] = [None] * len(wanted_by_rank)
         may_share = False
         if any(map(len, wanted)):
             can_open = np.stack(readable) if readable else None
             try:
                 shared = plan_load(stored, element_bytes, wanted, options, readable=can_open)
             except UnreadableFile as error:
-                return [error] * len(wishes)
-            parts = divide_plan(shared, len(wishes))
+                return [error] * len(wanted_by_rank)
+            parts = divide_plan(shared, len(wanted_by_rank))
             may_share = len(set(hosts)) < len(hosts) and (bool(readable) or shared.may_exchange)
         near = {host: np.flatnonzero(np.array(hosts) == host) for host in set(hosts)}
         near[""] = np.zeros(0, dtype=np.int64)

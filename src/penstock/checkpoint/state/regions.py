@@ -136,7 +136,7 @@ def pad_rows(rows: Sequence[Sequence[int]], padding: int, *, least_width: int = 
 
 
 def _is_all(rows: Ints | Bools) -> bool:
-    """Whether these are all rows in order. Checking costs far less than copying a million regions."""
+    """True for all rows in order. Checking costs far less than copying a million regions."""
     return bool(rows.all() if rows.dtype == np.bool_ else (rows == np.arange(len(rows))).all())
 
 
@@ -235,8 +235,8 @@ def check_index(index: CheckpointIndex, where: str) -> None:
     for held in index.objects:
         if held.size_bytes < 0 or held.offset < 0:
             refuse_index(f"The object {held.name} has {held.size_bytes} bytes at offset {held.offset}", where)
-    nowhere = (stored.item_offset < 0) | (stored.item_bytes < 0)
-    for row in np.flatnonzero(nowhere)[:1].tolist():
+    is_invalid = (stored.item_offset < 0) | (stored.item_bytes < 0)
+    for row in np.flatnonzero(is_invalid)[:1].tolist():
         name = tensors[int(regions.tensor[row])].name
         refuse_index(f"{name} has {stored.item_bytes[row]} bytes at offset {stored.item_offset[row]}", where)
     for row in rows_outside(tensors, regions)[:1].tolist():

@@ -152,7 +152,7 @@ def _is_class_of(kind: Any, module: str, name: str) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is saved as a tensor: any strided torch tensor, sharded or not.
+    """True for a value that is saved as a tensor: any strided torch tensor, sharded or not.
 
     So are instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, by which torch's
     distributed checkpoints ask for chunks.
@@ -311,7 +311,7 @@ OWN_BYTES: Final = 64 << 20
 
 
 def _may_be_own(value: Any, own_bytes: int) -> bool:
-    """Whether ranks may have different values under one name: torch gives states of generators as bytes."""
+    """True if ranks may have different values under one name: torch gives states of generators as bytes."""
     if type(value) is not torch.Tensor or not value.is_cpu:
         return False
     return value.nbytes <= own_bytes or (

@@ -47,7 +47,7 @@ class Owner(Enum):
     STATEFUL = "any other object with a state"
 
     def keeps_structure(self, path: Path) -> bool:
-        """Whether the structure at `path` is recorded: empty mappings, and the types of keys."""
+        """True if the structure at `path` is recorded: empty mappings, and the types of keys."""
         if self is Owner.OPTIMIZER:
             # An optimizer knows its parameters and options, but not what it keeps for a parameter.
             return len(path) > 3 and path[1] == "state"
@@ -197,7 +197,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
-    """Whether a part of a state has both methods; asking the protocol itself takes fifty times as long."""
+    """True if a part of a state has both methods; asking the protocol itself takes fifty times as long."""
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
@@ -213,7 +213,7 @@ def names_lacking(fact: str) -> dict[int, frozenset[str]]:
 
 
 def matches_pattern(name: str, patterns: NamePatterns) -> bool:
-    """Whether one of the patterns matches `name`, case-sensitively."""
+    """True if one of the patterns matches `name`, case-sensitively."""
     all_patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in all_patterns)
 
