@@ -243,7 +243,7 @@ class StoredNames:
         return name in self._lacking or self.is_of_one_rank(name)
 
     def below(self, prefix: str, key: str) -> StoredPlaces:
-        """The places that the checkpoint has for the part `key`, below the name `prefix`, which ends in a dot.
+        """The places that the checkpoint has for the part `key`, below `prefix`, a name that ends in a dot.
 
         Other ranks' own values are left out: they have the same places as the common ones.
         """
@@ -806,7 +806,7 @@ class LoadedParts:
                 raise part.misfit
 
     def gets_copies(self, leaf: Leaf) -> bool:
-        """True if a leaf's part takes values from any memory, as `load_state_dict` of all but modules does."""
+        """True if a leaf's part takes values from any memory, as `load_state_dict` of no module does."""
         part = self.parts.get(str(leaf.path[0]))
         is_copied = isinstance(part, _StatefulPart) and not isinstance(part.part, torch.nn.Module)
         return is_copied and type(leaf.value) is torch.Tensor
