@@ -17,7 +17,7 @@ from tests.support.submission.timed_tree import valid_training
 from harness import Ratio, interleave
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Validity
+from penstock.submission.rules.rule import Validity
 
 RUNS_OF_A_RESULT = 5
 MOST_GROWTH_MIB = 32

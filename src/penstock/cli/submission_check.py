@@ -14,8 +14,8 @@ from penstock.submission import check as judging
 from penstock.submission.check import CheckedResult
 from penstock.submission.edition import Edition, EditionChoice, choose_edition
 from penstock.submission.find_results import search_tree
-from penstock.submission.finding import Verdict
 from penstock.submission.rules import RULES, rule_by_id
+from penstock.submission.rules.rule import Verdict
 
 if TYPE_CHECKING:
     from penstock.submission.result_report import ResultReport

@@ -214,7 +214,9 @@ def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Termina
         if len(facts.present) > 1:
             draft["system_under_test"]["solution"]["capabilities"]["multi_host"] = True
         if not description.exists():
-            write_text(description.parent, description.name, description_draft.rehearsed_text(draft))
+            write_text(
+                description.parent, description.name, description_draft.initial_text(draft, is_rehearsal=True)
+            )
             terminal.note(f"describe: {description}, with placeholders")
         picture = description.with_suffix(".pdf")
         if not picture.exists():

@@ -21,12 +21,11 @@ from penstock.progress import Progress
 from penstock.submission import result_files
 from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import FoundTree, Submitter, require_results, search_tree
-from penstock.submission.finding import Finding, Validity, Verdict, combine, not_checked
 from penstock.submission.parsed_file import MissingFact, read_description, relative
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
 from penstock.submission.result_files import CodeImagePool, SubmittedResult
 from penstock.submission.rules import RULES
-from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.rule import Finding, Rule, Validity, Verdict, combine, not_checked
 from penstock.submission.rules.tree_rules import REHEARSAL_RULE, judge_schema
 from penstock.submission.tree_layout import find_folder, list_folder
 

@@ -58,15 +58,17 @@ def tree_digest(folder: Path) -> str:
 def files_that_count(folder: Path) -> Iterator[str]:
     """The names, relative to `folder`, of the files that an image consists of."""
     for path, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if _counts(name) and not name.endswith(".egg-info")]
-        here = Path(path)
-        for name in names:
-            if _counts(name) and not name.endswith(".pyc") and not (here / name).is_symlink():
-                yield (here / name).relative_to(folder).as_posix()
-
-
-def _counts(name: str) -> bool:
-    return not name.startswith(".") and name not in _LEFT_OUT
+        folders[:], files = (
+            [
+                name
+                for name in entries
+                if not (name.startswith(".") or name in _LEFT_OUT or name.endswith(end))
+            ]
+            for entries, end in ((folders, ".egg-info"), (names, ".pyc"))
+        )
+        for file in (Path(path, name) for name in files):
+            if not file.is_symlink():
+                yield file.relative_to(folder).as_posix()
 
 
 def image_name(digest: str) -> str:
@@ -102,19 +104,13 @@ class Program:
 
 def capture(program: Program, root: Path, *, now: datetime) -> str:
     """Put the program's image into the pool of `root`, unless it is there; returns its digest."""
-    pool = root / POOL
-    digest = tree_digest(program.folder)
+    pool, digest, date = root / POOL, tree_digest(program.folder), f"{now:%Y-%m-%dT%H:%M:%SZ}"
     image = pool / image_name(digest)
     if image.is_dir():
         _require_sound(image, digest)
         return digest
-    write_text(pool, POOL_MARK, f"penstock_version={program.version}\ncreated={_date(now)}\n")
-    _copy(program, image, digest=digest, now=now)
-    return digest
-
-
-def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
-    """Copy to a hidden folder first: after a crash no digest covers it, and no checker reads it."""
+    write_text(pool, POOL_MARK, f"penstock_version={program.version}\ncreated={date}\n")
+    # Copied to a hidden folder first: after a crash no digest covers it, and no checker reads it.
     draft = image.with_name(f".{image.name}-{secrets.token_hex(4)}")
     with translate_os_errors("Copying the program's files", str(draft)):
         for name in files_that_count(program.folder):
@@ -135,7 +131,7 @@ def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
             {
                 "hash": digest,
                 "algorithm": ALGORITHM,
-                "captured_at": _date(now),
+                "captured_at": date,
                 "mlpstorage_version": f"penstock {program.version}",
                 "git_sha": program.commit,
             },
@@ -145,6 +141,7 @@ def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
         except OSError:  # another process was faster: its image serves as well if it is sound
             shutil.rmtree(draft)
             _require_sound(image, digest)
+    return digest
 
 
 def _require_sound(image: Path, digest: str) -> None:
@@ -160,7 +157,3 @@ def _require_sound(image: Path, digest: str) -> None:
             where=str(image),
             fix=f"Remove the folder {image}; the next run captures it again.",
         )
-
-
-def _date(moment: datetime) -> str:
-    return f"{moment:%Y-%m-%dT%H:%M:%SZ}"

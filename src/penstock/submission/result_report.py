@@ -24,11 +24,11 @@ from penstock.results.published_files import write_text
 from penstock.submission.check import CheckedResult, check_result, read_tree
 from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import V1_REPORT_FILE
-from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import MissingFact, ParsedFile, read_file
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
 from penstock.submission.result_figures import CONFIDENCE, ResultFigure, compute_figures
 from penstock.submission.result_files import ResultRun, SubmittedResult
+from penstock.submission.rules.rule import Verdict
 from penstock.submission.system_description import provisioned_watts
 from penstock.submission.tree_layout import RESULTS_FILE, Benchmark
 

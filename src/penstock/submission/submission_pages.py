@@ -12,7 +12,6 @@ from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Row
 from penstock.submission.check import CheckedResult, count_verdicts
 from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import V1_REPORT_FILE
-from penstock.submission.finding import Finding, Validity, Verdict
 from penstock.submission.result_figures import CONFIDENCE, ResultFigure
 from penstock.submission.result_report import (
     CSV_FILE,
@@ -22,6 +21,7 @@ from penstock.submission.result_report import (
     report_document,
     reports_document,
 )
+from penstock.submission.rules.rule import Finding, Validity, Verdict
 from penstock.submission.tree_layout import RESULTS_FILE
 
 _LOOK: Final[Mapping[str, Look]] = {

@@ -6,7 +6,7 @@ as it is written; only what the schema makes optional has a default.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -251,14 +251,15 @@ def find_schema_problems(description: ParsedFile) -> list[SchemaProblem]:
     except ValidationError as error:
         found = error.errors(include_url=False)[:MAX_PROBLEMS]
         problems |= {_describe_error(entry, description.lines) for entry in found}
-    return sorted(problems, key=lambda problem: (problem.line, problem.path))
+    return sorted(problems, key=lambda problem: (problem.line, problem.path, problem.text))
 
 
 def _describe_error(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
     steps = tuple(str(step) for step in error["loc"] if str(step) not in _TYPE_STEPS)
     text, is_accepted = error["msg"].removeprefix("Value error, "), False
     if error["type"] == "extra_forbidden":
-        meant = nearest(steps[-1], sorted(_known_keys()))
+        known = {key for part in _Part.__subclasses__() for key in part.model_fields}
+        meant = nearest(steps[-1], sorted(known))
         text = "there is no such key" + (f"; is {meant} meant?" if meant else "")
     elif error["input"] is None and "product_nodes" in steps and steps[-1] in _FACTS_OF_A_SERVER:
         text, is_accepted = "null, which is accepted for hardware that is no server", True
@@ -357,14 +358,3 @@ def _read_watts(part: ParsedFile, body: KeyPath) -> float:
 
 
 _TYPE_STEPS = frozenset({"str", "int", "float", "bool", "constrained-str", "function-after"})
-
-
-@cache
-def _known_keys() -> frozenset[str]:
-    keys: set[str] = set()
-    pending: list[type[BaseModel]] = [_Part]
-    while pending:
-        part = pending.pop()
-        pending += part.__subclasses__()
-        keys |= part.model_fields.keys()
-    return frozenset(keys)

@@ -23,10 +23,10 @@ from penstock.progress import Progress
 from penstock.storage.in_memory import MemoryStorage
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import read_file
 from penstock.submission.recomputed_metrics import recompute_option
 from penstock.submission.result_files import read_rank_results
+from penstock.submission.rules.rule import Verdict
 
 LIMITS = load_limits()
 PUBLISHED_RANKS = Path(__file__).parents[2] / "golden" / "kvcache_published_v3.json"

@@ -12,7 +12,7 @@ from tests.support.submission.timed_tree import valid_checkpointing
 
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Validity
+from penstock.submission.rules.rule import Validity
 
 
 def rank_files(root: Path, *, num_ranks: int, num_each: int) -> int:

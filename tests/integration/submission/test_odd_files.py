@@ -12,9 +12,9 @@ from tests.support.submission.timed_tree import Round, valid_checkpointing, vali
 
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import read_description, read_file
 from penstock.submission.rules import rule_by_id
+from penstock.submission.rules.rule import Verdict
 from penstock.submission.system_description import find_schema_problems
 
 EDITION: Final = load_edition("v3.0")

@@ -12,8 +12,8 @@ import pytest
 from penstock.submission.check import check
 from penstock.submission.edition import choose_edition, load_edition
 from penstock.submission.find_results import search_tree
-from penstock.submission.finding import Validity, Verdict
 from penstock.submission.result_report import report_all
+from penstock.submission.rules.rule import Validity, Verdict
 
 PUBLISHED = os.environ.get("PENSTOCK_MLPERF_RESULTS", "")
 TABLE = Path(PUBLISHED or "/nowhere", "published.csv")

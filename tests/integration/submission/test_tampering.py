@@ -9,7 +9,7 @@ from tests.support.submission.timed_tree import valid_training
 
 from penstock.submission.check import CheckedResult, check
 from penstock.submission.edition import choose_edition, load_edition
-from penstock.submission.finding import Validity, Verdict
+from penstock.submission.rules.rule import Validity, Verdict
 
 
 def judged(root: Path) -> list[CheckedResult]:

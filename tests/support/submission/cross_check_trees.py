@@ -14,7 +14,7 @@ from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_cases import FAIL, NA, PASS, UNKNOWN, WARNING, ckpt, once, run
 from tests.support.submission.timed_tree import Round
 
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 
 RATES: Final = "train_throughput_samples_per_second"
 UTILIZATION: Final = "train_au_percentage"

@@ -23,7 +23,7 @@ from tests.support.submission.timed_tree import (
     valid_training,
 )
 
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition, KvCacheLimits, ModelLimits, VectorLimits

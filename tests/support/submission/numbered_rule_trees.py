@@ -8,7 +8,7 @@ from tests.support.submission.cross_check_trees import NUMBERED_CROSS_CHECKS
 from tests.support.submission.numbered_tree import NUM_FILES, RESULT, Submission, valid_submission
 from tests.support.submission.rule_trees import RuleTree
 
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 
 Change = Callable[[Submission], object]
 

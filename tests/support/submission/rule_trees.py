@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 
 TreeT = TypeVar("TreeT")
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 
 _FAIL, _WARNING, _UNKNOWN = Verdict.FAIL, Verdict.WARNING, Verdict.NOT_CHECKED
 

@@ -9,7 +9,7 @@ from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_tree import Round, valid_checkpointing, valid_training
 from tests.support.submission.tree_changes import Change
 
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 
 FAIL, WARNING, UNKNOWN, PASS = Verdict.FAIL, Verdict.WARNING, Verdict.NOT_CHECKED, Verdict.PASS
 NA: Final = Verdict.NOT_APPLICABLE

@@ -14,9 +14,8 @@ from tests.support.submission.rule_trees import RuleTree
 
 from penstock.submission.check import CheckedResult, check
 from penstock.submission.edition import Edition, load_edition
-from penstock.submission.finding import Finding, Verdict
 from penstock.submission.rules import RULES
-from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.rule import Finding, Rule, Verdict
 
 WORST_FIRST = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
 

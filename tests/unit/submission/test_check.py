@@ -12,10 +12,9 @@ from penstock.errors import UsageError
 from penstock.submission.check import apply_rule, check, exit_code
 from penstock.submission.edition import choose_edition, load_edition
 from penstock.submission.find_results import search_tree
-from penstock.submission.finding import Finding, Validity, Verdict
 from penstock.submission.result_files import TreeContext, read_results
 from penstock.submission.rules import rule_by_id
-from penstock.submission.rules.rule import Case
+from penstock.submission.rules.rule import Case, Finding, Validity, Verdict
 from penstock.workload.sizing import MEMORY_MULTIPLE, MIN_STEPS
 
 EDITION = load_edition("v1.0")

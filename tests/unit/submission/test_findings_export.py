@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import printable
 from penstock.submission.check import CheckedResult
-from penstock.submission.finding import Finding, Verdict
 from penstock.submission.result_report import FINDING_COLUMNS, findings_csv, to_csv
+from penstock.submission.rules.rule import Finding, Verdict
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=20)
 

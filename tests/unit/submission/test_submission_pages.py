@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from penstock.reports.page import render_report
 from penstock.submission import submission_pages
 from penstock.submission.check import CheckedResult
-from penstock.submission.finding import Finding, Verdict
 from penstock.submission.result_figures import measure_figure
+from penstock.submission.rules.rule import Finding, Verdict
 from penstock.submission.submission_pages import figure_row
 
 EVIL = '</script><img src=x onerror="alert(1)">'

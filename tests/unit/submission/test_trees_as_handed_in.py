@@ -14,7 +14,7 @@ from penstock.errors import UsageError
 from penstock.submission.check import check, check_lone_descriptions
 from penstock.submission.edition import choose_edition, load_edition
 from penstock.submission.find_results import require_results, search_tree
-from penstock.submission.finding import Validity, Verdict
+from penstock.submission.rules.rule import Validity, Verdict
 
 V1 = load_edition("v1.0")
 REPORT = "mlperf_storage_report.json"

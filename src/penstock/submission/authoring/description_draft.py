@@ -88,14 +88,17 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
     }
 
 
-def initial_text(tree: Mapping[str, Any]) -> str:
-    """The first text of the file, with a hint for each value that is to be filled in."""
-    return _HEAD + "".join(_add_hint(line) for line in _dump(tree).splitlines(keepends=True))
-
-
-def rehearsed_text(tree: Mapping[str, Any]) -> str:
-    """The text for a rehearsal: a marked placeholder for each value that is to be filled in."""
-    return _REHEARSED_HEAD + "".join(_add_placeholder(line) for line in _dump(tree).splitlines(keepends=True))
+def initial_text(tree: Mapping[str, Any], *, is_rehearsal: bool = False) -> str:
+    """The first text of the file, with a hint for each value to fill in; in a rehearsal, a placeholder."""
+    lines = []
+    for line in _dump(tree).splitlines():
+        key, _, value = line.strip().lstrip("- ").partition(": ")
+        hint, placeholder = BLANKS.get(key, ("fill in", "")) if value == "null" else ("", "")
+        if placeholder and is_rehearsal:
+            lines.append(f"{line.removesuffix('null')}{placeholder}  {_PLACEHOLDER}{hint}\n")
+        else:
+            lines.append(f"{line}  # {hint}\n" if hint and not is_rehearsal else f"{line}\n")
+    return (_REHEARSED_HEAD if is_rehearsal else _HEAD) + "".join(lines)
 
 
 def find_placeholders(text: str) -> tuple[str, ...]:
@@ -135,11 +138,10 @@ def diff_description(
 
     Values that cannot be collected are left out.
     """
-    merged = _overlay(written, collected)
     return tuple(
         difflib.unified_diff(
             _dump(written).splitlines(),
-            _dump(merged).splitlines(),
+            _dump(_overlay(written, collected)).splitlines(),
             fromfile=f"{name} as written",
             tofile=f"{name} as collected",
             lineterm="",
@@ -148,8 +150,7 @@ def diff_description(
 
 
 def _client(report: HostReport) -> dict[str, Any]:
-    cpu = report.cpu
-    memory = report.memory_bytes
+    cpu, memory = report.cpu, report.memory_bytes
     return {
         "chassis": {
             "model_name": (report.dmi or {}).get("product_name") or None,
@@ -179,7 +180,12 @@ def _ports(nics: Iterable[Nic]) -> list[dict[str, Any]]:
 
 def _drives(drives: Iterable[Drive]) -> list[dict[str, Any]]:
     counted = Counter(
-        (drive.model, _interface(drive.transport), drive.is_rotational, drive.size_bytes // _GB)
+        (
+            drive.model,
+            word if (word := drive.transport.lower()) in ("nvme", "sas", "sata") else "other",
+            drive.is_rotational,
+            drive.size_bytes // _GB,
+        )
         for drive in drives
     )
     return [
@@ -194,11 +200,6 @@ def _drives(drives: Iterable[Drive]) -> list[dict[str, Any]]:
         for (model, interface, is_rotational, capacity), count in counted.items()
         if capacity
     ]
-
-
-def _interface(transport: str) -> str:
-    word = transport.lower()
-    return word if word in ("nvme", "sas", "sata") else "other"
 
 
 def _overlay(written: Any, collected: Any) -> Any:
@@ -216,24 +217,6 @@ def _overlay(written: Any, collected: Any) -> Any:
             for index, entry in enumerate(collected)
         ]
     return written if written == collected else collected
-
-
-def _add_hint(line: str) -> str:
-    hint, _ = _find_blank(line)
-    return f"{line.rstrip()}  # {hint}\n" if hint else line
-
-
-def _add_placeholder(line: str) -> str:
-    hint, placeholder = _find_blank(line)
-    if not placeholder:
-        return line
-    return f"{line.rstrip().removesuffix('null')}{placeholder}  {_PLACEHOLDER}{hint}\n"
-
-
-def _find_blank(line: str) -> tuple[str, str]:
-    """The hint and the placeholder of a value that is null; empty if the line has none."""
-    key, colon, value = line.strip().lstrip("- ").partition(": ")
-    return BLANKS.get(key, ("fill in", "")) if colon and value.strip() == "null" else ("", "")
 
 
 def _round(value: float) -> float | int:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import UsageError, name_some
 from penstock.submission import parsed_file, system_description
@@ -40,37 +39,26 @@ from penstock.submission.tree_layout import (
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
-class _Metadata(BaseModel):
-    """The fields of the metadata that are needed here; the rules judge the others."""
+class PublishedDir(BaseModel):
+    """One published result directory, by the fields of its metadata that are needed here.
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    accelerator: str
-    num_processes: int
-    exit_status: int
-    invocation_start_time: datetime
-    invocation_end_time: datetime
-    parameters: dict[str, Any]
-    args: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedDir:
-    """One published result directory; `data_path` is the place of its data or checkpoints.
-
-    The numbers of checkpoints are 0 in training.
+    `data_path` is the place of its data or checkpoints, whose numbers are 0 in training.
     """
 
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
     folder: Path
-    started_at: datetime
-    ended_at: datetime
+    started_at: datetime = Field(validation_alias="invocation_start_time")
+    ended_at: datetime = Field(validation_alias="invocation_end_time")
     accelerator: str
     num_processes: int
-    num_files: int
-    data_path: str
-    is_success: bool
-    num_writes: int = 0
-    num_reads: int = 0
+    num_files: int = Field(default=0, validation_alias=AliasPath("parameters", "dataset", "num_files_train"))
+    data_path: str = Field(
+        validation_alias=AliasChoices(AliasPath("args", "data_dir"), AliasPath("args", "checkpoint_folder"))
+    )
+    exit_status: int
+    num_writes: int = Field(default=0, validation_alias=AliasPath("args", "num_checkpoints_write"))
+    num_reads: int = Field(default=0, validation_alias=AliasPath("args", "num_checkpoints_read"))
 
     @property
     def duration(self) -> timedelta:
@@ -115,23 +103,12 @@ def _read(folder: Path) -> PublishedDir:
     files = sorted(folder.glob(f"*{METADATA_SUFFIX}"))
     if len(files) != 1:
         raise ValueError(f"it has {len(files)} files of metadata, not one")
+    stated = json.loads(files[0].read_text(encoding="utf-8"))
     try:
-        stated = _Metadata.model_validate(json.loads(files[0].read_text(encoding="utf-8")))
+        return PublishedDir.model_validate({**stated, "folder": folder})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    return PublishedDir(
-        folder=folder,
-        started_at=stated.invocation_start_time,
-        ended_at=stated.invocation_end_time,
-        accelerator=stated.accelerator,
-        num_processes=stated.num_processes,
-        num_files=int(stated.parameters.get("dataset", {}).get("num_files_train", 0)),
-        data_path=str(stated.args.get("data_dir") or stated.args.get("checkpoint_folder")),
-        is_success=stated.exit_status == 0,
-        num_writes=int(stated.args.get("num_checkpoints_write", 0)),
-        num_reads=int(stated.args.get("num_checkpoints_read", 0)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +152,7 @@ def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: date
                 where=str(run_dir.folder),
                 fix="Request the same, name another --system, or move that result's folder away.",
             )
-    counted, excluded = select_runs(state.runs, request, now=now)
+    counted, excluded = select_runs(state.runs, request.num_runs, request.max_pause_runs, now=now)
     phases = [] if len(state.datasizes) > len(resized) else [SubmissionPhase.DATASIZE]
     phases += [] if state.datagens else [SubmissionPhase.DATAGEN]
     phases += [SubmissionPhase.RUN] * (request.num_runs - len(counted))
@@ -188,33 +165,33 @@ def _differences(run_dir: PublishedDir, request: RequestedResult) -> Iterator[tu
 
     A series holds one result: another accelerator, number or data set needs another series.
     """
-    pairs: dict[str, tuple[object, object]] = {
-        "accelerator": (run_dir.accelerator, request.accelerator),
-        "accelerators": (run_dir.num_processes, request.num_processes),
-        "files": (run_dir.num_files, request.num_files),
-        "data": (run_dir.data_path, request.data_path),
-    }
     is_datagen = run_dir.folder.parent.name == SubmissionPhase.DATAGEN  # on any number of ranks
-    for what, (present, requested) in pairs.items():
+    for what, field in (
+        ("accelerator", "accelerator"),
+        ("accelerators", "num_processes"),
+        ("files", "num_files"),
+        ("data", "data_path"),
+    ):
+        present, requested = getattr(run_dir, field), getattr(request, field)
         if present != requested and not (is_datagen and what.startswith("accelerator")):
             yield what, present, requested
 
 
 def select_runs(
-    runs: Sequence[PublishedDir], request: RequestedResult, *, now: datetime
+    runs: Sequence[PublishedDir], num_runs: int, max_pause_runs: float, *, now: datetime
 ) -> tuple[tuple[PublishedDir, ...], tuple[tuple[PublishedDir, str], ...]]:
-    """The runs that count, and the others, each with the reason.
+    """The runs that count, up to `num_runs`, and the others, each with the reason.
 
     A complete sequence counts whenever it was made; an unfinished one only while the next run may follow.
     """
     sequences: list[list[PublishedDir]] = [[]]  # without a failure, a long pause or an overlap
     for run_dir in sorted(runs, key=lambda run_dir: run_dir.started_at):
         longer = [*sequences[-1], run_dir]
-        if not run_dir.is_success:
+        if run_dir.exit_status != 0:
             sequences.append([])
         elif len(longer) == 1 or (
-            may_follow(sequences[-1], run_dir.started_at, request)
-            and may_follow(longer, run_dir.ended_at, request)
+            may_follow(sequences[-1], run_dir.started_at, max_pause_runs)
+            and may_follow(longer, run_dir.ended_at, max_pause_runs)
         ):
             sequences[-1] = longer
         else:
@@ -223,14 +200,14 @@ def select_runs(
         sequences[-1],
         "the next run did not follow within the time that one run takes, or it failed",
     )
-    if complete := next((each for each in sequences if len(each) >= request.num_runs), None):
-        counted, why = complete[: request.num_runs], "the result is complete without it"
-    elif counted and not may_follow(counted, now, request):
+    if complete := next((each for each in sequences if len(each) >= num_runs), None):
+        counted, why = complete[:num_runs], "the result is complete without it"
+    elif counted and not may_follow(counted, now, max_pause_runs):
         counted, why = [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes"
     return tuple(counted), tuple((run_dir, why) for run_dir in runs if run_dir not in counted)
 
 
-def may_follow(runs: Sequence[PublishedDir], started_at: datetime, request: RequestedResult) -> bool:
+def may_follow(runs: Sequence[PublishedDir], started_at: datetime, max_pause_runs: float) -> bool:
     """Check whether a run that begins at this time follows these, as rule 2.1.18 is judged.
 
     Each pause must be shorter than `max_pause_runs` times the shortest run.
@@ -238,7 +215,7 @@ def may_follow(runs: Sequence[PublishedDir], started_at: datetime, request: Requ
     shortest = min(run_dir.duration for run_dir in runs)
     pauses = [after.started_at - before.ended_at for before, after in pairwise(runs)]
     pauses.append(started_at - runs[-1].ended_at)
-    return all(timedelta(0) <= pause < request.max_pause_runs * shortest for pause in pauses)
+    return all(timedelta(0) <= pause < max_pause_runs * shortest for pause in pauses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,14 +234,14 @@ class SeriesStatus:
 
 def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesStatus, ...]:
     """The progress of all series of the tree, in order."""
-    keys = set()
-    for top in (tree.root, tree.root / HIDDEN / UNDER_WAY):
-        for division in SubmissionDivision:
-            results = top / division.value / tree.organisation / "results"
-            for benchmark in RUNNABLE_BENCHMARKS:
-                for folder in results.glob(f"*/{benchmark.value}/*"):
-                    if folder.is_dir():
-                        keys.add((division, folder.parts[-3], benchmark, folder.name))
+    keys = {
+        (division, folder.parts[-3], benchmark, folder.name)
+        for top in (tree.root, tree.root / HIDDEN / UNDER_WAY)
+        for division in SubmissionDivision
+        for benchmark in RUNNABLE_BENCHMARKS
+        for folder in (top / division.value / tree.organisation / "results").glob(f"*/{benchmark.value}/*")
+        if folder.is_dir()
+    }
     return tuple(
         _measure_progress(
             RunSeries(tree=tree, division=division, system=system, benchmark=benchmark, model=model),
@@ -276,28 +253,18 @@ def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[
 
 
 def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> SeriesStatus:
-    state = read_series_state(series)
-    is_training = series.benchmark is Benchmark.TRAINING
-    counted, num_required = state.runs, edition.num_runs if is_training else 1
-    if is_training and counted:
-        last = counted[-1]
-        request = RequestedResult(
-            accelerator=last.accelerator,
-            num_processes=last.num_processes,
-            data_path=last.data_path,
-            num_files=last.num_files,
-            num_runs=num_required,
-            max_pause_runs=edition.timed.max_pause_runs,
-        )
-        counted, _ = select_runs(state.runs, request, now=now)
-    missing: list[str] = []
-    if is_training:
-        missing += [] if state.datasizes else [SubmissionPhase.DATASIZE.value]
-        missing += [] if state.datagens else [SubmissionPhase.DATAGEN.value]
+    state, missing = read_series_state(series), []
+    counted, num_required = state.runs, 1
+    if series.benchmark is Benchmark.TRAINING:
+        num_required = edition.num_runs
+        max_pause_runs = edition.timed.max_pause_runs
+        counted, _ = select_runs(state.runs, num_required, max_pause_runs, now=now)
+        phases = {SubmissionPhase.DATASIZE: state.datasizes, SubmissionPhase.DATAGEN: state.datagens}
+        missing = [phase.value for phase, there in phases.items() if not there]
+    elif state.runs:
+        missing = [f"{num} {what}" for what, num in missing_checkpoints(state, edition).items() if num]
     if num_missing := max(0, num_required - len(counted)):
         missing.append(f"{num_missing} run{'s' * (num_missing > 1)}")
-    if not is_training and state.runs:
-        missing += [f"{num} {what}" for what, num in missing_checkpoints(state, edition).items() if num]
     run_dir = next((each for each in (*reversed(state.runs), *state.datasizes)), None)
     return SeriesStatus(
         series=series,

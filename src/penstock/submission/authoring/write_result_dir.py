@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -224,15 +225,12 @@ def _args(facts: RunFacts) -> dict[str, Any]:
 def core_parameters(benchmark: Benchmark, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that define a workload, by dotted key."""
     _, included, excluded = _CORE_KEYS[benchmark]
-
-    def is_one_of(key: str, entries: tuple[str, ...]) -> bool:
-        return any(key.startswith(entry[:-1]) if entry.endswith("*") else key == entry for entry in entries)
-
     flat = {dotted(path): value for path, value in flatten(parameters)}
     return {
         key: value
         for key, value in sorted(flat.items())
-        if is_one_of(key, included) and not is_one_of(key, excluded)
+        if any(fnmatchcase(key, pattern) for pattern in included)
+        and not any(fnmatchcase(key, pattern) for pattern in excluded)
     }
 
 
@@ -380,14 +378,18 @@ def probe_fs_separation(data_path: str, results: Path, *, host: str, now: dateti
     paths = find_local_paths_at(data_path)
     if paths is None:
         return None
-    root = Path(paths.local_root)
-    name = f".penstock-separation-{secrets.token_hex(4)}"
+    root, name = Path(paths.local_root), f".penstock-separation-{secrets.token_hex(4)}"
     source, target = results / name, root / name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)  # a checkpoint folder appears with its first write
         source.touch(exist_ok=False)
+        is_separate = False
         try:
-            is_separate = _is_link_refused(source, target)
+            os.link(source, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            is_separate = True
         finally:
             source.unlink()
             target.unlink(missing_ok=True)
@@ -409,13 +411,3 @@ def probe_fs_separation(data_path: str, results: Path, *, host: str, now: dateti
         "probed_by_rank": 0,
         "probed_by_host": host,
     }
-
-
-def _is_link_refused(source: Path, target: Path) -> bool:
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno == errno.EXDEV:
-            return True
-        raise
-    return False

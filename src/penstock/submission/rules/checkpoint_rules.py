@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from penstock.submission.edition import ModelLimits
-from penstock.submission.finding import Finding, Verdict, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import Interval, read_durations, read_interval
 from penstock.submission.result_files import ResultDir
@@ -16,13 +15,16 @@ from penstock.submission.rules.rule import (
     NEWEST,
     SUMMARY,
     Case,
+    Finding,
     Rule,
     Scope,
+    Verdict,
     check,
     free_in_open,
     limit,
     num_accelerators,
     num_hosts,
+    pass_if,
     require_all_hosts,
     require_runs,
 )

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.submission.edition import Edition
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import num_accelerators, record_bytes
 from penstock.submission.result_files import ResultDir, ResultRun
@@ -28,10 +27,15 @@ from penstock.submission.rules.rule import (
     LATER,
     NEWEST,
     Case,
+    Finding,
     Judge,
     Rule,
+    Verdict,
     limit,
+    not_applicable,
+    not_checked,
     num_hosts,
+    pass_if,
     require_all_hosts,
     require_datagen,
     require_runs,

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import (
     METRICS,
@@ -31,12 +30,17 @@ from penstock.submission.rules.rule import (
     SUMMARY,
     Case,
     Facts,
+    Finding,
     Rule,
+    Verdict,
     check,
     compare_stated,
     limit,
+    not_applicable,
+    not_checked,
     nothing,
     num_accelerators,
+    pass_if,
     require_runs,
 )
 from penstock.submission.tree_layout import Benchmark

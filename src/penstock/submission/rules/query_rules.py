@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.submission.finding import Finding, Verdict, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import LATENCY, SUMS, options_of, recompute_option, recompute_run
 from penstock.submission.rules.rule import (
@@ -20,14 +19,18 @@ from penstock.submission.rules.rule import (
     NEWEST,
     SUMMARY,
     Case,
+    Finding,
     Judge,
     Rule,
     Scope,
+    Verdict,
     check,
     compare_stated,
     free_in_open,
     limit,
+    not_checked,
     nothing,
+    pass_if,
     require_datagen,
     require_runs,
 )

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from penstock.errors import name_some
 from penstock.submission import tree_layout
-from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import num_accelerators as num_accelerators_of
 from penstock.submission.recomputed_metrics import per_run, read_interval, samples_per_second
@@ -27,13 +26,17 @@ from penstock.submission.rules.rule import (
     OVERRIDES,
     SUMMARY,
     Case,
+    Finding,
     Rule,
     Scope,
+    Verdict,
     check,
     limit,
+    not_applicable,
     nothing,
     num_accelerators,
     num_hosts,
+    pass_if,
     require_all_hosts,
     require_runs,
 )

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from penstock.errors import DataDamaged, name_some
 from penstock.submission.code_image import ALGORITHM, EMPTY_TREE, image_name, parse_pointer
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
@@ -25,11 +24,16 @@ from penstock.submission.rules.rule import (
     NAME,
     NEWEST,
     Case,
+    Finding,
     Rule,
     Scope,
+    Verdict,
     check,
     limit,
+    not_applicable,
+    not_checked,
     nothing,
+    pass_if,
     require_all_hosts,
 )
 from penstock.submission.system_description import find_schema_problems

@@ -11,7 +11,7 @@ from tests.support.repeated_measurement import measure_until
 
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 
 
 @pytest.fixture(scope="session")

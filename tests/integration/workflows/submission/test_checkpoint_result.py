@@ -25,7 +25,7 @@ from penstock.submission.authoring.run_sequence import list_progress
 from penstock.submission.check import check
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Verdict
+from penstock.submission.rules.rule import Verdict
 from penstock.submission.tree_layout import Benchmark
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workflows.submission_results import ResultWriter, add_checkpoints

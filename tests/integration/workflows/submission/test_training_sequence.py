@@ -14,7 +14,7 @@ from penstock.progress import Progress
 from penstock.submission.authoring.run_sequence import read_series_state
 from penstock.submission.check import check
 from penstock.submission.edition import Edition, load_edition
-from penstock.submission.finding import Validity, Verdict
+from penstock.submission.rules.rule import Validity, Verdict
 from penstock.submission.tree_layout import MANIFEST, SubmissionPhase
 
 SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}

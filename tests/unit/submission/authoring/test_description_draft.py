@@ -22,7 +22,6 @@ from penstock.submission.authoring.description_draft import (
     find_placeholders,
     initial_text,
     rehearsed_picture,
-    rehearsed_text,
 )
 from penstock.submission.parsed_file import read_description
 from penstock.submission.system_description import find_schema_problems
@@ -212,7 +211,7 @@ def test_diff_adds_collected_values_and_no_empty_keys() -> None:
 
 
 def test_rehearsed_description_follows_the_schema_and_lists_its_placeholders(tmp_path: Path) -> None:
-    text = rehearsed_text(draft_description(cluster(host("a")), "fast"))
+    text = initial_text(draft_description(cluster(host("a")), "fast"), is_rehearsal=True)
     (tmp_path / "fast.yaml").write_text(text)
     assert find_schema_problems(read_description(tmp_path / "fast.yaml", tmp_path)) == []
     placeholders = find_placeholders(text)

@@ -201,7 +201,7 @@ def test_state_of_a_series_has_its_directories_by_phase_and_time(tree: OwnedTree
     (runs[0].parent / "notes").mkdir()
     state = read_series_state(series)
     assert [run.folder for run in state.runs] == runs
-    assert [run.is_success for run in state.runs] == [True, True, False]
+    assert [run.exit_status for run in state.runs] == [0, 0, 1]
     assert ([entry.folder for entry in state.datasizes], state.datagens) == ([size], ())
     first = state.runs[0]
     assert (first.started_at, first.duration) == (STARTED, 18 * MINUTE)

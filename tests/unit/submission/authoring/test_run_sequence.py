@@ -40,7 +40,7 @@ def published_dir(
         num_processes=8,
         num_files=28_000,
         data_path="/data",
-        is_success=is_success,
+        exit_status=0 if is_success else 1,
     )
 
 
@@ -79,7 +79,7 @@ def test_an_unfinished_sequence_counts_while_the_next_run_may_follow(
     waited_min: float, num_kept: int
 ) -> None:
     end = 2 * 20 + 18
-    counted, excluded = select_runs(runs(3), WANTED, now=at(end + waited_min))
+    counted, excluded = select_runs(runs(3), 6, 1.0, now=at(end + waited_min))
     assert (len(counted), len(excluded)) == (num_kept, 3 - num_kept)
 
 
@@ -89,26 +89,26 @@ def test_a_whole_sequence_counts_for_ever() -> None:
 
 
 def test_six_of_more_runs_are_the_result_and_the_others_are_named() -> None:
-    counted, excluded = select_runs(runs(8), WANTED, now=at(160))
+    counted, excluded = select_runs(runs(8), 6, 1.0, now=at(160))
     assert [len(counted), len(excluded)] == [6, 2]
     assert {reason for _, reason in excluded} == {"the result is complete without it"}
 
 
 def test_runs_before_a_failed_one_do_not_count() -> None:
     found = [*runs(2), published_dir(40, 18, is_success=False), *runs(2, begin_min=60)]
-    counted, excluded = select_runs(found, WANTED, now=at(100))
+    counted, excluded = select_runs(found, 6, 1.0, now=at(100))
     assert counted == tuple(found[3:])
     assert [run for run, _ in excluded] == found[:3]
 
 
 def test_a_pause_is_measured_against_the_shortest_run() -> None:
     found = [published_dir(0, 30), published_dir(35, 4)]  # 5 minutes between them, and the second takes 4
-    counted, _ = select_runs(found, WANTED, now=at(39))
+    counted, _ = select_runs(found, 6, 1.0, now=at(39))
     assert counted == (found[1],)
 
 
 def test_runs_that_overlap_do_not_follow_one_another() -> None:
-    counted, _ = select_runs([published_dir(0, 30), published_dir(20, 30)], WANTED, now=at(51))
+    counted, _ = select_runs([published_dir(0, 30), published_dir(20, 30)], 6, 1.0, now=at(51))
     assert [run.started_at for run in counted] == [at(20)]
 
 
@@ -124,7 +124,7 @@ def test_every_run_counts_or_is_excluded_and_counted_runs_follow_one_another(
         minute += pause
         found.append(published_dir(minute, duration, is_success=is_success))
         minute += duration
-    counted, excluded = select_runs(found, WANTED, now=at(minute + waited))
+    counted, excluded = select_runs(found, 6, 1.0, now=at(minute + waited))
     assert sorted([*counted, *(run for run, _ in excluded)], key=lambda run: run.started_at) == found
     assert len(counted) <= 6
     shortest = min((run.duration for run in counted), default=timedelta(0))
@@ -159,6 +159,6 @@ def test_size_of_another_request_is_set_aside_as_long_as_nothing_was_generated()
 
 @pytest.mark.parametrize(("counts", "missing"), [((10, 0), (0, 10)), ((10, 10), (0, 0)), ((0, 0), (10, 10))])
 def test_missing_checkpoints_are_counted(counts: tuple[int, int], missing: tuple[int, int]) -> None:
-    run = replace(published_dir(0, 5), num_writes=counts[0], num_reads=counts[1])
+    run = published_dir(0, 5).model_copy(update={"num_writes": counts[0], "num_reads": counts[1]})
     found = missing_checkpoints(state([run]), load_edition("v3.0"))
     assert (found["writes"], found["reads"]) == missing

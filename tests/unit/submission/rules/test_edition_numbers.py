@@ -10,9 +10,9 @@ from tests.support.submission.tree_store import TreeStore, worst
 
 from penstock.submission.check import apply_rule, read_tree
 from penstock.submission.edition import Edition, load_edition
-from penstock.submission.finding import Verdict
 from penstock.submission.result_files import SubmittedResult
 from penstock.submission.rules import rule_by_id
+from penstock.submission.rules.rule import Verdict
 
 Verdicts = tuple[Verdict, Verdict, Verdict]
 V3, V2 = load_edition("v3.0"), load_edition("v2.0")

@@ -6,7 +6,7 @@ from tests.support.submission.tree_store import TreeStore
 
 from penstock.submission.check import CheckedResult
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Finding, Validity, Verdict
+from penstock.submission.rules.rule import Finding, Validity, Verdict
 
 EDITION = load_edition("v1.0")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.submission.check import assess_rehearsal
-from penstock.submission.finding import Finding, Verdict
+from penstock.submission.rules.rule import Finding, Verdict
 
 REHEARSAL = Finding(rule="runs.rehearsal", verdict=Verdict.FAIL, proof="1 of 8")
 

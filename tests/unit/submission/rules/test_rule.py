@@ -10,10 +10,19 @@ from tests.support.submission.tree_store import TreeStore
 import penstock.submission.check
 from penstock.errors import UsageError
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Finding, Verdict, not_checked
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.rules import RULES, rule_by_id
-from penstock.submission.rules.rule import ALL, NAME, Case, Rule, limit, nothing
+from penstock.submission.rules.rule import (
+    ALL,
+    NAME,
+    Case,
+    Finding,
+    Rule,
+    Verdict,
+    limit,
+    not_checked,
+    nothing,
+)
 
 ABOUT: dict[str, Any] = {
     "id": "test.rule",

@@ -14,9 +14,8 @@ from tests.support.submission.timed_tree import valid_round
 from tests.support.submission.tree_store import TreeStore, worst
 
 from penstock.submission.check import CheckedResult
-from penstock.submission.finding import Validity, Verdict
 from penstock.submission.rules import RULES
-from penstock.submission.rules.rule import ALL, Rule
+from penstock.submission.rules.rule import ALL, Rule, Validity, Verdict
 
 HOMES = {"v1.0": "NUMBERED_TREES in numbered_rule_trees.py"} | dict.fromkeys(
     ("v2.0", "v3.0"), "TIMED_TREES in timed_rule_trees.py"

@@ -8,8 +8,8 @@ from tests.support.submission.timed_tree import NUM_FILES, Round, valid_checkpoi
 from tests.support.submission.tree_store import TreeStore
 
 from penstock.bench.state_layout import LayoutRequest, plan_layout
-from penstock.submission.finding import Verdict
 from penstock.submission.rules import rule_by_id
+from penstock.submission.rules.rule import Verdict
 from penstock.workload.load_workload import load_model
 
 PASS, FAIL, UNKNOWN = Verdict.PASS, Verdict.FAIL, Verdict.NOT_CHECKED
