@@ -1,20 +1,88 @@
 """The base of object clients: what the adapter of each client library implements.
 
-An adapter makes one attempt at one request on one endpoint and raises `RequestFailed`; retries, endpoints,
-splitting, verification and counting are done above it. An adapter uploads large objects in one of two ways:
-`PartClient` or `StreamClient`.
+An adapter makes one attempt at one request on one endpoint and lets its library's errors pass; `attempt`
+turns them into `RequestFailed`. Retries, endpoints, splitting, verification and counting are done above it.
+An adapter uploads large objects in one of two ways: `PartClient` or `StreamClient`.
 """
 
+from __future__ import annotations
+
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import cast
+from typing import ClassVar, Generic, Literal, TypeVar, cast
 
-from penstock.errors import Unavailable
+from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
 from penstock.storage.objects.client_settings import ClientName, ClientSettings
+
+FailureKind = Literal["answer", "connect", "reset", "timeout", "truncated"]
+
+_OK = 200
+_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_TRANSIENT_CODES = frozenset(
+    {
+        "IncompleteBody",
+        "InternalError",
+        "RequestTimeout",
+        "ServiceUnavailable",
+        "SlowDown",
+        "SlowDownRead",
+        "SlowDownWrite",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    }
+)
+
+
+@dataclass(slots=True)
+class RequestFailed(Exception):
+    """One failed attempt. `status` and `code` are the service's answer, where there was one."""
+
+    kind: FailureKind
+    message: str
+    status: int | None = None
+    code: str = ""
+    received_bytes: int = 0
+    """The requested bytes that arrived, where a body was cut short."""
+    hidden_retries: int = 0
+    """Attempts that the library made by itself before."""
+
+    def __str__(self) -> str:
+        answer = " ".join(str(word) for word in (self.status, self.code) if word)
+        return f"{answer}: {self.message}" if answer else self.message
+
+    @classmethod
+    def foreign(cls, message: str) -> RequestFailed:
+        """A 200 that no object service sends: a web page of a console or a login proxy, for example."""
+        return cls("answer", message, status=_OK)
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for such an answer; a service that fails after its 200 names a code."""
+        return self.kind == "answer" and self.status == _OK and not self.code
+
+    @property
+    def is_transient(self) -> bool:
+        """True where the same request may succeed a moment later."""
+        return self.kind != "answer" or self.status in _TRANSIENT_STATUS or self.code in _TRANSIENT_CODES
+
+    @property
+    def is_missing(self) -> bool:
+        """True where the service has no such object."""
+        return self.status == 404 or self.code in ("NoSuchKey", "NoSuchBucket", "NoSuchUpload")
+
+
+def require_length(received_bytes: int, expected_bytes: int) -> None:
+    """Raise `RequestFailed` for a body that ended too early."""
+    if received_bytes != expected_bytes:
+        message = f"{received_bytes} of {expected_bytes} bytes arrived"
+        raise RequestFailed("truncated", message, received_bytes=received_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +103,8 @@ def bare_etag(etag: str | None) -> str | None:
 class ObjectClient(ABC):
     """One endpoint and bucket through one library. Any thread may call; each call is one attempt."""
 
+    url = ""
+    """The endpoint, as counters and errors show it."""
     read_copy = ""
     """The reason under which a read's copy is counted; empty if reads need none."""
     write_copy = ""
@@ -43,6 +113,14 @@ class ObjectClient(ABC):
     """Has `get_whole`."""
     has_conditions = False
     """Has `put_if`, and this service checks the condition."""
+    threads_of: ClassVar[str] = ""
+    """The library, if it starts threads at its first request and cannot start them again in a fork."""
+    errors: ClassVar[tuple[type[Exception], ...]] = ()
+    """What the library raises."""
+
+    @abstractmethod
+    def explain(self, error: Exception) -> RequestFailed:
+        """Say what one of `errors` means."""
 
     @abstractmethod
     def head(self, key: str) -> RemoteObject:
@@ -108,7 +186,49 @@ class StreamClient(ObjectClient):
         """
 
 
-Connect = Callable[[ClientSettings], ObjectClient]
+@contextmanager
+def attempt(client: ObjectClient) -> Iterator[None]:
+    """One attempt at a request: what the library raises becomes `RequestFailed`.
+
+    `UsageError` in a forked process whose parent has used the library, if that has threads: the child has
+    none of them, so a request would wait for ever.
+    """
+    pid = os.getpid()
+    if client.threads_of and (first_pid := _FIRST_USERS.setdefault(client.threads_of, pid)) != pid:
+        raise UsageError(
+            f"The client {client.threads_of} cannot work in a forked process: process {first_pid}, "
+            "which it was forked from, has used it before",
+            where=f"process {pid}",
+            fix="Start the process with 'spawn' or 'forkserver' (multiprocessing_context of a DataLoader), "
+            "or fork before the first request; for s3://, ?client=minio can read in a fork.",
+        )
+    try:
+        yield
+    except client.errors as error:
+        raise client.explain(error) from error
+
+
+_FIRST_USERS: dict[str, int] = {}
+"""The process that sent the first request, by library."""
+
+T = TypeVar("T")
+
+
+class PerProcess(Generic[T]):
+    """Connections or a thread pool that each process makes for itself: a fork only seems to have them."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made = {os.getpid(): make()}
+        """By process. The parent's stay: destructors may wait for threads that are not here."""
+
+    def get(self) -> T:
+        """The one of the calling process; a forked child makes it when it first asks."""
+        pid = os.getpid()
+        if pid not in self._made:
+            self._made[pid] = self._make()
+        return self._made[pid]
+
 
 CLIENTS: Mapping[ClientName, str] = MappingProxyType(
     {
@@ -131,4 +251,4 @@ def connect(settings: ClientSettings) -> ObjectClient:
             f"The S3 client {name} is not installed: no module {error.name!r}",
             fix=f"Run: {install_command(name)} (or use client=obstore).",
         ) from error
-    return cast("Connect", module.connect)(settings)
+    return cast("ObjectClient", module.connect(settings))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -21,10 +21,16 @@ from minio.datatypes import Part
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from urllib3 import exceptions
 
-from penstock.storage.objects.client import PartClient, RemoteObject, bare_etag
+from penstock.storage.objects.client import (
+    FailureKind,
+    PartClient,
+    PerProcess,
+    RemoteObject,
+    RequestFailed,
+    bare_etag,
+    require_length,
+)
 from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.object_requests import FailureKind, RequestFailed
-from penstock.storage.objects.own_process import PerProcess
 
 if TYPE_CHECKING:
     import http.client
@@ -34,11 +40,6 @@ if TYPE_CHECKING:
 
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
-
-
-def connect(settings: ClientSettings) -> MinioClient:
-    """A client for one endpoint; nothing is sent yet."""
-    return MinioClient(settings)
 
 
 class _Minio(Minio):
@@ -64,75 +65,95 @@ class _Minio(Minio):
 class MinioClient(PartClient):
     """One endpoint; parts are sent one by one, each straight from its buffer."""
 
+    errors = (MinioException, exceptions.HTTPError, OSError)
+
     def __init__(self, settings: ClientSettings) -> None:
         self._bucket = settings.bucket
-        self._own_minio = PerProcess(lambda: _make_minio(settings))
-
-    @property
-    def _minio(self) -> _Minio:
-        return self._own_minio.get()
+        self._own = PerProcess(lambda: _make_minio(settings))
 
     def head(self, key: str) -> RemoteObject:
-        with _translated():
-            return _remote(key, self._minio.stat_object(bucket_name=self._bucket, object_name=key))
+        return _remote(key, self._own.get().stat_object(bucket_name=self._bucket, object_name=key))
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
         """Receive the range from the socket into `buffer`."""
         headers: Any = {"If-Match": f'"{etag}"'} if etag else {}
-        with _translated():
-            response = self._minio.get_object(
-                bucket_name=self._bucket,
-                object_name=key,
-                offset=offset,
-                length=len(buffer),
-                request_headers=headers,
-            )
-            with closing(response):
-                _receive(response, buffer)
-                response.release_conn()  # only a body read to its end leaves a connection to use again
+        response = self._own.get().get_object(
+            bucket_name=self._bucket,
+            object_name=key,
+            offset=offset,
+            length=len(buffer),
+            request_headers=headers,
+        )
+        with closing(response):
+            # urllib3's own readinto reads into memory of its own and copies; the response below it does not.
+            raw = cast("http.client.HTTPResponse", response._fp)  # type: ignore[attr-defined] # noqa: SLF001
+            received = 0
+            while received < len(buffer) and (count := raw.readinto(buffer[received:])):
+                received += count
+            require_length(received, len(buffer))
+            response.release_conn()  # only a body read to its end leaves a connection to use again
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        with _translated():
-            found = self._minio.list_objects(
-                bucket_name=self._bucket, prefix=prefix, recursive=True, start_after=after or None
-            )
-            while (entry := _next_of(found)) is not None:
+        found = self._own.get().list_objects(
+            bucket_name=self._bucket, prefix=prefix, recursive=True, start_after=after or None
+        )
+        try:
+            for entry in found:
                 yield _remote(cast("str", entry.object_name), entry)
+        except (ValueError, ParseError) as error:
+            raise RequestFailed.foreign(f"an invalid listing: {error}") from error
 
     def delete(self, key: str) -> None:
-        with _translated():
-            self._minio.remove_object(bucket_name=self._bucket, object_name=key)
+        self._own.get().remove_object(bucket_name=self._bucket, object_name=key)
+
+    # Below, minio says bytes and hands whatever has a buffer through to the socket.
 
     def put(self, key: str, content: memoryview) -> str | None:
-        with _translated():
-            done = self._minio._put_object(self._bucket, key, _as_body(content), {})  # noqa: SLF001 - see the module
-            return done.etag or None
+        body = cast("bytes", content)
+        return self._own.get()._put_object(self._bucket, key, body, {}).etag or None  # noqa: SLF001 - see the module
 
     def begin_upload(self, key: str) -> str:
-        with _translated():
-            return self._minio._create_multipart_upload(self._bucket, key, {})  # noqa: SLF001 - see the module
+        return self._own.get()._create_multipart_upload(self._bucket, key, {})  # noqa: SLF001 - see the module
 
     def put_part(self, key: str, upload: str, number: int, content: memoryview) -> str:
-        with _translated():
-            return self._minio._upload_part(  # noqa: SLF001 - see the module
-                self._bucket, key, _as_body(content), {}, upload, number
-            )
+        body, minio = cast("bytes", content), self._own.get()
+        return minio._upload_part(self._bucket, key, body, {}, upload, number)  # noqa: SLF001 - see the module
 
     def complete_upload(self, key: str, upload: str, etags: Sequence[str]) -> str | None:
-        parts = [Part(number, etag) for number, etag in enumerate(etags, 1)]
-        with _translated():
-            done = self._minio._complete_multipart_upload(  # noqa: SLF001 - see the module
-                self._bucket, key, upload, parts
-            )
-            return bare_etag(done.etag)
+        parts, minio = [Part(number, etag) for number, etag in enumerate(etags, 1)], self._own.get()
+        done = minio._complete_multipart_upload(self._bucket, key, upload, parts)  # noqa: SLF001 - see the module
+        return bare_etag(done.etag)
 
     def abort_upload(self, key: str, upload: str) -> None:
-        with _translated():
-            self._minio._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see the module
+        self._own.get()._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see the module
+
+    def explain(self, error: Exception) -> RequestFailed:
+        """Read the service's answer out of minio's types."""
+        if isinstance(error, S3Error):
+            message, code = error.message or "no explanation", error.code or ""
+            return RequestFailed("answer", message, status=error.response.status, code=code)
+        if isinstance(error, ServerError):
+            return RequestFailed("answer", "no explanation", status=error.status_code)
+        if isinstance(error, InvalidResponseError):
+            status: int = error._code  # noqa: SLF001 - it is shown nowhere else
+            return RequestFailed("answer", "an answer that is no XML", status=status)
+        kind: FailureKind = "connect" if isinstance(error, _UNREACHED) else "reset"
+        if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
+            kind = "timeout"
+        return RequestFailed(kind, f"{type(error).__name__}: {error}")
+
+
+_UNREACHED = (
+    exceptions.NewConnectionError,
+    exceptions.NameResolutionError,
+    exceptions.ConnectTimeoutError,
+    exceptions.SSLError,
+    ConnectionRefusedError,
+)
 
 
 def _make_minio(settings: ClientSettings) -> _Minio:
-    options, credentials = settings.options, settings.credentials
+    options = settings.options
     tls: dict[str, Any] = {"cert_reqs": "CERT_REQUIRED" if options.tls_verify else "CERT_NONE"}
     if settings.ca_bundle:
         tls["ca_certs"] = settings.ca_bundle
@@ -144,9 +165,9 @@ def _make_minio(settings: ClientSettings) -> _Minio:
     )
     made = _Minio(
         endpoint=urlsplit(settings.endpoint).netloc,
-        access_key=credentials.access_key,
-        secret_key=credentials.secret_key,
-        session_token=credentials.session_token or None,
+        access_key=settings.access_key,
+        secret_key=settings.secret_key,
+        session_token=settings.session_token or None,
         secure=settings.uses_tls,
         region=options.region,
         http_client=pool,
@@ -159,29 +180,6 @@ def _make_minio(settings: ClientSettings) -> _Minio:
     return made
 
 
-def _as_body(content: memoryview) -> bytes:
-    """Minio says bytes, and hands whatever has a buffer through to the socket."""
-    return cast("bytes", content)
-
-
-def _receive(response: urllib3.BaseHTTPResponse, buffer: memoryview) -> None:
-    # urllib3's own readinto reads into memory of its own and copies; the response below it does not
-    raw = cast("http.client.HTTPResponse", response._fp)  # type: ignore[attr-defined] # noqa: SLF001
-    received = 0
-    while received < len(buffer):
-        count = raw.readinto(buffer[received:])
-        if count == 0:
-            raise RequestFailed.truncated(received, len(buffer))
-        received += count
-
-
-def _next_of(listing: Iterator[Object]) -> Object | None:
-    try:
-        return next(listing, None)
-    except (ValueError, ParseError) as error:
-        raise RequestFailed.foreign(f"an invalid listing: {error}") from error
-
-
 def _remote(key: str, found: Object) -> RemoteObject:
     return RemoteObject(
         key=key,
@@ -191,33 +189,4 @@ def _remote(key: str, found: Object) -> RemoteObject:
     )
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except S3Error as error:
-        raise RequestFailed(
-            "answer", error.message or "no explanation", status=error.response.status, code=error.code or ""
-        ) from error
-    except ServerError as error:
-        raise RequestFailed("answer", "no explanation", status=error.status_code) from error
-    except InvalidResponseError as error:
-        status: int = error._code  # noqa: SLF001 - it is shown nowhere else
-        raise RequestFailed("answer", "an answer that is no XML", status=status) from error
-    except (MinioException, exceptions.HTTPError, OSError) as error:
-        raise RequestFailed(_kind(error), f"{type(error).__name__}: {error}") from error
-
-
-_UNREACHED = (
-    exceptions.NewConnectionError,
-    exceptions.NameResolutionError,
-    exceptions.ConnectTimeoutError,
-    exceptions.SSLError,
-    ConnectionRefusedError,
-)
-
-
-def _kind(error: Exception) -> FailureKind:
-    if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
-        return "timeout"
-    return "connect" if isinstance(error, _UNREACHED) else "reset"
+connect = MinioClient

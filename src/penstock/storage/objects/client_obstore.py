@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urlsplit
 
-import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from penstock.errors import Unavailable
-from penstock.storage.objects.client import RemoteObject, StreamClient, bare_etag
+from penstock.storage.aligned import copy_bytes
+from penstock.storage.objects.client import (
+    FailureKind,
+    RemoteObject,
+    RequestFailed,
+    StreamClient,
+    bare_etag,
+    require_length,
+)
 from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.object_requests import FailureKind, RequestFailed
-from penstock.storage.objects.own_process import LibraryThreads
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -40,7 +43,6 @@ _FOREIGN = re.compile(
     r"Unable to extract metadata from headers|Got invalid list response(?!.*UnexpectedEof)", re.DOTALL
 )
 _LIST_CHUNK = 1000
-_THREADS = LibraryThreads("obstore")
 _MAX_RETRY_S = 280.0
 """object_store signs once and not again for a retry: beyond five minutes the signature is stale."""
 
@@ -62,6 +64,8 @@ class ObstoreClient(StreamClient):
 
     read_copy = "obstore-read"
     gets_whole = True
+    threads_of = "obstore"
+    errors = (BaseError, FileNotFoundError)
 
     def __init__(self, settings: ClientSettings) -> None:
         self._options = settings.options
@@ -71,47 +75,42 @@ class ObstoreClient(StreamClient):
         self._store = _make_store(settings, max_retries=0)
         self._stream_store = _make_store(settings, max_retries=settings.options.attempts - 1)
 
+    def explain(self, error: Exception) -> RequestFailed:
+        return read_failure(str(error))
+
     def head(self, key: str) -> RemoteObject:
-        with _translated():
-            return _remote(obstore.head(self._store, key))
+        return _remote(obstore.head(self._store, key))
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
         """Fetch the range into obstore's memory, and copy it."""
         wanted: Any = {"range": (offset, offset + len(buffer))}
         if etag:
             wanted["if_match"] = f'"{etag}"'
-        with _translated():
-            content = obstore.get(self._store, key, options=wanted).bytes()
-        if len(content) != len(buffer):
-            raise RequestFailed.truncated(len(content), len(buffer))
-        np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(memoryview(content), np.uint8))
+        content = memoryview(obstore.get(self._store, key, options=wanted).bytes())
+        require_length(len(content), len(buffer))
+        copy_bytes(buffer, content)
 
     def get_whole(self, key: str, limit_bytes: int) -> tuple[RemoteObject, bytes | None]:
         """Ask for all of it; the answer tells its size before its bytes."""
-        with _translated():
-            answer = obstore.get(self._store, key)
-            found = _remote(answer.meta)
-            if found.size_bytes > limit_bytes:
-                return found, None
-            content = bytes(answer.bytes())
-        if len(content) != found.size_bytes:
-            raise RequestFailed.truncated(len(content), found.size_bytes)
+        answer = obstore.get(self._store, key)
+        found = _remote(answer.meta)
+        if found.size_bytes > limit_bytes:
+            return found, None
+        content = bytes(answer.bytes())
+        require_length(len(content), found.size_bytes)
         return found, content
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         """Objects under `prefix`; obstore asks for the next page when this one is used up."""
-        with _translated():
-            pages = obstore.list(self._store, prefix or None, offset=after or None, chunk_size=_LIST_CHUNK)
-            for page in pages:
-                yield from map(_remote, page)
+        pages = obstore.list(self._store, prefix or None, offset=after or None, chunk_size=_LIST_CHUNK)
+        for page in pages:
+            yield from map(_remote, page)
 
     def delete(self, key: str) -> None:
-        with _translated():
-            obstore.delete(self._store, key)
+        obstore.delete(self._store, key)
 
     def put(self, key: str, content: memoryview) -> str | None:
-        with _translated():
-            return bare_etag(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
+        return bare_etag(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
         """Store an object in one request with `If-None-Match: *`, or `If-Match` the ETag that it replaces.
@@ -120,30 +119,23 @@ class ObstoreClient(StreamClient):
         """
         tag = f'"{replaces}"' if self._is_azure else replaces
         mode: Any = "create" if replaces is None else {"e_tag": tag}
-        try:
-            with _translated():
-                return bare_etag(
-                    obstore.put(self._store, key, content, use_multipart=False, mode=mode)["e_tag"]
-                )
-        except (AlreadyExistsError, PreconditionError) as error:
-            raise RequestFailed("answer", "the condition does not hold", status=412) from error
+        return bare_etag(obstore.put(self._store, key, content, use_multipart=False, mode=mode)["e_tag"])
 
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
         """Upload `parts` as they come. obstore aborts its upload when they raise."""
-        with _translated():
-            done = obstore.put(
-                self._stream_store,
-                key,
-                parts,
-                use_multipart=True,
-                chunk_size=part_bytes,
-                max_concurrency=self._options.parts_in_flight,
-            )
-            return bare_etag(done["e_tag"])
+        done = obstore.put(
+            self._stream_store,
+            key,
+            parts,
+            use_multipart=True,
+            chunk_size=part_bytes,
+            max_concurrency=self._options.parts_in_flight,
+        )
+        return bare_etag(done["e_tag"])
 
 
 def _make_store(settings: ClientSettings, *, max_retries: int) -> S3Store | GCSStore | AzureStore:
-    options, credentials = settings.options, settings.credentials
+    options = settings.options
     client: ClientConfig = {
         "allow_http": not settings.uses_tls,
         "allow_invalid_certificates": not options.tls_verify,
@@ -162,32 +154,36 @@ def _make_store(settings: ClientSettings, *, max_retries: int) -> S3Store | GCSS
     if settings.scheme == "gs":
         return GCSStore(
             settings.bucket,
-            service_account_path=credentials.access_key,
+            service_account_path=settings.access_key,
             client_options=client,
             retry_config=retry,
         )
     if settings.scheme == "az":
         azure: Any = {"endpoint": settings.endpoint} if settings.endpoint else {}
         secret: Any = (
-            {"account_key": credentials.secret_key}
-            if credentials.secret_key
-            else {"sas_key": credentials.session_token}
+            {"account_key": settings.secret_key}
+            if settings.secret_key
+            else {"sas_key": settings.session_token}
         )
         return AzureStore(
             settings.bucket,
-            account_name=credentials.access_key,
+            account_name=settings.access_key,
             client_options=client,
             retry_config=retry,
             **azure,
             **secret,
         )
-    token: Any = {"session_token": credentials.session_token} if credentials.session_token else {}
+    endpoint = settings.endpoint
+    if not options.path_style:
+        # With buckets in host names obstore wants the whole host name.
+        endpoint = endpoint.replace("://", f"://{settings.bucket}.", 1)
+    token: Any = {"session_token": settings.session_token} if settings.session_token else {}
     return S3Store(
         settings.bucket,
-        endpoint=_s3_endpoint(settings),
+        endpoint=endpoint,
         region=options.region,
-        access_key_id=credentials.access_key,
-        secret_access_key=credentials.secret_key,
+        access_key_id=settings.access_key,
+        secret_access_key=settings.secret_key,
         virtual_hosted_style_request=not options.path_style,
         unsigned_payload=options.payload == "unsigned",
         disable_bulk_delete=True,
@@ -195,14 +191,6 @@ def _make_store(settings: ClientSettings, *, max_retries: int) -> S3Store | GCSS
         retry_config=retry,
         **token,
     )
-
-
-def _s3_endpoint(settings: ClientSettings) -> str:
-    """With buckets in host names obstore wants the whole host name."""
-    if settings.options.path_style:
-        return settings.endpoint
-    parts = urlsplit(settings.endpoint)
-    return f"{parts.scheme}://{settings.bucket}.{parts.netloc}"
 
 
 def _remote(meta: ObjectMeta) -> RemoteObject:
@@ -214,50 +202,33 @@ def _remote(meta: ObjectMeta) -> RemoteObject:
     )
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    _THREADS.require()
-    try:
-        yield
-    except (BaseError, FileNotFoundError) as error:
-        raise read_failure(str(error)) from error
-
-
 def read_failure(text: str) -> RequestFailed:
-    """What obstore's message says happened: it shows the service's answer in its text alone."""
-    retries = _RETRIES.search(text)
+    """Read what happened out of obstore's message: it shows the service's answer in its text alone."""
+    retries, status = _RETRIES.search(text), _STATUS.search(text)
     hidden = int(retries[1]) if retries else 0
-    status = _STATUS.search(text)
-    if status is None and _FOREIGN.search(text):
+    if status is not None:
+        code, message = _CODE.search(text), _MESSAGE.search(text)
+        return RequestFailed(
+            "answer",
+            message[1] if message else "no explanation",
+            status=int(cast("str", status[1] or status[2])),
+            code=code[1] if code else "",
+            hidden_retries=hidden,
+        )
+    if _FOREIGN.search(text):
         return RequestFailed.foreign(text.partition("\n")[0])
-    if status is None and "BareRedirect" in text:
+    if "BareRedirect" in text:
         return RequestFailed("answer", "a redirect to nowhere", status=301, hidden_retries=hidden)
-    if status is None:
-        return RequestFailed(_kind(text), _innermost(text), hidden_retries=hidden)
-    code, message = _CODE.search(text), _MESSAGE.search(text)
-    return RequestFailed(
-        "answer",
-        message[1] if message else "no explanation",
-        status=int(cast("str", status[1] or status[2])),
-        code=code[1] if code else "",
-        hidden_retries=hidden,
-    )
-
-
-def _kind(text: str) -> FailureKind:
+    kind: FailureKind = "reset"
     if "TimedOut" in text or "kind: Timeout" in text:
-        return "timeout"
-    if "kind: Connect" in text or "dns error" in text:
-        return "connect"
-    if "IncompleteBody" in text or "UnexpectedEof" in text:
-        return "truncated"
-    return "reset"
-
-
-def _innermost(text: str) -> str:
-    """The last quoted phrase of the error's debug form, which names the cause; else its first line."""
-    certificate = re.search(r"InvalidCertificate\(\s*(\w+)", text)
-    if certificate:
-        return f"its TLS certificate is not trusted ({certificate[1]})"
+        kind = "timeout"
+    elif "kind: Connect" in text or "dns error" in text:
+        kind = "connect"
+    elif "IncompleteBody" in text or "UnexpectedEof" in text:
+        kind = "truncated"
+    # The last quoted phrase of the error's debug form names the cause.
     phrases = re.findall(r'(?:message|error): "([^"]+)"', text)
-    return str(phrases[-1]) if phrases else text.partition("\n")[0]
+    cause = str(phrases[-1]) if phrases else text.partition("\n")[0]
+    if certificate := re.search(r"InvalidCertificate\(\s*(\w+)", text):
+        cause = f"its TLS certificate is not trusted ({certificate[1]})"
+    return RequestFailed(kind, cause, hidden_retries=hidden)

@@ -10,17 +10,22 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-import numpy as np
 from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, MountpointS3Client, S3Exception
 
 from penstock.errors import UsageError
-from penstock.storage.objects.client import RemoteObject, StreamClient, bare_etag
+from penstock.storage.aligned import copy_bytes
+from penstock.storage.objects.client import (
+    FailureKind,
+    PerProcess,
+    RemoteObject,
+    RequestFailed,
+    StreamClient,
+    bare_etag,
+    require_length,
+)
 from penstock.storage.objects.client_settings import ClientSettings, export_credentials
-from penstock.storage.objects.object_requests import FailureKind, RequestFailed
-from penstock.storage.objects.own_process import PerProcess
 
 T = TypeVar("T")
 
@@ -62,13 +67,14 @@ class S3TorchClient(StreamClient):
 
     read_copy = "s3torchconnector-read"
     write_copy = "s3torchconnector-write"
+    errors = (S3Exception,)
 
     def __init__(self, settings: ClientSettings) -> None:
         export_credentials(settings)
         options = settings.options
         self._bucket = settings.bucket
         self._timeout_s = options.request_timeout_s
-        self._own_native = PerProcess(
+        self._own = PerProcess(
             lambda: MountpointS3Client(
                 region=options.region,
                 endpoint=settings.endpoint,
@@ -79,30 +85,26 @@ class S3TorchClient(StreamClient):
             )
         )
 
-    @property
-    def _native(self) -> MountpointS3Client:
-        return self._own_native.get()
+    def explain(self, error: Exception) -> RequestFailed:
+        return read_failure(str(error))
 
     def head(self, key: str) -> RemoteObject:
-        found: HeadObjectResult = self._timed(lambda: self._native.head_object(self._bucket, key))
+        found: HeadObjectResult = self._timed(lambda: self._own.get().head_object(self._bucket, key))
         return RemoteObject(key, found.size, float(found.last_modified), bare_etag(found.etag))
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
         """Collect the range, and copy it. It cannot insist on `etag`."""
         del etag
         end = offset + len(buffer)
-        chunks = self._timed(lambda: list(self._native.get_object(self._bucket, key, offset, end)))
-        received = sum(map(len, chunks))
-        if received != len(buffer):
-            raise RequestFailed.truncated(received, len(buffer))
-        target, filled = np.frombuffer(buffer, np.uint8), 0
+        chunks = self._timed(lambda: list(self._own.get().get_object(self._bucket, key, offset, end)))
+        require_length(sum(map(len, chunks)), len(buffer))
         for chunk in chunks:
-            np.copyto(target[filled : filled + len(chunk)], np.frombuffer(chunk, np.uint8))
-            filled += len(chunk)
+            copy_bytes(buffer[: len(chunk)], memoryview(chunk))
+            buffer = buffer[len(chunk) :]
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         """Objects under `prefix`, page by page; it cannot begin in the middle, so earlier pages pass by."""
-        pages = self._native.list_objects(self._bucket, prefix)
+        pages = self._own.get().list_objects(self._bucket, prefix)
         while (page := self._timed(lambda: next(pages, None))) is not None:
             for found in page.object_info:
                 if found.key > after:
@@ -111,7 +113,7 @@ class S3TorchClient(StreamClient):
                     )
 
     def delete(self, key: str) -> None:
-        self._timed(lambda: self._native.delete_object(self._bucket, key))
+        self._timed(lambda: self._own.get().delete_object(self._bucket, key))
 
     def put(self, key: str, content: memoryview) -> str | None:
         """Store an object; it goes up as an upload in parts all the same."""
@@ -120,14 +122,13 @@ class S3TorchClient(StreamClient):
         return None  # it does not tell the ETag
 
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
-        """Upload `parts`, cut anew by the library after the option `part_bytes`."""
+        """Upload `parts`, cut again by the library after the option `part_bytes`."""
         del part_bytes
-        with _translated():
-            self._put(key, map(bytes, parts))
+        self._put(key, map(bytes, parts))
         return None
 
     def _put(self, key: str, contents: Iterator[bytes]) -> None:
-        stream = self._native.put_object(self._bucket, key)
+        stream = self._own.get().put_object(self._bucket, key)
         try:
             for content in contents:
                 stream.write(content)
@@ -137,49 +138,29 @@ class S3TorchClient(StreamClient):
 
     def _timed(self, call: Callable[[], T]) -> T:
         """What `call` returns, or a timeout; the thread of a stalled call is left to itself."""
-        watched = _Watched(call)
-        threading.Thread(target=watched.run, name="s3torchconnector", daemon=True).start()
-        if not watched.ended.wait(self._timeout_s):
+        outcome: list[T | S3Exception] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                outcome.append(call())
+            except S3Exception as error:
+                outcome.append(error)
+            finally:
+                ended.set()
+
+        threading.Thread(target=run, name="s3torchconnector", daemon=True).start()
+        if not ended.wait(self._timeout_s):
             raise RequestFailed("timeout", f"no answer within {self._timeout_s:g} s")
-        with _translated():
-            return watched.result()
-
-
-class _Watched(Generic[T]):
-    """One call and its outcome."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._returned: list[T] = []
-        self._raised: S3Exception | None = None
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._returned.append(self._call())
-        except S3Exception as error:
-            self._raised = error
-        finally:
-            self.ended.set()
-
-    def result(self) -> T:
-        if self._raised is not None:
-            raise self._raised
-        if not self._returned:
+        if not outcome:
             raise RequestFailed("reset", "the library broke off")
-        return self._returned[0]
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except S3Exception as error:
-        raise read_failure(str(error)) from error
+        if isinstance(outcome[0], S3Exception):
+            raise outcome[0]
+        return outcome[0]
 
 
 def read_failure(text: str) -> RequestFailed:
-    """What the runtime's message says happened: it has no other sign of the service's answer."""
+    """Read what happened out of the runtime's message: it has no other sign of the service's answer."""
     status, code = _STATUS.search(text), _CODE.search(text)
     word = (code[1] or code[2]) if code else ""
     if status is not None:
@@ -187,10 +168,7 @@ def read_failure(text: str) -> RequestFailed:
     for phrase, meaning, name in _PHRASES:
         if phrase in text:
             return RequestFailed("answer", text, status=meaning, code=word or name)
-    return RequestFailed(_kind(text), text)
-
-
-def _kind(text: str) -> FailureKind:
-    if "CONNECTION_REFUSED" in text or "DNS" in text or "CONNECT_TIMEOUT" in text:
-        return "connect"
-    return "timeout" if "TIMEOUT" in text else "reset"
+    kind: FailureKind = "timeout" if "TIMEOUT" in text else "reset"
+    if any(word in text for word in ("CONNECTION_REFUSED", "DNS", "CONNECT_TIMEOUT")):
+        kind = "connect"
+    return RequestFailed(kind, text)

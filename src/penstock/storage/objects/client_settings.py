@@ -1,21 +1,20 @@
 """Settings of an object storage: options, endpoints and credentials, from a URI and the environment.
 
 Parsed once when a storage is opened; adapters receive `ClientSettings` and read nothing else. Invariant:
-secrets are in `Credentials` alone, which neither `repr` nor the record of options ever shows.
+neither `repr` nor the record of options ever shows a secret.
 """
 
 import itertools
+import math
 import re
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from penstock.environment import Environment, export_variables, withdraw_variable
 from penstock.errors import Unavailable, UsageError
-from penstock.storage.protocol import OptionValue
 from penstock.storage.uri import Location, parse_options
 
 ClientName = Literal["obstore", "minio", "s3dlio", "s3torchconnector"]
@@ -72,56 +71,34 @@ class ObjectOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """The user's credentials. Only the adapters read the fields."""
-
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
-    session_token: str = field(default="", repr=False)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """All that an adapter needs for one endpoint."""
+    """All that an adapter needs for one endpoint. No secret is part of the `repr`."""
 
     scheme: str
     endpoint: str
     """The service's URL without the bucket; empty where the client knows it (`gs://`, `az://`)."""
     bucket: str
-    credentials: Credentials
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+    session_token: str = field(repr=False)
     options: ObjectOptions
     ca_bundle: str = ""
     """Path of a PEM file with further trusted authorities; empty: the system's."""
 
     @property
     def uses_tls(self) -> bool:
-        """Whether requests are encrypted."""
+        """True where requests are encrypted."""
         return not self.endpoint.startswith("http://")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectLocation:
-    """A location with everything needed to reach it; `clients` has one entry for each endpoint."""
-
-    uri: str
-    bucket: str
-    prefix: str
-    options: ObjectOptions
-    clients: tuple[ClientSettings, ...]
-
-    def record(self) -> Mapping[str, OptionValue]:
-        """Every option with its resolved value; no secrets."""
-        return asdict(self.options)
 
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 
-def resolve_location(location: Location, environment: Environment) -> ObjectLocation:
-    """`location` with everything that it leaves open taken from the environment."""
+def resolve_settings(location: Location, environment: Environment) -> tuple[ClientSettings, ...]:
+    """The settings for each endpoint; the environment gives what `location` leaves open."""
     options = parse_options(ObjectOptions, location.options, where=location.uri)
-    bucket, _, prefix = location.root.partition("/")
+    bucket = location.root.partition("/")[0]
     if location.scheme == "s3" and not _BUCKET.fullmatch(bucket):
         raise UsageError(
             f"No bucket can be called {bucket!r}",
@@ -136,26 +113,22 @@ def resolve_location(location: Location, environment: Environment) -> ObjectLoca
         )
     region = options.region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION", "")
     urls = _endpoints(options.endpoints, region, location, environment)
-    resolved = ObjectOptions(
-        **{
-            **asdict(options),
-            "endpoints": tuple(url for url in urls if url),
-            "region": region or "us-east-1",
-        }
-    )
-    credentials = _CREDENTIALS[location.scheme](location.uri, environment)
-    clients = tuple(
+    resolved = replace(options, endpoints=tuple(filter(None, urls)), region=region or "us-east-1")
+    access_key, secret_key, session_token = _CREDENTIALS[location.scheme](location.uri, environment)
+    ca_bundle = _ca_bundle(environment)
+    return tuple(
         ClientSettings(
             scheme=location.scheme,
             endpoint=url,
             bucket=bucket,
-            credentials=credentials,
+            access_key=access_key,
+            secret_key=secret_key,
+            session_token=session_token,
             options=resolved,
-            ca_bundle=_ca_bundle(environment),
+            ca_bundle=ca_bundle,
         )
         for url in urls
     )
-    return ObjectLocation(uri=location.uri, bucket=bucket, prefix=prefix, options=resolved, clients=clients)
 
 
 def _ca_bundle(environment: Environment) -> str:
@@ -201,24 +174,19 @@ def _endpoints(
 
 def expand_endpoints(templates: tuple[str, ...]) -> tuple[str, ...]:
     """The URLs that `templates` expand to, each once: `{1...8}` counts, and several ranges multiply."""
-    urls = dict.fromkeys(
-        check_endpoint(url) for template in templates for url in _expand_template(template.strip())
-    )
+    urls: dict[str, None] = {}
+    for template in templates:
+        pieces = _RANGE.split(template.strip())
+        spans = [_span(template, first, last) for first, last in zip(pieces[1::3], pieces[2::3], strict=True)]
+        total = math.prod(map(len, spans))
+        if total > _MAX_ENDPOINTS:
+            raise UsageError(
+                f"{template!r} expands to {total} endpoints", fix=f"Use at most {_MAX_ENDPOINTS}."
+            )
+        for numbers in itertools.product(*spans):
+            parts = (number + literal for number, literal in zip(numbers, pieces[3::3], strict=True))
+            urls[check_endpoint(pieces[0] + "".join(parts))] = None
     return tuple(urls)
-
-
-def _expand_template(template: str) -> Iterator[str]:
-    pieces = _RANGE.split(template)
-    spans = [_span(template, first, last) for first, last in zip(pieces[1::3], pieces[2::3], strict=True)]
-    total = 1
-    for span in spans:
-        total *= len(span)
-    if total > _MAX_ENDPOINTS:
-        raise UsageError(f"{template!r} expands to {total} endpoints", fix=f"Use at most {_MAX_ENDPOINTS}.")
-    for numbers in itertools.product(*spans):
-        yield pieces[0] + "".join(
-            number + literal for number, literal in zip(numbers, pieces[3::3], strict=True)
-        )
 
 
 def _span(template: str, first: str, last: str) -> list[str]:
@@ -247,7 +215,7 @@ def check_endpoint(url: str) -> str:
     return url.rstrip("/")
 
 
-def _s3_credentials(uri: str, environment: Environment) -> Credentials:
+def _s3_credentials(uri: str, environment: Environment) -> tuple[str, str, str]:
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     missing = [name for name in names if not environment.get(name)]
     if missing:
@@ -257,10 +225,10 @@ def _s3_credentials(uri: str, environment: Environment) -> Credentials:
             fix="Export them; profiles and instance roles are not consulted, because that may take seconds.",
         )
     key, secret = (environment[name] for name in names)
-    return Credentials(key, secret, environment.get("AWS_SESSION_TOKEN", ""))
+    return key, secret, environment.get("AWS_SESSION_TOKEN", "")
 
 
-def _google_credentials(uri: str, environment: Environment) -> Credentials:
+def _google_credentials(uri: str, environment: Environment) -> tuple[str, str, str]:
     path = environment.get("GOOGLE_APPLICATION_CREDENTIALS") or environment.get("GOOGLE_SERVICE_ACCOUNT")
     if not path:
         raise Unavailable(
@@ -268,10 +236,10 @@ def _google_credentials(uri: str, environment: Environment) -> Credentials:
             where=uri,
             fix="Set it to the path of a service account's JSON key.",
         )
-    return Credentials(path, "")
+    return path, "", ""
 
 
-def _azure_credentials(uri: str, environment: Environment) -> Credentials:
+def _azure_credentials(uri: str, environment: Environment) -> tuple[str, str, str]:
     account = environment.get("AZURE_STORAGE_ACCOUNT_NAME", "")
     key = environment.get("AZURE_STORAGE_ACCOUNT_KEY", "")
     token = environment.get("AZURE_STORAGE_SAS_TOKEN", "")
@@ -282,7 +250,7 @@ def _azure_credentials(uri: str, environment: Environment) -> Credentials:
             where=uri,
             fix="Export them.",
         )
-    return Credentials(account, key, token)
+    return account, key, token
 
 
 _CREDENTIALS = {"s3": _s3_credentials, "gs": _google_credentials, "az": _azure_credentials}
@@ -297,44 +265,14 @@ def export_credentials(settings: ClientSettings) -> Mapping[str, str]:
     Without AWS_EC2_METADATA_DISABLED they would wait for the metadata service of a cloud they are not in.
     """
     exported = {
-        "AWS_ACCESS_KEY_ID": settings.credentials.access_key,
-        "AWS_SECRET_ACCESS_KEY": settings.credentials.secret_key,
+        "AWS_ACCESS_KEY_ID": settings.access_key,
+        "AWS_SECRET_ACCESS_KEY": settings.secret_key,
         "AWS_REGION": settings.options.region,
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    if settings.credentials.session_token:
-        exported["AWS_SESSION_TOKEN"] = settings.credentials.session_token
+    if settings.session_token:
+        exported["AWS_SESSION_TOKEN"] = settings.session_token
     else:
         withdraw_variable("AWS_SESSION_TOKEN")
     export_variables(exported)
     return exported
-
-
-class ProcessWideSettings:
-    """Settings that a library reads from the environment once, at its first request in this process.
-
-    A storage that needs other settings later is refused, because the library would silently ignore them.
-    """
-
-    def __init__(self, library: str) -> None:
-        self._library = library
-        self._exported: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def export(self, settings: Mapping[str, str], *, secret: frozenset[str] = frozenset()) -> None:
-        """Export `settings`; `UsageError` where an earlier storage of this process exported other ones."""
-        with self._lock:
-            differing = [name for name, value in self._exported.items() if settings.get(name, "") != value]
-            if differing:
-                shown = [name for name in differing if name not in secret] or differing
-                raise UsageError(
-                    f"{self._library} has one configuration per process, and {', '.join(shown)} was "
-                    "different when it was first used",
-                    fix="Use one process for each configuration, or another client.",
-                )
-            self._exported = dict(settings)
-            export_variables(settings)
-
-    def exported(self, name: str) -> str:
-        """The exported value of this variable; "" before the first export."""
-        return self._exported.get(name, "")

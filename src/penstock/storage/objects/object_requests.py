@@ -1,10 +1,9 @@
-"""Requests with retries, and what their failures mean.
+"""Requests with retries, and the errors that their failures become.
 
-Adapters turn their library's exceptions into `RequestFailed`. `RetryingRequests.call`, through which every
-request of a storage goes, picks an endpoint, sends, counts, backs off, and maps the last failure to one of
-our errors. Endpoints take turns, each rank beginning with another one; a retry uses the next. Invariants: a
-request is sent at most `attempts` times, and every attempt is counted; of the service's answer only its code
-and short message are passed on, never headers or signatures.
+Every request of a storage goes through `RetryingRequests.call`, which picks an endpoint, sends, counts, backs
+off, and maps the last failure to one of our errors. Endpoints take turns, each rank beginning with another
+one; a retry uses the next. Invariants: a request is sent at most `attempts` times, and every attempt is
+counted; of the service's answer only its code and short message are passed on, never headers or signatures.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from penstock.errors import (
     AccessRefused,
@@ -25,27 +24,9 @@ from penstock.errors import (
     StorageError,
     StorageTimeout,
 )
-from penstock.storage.objects.client import ObjectClient
+from penstock.storage.objects.client import ObjectClient, RequestFailed, attempt
 from penstock.storage.protocol import Counters
 
-FailureKind = Literal["answer", "connect", "reset", "timeout", "truncated"]
-
-_OK = 200
-_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
-_TRANSIENT_CODES = frozenset(
-    {
-        "IncompleteBody",
-        "InternalError",
-        "RequestTimeout",
-        "ServiceUnavailable",
-        "SlowDown",
-        "SlowDownRead",
-        "SlowDownWrite",
-        "Throttling",
-        "ThrottlingException",
-        "TooManyRequests",
-    }
-)
 _FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"})
 _WRONG_REGION_CODES = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect"})
 _REFUSALS = {
@@ -58,50 +39,6 @@ _CONNECT_FIX = "Check the endpoint's host, port and scheme, and that the service
 _TRUST_FIX = (
     "Set AWS_CA_BUNDLE to the PEM file of the service's authority (or tls_verify=false, for tests only)."
 )
-
-
-@dataclass(slots=True)
-class RequestFailed(Exception):
-    """One attempt failed. `status` and `code` are the service's answer, where there was one."""
-
-    kind: FailureKind
-    message: str
-    status: int | None = None
-    code: str = ""
-    received_bytes: int = 0
-    """How many of the requested bytes arrived, where a body was cut short."""
-    hidden_retries: int = 0
-    """Attempts that the library made by itself before."""
-
-    def __str__(self) -> str:
-        answer = " ".join(str(word) for word in (self.status, self.code) if word)
-        return f"{answer}: {self.message}" if answer else self.message
-
-    @classmethod
-    def truncated(cls, received_bytes: int, expected_bytes: int) -> RequestFailed:
-        """The failure of a body that ended too early."""
-        message = f"{received_bytes} of {expected_bytes} bytes arrived"
-        return cls("truncated", message, received_bytes=received_bytes)
-
-    @classmethod
-    def foreign(cls, message: str) -> RequestFailed:
-        """The failure of a request to which something else than an object service says that all is well."""
-        return cls("answer", message, status=_OK)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is such an answer; a service that fails after its 200 names a code."""
-        return self.kind == "answer" and self.status == _OK and not self.code
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether the same request may succeed a moment later."""
-        return self.kind != "answer" or self.status in _TRANSIENT_STATUS or self.code in _TRANSIENT_CODES
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether the answer is that there is no such object."""
-        return self.status == 404 or self.code in ("NoSuchKey", "NoSuchBucket", "NoSuchUpload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +58,6 @@ class RequestContext:
         return f" after {self.attempts} attempts" if self.attempts > 1 else ""
 
 
-Explanation = tuple[type[StorageError], str, str]
-"""The type of an error, what happened, and the fix."""
-
-
 def map_request_error(failure: RequestFailed, request: RequestContext) -> StorageError:
     """The error for a failure that is final."""
     explain = _explain_answer if failure.kind == "answer" else _explain_connection
@@ -142,7 +75,10 @@ def map_request_error(failure: RequestFailed, request: RequestContext) -> Storag
     return kind(what, uri=request.uri, where=where, fix=fix)
 
 
-def _explain_connection(failure: RequestFailed, request: RequestContext) -> Explanation:
+def _explain_connection(
+    failure: RequestFailed, request: RequestContext
+) -> tuple[type[StorageError], str, str]:
+    """The type of the error, what happened, and the fix."""
     logs = "Look at the logs of the service and the proxies for"
     match failure.kind:
         case "timeout":
@@ -159,7 +95,7 @@ def _explain_connection(failure: RequestFailed, request: RequestContext) -> Expl
     return kind, f"{what}{request.tries}: {failure.message}", fix
 
 
-def _explain_answer(failure: RequestFailed, request: RequestContext) -> Explanation:
+def _explain_answer(failure: RequestFailed, request: RequestContext) -> tuple[type[StorageError], str, str]:
     status, code = failure.status, failure.code
     no_access = _REFUSALS.get(code, "Check the access keys and their permissions for this bucket.")
     # The first that applies: a missing bucket, for instance, also has the status of a missing object.
@@ -195,20 +131,12 @@ MAX_BACKOFF_S = 20.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A URL of the service and its client."""
-
-    url: str
-    client: ObjectClient
-
-
 class RetryingRequests:
     """All requests of one storage. Threads share it."""
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
+        clients: Sequence[ObjectClient],
         *,
         bucket: str,
         counters: Counters,
@@ -217,8 +145,8 @@ class RetryingRequests:
         rank: int = 0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._endpoints = tuple(endpoints)
-        self._bucket = bucket
+        self.clients = tuple(clients)
+        self.bucket = bucket
         self._counters = counters
         self._attempts = attempts
         self._backoff_s = backoff_s
@@ -226,29 +154,20 @@ class RetryingRequests:
         self._sleep = sleep
         self._jitter = random.Random()  # noqa: S311 - spreads retries, guards nothing
 
-    @property
-    def any_client(self) -> ObjectClient:
-        """A client, for its capabilities."""
-        return self._endpoints[0].client
-
-    @property
-    def endpoint_urls(self) -> tuple[str, ...]:
-        """Where requests go."""
-        return tuple(endpoint.url for endpoint in self._endpoints)
-
-    def next_endpoint(self) -> Endpoint:
-        """The endpoint whose turn it is."""
-        return self._endpoints[next(self._turns) % len(self._endpoints)]
+    def next_client(self) -> ObjectClient:
+        """The client of the endpoint whose turn it is."""
+        return self.clients[next(self._turns) % len(self.clients)]
 
     def call(self, verb: str, uri: str, action: Callable[[ObjectClient], T], *, wanted_bytes: int = 0) -> T:
         """The result of `action`, attempted until it succeeds or its failure is final."""
-        for attempt in itertools.count(1):
-            endpoint = self.next_endpoint()
-            self._counters.add(requests=1, endpoint=endpoint.url)
+        for number in itertools.count(1):
+            client = self.next_client()
+            self._counters.add(requests=1, endpoint=client.url)
             try:
-                return action(endpoint.client)
+                with attempt(client):
+                    return action(client)
             except RequestFailed as failure:
-                request = RequestContext(verb, uri, self._bucket, endpoint.url, wanted_bytes, attempt)
+                request = RequestContext(verb, uri, self.bucket, client.url, wanted_bytes, number)
                 self.wait_for_retry(failure, request)
         raise AssertionError
 
@@ -259,9 +178,6 @@ class RetryingRequests:
             raise map_request_error(failure, request) from failure
         logger.info("%s %s: attempt %d failed: %s", request.verb, request.uri, request.attempts, failure)
         self._counters.add(retries=1)
-        self._sleep(self.backoff_before(request.attempts + 1))
-
-    def backoff_before(self, attempt: int) -> float:
-        """Seconds to wait before attempt 2, 3, ...: doubling, with random jitter down to half of it."""
-        longest_s = min(self._backoff_s * 2.0 ** (attempt - 2), MAX_BACKOFF_S)
-        return longest_s * self._jitter.uniform(0.5, 1.0)
+        # Doubling, with random jitter down to half of it.
+        longest_s = min(self._backoff_s * 2.0 ** (request.attempts - 1), MAX_BACKOFF_S)
+        self._sleep(longest_s * self._jitter.uniform(0.5, 1.0))

@@ -1,29 +1,44 @@
-"""Writing one object: buffers are cut into parts, and the finished object is verified.
+"""Writing one object: buffers are cut into parts, sent, and the finished object is verified.
 
-An object of one part is one PUT at `finish`; a larger one is an upload in parts from its first whole part on.
-All parts of an upload have the same size except the last, which every S3 service accepts. Invariants: an
-owner's `release` is called exactly once, when the last piece of its buffer is no longer needed; `finish`
-returns only after the service itself has reported the submitted size, unless the caller asks for all sizes.
+An object of one part is one PUT at `finish`; a larger one is an upload in parts from its first whole part on:
+`PartUpload` sends each part itself, `StreamUpload` feeds a library's own stream. All parts of an upload have
+the same size except the last, which every S3 service accepts. Invariants: an owner's `release` is called
+exactly once, when the last piece of its buffer is no longer needed; `finish` returns only after the service
+itself has reported the submitted size, unless the caller asks for all sizes; a failed upload is aborted at
+the service, too.
 """
 
+from __future__ import annotations
+
 import itertools
+import logging
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar, cast
 
 import numpy as np
 
-from penstock.errors import ShortTransfer, StorageError
-from penstock.storage.objects.client import RemoteObject
-from penstock.storage.objects.client_settings import MIN_PART_BYTES
-from penstock.storage.objects.multipart_upload import Upload
-from penstock.storage.objects.object_requests import RetryingRequests
+from penstock.errors import ShortTransfer, StorageError, StorageTimeout
+from penstock.storage.aligned import copy_bytes, flat
+from penstock.storage.objects.client import PartClient, RemoteObject, RequestFailed, StreamClient, attempt
+from penstock.storage.objects.client_settings import MIN_PART_BYTES, ObjectOptions
+from penstock.storage.objects.object_requests import (
+    MAX_BACKOFF_S,
+    RequestContext,
+    RetryingRequests,
+    map_request_error,
+)
 from penstock.storage.protocol import Counters, ObjectInfo, Release
 from penstock.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_PART_BYTES: Final = 5 * 1024**3
 MAX_PARTS: Final = 10_000
@@ -73,7 +88,7 @@ class SharedRelease:
         self._holders = 1
         self._lock = threading.Lock()
 
-    def hold(self) -> Callable[[], None]:
+    def hold(self) -> Release:
         """Add a holder; the function that it calls once to drop its hold."""
         with self._lock:
             self._holders += 1
@@ -83,11 +98,9 @@ class SharedRelease:
         """Drop one hold. The first one belongs to the creator of this object."""
         with self._lock:
             self._holders -= 1
-            due = self._release if self._holders <= 0 else None
-            if due is not None:
-                self._release = None
-        if due is not None:
-            due()
+            is_last = self._holders <= 0
+        if is_last:
+            self.force()
 
     def force(self) -> None:
         """Release now: an upload that still holds a part will never be completed."""
@@ -97,63 +110,35 @@ class SharedRelease:
             due()
 
 
-class GatherBuffers:
-    """Part-sized buffers for pieces that are too small to be parts; reused, so at most those in flight."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-
-    def take(self) -> memoryview:
-        """A free buffer; one that was used before if possible, because its pages are in memory."""
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            return np.empty(self.size_bytes, np.uint8).data
-
-    def give_back(self, buffer: memoryview) -> None:
-        """Make `buffer` available again."""
-        self._free.put(buffer)
-
-
-def flat_bytes(buffer: memoryview) -> memoryview:
-    """`buffer` as one row of bytes, as a view of its own."""
-    return buffer[:] if buffer.ndim == 1 and buffer.format == "B" else buffer.cast("B")
-
-
-@dataclass(slots=True)
-class UploadPart:
-    """A piece of the object for one request; `release` is called when its bytes are no longer needed."""
-
-    content: memoryview
-    release: Callable[[], None]
+Part = tuple[memoryview, Release]
+"""A piece of the object for one request, and what to call when its bytes are no longer needed."""
 
 
 class PartCutter:
     """Cuts submitted buffers into parts of exactly `part_bytes`; smaller pieces are gathered into parts.
 
     An object that `is_single` is never sent in parts: all of it is the `rest`, uncopied if it came in one
-    buffer.
+    buffer. Gathered parts are released for reuse, so there are as many of their buffers as are in flight.
     """
 
     def __init__(self, part_bytes: int, counters: Counters, *, is_single: bool) -> None:
         self.part_bytes = part_bytes
         self._is_single = is_single
         self._counters = counters
-        self._buffers = GatherBuffers(part_bytes)
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._filling: memoryview | None = None
         self._filled_bytes = 0
-        self._rest: UploadPart | None = None
+        self._rest: Part | None = None
 
-    def cut(self, view: memoryview, shared: SharedRelease, *, ends_object: bool) -> Iterator[UploadPart]:
+    def cut(self, view: memoryview, shared: SharedRelease, *, ends_object: bool) -> Iterator[Part]:
         """The parts that `view` completes; `ends_object` promises that it is the last buffer."""
         while view:
             if self._filled_bytes == 0 and ends_object and self._is_single:
-                self._rest = UploadPart(view, shared.hold())
+                self._rest = view, shared.hold()
                 return
             is_part = len(view) >= self.part_bytes or ends_object
             if self._filled_bytes == 0 and is_part and not self._is_single:
-                yield UploadPart(view[: self.part_bytes], shared.hold())
+                yield view[: self.part_bytes], shared.hold()
                 view = view[self.part_bytes :]
             else:
                 view = view[self._gather(view) :]
@@ -162,26 +147,27 @@ class PartCutter:
 
     def _gather(self, view: memoryview) -> int:
         if self._filling is None:
-            self._filling = self._buffers.take()
+            try:
+                # One that was used before if possible, because its pages are in memory.
+                self._filling = self._free.get_nowait()
+            except queue.Empty:
+                self._filling = np.empty(self.part_bytes, np.uint8).data
         taken = min(len(view), self.part_bytes - self._filled_bytes)
-        room = self._filling[self._filled_bytes : self._filled_bytes + taken]
-        np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(view[:taken], np.uint8))
+        copy_bytes(self._filling[self._filled_bytes : self._filled_bytes + taken], view[:taken])
         self._filled_bytes += taken
         self._counters.add_copy(GATHER_COPY, taken)
         return taken
 
-    def _take_gathered(self) -> UploadPart:
+    def _take_gathered(self) -> Part:
         buffer, self._filling = self._filling, None
         size_bytes, self._filled_bytes = self._filled_bytes, 0
         assert buffer is not None
-        return UploadPart(buffer[:size_bytes], lambda: self._buffers.give_back(buffer))
+        return buffer[:size_bytes], lambda: self._free.put(buffer)
 
-    def rest(self) -> UploadPart | None:
+    def rest(self) -> Part | None:
         """What is left at the end of the object: the last part, or all of a single one; None for nothing."""
-        if self._rest is not None:
-            rest, self._rest = self._rest, None
-            return rest
-        return self._take_gathered() if self._filled_bytes else None
+        rest, self._rest = self._rest, None
+        return rest or (self._take_gathered() if self._filled_bytes else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,91 +179,313 @@ class NewObject:
     remote_key: str
     uri: str
     declared_bytes: int | None
-    target_part_bytes: int
+    options: ObjectOptions
     confirms: bool = True
     """Whether `finish` asks the service for the size of what it stored."""
 
+    @property
+    def stall_s(self) -> float:
+        """How long an upload may make no progress: longer than its client's own limits."""
+        options = self.options
+        return options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S
 
-class ObjectSink:
-    """A `Sink` on objects. `begin_upload` opens an upload, given the size of its parts."""
+    def stalled(self) -> StorageTimeout:
+        """The error of an upload without progress."""
+        return StorageTimeout(
+            f"The upload made no progress for {self.stall_s:.0f} s",
+            uri=self.uri,
+            fix="Check whether the service is overloaded or the network stalls; raise request_timeout_s.",
+        )
+
+    def warn_of_orphan(self, error: StorageError) -> None:
+        """Log that an upload could not be aborted."""
+        logger.warning(
+            "Parts of an unfinished upload may remain at %s, invisible but billed (%s). "
+            "A lifecycle rule that aborts incomplete uploads removes them.",
+            self.uri,
+            error,
+        )
+
+
+STALL_GRACE_S = 5.0
+RELEASE_LIMIT_S = 10.0
+"""How long an abandoned client library may keep buffers before they are released regardless."""
+
+
+class PartUpload:
+    """Parts sent by a pool of threads, each on the endpoint whose turn it is, each with its own retries."""
 
     def __init__(
-        self,
-        new: NewObject,
-        requests: RetryingRequests,
-        counters: Counters,
-        begin_upload: Callable[[NewObject, int], Upload],
+        self, new: NewObject, requests: RetryingRequests, pool: Executor, counters: Counters
+    ) -> None:
+        self._new = new
+        self._requests = requests
+        self._pool = pool
+        self._counters = counters
+        self._slots = threading.BoundedSemaphore(new.options.parts_in_flight)
+        self._failure: StorageError | None = None
+        self._parts: list[Future[str]] = []
+        self._upload = self._call("CreateMultipartUpload", lambda client: client.begin_upload(new.remote_key))
+
+    def _call(self, verb: str, action: Callable[[PartClient], T]) -> T:
+        return self._requests.call(verb, self._new.uri, lambda client: action(cast("PartClient", client)))
+
+    def send(self, part: memoryview, release: Release) -> None:
+        """Pass on the next part; blocks while too many are in flight, raises an earlier part's error."""
+        # The limit covers all attempts of a part, so beyond it the client hangs.
+        if not self._slots.acquire(timeout=self._new.stall_s):
+            raise self._new.stalled()
+        if self._failure is not None:
+            self._slots.release()
+            release()
+            raise self._failure
+        number = len(self._parts) + 1
+        self._parts.append(self._pool.submit(self._send_one, number, part, release))
+
+    def _send_one(self, number: int, part: memoryview, release: Release) -> str:
+        key, upload = self._new.remote_key, self._upload
+        try:
+            if self._failure is not None:
+                raise self._failure
+            etag = self._call("UploadPart", lambda client: client.put_part(key, upload, number, part))
+            self._counters.add(written_bytes=len(part))
+        except StorageError as error:
+            self._failure = self._failure or error
+            raise
+        else:
+            return etag
+        finally:
+            release()
+            self._slots.release()
+
+    def finish(self) -> str | None:
+        """Wait for all parts, each of which is bounded by its attempts, and complete; the object's ETag."""
+        key, etags = self._new.remote_key, [part.result() for part in self._parts]
+        return self._call(
+            "CompleteMultipartUpload", lambda client: client.complete_upload(key, self._upload, etags)
+        )
+
+    def abort(self) -> None:
+        """Wait for running parts, then abort the upload at the service. Safe after a failure."""
+        self._failure = self._failure or StorageError("The upload was given up", uri=self._new.uri)
+        # A part that arrived after the abort would stay stored, and billed.
+        wait(self._parts)
+        key, upload = self._new.remote_key, self._upload
+        try:
+            self._call("AbortMultipartUpload", lambda client: client.abort_upload(key, upload))
+        except StorageError as error:
+            self._new.warn_of_orphan(error)
+
+
+class _Abandoned(Exception):
+    """Raised inside the library's stream to make it abort the upload."""
+
+
+class StreamUpload:
+    """A library's own upload, run in a thread and fed part by part; the library iterates over this object.
+
+    Libraries do not report which part is acknowledged, but they drop their reference to its memory when they
+    are done with it, and a finalizer observes that: a stream far larger than memory passes through a few
+    buffers, uncopied.
+    """
+
+    def __init__(
+        self, new: NewObject, requests: RetryingRequests, part_bytes: int, counters: Counters
+    ) -> None:
+        self._new = new
+        self._client = cast("StreamClient", requests.next_client())
+        self._bucket = requests.bucket
+        self._part_bytes = part_bytes
+        self._counters = counters
+        self._waiting: queue.SimpleQueue[memoryview | type[_Abandoned] | None] = queue.SimpleQueue()
+        self._slots = threading.BoundedSemaphore(new.options.parts_in_flight)
+        self._released = threading.Condition()
+        self._num_unreleased = self._num_released = self._sent_bytes = 0
+        self._etag: str | None = None
+        self._failure: StorageError | None = None
+        self._ended = threading.Event()
+        counters.add(requests=2, endpoint=self._client.url)  # begin and complete
+        threading.Thread(target=self._run, name=f"upload {new.remote_key}", daemon=True).start()
+
+    def _run(self) -> None:
+        failure: StorageError | None = StorageError(
+            "The client library ended without a result", uri=self._new.uri
+        )
+        try:
+            with attempt(self._client):
+                self._etag = self._client.put_stream(self._new.remote_key, self, self._part_bytes)
+            failure = None
+        except _Abandoned:
+            failure = StorageError("The upload was given up", uri=self._new.uri)
+        except RequestFailed as refused:
+            request = RequestContext("UploadPart", self._new.uri, self._bucket, self._client.url)
+            self._counters.add(errors=1, retries=refused.hidden_retries)
+            failure = map_request_error(refused, request)
+        finally:
+            self._failure = failure
+            # In this order: a part that is queued after the drain finds the event set, and `send` drains it.
+            self._ended.set()
+            self._drain()
+
+    def __iter__(self) -> StreamUpload:
+        return self
+
+    def __next__(self) -> memoryview:
+        # No reference to the part may stay here.
+        part = self._waiting.get()
+        if part is None:
+            raise StopIteration
+        if isinstance(part, memoryview):
+            return part
+        raise _Abandoned
+
+    def _drain(self) -> None:
+        """Drop the parts that were not read yet."""
+        while not self._waiting.empty():
+            self._waiting.get()
+
+    def send(self, part: memoryview, release: Release) -> None:
+        """Pass on the next part; blocks while too many are in flight, raises an earlier part's error."""
+        self._wait_for(lambda limit_s: self._slots.acquire(timeout=limit_s))
+        if self._failure is not None:
+            self._slots.release()
+            release()
+            raise self._failure
+
+        def done() -> None:
+            release()
+            self._slots.release()
+            with self._released:
+                self._num_unreleased -= 1
+                self._num_released += 1
+                self._released.notify_all()
+
+        self._sent_bytes += len(part)
+        self._counters.add(requests=1, endpoint=self._client.url)
+        with self._released:
+            self._num_unreleased += 1
+        view = part[:]  # a new one: when it is collected, the library is done
+        # Not at exit: the library may still be reading then, and the owner would refill the buffer.
+        weakref.finalize(view, done).atexit = False
+        self._waiting.put(view)
+        del view
+        if self._ended.is_set():  # it failed meanwhile and will not read this part
+            self._drain()
+
+    def _wait_for(self, ready: Callable[[float], bool]) -> None:
+        """Wait until `ready`; `StorageTimeout` once no part was released for as long as the limit."""
+        before = self._num_released
+        while not ready(self._new.stall_s):
+            if self._num_released == before:
+                raise self._new.stalled()
+            before = self._num_released
+
+    def _wait_until_released(self) -> bool:
+        with self._released:
+            return self._released.wait_for(lambda: self._num_unreleased == 0, RELEASE_LIMIT_S)
+
+    def finish(self) -> str | None:
+        """Wait for the library to complete the object; its ETag."""
+        self._waiting.put(None)
+        self._wait_for(self._ended.wait)
+        if self._failure is not None:
+            raise self._failure
+        self._counters.add(written_bytes=self._sent_bytes)
+        if self._client.write_copy:
+            self._counters.add_copy(self._client.write_copy, self._sent_bytes)
+        if not self._wait_until_released():
+            raise self._new.stalled()
+        return self._etag
+
+    def abort(self) -> None:
+        """Make the library abort the upload, and wait a while until it has released its parts."""
+        self._drain()
+        self._waiting.put(_Abandoned)
+        if not self._ended.wait(RELEASE_LIMIT_S):
+            self._new.warn_of_orphan(self._new.stalled())
+        self._wait_until_released()
+
+
+class ObjectSink:
+    """A `Sink` on objects; `pool` gives the threads that send parts."""
+
+    def __init__(
+        self, new: NewObject, requests: RetryingRequests, counters: Counters, pool: Callable[[], Executor]
     ) -> None:
         self._new = new
         self._requests = requests
         self._counters = counters
-        self._begin_upload = begin_upload
+        self._pool = pool
         self._submitted_bytes = 0
         self._num_parts = 0
         self._cutter: PartCutter | None = None
-        self._upload: Upload | None = None
+        self._upload: PartUpload | StreamUpload | None = None
         self._orphan: weakref.finalize[[], ObjectSink] | None = None
         self._owners: weakref.WeakSet[SharedRelease] = weakref.WeakSet()
         self._is_over = False
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
         """Append `buffer`: whole parts of it go down as they are, the rest is gathered."""
-        view = flat_bytes(buffer)
+        view = flat(buffer)
         shared = SharedRelease(release)
         self._owners.add(shared)
+        declared = self._new.declared_bytes
         try:
             self._check_open()
             self._submitted_bytes += len(view)
             # Before anything is sent: of an object that is too long nothing should remain.
             self._check_declared()
-            self._cut(view, shared)
+            if self._cutter is None and view:
+                part_bytes = choose_part_bytes(self._new.options.part_bytes, len(view), declared)
+                is_single = declared is not None and declared <= part_bytes
+                self._cutter = PartCutter(
+                    declared if declared is not None and is_single else part_bytes,
+                    self._counters,
+                    is_single=is_single,
+                )
+            if self._cutter is not None:
+                ends_object = self._submitted_bytes == declared
+                for part, done in self._cutter.cut(view, shared, ends_object=ends_object):
+                    self._send(part, done, self._cutter.part_bytes)
         finally:
             shared.drop()
 
-    def _cut(self, view: memoryview, shared: SharedRelease) -> None:
-        if self._cutter is None:
-            if not view:
-                return
-            self._cutter = self._make_cutter(len(view))
-        ends_object = self._submitted_bytes == self._new.declared_bytes
-        for part in self._cutter.cut(view, shared, ends_object=ends_object):
-            self._send(part)
-
-    def _make_cutter(self, first_bytes: int) -> PartCutter:
-        declared = self._new.declared_bytes
-        part_bytes = choose_part_bytes(self._new.target_part_bytes, first_bytes, declared)
-        if declared is not None and declared <= part_bytes:
-            return PartCutter(declared, self._counters, is_single=True)
-        return PartCutter(part_bytes, self._counters, is_single=False)
-
-    def _send(self, part: UploadPart) -> None:
-        assert self._cutter is not None
+    def _send(self, part: memoryview, release: Release, part_bytes: int) -> None:
         if self._num_parts == MAX_PARTS:
-            part.release()
+            release()
             raise StorageError(
-                f"The object outgrew {MAX_PARTS:,} parts of {format_bytes(self._cutter.part_bytes)}",
+                f"The object outgrew {MAX_PARTS:,} parts of {format_bytes(part_bytes)}",
                 uri=self._new.uri,
                 fix="Pass the size to create(), or raise part_bytes.",
             )
-        if self._upload is None:
-            self._upload = self._begin(self._cutter.part_bytes, part)
-        self._num_parts += 1
-        self._upload.send(part.content, part.release)
-
-    def _begin(self, part_bytes: int, first: UploadPart) -> Upload:
         try:
-            upload = self._begin_upload(self._new, part_bytes)
+            if self._upload is None:
+                if isinstance(self._requests.clients[0], StreamClient):
+                    upload: PartUpload | StreamUpload = StreamUpload(
+                        self._new, self._requests, part_bytes, self._counters
+                    )
+                else:
+                    upload = PartUpload(self._new, self._requests, self._pool(), self._counters)
+                # For a sink that is neither finished nor aborted.
+                self._orphan = weakref.finalize(self, upload.abort)
+                self._upload = upload
         except StorageError:
-            first.release()
+            release()
             raise
-        self._orphan = weakref.finalize(self, upload.abort)  # for a sink that is neither finished nor aborted
-        return upload
+        self._num_parts += 1
+        self._upload.send(part, release)
 
     def finish(self) -> ObjectInfo:
         """Complete the object, and compare the stored size with the submitted one."""
         self._check_open()
         self._check_declared(is_final=True)
-        etag = self._complete()
+        rest = self._cutter.rest() if self._cutter else None
+        if self._upload is None:
+            etag = self._put_whole(*rest) if rest else self._put_whole(memoryview(b""), lambda: None)
+        else:
+            if rest is not None and self._cutter is not None:
+                self._send(*rest, self._cutter.part_bytes)
+            etag = self._upload.finish()
         self._is_over = True
         self._forget_upload()
         if not self._new.confirms:
@@ -296,26 +504,16 @@ class ObjectSink:
             checksum=stored.etag,
         )
 
-    def _complete(self) -> str | None:
-        rest = self._cutter.rest() if self._cutter else None
-        if self._upload is None:
-            return self._put_whole(rest)
-        if rest is not None:
-            self._send(rest)
-        return self._upload.finish()
-
-    def _put_whole(self, rest: UploadPart | None) -> str | None:
-        content = rest.content if rest else memoryview(b"")
+    def _put_whole(self, content: memoryview, release: Release) -> str | None:
         try:
             etag = self._requests.call(
                 "PutObject", self._new.uri, lambda client: client.put(self._new.remote_key, content)
             )
         finally:
-            if rest is not None:
-                rest.release()
+            release()
         self._counters.add(written_bytes=len(content))
-        if self._requests.any_client.write_copy:
-            self._counters.add_copy(self._requests.any_client.write_copy, len(content))
+        if copy := self._requests.clients[0].write_copy:
+            self._counters.add_copy(copy, len(content))
         return etag
 
     def _verify(self, stored: RemoteObject, etag: str | None) -> None:
@@ -328,23 +526,21 @@ class ObjectSink:
             )
         if stored.size_bytes == self._submitted_bytes:
             return
-        raise ShortTransfer(
-            f"The service stored {stored.size_bytes} of {self._submitted_bytes} bytes and reported success; "
-            f"the damaged object was {self._remove_damaged()}",
-            uri=self._new.uri,
-            expected_bytes=self._submitted_bytes,
-            actual_bytes=stored.size_bytes,
-            fix="The service lost data: do not rely on it until its operator has found the cause.",
-        )
-
-    def _remove_damaged(self) -> str:
+        removed = "removed"
         try:
             self._requests.call(
                 "DeleteObject", self._new.uri, lambda client: client.delete(self._new.remote_key)
             )
         except StorageError as error:
-            return f"NOT removed ({error.what})"
-        return "removed"
+            removed = f"NOT removed ({error.what})"
+        raise ShortTransfer(
+            f"The service stored {stored.size_bytes} of {self._submitted_bytes} bytes and reported success; "
+            f"the damaged object was {removed}",
+            uri=self._new.uri,
+            expected_bytes=self._submitted_bytes,
+            actual_bytes=stored.size_bytes,
+            fix="The service lost data: do not rely on it until its operator has found the cause.",
+        )
 
     def abort(self) -> None:
         if self._is_over:

@@ -13,28 +13,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
 from penstock.environment import Environment
 from penstock.errors import AlreadyThere, ShortTransfer
+from penstock.storage.aligned import flat
 from penstock.storage.capabilities import Deferred
 from penstock.storage.objects.client import (
     ObjectClient,
+    PerProcess,
     RemoteObject,
-    StreamClient,
+    RequestFailed,
+    attempt,
     connect,
 )
-from penstock.storage.objects.client_settings import ObjectLocation, resolve_location
-from penstock.storage.objects.multipart_upload import PartUpload, StreamUpload, Upload, UploadSpec
-from penstock.storage.objects.object_requests import (
-    MAX_BACKOFF_S,
-    Endpoint,
-    RequestContext,
-    RequestFailed,
-    RetryingRequests,
-)
-from penstock.storage.objects.object_sink import NewObject, ObjectSink, flat_bytes, split_range
-from penstock.storage.objects.own_process import PerProcess
+from penstock.storage.objects.client_settings import resolve_settings
+from penstock.storage.objects.object_requests import RequestContext, RetryingRequests
+from penstock.storage.objects.object_sink import NewObject, ObjectSink, split_range
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, check_key, check_prefix
 from penstock.storage.uri import Location
 
@@ -64,7 +60,7 @@ class ObjectSource:
         return self._object.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        view = flat_bytes(buffer)
+        view = flat(buffer)
         available = max(0, min(len(view), self.size_bytes - offset))
         if available < len(view):
             raise ShortTransfer(
@@ -100,8 +96,7 @@ class ObjectSource:
             wanted_bytes=len(view),
         )
         self._counters.add(read_bytes=len(view))
-        copy = self._requests.any_client.read_copy
-        if copy:
+        if copy := self._requests.clients[0].read_copy:
             self._counters.add_copy(copy, len(view))
 
     def close(self) -> None:
@@ -113,39 +108,38 @@ SMALL_BYTES = 8 << 20
 PAGE_KEYS = 1000
 """Keys in one page of a listing, which is one request."""
 _CONDITION_FAILED = (409, 412)
-STALL_GRACE_S = 5.0
-"""How long after its client's own limits an upload without progress is given up."""
 
 
 class ObjectStorage:
     """A `Storage` on objects; a finished object is durable, as the service promises."""
 
-    def __init__(self, location: ObjectLocation, rank: int = 0) -> None:
-        options = location.options
+    def __init__(self, location: Location, environment: Environment, rank: int = 0) -> None:
+        settings = resolve_settings(location, environment)
+        self._bucket, _, self._prefix = location.root.partition("/")
+        self._options = options = settings[0].options
         self.uri = location.uri
-        self.options: Mapping[str, OptionValue] = location.record()
+        self.options: Mapping[str, OptionValue] = asdict(options)
         self.counters = Counters()
-        self._location = location
         self._confirms = True
         self._known_services: set[str] = set()
         self._lock = threading.Lock()
         self._own_pools: PerProcess[dict[str, ThreadPoolExecutor]] = PerProcess(dict)
+        clients = [connect(each) for each in settings]
+        for client, each in zip(clients, settings, strict=True):
+            client.url = each.endpoint or self.uri
+        self.endpoints = tuple(client.url for client in clients)
+        """The URLs of the service; for Google and Azure, which have one each, the storage's own URI."""
         self._requests = RetryingRequests(
-            [Endpoint(settings.endpoint or location.uri, connect(settings)) for settings in location.clients],
-            bucket=location.bucket,
+            clients,
+            bucket=self._bucket,
             counters=self.counters,
             attempts=options.attempts,
             backoff_s=options.backoff_s,
             rank=rank,
         )
 
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The URLs of the service; for Google and Azure, which have one each, the storage's own URI."""
-        return self._requests.endpoint_urls
-
     def _remote(self, key: str) -> str:
-        return f"{self._location.prefix}/{key}" if self._location.prefix else key
+        return f"{self._prefix}/{key}" if self._prefix else key
 
     def _uri_of(self, key: str) -> str:
         return f"{self.uri}/{key}"
@@ -165,37 +159,23 @@ class ObjectStorage:
             remote_key=self._remote(key),
             uri=self._uri_of(key),
             declared_bytes=size_bytes,
-            target_part_bytes=self._location.options.part_bytes,
+            options=self._options,
             confirms=self._confirms,
         )
-        return ObjectSink(new, self._requests, self.counters, self._begin_upload)
-
-    def _begin_upload(self, new: NewObject, part_bytes: int) -> Upload:
-        options = self._location.options
-        spec = UploadSpec(
-            key=new.remote_key,
-            uri=new.uri,
-            bucket=self._location.bucket,
-            part_bytes=part_bytes,
-            in_flight=options.parts_in_flight,
-            stall_s=options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S,
-        )
-        endpoint = self._requests.next_endpoint()
-        if isinstance(endpoint.client, StreamClient):
-            return StreamUpload(spec, endpoint, self.counters)
-        pool = self._pool("parts", options.parts_in_flight)
-        return PartUpload(spec, self._requests, pool, self.counters)
+        pool = partial(self._pool, "parts", self._options.parts_in_flight)
+        return ObjectSink(new, self._requests, self.counters, pool)
 
     @property
     def has_conditions(self) -> bool:
-        return self._requests.any_client.has_conditions
+        return self._requests.clients[0].has_conditions
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         remote, uri = self._remote(check_key(key, self.uri)), self._uri_of(key)
 
         def put(client: ObjectClient) -> str | None:
             try:
-                return client.put_if(remote, memoryview(content), replaces=replaces)
+                with attempt(client):
+                    return client.put_if(remote, memoryview(content), replaces=replaces)
             except RequestFailed as failure:
                 is_gone = replaces is not None and failure.is_missing and failure.code != "NoSuchBucket"
                 if failure.status not in _CONDITION_FAILED and not is_gone:
@@ -217,19 +197,18 @@ class ObjectStorage:
         return self._source(self._head(key), key)
 
     def _source(self, found: RemoteObject, key: str) -> ObjectSource:
-        options = self._location.options
         return ObjectSource(
             found,
             self._uri_of(key),
             self._requests,
             self.counters,
-            range_bytes=options.range_bytes,
-            pool=lambda: self._pool("ranges", options.ranges_in_flight),
+            range_bytes=self._options.range_bytes,
+            pool=partial(self._pool, "ranges", self._options.ranges_in_flight),
         )
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
         """An object and what describes it: one request for a small one, if the client can."""
-        if not self._requests.any_client.gets_whole:
+        if not self._requests.clients[0].gets_whole:
             info = self.stat(key)
             return info, _read(self.open(key))
         remote = self._remote(check_key(key, self.uri))
@@ -263,7 +242,8 @@ class ObjectStorage:
 
         def delete(client: ObjectClient) -> None:
             try:
-                client.delete(remote)
+                with attempt(client):
+                    client.delete(remote)
             except RequestFailed as failure:
                 if failure.code == "NoSuchBucket" or not failure.is_missing:
                     raise
@@ -277,50 +257,50 @@ class ObjectStorage:
         return self._list(f"{self._remote(folder)}/".lstrip("/") if folder else self._remote(""), uri)
 
     def _list(self, remote_prefix: str, uri: str) -> Iterator[ObjectInfo]:
-        after, attempt, num_root = "", 1, len(self._remote(""))
+        after, number, num_root = "", 1, len(self._remote(""))
         while True:
-            endpoint = self._requests.next_endpoint()
-            self.counters.add(requests=1, endpoint=endpoint.url)
+            client = self._requests.next_client()
+            self.counters.add(requests=1, endpoint=client.url)
             num_listed = 0
             try:
-                for remote in endpoint.client.list(remote_prefix, after):
-                    # Progress resets the attempts: a long listing may fail now and then.
-                    after, attempt, num_listed = remote.key, 1, num_listed + 1
-                    if num_listed % PAGE_KEYS == 0:
-                        self.counters.add(requests=1, endpoint=endpoint.url)
-                    # Consoles create empty objects with such keys as folders.
-                    if not remote.key.endswith("/"):
-                        yield _describe(remote.key[num_root:], remote)
-                if after:
-                    self._known_services.add(endpoint.url)
-                self._require_service(endpoint)
+                with attempt(client):
+                    for remote in client.list(remote_prefix, after):
+                        # Progress resets the attempts: a long listing may fail now and then.
+                        after, number, num_listed = remote.key, 1, num_listed + 1
+                        if num_listed % PAGE_KEYS == 0:
+                            self.counters.add(requests=1, endpoint=client.url)
+                        # Consoles create empty objects with such keys as folders.
+                        if not remote.key.endswith("/"):
+                            yield _describe(remote.key[num_root:], remote)
+                    if after:
+                        self._known_services.add(client.url)
+                self._require_service(client)
             except RequestFailed as failure:
-                request = RequestContext(
-                    "ListObjectsV2", uri, self._location.bucket, endpoint.url, attempts=attempt
-                )
+                request = RequestContext("ListObjectsV2", uri, self._bucket, client.url, attempts=number)
                 self._requests.wait_for_retry(failure, request)
-                attempt += 1
+                number += 1
             else:
                 return
 
-    def _require_service(self, endpoint: Endpoint) -> None:
+    def _require_service(self, client: ObjectClient) -> None:
         """Fail if an endpoint that has listed nothing yet answers to every request, as web pages do.
 
         To clients a page is an empty listing: a run that is there would look like a new one.
         """
-        if endpoint.url in self._known_services:
+        if client.url in self._known_services:
             return
-        self.counters.add(requests=1, endpoint=endpoint.url)
-        nowhere, client = self._remote(f".penstock-{secrets.token_hex(16)}"), endpoint.client
+        self.counters.add(requests=1, endpoint=client.url)
+        absent = self._remote(f".penstock-{secrets.token_hex(16)}")
         try:
-            if client.gets_whole:
-                client.get_whole(nowhere, 0)
-            else:
-                client.head(nowhere)
+            with attempt(client):
+                if client.gets_whole:
+                    client.get_whole(absent, 0)
+                else:
+                    client.head(absent)
         except RequestFailed as failure:
             if failure.is_transient or failure.is_foreign:
                 raise
-            self._known_services.add(endpoint.url)
+            self._known_services.add(client.url)
         else:
             raise RequestFailed.foreign("an object that does not exist was found")
 
@@ -335,7 +315,7 @@ def open_objects(location: Location, environment: Environment, rank: int) -> Obj
     `Unavailable` without an endpoint, credentials or the client's library; `rank` decides which of several
     endpoints is used first.
     """
-    return ObjectStorage(resolve_location(location, environment), rank)
+    return ObjectStorage(location, environment, rank)
 
 
 def _read(source: ObjectSource) -> bytearray:

@@ -233,8 +233,8 @@ def test_an_upload_that_stalls_is_a_timeout(client: str, faulty: StartFaulty, co
 def test_a_stalled_upload_is_given_up_where_the_client_has_no_timeout(
     faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -19.0)
-    monkeypatch.setattr("penstock.storage.objects.multipart_upload.RELEASE_LIMIT_S", 0.5)
+    monkeypatch.setattr("penstock.storage.objects.object_sink.STALL_GRACE_S", -19.0)
+    monkeypatch.setattr("penstock.storage.objects.object_sink.RELEASE_LIMIT_S", 0.5)
     server = faulty(Fault(action="stall", operation="UploadPart", seconds=12, times=ALWAYS))
     storage = corner(server.as_server(), "s3torchconnector", attempts="1", request_timeout_s="500ms")
     ledger = ReleaseLedger()
@@ -378,7 +378,7 @@ def test_an_upload_that_moves_slowly_is_not_given_up(
     client: str, faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All parts together take longer than the limit of 2.7 s, each of them far less.
-    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -37.3)
+    monkeypatch.setattr("penstock.storage.objects.object_sink.STALL_GRACE_S", -37.3)
     server = faulty(
         Fault(action="delay", operation="UploadPart", seconds=0.8, times=ALWAYS),
         Fault(action="delay", operation="CompleteMultipartUpload", seconds=0.8),
@@ -391,7 +391,7 @@ def test_an_upload_that_moves_slowly_is_not_given_up(
 def test_a_pool_whose_parts_never_end_is_a_timeout(
     faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -39.9)
+    monkeypatch.setattr("penstock.storage.objects.object_sink.STALL_GRACE_S", -39.9)
     server = faulty(Fault(action="delay", operation="UploadPart", seconds=1.0, times=ALWAYS))
     storage = corner(server.as_server(), "minio", attempts="1", request_timeout_s="20s", parts_in_flight="1")
     with pytest.raises(StorageTimeout, match="The upload made no progress"):

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.storage import open_storage
 from penstock.storage.objects.client_settings import (
-    Credentials,
     ObjectOptions,
     check_endpoint,
     expand_endpoints,
-    resolve_location,
+    resolve_settings,
 )
 from penstock.storage.uri import parse_uri
 
@@ -81,26 +80,18 @@ def test_credentials_in_an_endpoint_are_refused_and_not_repeated() -> None:
 
 
 def test_no_secret_is_in_a_repr_or_in_the_record() -> None:
-    place = resolve_location(parse_uri("s3://bucket/a/b"), HERE)
-    shown = f"{place!r} {place.clients[0]!r} {json.dumps(dict(place.record()))}"
+    (settings,) = resolve_settings(parse_uri("s3://bucket/a/b"), HERE)
+    recorded = dict(open_storage("s3://bucket/a/b", HERE).options)
+    shown = f"{settings!r} {json.dumps(recorded)}"
     assert not any(secret in shown for secret in KEYS.values())
-    assert repr(Credentials("key", "secret")) == "Credentials()"
 
 
 def test_the_record_has_every_option_resolved() -> None:
-    record = resolve_location(
-        parse_uri("s3://bucket/a/b?part_bytes=16MiB&attempts=2"), {**HERE, "AWS_REGION": "r1"}
-    ).record()
+    record = open_storage("s3://bucket/a/b?part_bytes=16MiB&attempts=2", {**HERE, "AWS_REGION": "r1"}).options
     assert record["part_bytes"] == 16 * 1024 * 1024
     assert record["attempts"] == 2
     assert record["endpoints"] == ("http://127.0.0.1:9000",)
     assert (record["region"], record["payload"], record["client"]) == ("r1", "unsigned", "obstore")
-
-
-def test_bucket_and_prefix_are_split() -> None:
-    place = resolve_location(parse_uri("s3://bucket/a/b"), HERE)
-    assert (place.bucket, place.prefix) == ("bucket", "a/b")
-    assert resolve_location(parse_uri("s3://bucket"), HERE).prefix == ""
 
 
 @pytest.mark.parametrize(
@@ -114,17 +105,16 @@ def test_bucket_and_prefix_are_split() -> None:
 def test_endpoint_and_region_come_from_the_environment(
     environment: dict[str, str], endpoint: str, region: str
 ) -> None:
-    place = resolve_location(parse_uri("s3://bucket"), {**KEYS, **environment})
-    assert place.clients[0].endpoint == endpoint
-    assert place.options.region == region
+    (settings,) = resolve_settings(parse_uri("s3://bucket"), {**KEYS, **environment})
+    assert (settings.endpoint, settings.options.region) == (endpoint, region)
 
 
 def test_an_option_wins_over_the_environment() -> None:
-    place = resolve_location(
+    resolved = resolve_settings(
         parse_uri("s3://bucket?endpoints=http://o{1...2}&region=here"), {**HERE, "AWS_REGION": "there"}
     )
-    assert [settings.endpoint for settings in place.clients] == ["http://o1", "http://o2"]
-    assert place.options.region == "here"
+    assert [settings.endpoint for settings in resolved] == ["http://o1", "http://o2"]
+    assert {settings.options.region for settings in resolved} == {"here"}
 
 
 @pytest.mark.parametrize(
@@ -188,8 +178,8 @@ def test_azure_opens_with_a_key_or_a_token(secret: str) -> None:
 
 
 def test_a_session_token_reaches_the_client() -> None:
-    credentials = resolve_location(parse_uri("s3://bucket"), HERE).clients[0].credentials
-    assert (credentials.access_key, credentials.session_token) == ("AKIDEXAMPLE", "t0k3n")
+    (settings,) = resolve_settings(parse_uri("s3://bucket"), HERE)
+    assert (settings.access_key, settings.session_token) == ("AKIDEXAMPLE", "t0k3n")
 
 
 @pytest.mark.parametrize(("content", "complaint"), [(None, "cannot be read"), ("", "no PEM certificate")])

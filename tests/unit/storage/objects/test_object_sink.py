@@ -7,14 +7,12 @@ from penstock.storage.objects.client_settings import MIN_PART_BYTES
 from penstock.storage.objects.object_sink import (
     MAX_PART_BYTES,
     MAX_PARTS,
-    GatherBuffers,
     PartCutter,
     SharedRelease,
     choose_part_bytes,
-    flat_bytes,
     split_range,
 )
-from penstock.storage.protocol import Counters
+from penstock.storage.protocol import Counters, Release
 
 MIB = 1024 * 1024
 sizes = st.integers(0, 64 * 1024**4)
@@ -82,16 +80,16 @@ def _cut_all(
         submitted += end - start
         ends_object = is_declared and submitted == len(content)
         for part in cutter.cut(memoryview(content)[start:end], shared, ends_object=ends_object):
-            parts.append(bytes(part.content))
+            parts.append(bytes(part[0]))
             held.append(part)
         shared.drop()
     rest = cutter.rest()
     if rest is not None:
-        parts.append(bytes(rest.content))
+        parts.append(bytes(rest[0]))
         held.append(rest)
     assert cutter.rest() is None
     for part in held:
-        part.release()
+        part[1]()
     return parts, len(released), counters.copied_bytes["objects-gather"]
 
 
@@ -120,12 +118,19 @@ def test_buffers_of_whole_parts_are_not_copied(num_parts: int, part_bytes: int, 
     assert copied == 0
 
 
-def test_gather_buffers_are_reused() -> None:
-    buffers = GatherBuffers(16)
-    first = buffers.take()
-    buffers.give_back(first)
-    assert buffers.take() is first
-    assert buffers.take() is not first
+def test_gathered_parts_that_came_back_are_filled_again() -> None:
+    cutter = PartCutter(16, Counters(), is_single=False)
+
+    def gathered() -> tuple[memoryview, Release]:
+        halves = [cutter.cut(memoryview(bytes(8)), SharedRelease(None), ends_object=False) for _ in range(2)]
+        return next(part for half in halves for part in half)
+
+    first, give_back = gathered()
+    give_back()
+    again, _ = gathered()
+    other, _ = gathered()
+    assert first.obj is again.obj
+    assert first.obj is not other.obj
 
 
 def test_a_forced_release_happens_once() -> None:
@@ -143,10 +148,3 @@ def test_a_buffer_without_a_release_needs_none() -> None:
     shared = SharedRelease(None)
     shared.drop()
     shared.force()
-    assert bytes(flat_bytes(memoryview(b"abc"))) == b"abc"
-
-
-def test_buffers_of_other_formats_are_flattened() -> None:
-    grid = memoryview(bytes(8)).cast("B", (2, 4))
-    assert flat_bytes(grid).nbytes == 8
-    assert flat_bytes(memoryview(bytes(8)).cast("I")).format == "B"

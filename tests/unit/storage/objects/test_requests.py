@@ -11,17 +11,20 @@ from penstock.errors import (
     StorageError,
     StorageTimeout,
     Unavailable,
-    UsageError,
 )
 from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
-from penstock.storage.objects.client import CLIENTS, ObjectClient, RemoteObject, connect
-from penstock.storage.objects.client_settings import ProcessWideSettings, export_credentials, resolve_location
+from penstock.storage.objects.client import (
+    CLIENTS,
+    FailureKind,
+    ObjectClient,
+    RemoteObject,
+    RequestFailed,
+    connect,
+)
+from penstock.storage.objects.client_settings import export_credentials, resolve_settings
 from penstock.storage.objects.object_requests import (
     MAX_BACKOFF_S,
-    Endpoint,
-    FailureKind,
     RequestContext,
-    RequestFailed,
     RetryingRequests,
     map_request_error,
 )
@@ -93,6 +96,9 @@ class _ListedClient(ObjectClient):
     def __init__(self, *outcomes: RemoteObject | RequestFailed) -> None:
         self._outcomes = iter(outcomes)
 
+    def explain(self, error: Exception) -> RequestFailed:
+        raise NotImplementedError
+
     def head(self, key: str) -> RemoteObject:
         outcome = next(self._outcomes)
         if isinstance(outcome, RequestFailed):
@@ -117,8 +123,10 @@ FOUND = RemoteObject("k", 1, 0.0, None)
 
 def _requests(*clients: _ListedClient, rank: int = 0) -> tuple[RetryingRequests, Counters, list[float]]:
     counters, slept = Counters(), list[float]()
+    for number, client in enumerate(clients):
+        client.url = f"e{number}"
     requests = RetryingRequests(
-        [Endpoint(f"e{number}", client) for number, client in enumerate(clients)],
+        clients,
         bucket="b",
         counters=counters,
         attempts=4,
@@ -162,15 +170,21 @@ def test_retries_by_the_library_are_counted_where_it_reports_them() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 5])
 def test_requests_take_turns_from_a_ranks_own_first_endpoint(rank: int) -> None:
     requests, counters, _ = _requests(*(_ListedClient(*[FOUND] * 9) for _ in range(3)), rank=rank)
-    assert requests.next_endpoint().url == f"e{rank % 3}"
+    assert requests.next_client().url == f"e{rank % 3}"
     for _ in range(9):
         requests.call("HeadObject", "s3://b/k", lambda client: client.head("k"))
     assert set(counters.requests_by_endpoint.values()) == {3}
 
 
 def test_the_backoff_has_a_ceiling() -> None:
-    requests, _, _ = _requests(_ListedClient())
-    assert max(requests.backoff_before(attempt) for attempt in range(2, 60)) <= MAX_BACKOFF_S
+    slept: list[float] = []
+    requests = RetryingRequests(
+        [], bucket="b", counters=Counters(), attempts=60, backoff_s=1.0, sleep=slept.append
+    )
+    for attempts in range(1, 60):
+        failure = RequestFailed("reset", "gone")
+        requests.wait_for_retry(failure, RequestContext("GetObject", "u", "b", "e0", attempts=attempts))
+    assert MAX_BACKOFF_S / 2 <= max(slept) <= MAX_BACKOFF_S
 
 
 Reader = Callable[[str], RequestFailed]
@@ -246,24 +260,10 @@ def test_a_client_that_is_not_installed_is_named_with_its_remedy(monkeypatch: py
         "penstock.storage.objects.client.CLIENTS", {**CLIENTS, "minio": "penstock.no_such_module"}
     )
     environment = {"AWS_ENDPOINT_URL": "http://h", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-    place = resolve_location(parse_uri("s3://bucket?client=minio"), environment)
+    (settings,) = resolve_settings(parse_uri("s3://bucket?client=minio"), environment)
     with pytest.raises(Unavailable, match="minio is not installed") as caught:
-        connect(place.clients[0])
+        connect(settings)
     assert "pip install 'penstock-io[minio]'" in caught.value.fix
-
-
-def test_process_wide_settings_are_exported_once_and_a_difference_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PENSTOCK_UNIT_A", "")
-    monkeypatch.setenv("PENSTOCK_UNIT_SECRET", "")
-    library = ProcessWideSettings("somelib")
-    assert library.exported("PENSTOCK_UNIT_A") == ""
-    library.export({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
-    library.export({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
-    assert library.exported("PENSTOCK_UNIT_A") == "1"
-    with pytest.raises(UsageError, match="somelib has one configuration per process, and PENSTOCK_UNIT_A"):
-        library.export({"PENSTOCK_UNIT_A": "2", "PENSTOCK_UNIT_SECRET": "x"})
 
 
 @pytest.mark.parametrize(("token", "exported"), [("t0k3n", "t0k3n"), ("", None)])
@@ -274,8 +274,10 @@ def test_credentials_are_exported_and_instance_metadata_is_switched_off(
         monkeypatch.setenv(name, "before")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
     environment = {"AWS_ENDPOINT_URL": "http://h", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-    place = resolve_location(parse_uri("s3://bucket?region=r"), {**environment, "AWS_SESSION_TOKEN": token})
-    export_credentials(place.clients[0])
+    (settings,) = resolve_settings(
+        parse_uri("s3://bucket?region=r"), {**environment, "AWS_SESSION_TOKEN": token}
+    )
+    export_credentials(settings)
     now = process_environment()
     assert now.get("AWS_SESSION_TOKEN") == exported
     assert (now["AWS_ACCESS_KEY_ID"], now["AWS_SECRET_ACCESS_KEY"], now["AWS_REGION"]) == ("k", "s", "r")
