@@ -35,7 +35,7 @@ from penstock.storage.aligned import flat
 Words = NDArray[np.uint64]
 
 CONTENT_VERSION: Final = 1
-"""Recorded beside generated data: another number means other bytes from the same seed."""
+"""Recorded with generated data: another number means other bytes from the same seed."""
 
 _WORD_BYTES: Final = 8
 _BLOCK_WORDS: Final = 512
@@ -45,7 +45,7 @@ _PERSON: Final = b"penstock content"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What storage may save on content: shares from 0 to 1, exact on average over many blocks of 4 KiB.
+    """The savings that storage may make on content: shares from 0 to 1, exact on average over 4 KiB blocks.
 
     `compressible` zeroes that share at the end of each block; the block keeps its first word, so that it does
     not become dedupable by it. `dedupable` takes that share of blocks from a pool of 256, the same one for
@@ -102,19 +102,19 @@ class Content:
 
     def verify(self, buffer: memoryview, offset: int = 0) -> int | None:
         """Where in `buffer` the first byte is that doesn't belong at `offset`; None if all do."""
-        seen = flat(buffer)
-        head, num_words = _split(seen, offset)
+        stored = flat(buffer)
+        head, num_words = _split(stored, offset)
         body_end = head + num_words * _WORD_BYTES
-        if seen[:head] != self._bytes(offset, head):
-            return self._first_difference(seen[:head], offset)
+        if stored[:head] != self._bytes(offset, head):
+            return self._first_difference(stored[:head], offset)
         if num_words:
-            words = np.frombuffer(seen[head:body_end], dtype=np.uint64)
+            words = np.frombuffer(stored[head:body_end], dtype=np.uint64)
             wrong = _load_find()(words, (offset + head) // _WORD_BYTES, self._recipe)
             if wrong >= 0:
                 start = head + wrong * _WORD_BYTES
-                return start + self._first_difference(seen[start : start + _WORD_BYTES], offset + start)
-        if seen[body_end:] != self._bytes(offset + body_end, seen.nbytes - body_end):
-            return body_end + self._first_difference(seen[body_end:], offset + body_end)
+                return start + self._first_difference(stored[start : start + _WORD_BYTES], offset + start)
+        if stored[body_end:] != self._bytes(offset + body_end, stored.nbytes - body_end):
+            return body_end + self._first_difference(stored[body_end:], offset + body_end)
         return None
 
     def _bytes(self, offset: int, size_bytes: int) -> bytes:
@@ -123,14 +123,14 @@ class Content:
         _load_fill()(found, offset, self._recipe)
         return found.tobytes()
 
-    def _first_difference(self, seen: memoryview, offset: int) -> int:
-        expected = self._bytes(offset, seen.nbytes)
-        return next(at for at in range(seen.nbytes) if seen[at] != expected[at])
+    def _first_difference(self, stored: memoryview, offset: int) -> int:
+        expected = self._bytes(offset, stored.nbytes)
+        return next(at for at in range(stored.nbytes) if stored[at] != expected[at])
 
 
 @lru_cache(maxsize=64)
 def _shared_recipe(seed: bytes, reduction: Reduction) -> Words:
-    """What the recipes of all objects of a seed have in common: all but the first two words."""
+    """The part that the recipes of all objects of a seed share: all but the first two words."""
     shares = np.array([reduction.dedupable * 2**32, reduction.compressible * _BLOCK_WORDS * 2**24])
     pool = _keys(seed + b"p")
     return np.concatenate([pool, pool, np.rint(shares).astype(np.uint64)])
@@ -152,7 +152,7 @@ def _load_find() -> Callable[[Words, int, Words], int]:
 
 
 def _split(buffer: memoryview, offset: int) -> tuple[int, int]:
-    """How many bytes of `buffer` come before the first whole word, and how many whole words follow."""
+    """The number of bytes of `buffer` before the first whole word, and of whole words after them."""
     _require_offset(buffer, offset)
     head = min(-offset % _WORD_BYTES, buffer.nbytes)
     return head, (buffer.nbytes - head) // _WORD_BYTES

@@ -47,22 +47,6 @@ class DataFiles:
         return self.kind.plan(index, self.evaluation.name(index - num_train))
 
 
-def for_each_file(
-    files: DataFiles,
-    work: Callable[[FilePlan], Outcome],
-    *,
-    rank: int,
-    num_ranks: int,
-    threads: int,
-) -> Iterator[Outcome]:
-    """The results of `work` on this rank's files, in their order, `threads` of them at a time."""
-
-    def work_on(plans: Iterator[FilePlan]) -> list[Outcome]:
-        return [work(plan) for plan in plans]
-
-    return for_each_group(files, work_on, rank=rank, num_ranks=num_ranks, threads=threads)
-
-
 def for_each_group(
     files: DataFiles,
     work: Callable[[Iterator[FilePlan]], list[Outcome]],
@@ -109,23 +93,24 @@ def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> i
     A storage that deletes without a look, as object stores do, counts all of them.
     """
 
-    def remove_one(plan: FilePlan) -> int:
-        return max((_delete(storage, part.key(plan.name)) for part in plan.parts), default=0)
+    def delete(*keys: str) -> int:
+        """1 where something was deleted, 0 where nothing was."""
+        deleted = 0
+        for key in keys:
+            with suppress(ObjectNotFound):
+                storage.delete(key)
+                deleted = 1
+        return deleted
+
+    def remove_group(plans: Iterator[FilePlan]) -> list[int]:
+        return [delete(*(part.key(plan.name) for part in plan.parts)) for plan in plans]
 
     # The manifest goes first: files must never be missing from a data set that claims to be whole.
     if comm.rank == 0:
-        _delete(storage, KEY)
+        delete(KEY)
     comm.barrier(awaiting="rank 0 to withdraw the manifest")
-    removed = sum(for_each_file(files, remove_one, rank=comm.rank, num_ranks=comm.size, threads=threads))
+    removed = sum(for_each_group(files, remove_group, rank=comm.rank, num_ranks=comm.size, threads=threads))
     return comm.reduce(removed, "sum", awaiting="all ranks to delete their files")
-
-
-def _delete(storage: Storage, key: str) -> int:
-    """1 where something was deleted, 0 where nothing was."""
-    with suppress(ObjectNotFound):
-        storage.delete(key)
-        return 1
-    return 0
 
 
 class FileNames(Protocol):
@@ -181,9 +166,8 @@ class NumberedFiles:
 
     def folders(self) -> tuple[str, ...]:
         """The folders that hold all of them."""
-        if self.num_subfolders <= 1:
-            return (self.folder,)
-        return tuple(self._folder_of(number).rstrip("/") for number in range(self.num_subfolders))
+        numbers = range(max(1, self.num_subfolders))
+        return tuple(self._folder_of(number).rstrip("/") for number in numbers)
 
     def _folder_of(self, index: int) -> str:
         if self.num_subfolders <= 1:
@@ -194,19 +178,21 @@ class NumberedFiles:
 
 def training_files(dataset: Dataset) -> NumberedFiles:
     """The names of the training files."""
-    return _number_files(dataset, "train", dataset.num_files_train, dataset.num_subfolders_train)
+    return NumberedFiles(
+        folder="train",
+        count=dataset.num_files_train,
+        suffix=dataset.format.value,
+        prefix=dataset.file_prefix,
+        num_subfolders=dataset.num_subfolders_train,
+    )
 
 
 def evaluation_files(dataset: Dataset) -> NumberedFiles:
     """The names of the evaluation files."""
-    return _number_files(dataset, "valid", dataset.num_files_eval, dataset.num_subfolders_eval)
-
-
-def _number_files(dataset: Dataset, folder: str, count: int, num_subfolders: int) -> NumberedFiles:
     return NumberedFiles(
-        folder=folder,
-        count=count,
+        folder="valid",
+        count=dataset.num_files_eval,
         suffix=dataset.format.value,
         prefix=dataset.file_prefix,
-        num_subfolders=num_subfolders,
+        num_subfolders=dataset.num_subfolders_eval,
     )

@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
-    """Whether the folder was claimed for this data set before; `UsageError` if it is another one's."""
+    """True if the folder was claimed for this data set before; `UsageError` if it is another one's."""
     manifest = read_manifest(storage)
     if manifest is None:
         return False

@@ -1,11 +1,11 @@
-"""The listing of an external data set: names and sizes, sorted, in one file per node that every rank maps.
+"""The listing of an external data set: sorted names in one file per node that every rank maps.
 
 50 million names do not fit into the memory of every rank, and barely into that of one: names are sorted in
 runs on disk and merged; ranks find a name by bisection in the mapped file. The file lives only while ranks
 start, so it has no version; its size shows a copy that reached another node incompletely.
 
     names    in UTF-8, without separators, sorted by their bytes
-    records  for each file, where its name ends in `names`, and its size: 8 bytes each, native
+    ends     for each file, where its name ends in `names`: 8 bytes, native
     tail     the number of files and the bytes of all names: likewise
 """
 
@@ -27,8 +27,9 @@ from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import ObjectInfo
 
-_PAIR: Final = struct.Struct("=QQ")
-_RUN_ENTRY: Final = struct.Struct("=QI")
+_TAIL: Final = struct.Struct("=QQ")
+_END: Final = struct.Struct("=Q")
+_LENGTH: Final = struct.Struct("=I")
 _RUN_ENTRIES: Final = 1 << 17
 """Names sorted in memory at once: about 30 MB of them."""
 _MAX_RUNS: Final = 256
@@ -44,12 +45,12 @@ class Listing:
         self.path = path
         with translate_os_errors("Opening a listing", str(path)), path.open("rb") as file:
             actual_bytes = os.fstat(file.fileno()).st_size
-            if actual_bytes < _PAIR.size:
-                raise self._incomplete(actual_bytes, _PAIR.size)
+            if actual_bytes < _TAIL.size:
+                raise self._incomplete(actual_bytes, _TAIL.size)
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        numbers: tuple[int, int] = _PAIR.unpack_from(self._bytes, actual_bytes - _PAIR.size)
+        numbers: tuple[int, int] = _TAIL.unpack_from(self._bytes, actual_bytes - _TAIL.size)
         self._num_files, self._names_bytes = numbers
-        expected_bytes = self._names_bytes + (self._num_files + 1) * _PAIR.size
+        expected_bytes = self._names_bytes + self._num_files * _END.size + _TAIL.size
         if actual_bytes != expected_bytes:
             self._bytes.close()
             raise self._incomplete(actual_bytes, expected_bytes)
@@ -60,11 +61,6 @@ class Listing:
     def name(self, index: int) -> str:
         """The key of file `index`."""
         return self._name(index).decode("utf-8", "surrogateescape")
-
-    def size_bytes(self, index: int) -> int:
-        """The size of file `index` when it was listed."""
-        _, size_bytes = self._record(index)
-        return size_bytes
 
     def index(self, name: str) -> int | None:
         """The file with this key, in about log2(n) steps; None if there is none."""
@@ -86,14 +82,11 @@ class Listing:
         return type(self), (self.path,)
 
     def _name(self, index: int) -> bytes:
-        return self._bytes[self._record(index - 1)[0] if index else 0 : self._record(index)[0]]
-
-    def _record(self, index: int) -> tuple[int, int]:
-        """The end of the file's name, and its size."""
         if not 0 <= index < self._num_files:
             raise IndexError(f"file {index} of {self._num_files}")
-        end, size_bytes = _PAIR.unpack_from(self._bytes, self._names_bytes + index * _PAIR.size)
-        return end, size_bytes
+        at = self._names_bytes + index * _END.size
+        begin = _END.unpack_from(self._bytes, at - _END.size)[0] if index else 0
+        return self._bytes[begin : _END.unpack_from(self._bytes, at)[0]]
 
     def _incomplete(self, actual_bytes: int, expected_bytes: int) -> ShortTransfer:
         return ShortTransfer(
@@ -103,10 +96,6 @@ class Listing:
             actual_bytes=actual_bytes,
             fix="Start the run again: it lists the data set again.",
         )
-
-
-Entry = tuple[bytes, int]
-"""A name and a size."""
 
 
 def list_files(
@@ -122,9 +111,9 @@ def list_files(
         TemporaryDirectory(dir=path.parent, prefix=".listing-") as folder,
     ):
         runs: list[Path] = []
-        entries = ((found.key.encode("utf-8", "surrogateescape"), found.size_bytes) for found in objects)
+        names = (found.key.encode("utf-8", "surrogateescape") for found in objects)
         num_runs = 0
-        while batch := list(islice(entries, run_entries)):
+        while batch := list(islice(names, run_entries)):
             if len(runs) >= max_runs:
                 joined = Path(folder) / f"joined-{num_runs}"
                 with _merged(runs) as merged:
@@ -135,46 +124,39 @@ def list_files(
             runs.append(Path(folder) / f"run-{num_runs}")
             num_runs += 1
             _write_run(runs[-1], sorted(batch))
-        draft = Path(folder) / "listing"
-        _write_listing(draft, runs, Path(folder) / "records")
+        draft, num_files, end, last = Path(folder) / "listing", 0, 0, None
+        # The ends wait in a file of their own until all names are written.
+        with draft.open("wb") as out, (Path(folder) / "ends").open("w+b") as ends, _merged(runs) as merged:
+            for name in merged:
+                if name == last:
+                    raise StorageError(
+                        f"{name.decode(errors='replace')!r} comes twice",
+                        uri=str(draft),
+                        fix="Did something write to the data set meanwhile? List it again.",
+                    )
+                num_files, end, last = num_files + 1, end + len(name), name
+                out.write(name)
+                ends.write(_END.pack(end))
+            ends.seek(0)
+            shutil.copyfileobj(ends, out)
+            out.write(_TAIL.pack(num_files, end))
         draft.replace(path)
     return Listing(path)
 
 
-def _write_listing(draft: Path, runs: list[Path], waiting: Path) -> None:
-    """Write the names, then the records, which wait in a file of their own until all names are written."""
-    num_files, end, last = 0, 0, None
-    with draft.open("wb") as out, waiting.open("w+b") as records, _merged(runs) as entries:
-        for name, size_bytes in entries:
-            if name == last:
-                raise StorageError(
-                    f"{name.decode(errors='replace')!r} comes twice",
-                    uri=str(draft),
-                    fix="Did something write to the data set meanwhile? List it again.",
-                )
-            num_files, end, last = num_files + 1, end + len(name), name
-            out.write(name)
-            records.write(_PAIR.pack(end, size_bytes))
-        records.seek(0)
-        shutil.copyfileobj(records, out)
-        out.write(_PAIR.pack(num_files, end))
-
-
-def _write_run(path: Path, entries: Iterable[Entry]) -> None:
+def _write_run(path: Path, names: Iterable[bytes]) -> None:
     with path.open("wb") as file:
-        for name, size_bytes in entries:
-            file.write(_RUN_ENTRY.pack(size_bytes, len(name)))
-            file.write(name)
+        for name in names:
+            file.write(_LENGTH.pack(len(name)) + name)
 
 
 @contextmanager
-def _merged(runs: list[Path]) -> Iterator[Iterator[Entry]]:
-    """All entries of some runs, in order."""
+def _merged(runs: list[Path]) -> Iterator[Iterator[bytes]]:
+    """All names of some runs, in order."""
     with ExitStack() as files:
         yield heapq.merge(*(_read_run(files.enter_context(path.open("rb"))) for path in runs))
 
 
-def _read_run(file: BinaryIO) -> Iterator[Entry]:
-    while fixed := file.read(_RUN_ENTRY.size):
-        size_bytes, length = _RUN_ENTRY.unpack(fixed)
-        yield file.read(length), size_bytes
+def _read_run(file: BinaryIO) -> Iterator[bytes]:
+    while length := file.read(_LENGTH.size):
+        yield file.read(*_LENGTH.unpack(length))

@@ -21,15 +21,19 @@ from penstock.dataset.data_files import (
 )
 from penstock.dataset.dataset_manifest import DatasetRecipe, is_claimed, write_manifest
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file_io import buffer_pool, write_files
+from penstock.dataset.formats.data_file_io import buffer_pool, write_file, write_together
 from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.errors import AlreadyThere, ObjectNotFound
 from penstock.progress import Progress
 from penstock.storage import Storage, capabilities, volumes
-from penstock.storage.aligned import BufferPool
 from penstock.storage.files import file_storage
 from penstock.storage.protocol import SupportsWritesAtOnce
 from penstock.workload.spec import Dataset
+
+_GROUP_FILES: Final = 64
+_GROUP_BYTES: Final = 16 << 20
+"""The bytes that each thread writes before the first file of a group is synced."""
+_TASKS_A_THREAD: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,7 @@ def expected_bytes(dataset: Dataset) -> int:
 
 
 def missing_bytes(recipe: DatasetRecipe, storage: Storage) -> int:
-    """What generating would still write; `UsageError` if another data set is there."""
+    """The bytes that generating would still write; `UsageError` if another data set is there."""
     size_bytes = expected_bytes(recipe.dataset)
     if not is_claimed(storage, recipe):
         return size_bytes
@@ -82,9 +86,34 @@ def generate(
         awaiting="rank 0 to claim the place",
     )
     # A name that a power cut takes away is written again by the next attempt, so one sync a folder does.
-    has_folders = capabilities.find_folder_tree(storage) is not None
-    target = capabilities.defer_sync(storage, "names") if has_folders else storage
-    writer = _Writer(files=files, recipe=recipe, storage=target, pool=buffer_pool(), keeps=is_resumed)
+    tree = capabilities.find_folder_tree(storage)
+    target = storage if tree is None else capabilities.defer_sync(storage, "names")
+    pool = buffer_pool()
+    # Small files become durable together, in groups of which each thread gets several.
+    together = target if isinstance(target, SupportsWritesAtOnce) else None
+    if size_bytes // max(1, len(files)) > _GROUP_BYTES // _GROUP_FILES:
+        together = None
+    group_files = max(1, min(_GROUP_FILES, len(files) // (comm.size * threads * _TASKS_A_THREAD)))
+
+    def write_group(plans: Iterator[FilePlan]) -> list[tuple[FilePlan, int | None]]:
+        """The plans of these files and the bytes written, None for a file that was there."""
+        outcomes: list[tuple[FilePlan, int | None]] = []
+
+        def missing() -> Iterator[tuple[FilePlan, Content]]:
+            for plan in plans:
+                if is_resumed and _is_whole(plan, storage):
+                    outcomes.append((plan, None))
+                else:
+                    yield plan, Content(recipe.seed, plan.index, recipe.reduction)
+
+        if together is not None:
+            outcomes += write_together(files.kind, missing(), together, pool)
+            return outcomes
+        for plan, content in missing():
+            stored = write_file(files.kind, plan, target, content, pool)
+            outcomes.append((plan, sum(part.size_bytes for part in stored)))
+        return outcomes
+
     # On a machine's first use this compiles; every thread of the pool would wait for it.
     progress.begin("loading the content generator", 1)
     Content(recipe.seed, 0)
@@ -94,22 +123,31 @@ def generate(
     written_files = written_bytes = 0
     for plan, new_bytes in for_each_group(
         files,
-        writer.write_all,
+        write_group,
         rank=comm.rank,
         num_ranks=comm.size,
         threads=threads,
-        in_a_row=writer.group_files(comm.size * threads),
+        in_a_row=None if together is None else group_files,
     ):
         written_files += new_bytes is not None
         written_bytes += new_bytes or 0
         progress.advance(plan.num_samples * plan.sample_bytes)
-    _keep_names(recipe.dataset, storage)
+    # Each rank makes the names that it has written, and those of their folders, survive a power cut.
+    train_folders = training_files(recipe.dataset).folders()
+    eval_folders = evaluation_files(recipe.dataset).folders()
+    for folder in sorted({"", "train", "valid", *train_folders, *eval_folders}):
+        with suppress(ObjectNotFound):
+            capabilities.sync_names(storage, folder)
     total_files = comm.reduce(written_files, "sum", awaiting="all ranks to write their files")
     total_bytes = comm.reduce(written_bytes, "sum", awaiting="the bytes of all ranks")
     elapsed_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time")
     # Every rank took part in the reductions above, so all files are written.
     if comm.rank == 0:
-        _make_folders(storage)
+        for folder in ("train", "valid"):
+            # DLIO lists both of them, also where one has no file.
+            with suppress(AlreadyThere):
+                if tree is not None:
+                    tree.make(folder)
         write_manifest(storage, recipe, complete=True)
     return GenerationResult(
         num_files=len(files),
@@ -118,24 +156,6 @@ def generate(
         written_bytes=total_bytes,
         elapsed_s=elapsed_s,
     )
-
-
-def _keep_names(dataset: Dataset, storage: Storage) -> None:
-    """Make the names that this rank has written, and those of their folders, survive a power cut."""
-    folders = {*training_files(dataset).folders(), *evaluation_files(dataset).folders()}
-    for folder in sorted({"", "train", "valid", *folders}):
-        with suppress(ObjectNotFound):
-            capabilities.sync_names(storage, folder)
-
-
-def _make_folders(storage: Storage) -> None:
-    """Make the folders of both phases also where one has no file: DLIO lists both of them."""
-    tree = capabilities.find_folder_tree(storage)
-    if tree is None:
-        return
-    for folder in ("train", "valid"):
-        with suppress(AlreadyThere):
-            tree.make(folder)
 
 
 def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
@@ -155,48 +175,10 @@ def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
     return False
 
 
-_GROUP_FILES: Final = 64
-_GROUP_BYTES: Final = 16 << 20
-"""What is written before the first file of a group is synced, in each thread."""
-_TASKS_A_THREAD: Final = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Writer:
-    """Writes files, on any thread."""
-
-    files: DataFiles
-    recipe: DatasetRecipe
-    storage: Storage
-    pool: BufferPool
-    keeps: bool
-
-    def group_files(self, num_threads: int) -> int | None:
-        """How many files become durable together; None where each does so alone."""
-        file_bytes = expected_bytes(self.recipe.dataset) // max(1, len(self.files))
-        if not isinstance(self.storage, SupportsWritesAtOnce) or file_bytes > _GROUP_BYTES // _GROUP_FILES:
-            return None
-        return max(1, min(_GROUP_FILES, len(self.files) // (num_threads * _TASKS_A_THREAD)))
-
-    def write_all(self, plans: Iterator[FilePlan]) -> list[tuple[FilePlan, int | None]]:
-        """Write these files; their plans, and the bytes written, None for a file that was there."""
-        outcomes: list[tuple[FilePlan, int | None]] = []
-
-        def missing() -> Iterator[tuple[FilePlan, Content]]:
-            for plan in plans:
-                if self.keeps and self._is_whole(plan):
-                    outcomes.append((plan, None))
-                else:
-                    yield plan, Content(self.recipe.seed, plan.index, self.recipe.reduction)
-
-        outcomes += write_files(self.files.kind, missing(), self.storage, self.pool)
-        return outcomes
-
-    def _is_whole(self, plan: FilePlan) -> bool:
-        try:
-            return all(
-                part.size_bytes in (None, self.storage.stat(part.key(plan.name)).size_bytes)
-                for part in plan.parts
-            )
-        except ObjectNotFound:
-            return False
+def _is_whole(plan: FilePlan, storage: Storage) -> bool:
+    try:
+        return all(
+            part.size_bytes in (None, storage.stat(part.key(plan.name)).size_bytes) for part in plan.parts
+        )
+    except ObjectNotFound:
+        return False

@@ -4,13 +4,14 @@ A file that is missing or truncated counts as wrong and does not end the verific
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
-from penstock.dataset.data_files import for_each_file
+from penstock.dataset.data_files import DataFiles, for_each_group
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.formats.data_file_io import verify_file
 from penstock.dataset.formats.format_protocol import FilePlan
@@ -52,23 +53,16 @@ def verify(
     began_s = time.monotonic()
     read_before = storage.counters.snapshot().read_bytes
 
-    def check(plan: FilePlan) -> WrongFile | None:
-        content = Content(recipe.seed, plan.index, recipe.reduction)
-        try:
-            mismatch = verify_file(files.kind, plan, storage, content)
-        except (ObjectNotFound, ShortTransfer) as error:
-            return WrongFile(plan.name, str(error))
-        if mismatch is None:
-            return None
-        return WrongFile(mismatch.name, f"byte {mismatch.offset}: {mismatch.what}")
+    def check(plans: Iterator[FilePlan]) -> list[WrongFile | None]:
+        return [_find_fault(files, plan, recipe, storage) for plan in plans]
 
     wrong: list[WrongFile] = []
     num_wrong = 0
-    for wrong_file in for_each_file(files, check, rank=comm.rank, num_ranks=comm.size, threads=threads):
+    for fault in for_each_group(files, check, rank=comm.rank, num_ranks=comm.size, threads=threads):
         progress.advance(1)
-        if wrong_file is not None:
+        if fault is not None:
             num_wrong += 1
-            wrong = [*wrong, wrong_file][:MAX_REPORTED]
+            wrong = [*wrong, fault][:MAX_REPORTED]
     read_bytes = storage.counters.snapshot().read_bytes - read_before
     reports = comm.gather(wrong, awaiting="all ranks to verify their files")
     return VerificationResult(
@@ -78,3 +72,14 @@ def verify(
         read_bytes=comm.reduce(read_bytes, "sum", awaiting="the bytes that all ranks read"),
         elapsed_s=comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time"),
     )
+
+
+def _find_fault(
+    files: DataFiles, plan: FilePlan, recipe: DatasetRecipe, storage: Storage
+) -> WrongFile | None:
+    """Compare one file with its recipe; None if it is right."""
+    try:
+        mismatch = verify_file(files.kind, plan, storage, Content(recipe.seed, plan.index, recipe.reduction))
+    except (ObjectNotFound, ShortTransfer) as error:
+        return WrongFile(plan.name, str(error))
+    return None if mismatch is None else WrongFile(mismatch.name, f"byte {mismatch.offset}: {mismatch.what}")

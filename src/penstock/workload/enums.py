@@ -52,9 +52,9 @@ class DataFormat(Choice):
     HDF5_OPT = "hdf5_opt", "hdf5:Hdf5Format", (".hdf5_opt", ".hdf5", ".h5")
     CSV = "csv", "csvtext:CsvFormat"
     NPZ = "npz", "npz:open_npz"
-    NPY = "npy", "npy:NpyFormat"
-    JPEG = "jpeg", "jpeg:JpegFormat", (".jpeg", ".jpg")
-    PNG = "png", "png:PngFormat"
+    NPY = "npy", "npz:NpyFormat"
+    JPEG = "jpeg", "images:JpegFormat", (".jpeg", ".jpg")
+    PNG = "png", "images:PngFormat"
     INDEXED_BINARY = "indexed_binary", "indexed_binary:IndexedFormat"
     MMAP_INDEXED_BINARY = "mmap_indexed_binary", "indexed_binary:IndexedFormat"
     SYNTHETIC = "synthetic", "synthetic:SyntheticFormat"

@@ -47,7 +47,6 @@ def test_files_of_any_name_are_found_and_others_are_not(tmp_path: Path, scratch:
         "train/b.jpg",
         "train/deep/a.JPEG",
     ]
-    assert seen.train.size_bytes(0) == 10
     assert seen.evaluation is not None
     assert seen.evaluation.name(0) == "valid/v.jpeg"
     assert not list(scratch.iterdir())

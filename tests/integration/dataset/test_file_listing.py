@@ -56,10 +56,10 @@ def test_a_listing_holds_what_was_listed_sorted_whatever_the_order_and_the_memor
     with closing(listing):
         assert len(listing) == len(files)
         assert [listing.name(index) for index in range(len(listing))] == sorted_names(files)
-        for name, size in files.items():
+        for name in files:
             index = listing.index(name)
             assert index is not None
-            assert (listing.name(index), listing.size_bytes(index)) == (name, size)
+            assert listing.name(index) == name
         assert listing.index("no such name") is None
     content = path.read_bytes()
     list_files(infos(files.items()), path).close()
@@ -81,7 +81,7 @@ def test_a_storages_listing_goes_straight_in(path: Path) -> None:
         sink.submit(memoryview(bytes(size)))
         sink.finish()
     listing = list_files(storage.list(), path)
-    assert {listing.name(i): listing.size_bytes(i) for i in range(len(listing))} == some_files(20)
+    assert [listing.name(i) for i in range(len(listing))] == sorted_names(some_files(20))
 
 
 def test_only_the_listing_is_left(path: Path) -> None:
@@ -144,8 +144,8 @@ def test_threads_and_other_processes_read_one_file(path: Path) -> None:
     files = some_files(3000)
     listing = list_files(infos(files.items()), path)
     with ThreadPoolExecutor(4) as threads:
-        found = dict(threads.map(lambda i: (listing.name(i), listing.size_bytes(i)), range(len(listing))))
-    assert found == files
+        found = list(threads.map(listing.name, range(len(listing))))
+    assert found == sorted_names(files)
     copy = pickle.loads(pickle.dumps(listing))
     listing.close()
     listing.close()
@@ -175,6 +175,6 @@ def test_hundreds_of_thousands_of_names_pass_through_little_memory(path: Path) -
     said = subprocess.run(
         [sys.executable, "-c", AT_SCALE, str(path)], check=True, capture_output=True, text=True, timeout=120
     )
-    assert path.stat().st_size > 13 << 20
+    assert path.stat().st_size > 10 << 20
     # VmHWM counts the pages of the mapped file that were touched: three names' worth here.
     assert int(said.stdout) < 80 << 10

@@ -20,8 +20,7 @@ from penstock.dataset.data_files import DataFiles, evaluation_files, training_fi
 from penstock.dataset.dataset_manifest import DatasetRecipe, read_manifest, require_same
 from penstock.dataset.external_dataset import ExternalFiles
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.format_base import ComputedLayout, ReadWhole
-from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
+from penstock.dataset.formats.format_protocol import ComputedLayout, FileFormat, FilePlan, ReadWhole
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.progress import Progress
 from penstock.results.step_events import StepPhase

@@ -13,19 +13,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataset.formats import format_base
+from penstock.dataset.content import Content
 from penstock.dataset.formats import format_protocol as fp
+from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 
 _STEP_ELEMENTS: Final = 1 << 18
-"""How many numbers are turned into text at a time: memory holds that much, not a file."""
+"""Numbers that are turned into text at a time: memory holds these, not a file."""
 _ZERO, _COMMA, _NEWLINE = b"0,\n"
 
 
-class CsvFormat(format_base.ReadWhole):
+class CsvFormat(fp.ReadWhole):
     """Files that any reader of CSV takes as numbers."""
 
-    def _draw_shape(self, index: int) -> format_base.SampleShape:
+    def _draw_shape(self, index: int) -> fp.SampleShape:
         """A sample is a row of numbers, whatever its dimensions."""
         shape = super()._draw_shape(index)
         if np.dtype(shape.dtype).kind == "c":
@@ -36,10 +37,11 @@ class CsvFormat(format_base.ReadWhole):
             )
         return replace(shape, dims=(math.prod(shape.dims),))
 
-    def _file_bytes(self, plan: fp.FilePlan) -> int:
-        return plan.num_samples * plan.dims[0] * _width(np.dtype(plan.dtype))
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        size_bytes = plan.num_samples * plan.dims[0] * _width(np.dtype(plan.dtype))
+        return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
-    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
         """Rows in steps; a step may be a part of a row."""
         num_elements = plan.num_samples * plan.dims[0]
         for start in range(0, num_elements, _STEP_ELEMENTS):
@@ -56,25 +58,23 @@ class CsvFormat(format_base.ReadWhole):
         """Parse the rows."""
         kind = np.dtype(plan.dtype)
         row_bytes = plan.dims[0] * _width(kind)
-        text = format_base.read_range(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
+        text = fp.read_range(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
         digits = np.frombuffer(text, dtype=np.uint8).reshape(-1, _width(kind))[:, _prefix(kind) : -1]
         if ((digits < _ZERO) | (digits > _ZERO + 9)).any():
-            raise format_base.make_damage_error(
-                plan, "it has other characters than digits where its numbers are"
-            )
+            raise fp.make_damage_error(plan, "it has other characters than digits where its numbers are")
         numbers = np.zeros(len(digits), dtype=np.uint64)
         for column in digits.T:
             numbers = numbers * np.uint64(10) + (column - _ZERO)
         return _values(numbers, kind).reshape(len(samples), *plan.dims)
 
-    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
+    def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
         """The numbers that the text says."""
         numbers = _numbers(plan, content, samples.start * plan.dims[0], len(samples) * plan.dims[0])
         return _values(numbers, np.dtype(plan.dtype)).reshape(len(samples), *plan.dims)
 
 
 def _limit(kind: np.dtype[np.generic]) -> int:
-    """How many different numbers an element can be."""
+    """The number of values that an element can have."""
     if kind.kind == "f":
         return int(10 ** np.finfo(kind.str).precision)
     return int(np.iinfo(kind.str).max) + 1
@@ -89,9 +89,9 @@ def _width(kind: np.dtype[np.generic]) -> int:
     return _prefix(kind) + len(str(_limit(kind) - 1)) + 1
 
 
-def _numbers(plan: fp.FilePlan, content: fp.ContentSource, start: int, count: int) -> NDArray[np.uint64]:
+def _numbers(plan: fp.FilePlan, content: Content, start: int, count: int) -> NDArray[np.uint64]:
     kind = np.dtype(plan.dtype)
-    text = format_base.make_content(content, start * kind.itemsize, count * kind.itemsize)
+    text = fp.make_content(content, start * kind.itemsize, count * kind.itemsize)
     numbers = np.frombuffer(text, dtype=f"<u{kind.itemsize}").astype(np.uint64)
     limit = _limit(kind)
     return numbers if limit == 2**64 else numbers % np.uint64(limit)

@@ -1,18 +1,19 @@
 """Writes, verifies and reads one data file of any format, on any storage.
 
-A part that fails half-way is aborted, and an index beside a file is stored before the file that needs it.
+A part that fails half-way is aborted, and an index is stored before the file that needs it.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 
+from penstock.dataset.content import Content
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_writer import (
     BUFFER_BYTES,
     DataFileChecker,
     DataFileWriter,
     FirstDifference,
-    make_short_error,
 )
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage import ObjectInfo, Source, Storage
@@ -29,7 +30,7 @@ def buffer_pool() -> BufferPool:
 
 
 def write_file(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource, pool: BufferPool
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content, pool: BufferPool
 ) -> tuple[ObjectInfo, ...]:
     """Write all parts of one file, the file itself last; what is stored, in the order of `plan.parts`."""
     stored: list[ObjectInfo] = []
@@ -47,31 +48,28 @@ def write_file(
     return tuple(reversed(stored))
 
 
-def write_files(
+def write_together(
     kind: fp.FileFormat,
-    files: Iterable[tuple[fp.FilePlan, fp.ContentSource]],
-    storage: Storage,
+    files: Iterable[tuple[fp.FilePlan, Content]],
+    storage: SupportsWritesAtOnce,
     pool: BufferPool,
 ) -> list[tuple[fp.FilePlan, int]]:
-    """Write small files, together where the storage can do so more cheaply; the bytes of each."""
-    if not isinstance(storage, SupportsWritesAtOnce):
-        return [
-            (plan, sum(part.size_bytes for part in write_file(kind, plan, storage, content, pool)))
-            for plan, content in files
-        ]
+    """Write small files, which become durable together; the bytes of each. Memory holds one of them."""
     written: list[tuple[fp.FilePlan, int]] = []
 
     def made() -> Iterator[tuple[str, memoryview]]:
         for plan, content in files:
             size_bytes = 0
             for part in reversed(range(len(plan.parts))):
-                kept = _Kept()
-                out = DataFileWriter(content, kept.submit, pool)
+                kept: list[tuple[memoryview, Release]] = []
+                out = DataFileWriter(content, lambda *filled, kept=kept: kept.append(filled), pool)
                 kind.emit(plan, part, out)
                 out.flush()
-                text = kept.text()
+                # A copy only if it is more than a buffer.
+                text = kept[0][0] if len(kept) == 1 else memoryview(b"".join(buffer for buffer, _ in kept))
                 yield plan.parts[part].key(plan.name), text
-                kept.release()
+                for _, release in kept:
+                    release()
                 size_bytes += len(text)
             written.append((plan, size_bytes))
 
@@ -79,28 +77,8 @@ def write_files(
     return written
 
 
-class _Kept:
-    """What a `DataFileWriter` submits of one small file."""
-
-    def __init__(self) -> None:
-        self._buffers: list[memoryview] = []
-        self._releases: list[Release] = []
-
-    def submit(self, buffer: memoryview, release: Release) -> None:
-        self._buffers.append(buffer)
-        self._releases.append(release)
-
-    def text(self) -> memoryview:
-        """All of it: a copy only if it is more than a buffer."""
-        return self._buffers[0] if len(self._buffers) == 1 else memoryview(b"".join(self._buffers))
-
-    def release(self) -> None:
-        for release in self._releases:
-            release()
-
-
 def verify_file(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> fp.Mismatch | None:
     """Compare every byte of every part with the generator; None if the file is as it was written.
 
@@ -121,10 +99,10 @@ def verify_file(
 
 
 def _first_wrong_byte(
-    kind: fp.FileFormat, plan: fp.FilePlan, part: int, source: Source, content: fp.ContentSource
+    kind: fp.FileFormat, plan: fp.FilePlan, part: int, source: Source, content: Content
 ) -> int | None:
     check_size(plan, part, source)
-    out = DataFileChecker(content, source, make_short_error(plan, part, source.size_bytes))
+    out = DataFileChecker(content, source, partial(_truncated, plan, part, source.size_bytes))
     try:
         kind.emit(plan, part, out)
         out.finish()
@@ -133,14 +111,25 @@ def _first_wrong_byte(
     return None
 
 
+def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: int) -> ShortTransfer:
+    """The error of a stored part that ends before the bytes which it must have."""
+    name = plan.parts[part].key(plan.name)
+    return ShortTransfer(
+        f"{name} is truncated: it has {actual_bytes} bytes of at least {needed_bytes}",
+        uri=name,
+        expected_bytes=needed_bytes,
+        actual_bytes=actual_bytes,
+        fix="Generate the data set again: files that are whole are kept.",
+    )
+
+
 def check_size(plan: fp.FilePlan, part: int, source: Source) -> None:
     """Raise `ShortTransfer`, naming the part, unless its size is the planned one, where that is known."""
     planned, actual = plan.parts[part].size_bytes, source.size_bytes
-    if planned in (None, actual):
+    if planned is None or planned == actual:
         return
-    assert planned is not None
     if actual < planned:
-        raise make_short_error(plan, part, actual)(planned)
+        raise _truncated(plan, part, actual, planned)
     name = plan.parts[part].key(plan.name)
     raise ShortTransfer(
         f"{name} has {actual} bytes, and {planned} belong there",
@@ -152,9 +141,9 @@ def check_size(plan: fp.FilePlan, part: int, source: Source) -> None:
 
 
 def _describe(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource, offset: int
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content, offset: int
 ) -> fp.Mismatch:
-    """Which sample the wrong byte at `offset` of the file belongs to."""
+    """Find the sample that the wrong byte at `offset` of the file belongs to."""
     find = _first_wrong_block if isinstance(kind, fp.LibraryEncoded) else _first_wrong_sample
     try:
         wrong = find(kind, plan, storage, content)
@@ -170,7 +159,7 @@ def _describe(
 
 
 def _first_wrong_sample(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
     """The first sample that decodes to something else."""
     with closing(storage.open(plan.name)) as source:
@@ -186,7 +175,7 @@ def _first_wrong_sample(
 
 
 def _first_wrong_block(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
     """The first sample of the first block with other bytes than in a file made for comparison, in memory."""
     assert isinstance(kind, fp.LibraryEncoded)

@@ -7,31 +7,15 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from penstock.dataset.formats.format_protocol import Extent, FormatSink
+from penstock.dataset.formats.file_writer import FormatSink
+from penstock.dataset.formats.format_protocol import Extent, GatheredRanges
 from penstock.storage import Source
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
-
-
-class GatheredRanges:
-    """Pieces of a file that were read, in any order; finds the bytes at an offset."""
-
-    def __init__(self, pieces: Iterable[Extent]) -> None:
-        self._pieces = sorted(pieces, key=lambda one: one.offset)
-        self._starts = [piece.offset for piece in self._pieces]
-
-    def bytes_from(self, offset: int) -> memoryview:
-        """A run of bytes that begins at `offset`; empty where nothing was read."""
-        for number in range(bisect_right(self._starts, offset) - 1, -1, -1):
-            run = memoryview(self._pieces[number].content)[offset - self._starts[number] :]
-            if run.nbytes:
-                return run
-        return memoryview(b"")
 
 
 class _SeekableFile(io.RawIOBase):
@@ -45,8 +29,7 @@ class _SeekableFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def tell(self) -> int:
         return self._position

@@ -4,7 +4,9 @@ A format emits a file once, front to back, to a `FormatSink`: a `DataFileWriter`
 Neither holds more of a file than a few buffers of `BUFFER_BYTES`, whatever its size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Final
 
@@ -12,7 +14,7 @@ import google_crc32c
 import numpy as np
 from isal import isal_zlib
 
-from penstock.dataset.formats.format_protocol import Checksum, ContentSource, FilePlan
+from penstock.dataset.content import Content
 from penstock.errors import ShortTransfer
 from penstock.storage import Source, aligned
 from penstock.storage.protocol import Release
@@ -25,98 +27,105 @@ _STEP_BYTES: Final = 128 << 10
 _COPIED_BYTES: Final = 64 << 10
 
 
-class _Sum:
-    """A running checksum, or none."""
+class Checksum(Enum):
+    """The sums that formats keep of their bytes."""
 
-    def __init__(self) -> None:
-        self.kind: Checksum | None = None
-        self._value = 0
-
-    def start(self, kind: Checksum) -> None:
-        self.kind, self._value = kind, 0
-
-    def add(self, buffer: memoryview) -> None:
-        if self.kind is Checksum.CRC32:
-            self._value = isal_zlib.crc32(buffer, self._value)
-        elif self.kind is Checksum.CRC32C:
-            # The library takes nothing but `bytes`; in steps that fit the cache the copy costs little.
-            for start in range(0, buffer.nbytes, _COPIED_BYTES):
-                self._value = google_crc32c.extend(self._value, bytes(buffer[start : start + _COPIED_BYTES]))
-
-    def end(self) -> int:
-        self.kind = None
-        return self._value
+    CRC32 = "crc32"
+    CRC32C = "crc32c"
 
 
-class DataFileWriter:
-    """Fills buffers of `pool` and submits them, as to a `Sink`, as they get full; the last one at `flush`."""
+class FormatSink(ABC):
+    """Takes a file front to back, in windows of memory: one kind writes it, the other compares it."""
 
-    def __init__(
-        self,
-        content: ContentSource,
-        submit: Callable[[memoryview, Release], None],
-        pool: aligned.BufferPool,
-    ) -> None:
+    def __init__(self, content: Content) -> None:
         self.content = content
         self.offset = 0
-        self._submit_buffer = submit
-        self._pool = pool
-        self._buffer = pool.take()
-        self._used = 0
-        self._sum = _Sum()
+        """The number of bytes taken so far."""
+        self._kind: Checksum | None = None
+        self._sum = 0
 
     def raw(self, text: bytes | memoryview) -> None:
-        """Copy `text` into the buffers."""
-        end = self._used + len(text)
-        if len(text) <= _SHORT_BYTES and end <= self._buffer.nbytes:
-            self._buffer[self._used : end] = text
-            self._took(self._buffer[self._used : end])
-            return
+        """Take bytes of the format itself, or of an encoder; `text` may be changed after the call."""
         view = memoryview(text).cast("B")
-        while view.nbytes:
-            room = self._room(view.nbytes)
-            if room.nbytes <= _SHORT_BYTES:
-                room[:] = view[: room.nbytes]
-            else:
-                aligned.copy_bytes(room, view[: room.nbytes])
-            self._took(room)
-            view = view[room.nbytes :]
+        while view:
+            window = self._window(view.nbytes)
+            self._take_text(window, view[: window.nbytes])
+            self._took(window)
+            view = view[window.nbytes :]
 
     def fill(self, size_bytes: int) -> None:
-        """Let content be made in the buffers."""
+        """Take that much content, from the file's own offset on."""
         end = self.offset + size_bytes
         while self.offset < end:
-            room = self._room(min(end - self.offset, _STEP_BYTES))
-            self.content.fill(room, self.offset)
-            self._took(room)
+            window = self._window(min(end - self.offset, _STEP_BYTES))
+            self._take_content(window)
+            self._took(window)
 
     def start_sum(self, kind: Checksum) -> None:
         """Sum up what comes from here on."""
-        self._sum.start(kind)
+        self._kind, self._sum = kind, 0
 
     def end_sum(self) -> int:
         """The sum since `start_sum`."""
-        return self._sum.end()
+        self._kind = None
+        return self._sum
+
+    @abstractmethod
+    def _window(self, wanted: int) -> memoryview:
+        """The next memory: at least one byte, at most `wanted`."""
+
+    @abstractmethod
+    def _take_text(self, window: memoryview, text: memoryview) -> None:
+        """Put `text` into the window, or compare both."""
+
+    @abstractmethod
+    def _take_content(self, window: memoryview) -> None:
+        """Put content into the window, or compare both."""
+
+    def _took(self, window: memoryview) -> None:
+        if self._kind is Checksum.CRC32:
+            self._sum = isal_zlib.crc32(window, self._sum)
+        elif self._kind is Checksum.CRC32C:
+            # The library takes nothing but `bytes`; in steps that fit the cache the copy costs little.
+            for start in range(0, window.nbytes, _COPIED_BYTES):
+                self._sum = google_crc32c.extend(self._sum, bytes(window[start : start + _COPIED_BYTES]))
+        self.offset += window.nbytes
+
+
+class DataFileWriter(FormatSink):
+    """Fills buffers of `pool` and submits them, as to a `Sink`, as they get full; the last one at `flush`."""
+
+    def __init__(
+        self, content: Content, submit: Callable[[memoryview, Release], None], pool: aligned.BufferPool
+    ) -> None:
+        super().__init__(content)
+        self._submit = submit
+        self._pool = pool
+        self._buffer = pool.take()
+        self._used = 0
 
     def flush(self) -> None:
-        """Submit what is left; the writer is not used again."""
-        self._submit()
+        """Submit the buffer as far as it is filled; after the last one the writer is not used again."""
+        self._submit(self._buffer[: self._used], partial(self._pool.give_back, self._buffer))
 
-    def _room(self, wanted: int) -> memoryview:
-        """Free space in a buffer: at least a byte, at most `wanted`."""
+    def _window(self, wanted: int) -> memoryview:
         if self._used == self._buffer.nbytes:
-            self._submit()
+            self.flush()
             self._buffer, self._used = self._pool.take(), 0
         return self._buffer[self._used : self._used + wanted]
 
-    def _took(self, room: memoryview) -> None:
-        if self._sum.kind is not None:
-            self._sum.add(room)
-        self._used += room.nbytes
-        self.offset += room.nbytes
+    def _take_text(self, window: memoryview, text: memoryview) -> None:
+        if window.nbytes <= _SHORT_BYTES:
+            window[:] = text
+        else:
+            aligned.copy_bytes(window, text)
 
-    def _submit(self) -> None:
-        self._submit_buffer(self._buffer[: self._used], partial(self._pool.give_back, self._buffer))
+    def _take_content(self, window: memoryview) -> None:
+        self.content.fill(window, self.offset)
+
+    def _took(self, window: memoryview) -> None:
+        super()._took(window)
+        self._used += window.nbytes
 
 
 class FirstDifference(Exception):
@@ -127,85 +136,37 @@ class FirstDifference(Exception):
         self.offset = offset
 
 
-class DataFileChecker:
+class DataFileChecker(FormatSink):
     """Compares the stored part with what the format emits; `FirstDifference` at the first wrong byte."""
 
-    def __init__(
-        self, content: ContentSource, source: Source, on_short: Callable[[int], ShortTransfer]
-    ) -> None:
-        self.content = content
-        self.offset = 0
+    def __init__(self, content: Content, source: Source, on_short: Callable[[int], ShortTransfer]) -> None:
+        super().__init__(content)
         self._source = source
         self._on_short = on_short
         self._buffer = aligned.aligned_buffer(min(BUFFER_BYTES, max(source.size_bytes, 1)))
-        self._window = self._buffer[:0]
-        self._sum = _Sum()
-
-    def raw(self, text: bytes | memoryview) -> None:
-        """Compare `text` with what is stored."""
-        view = memoryview(text)
-        while view.nbytes:
-            stored = self._stored(view.nbytes)
-            wrong = first_difference(stored, view[: stored.nbytes])
-            self._took(stored, wrong)
-            view = view[stored.nbytes :]
-
-    def fill(self, size_bytes: int) -> None:
-        """Let content verify what is stored."""
-        end = self.offset + size_bytes
-        while self.offset < end:
-            stored = self._stored(min(end - self.offset, _STEP_BYTES))
-            self._took(stored, self.content.verify(stored, self.offset))
-
-    def start_sum(self, kind: Checksum) -> None:
-        """Sum up what comes from here on; it equals what was written."""
-        self._sum.start(kind)
-
-    def end_sum(self) -> int:
-        """The sum since `start_sum`."""
-        return self._sum.end()
+        self._unread = self._buffer[:0]
 
     def finish(self) -> None:
-        """Nothing may follow what was emitted."""
-        if self.offset < self._source.size_bytes:
+        """Check that nothing follows."""
+        if self.offset != self._source.size_bytes:
             raise FirstDifference(self.offset)
 
-    def _stored(self, wanted: int) -> memoryview:
-        """The next stored bytes: at least one, at most `wanted`."""
-        if not self._window.nbytes:
+    def _window(self, wanted: int) -> memoryview:
+        if not self._unread:
             left = self._source.size_bytes - self.offset
             if left <= 0:
                 raise self._on_short(self.offset + wanted)
-            self._window = self._buffer[: min(left, self._buffer.nbytes)]
-            self._source.read_into(self.offset, self._window)
-        return self._window[:wanted]
+            self._unread = self._buffer[: min(left, self._buffer.nbytes)]
+            self._source.read_into(self.offset, self._unread)
+        window, self._unread = self._unread[:wanted], self._unread[wanted:]
+        return window
 
-    def _took(self, stored: memoryview, wrong: int | None) -> None:
+    def _take_text(self, window: memoryview, text: memoryview) -> None:
+        unequal = np.frombuffer(window, dtype=np.uint8) != np.frombuffer(text, dtype=np.uint8)
+        if unequal.any():
+            raise FirstDifference(self.offset + int(unequal.argmax()))
+
+    def _take_content(self, window: memoryview) -> None:
+        wrong = self.content.verify(window, self.offset)
         if wrong is not None:
             raise FirstDifference(self.offset + wrong)
-        self._sum.add(stored)
-        self._window = self._window[stored.nbytes :]
-        self.offset += stored.nbytes
-
-
-def first_difference(one: memoryview, other: memoryview) -> int | None:
-    """Where two buffers of the same length differ first; None if they are equal."""
-    unequal = np.frombuffer(one, dtype=np.uint8) != np.frombuffer(other, dtype=np.uint8)
-    first = int(unequal.argmax()) if unequal.size else 0
-    return first if unequal.size and unequal[first] else None
-
-
-def make_short_error(plan: FilePlan, part: int, actual_bytes: int) -> Callable[[int], ShortTransfer]:
-    """Makes the error of a stored part that ends before the bytes which it must have."""
-    name = plan.parts[part].key(plan.name)
-
-    def error(needed_bytes: int) -> ShortTransfer:
-        return ShortTransfer(
-            f"{name} is truncated: it has {actual_bytes} bytes of at least {needed_bytes}",
-            uri=name,
-            expected_bytes=needed_bytes,
-            actual_bytes=actual_bytes,
-            fix="Generate the data set again: files that are whole are kept.",
-        )
-
-    return error

@@ -1,24 +1,47 @@
-"""The protocol of data file formats: a file's plan, what is read of it, and what a format implements.
+"""The protocol of data file formats, and the base classes of our own: plans of files, sizes of samples.
 
 Between a data set's specification and everything that writes, reads or verifies files. A `FilePlan` is a pure
 function of (data set, seed, index), so any file is known by itself; only `survey` opens a stored file.
+Nothing here copies a sample if one of the ranges holds it: arrays are views.
+
+The size of a file's samples is drawn by (seed, file index) alone, exactly to the byte. The draw, so that
+others can repeat it: u = (h + 1/2) / 2**64, where h is the little-endian BLAKE2b digest of 8 bytes of
+"penstock sample size SEED INDEX"; the size is mean + stdev x the normal quantile of u, rounded to whole
+elements, and never below one element or what the format needs at least.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from statistics import NormalDist
+from typing import Any, ClassVar, Final, Protocol, runtime_checkable
+
+import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataset.content import Content
+from penstock.dataset.formats.file_writer import FormatSink
+from penstock.errors import StorageError, UsageError
 from penstock.storage import Source
+from penstock.workload.enums import Compression
+from penstock.workload.spec import Dataset
+
+_KNOWN_LAYOUTS: Final = 4096
+_SEARCHED_ROWS: Final = 1 << 16
+"""The most row counts that `near_square` tries: a few hundred microseconds, once a size."""
 
 Sample = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """One object of a data file: itself, or an index beside it. A size only an encoder knows is None."""
+    """One object of a data file: itself, or an index of it. A size that only an encoder knows is None."""
 
     pattern: str = "{}"
     size_bytes: int | None
@@ -64,7 +87,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSurvey:
-    """What only the stored file tells: size, `known` bytes, the ranges of blocks, a library's own view."""
+    """Facts that only a stored file has: size, `known` bytes, the ranges of blocks, a library's own view."""
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
@@ -89,42 +112,6 @@ class Mismatch:
     what: str
 
 
-class Checksum(Enum):
-    """The sums that formats keep of their bytes."""
-
-    CRC32 = "crc32"
-    CRC32C = "crc32c"
-
-
-class ContentSource(Protocol):
-    """The bytes of one file as a function of their offset: see `penstock.dataset.content`."""
-
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        """Write the bytes that belong at `offset`."""
-
-    def verify(self, buffer: memoryview, offset: int) -> int | None:
-        """Where in `buffer` the first byte is that does not belong at `offset`; None if all do."""
-
-
-class FormatSink(Protocol):
-    """Takes a file front to back: one kind writes it, the other compares it with what is stored."""
-
-    content: ContentSource
-    offset: int  # how many bytes were taken so far
-
-    def raw(self, text: bytes | memoryview) -> None:
-        """Bytes of the format itself, or of an encoder; `text` may be changed after the call."""
-
-    def fill(self, size_bytes: int) -> None:
-        """That much content, from the file's own offset on."""
-
-    def start_sum(self, kind: Checksum) -> None:
-        """Sum up what comes from here on."""
-
-    def end_sum(self) -> int:
-        """The sum since `start_sum`."""
-
-
 class FileFormat(Protocol):
     """A kind of data file for one data set and seed. Pure but for `survey`; any thread may call anything."""
 
@@ -143,8 +130,8 @@ class FileFormat(Protocol):
     def decode(self, plan: FilePlan, survey: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """These samples, first axis, from the pieces of part 0 that `reads` named."""
 
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
-        """What `decode` must give for these samples."""
+    def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
+        """The samples that `decode` must give."""
 
 
 @runtime_checkable
@@ -164,3 +151,205 @@ class LibraryEncoded(Protocol):
 
     def with_all_columns(self) -> FileFormat:
         """The same files, with everything of each sample read."""
+
+
+class BaseFormat(ABC):
+    """The base of our formats: the data set and seed, and the plan of a file of equal samples."""
+
+    compressions: ClassVar[tuple[Compression, ...]] = ()
+    """The ways in which the format can compress."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        if dataset.compression not in (Compression.NONE, *self.compressions):
+            names = ", ".join(choice.value for choice in (Compression.NONE, *self.compressions))
+            raise UsageError(
+                f"Files of format {dataset.format.value} cannot be compressed by {dataset.compression.value}",
+                where="dataset.compression",
+                fix=f"Choose from: {names}.",
+            )
+        self._dataset = dataset
+        self._seed = seed
+        self._common_shape: SampleShape | None = None
+        self._layouts: dict[SampleShape, FilePlan] = {}
+
+    def plan(self, index: int, name: str) -> FilePlan:
+        """File `index`, with samples of the shape drawn for it."""
+        shape = self._common_shape or self._draw_shape(index)
+        if not self._dataset.record_length_bytes_stdev:
+            self._common_shape = shape
+        layout = self._layouts.get(shape)
+        if layout is None:
+            # The same for all files with such samples.
+            num_samples = self._dataset.num_samples_per_file
+            layout = FilePlan(
+                name="",
+                index=0,
+                num_samples=num_samples,
+                dims=shape.dims,
+                dtype=shape.dtype,
+                sample_bytes=shape.size_bytes,
+                block_samples=num_samples,
+                parts=(),
+            )
+            block_samples, parts = self._lay_out(layout)
+            layout = replace(layout, block_samples=block_samples, parts=parts)
+            if len(self._layouts) < _KNOWN_LAYOUTS:
+                self._layouts[shape] = layout
+        return replace(layout, name=name, index=index)
+
+    def _draw_shape(self, index: int) -> SampleShape:
+        return draw_shape(self._dataset, self._seed, index)
+
+    @abstractmethod
+    def _lay_out(self, plan: FilePlan) -> tuple[int, tuple[FilePart, ...]]:
+        """The samples of a block and the parts of a file, of which only these are not yet planned."""
+
+    def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
+        """The content of samples that follow each other from offset 0 on."""
+        text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
+        return as_array(plan, text, len(samples))
+
+
+class ComputedLayout(BaseFormat):
+    """A format whose layout follows from the plan alone, without a look into the stored file."""
+
+    def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
+        """Nothing, without a read."""
+        return COMPUTED
+
+
+class ReadWhole(ComputedLayout):
+    """A format whose readers take whole files."""
+
+    def reads(self, plan: FilePlan, _survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
+        """The whole file, whichever samples are wanted."""
+        size_bytes = plan.parts[0].size_bytes
+        assert size_bytes is not None
+        if samples:
+            yield RangeRead(offset=0, size_bytes=size_bytes)
+
+
+class GatheredRanges:
+    """Pieces of a file that were read, in any order; finds the bytes at an offset."""
+
+    def __init__(self, pieces: Iterable[Extent]) -> None:
+        self._pieces = sorted(pieces, key=lambda one: one.offset)
+        self._starts = [piece.offset for piece in self._pieces]
+
+    def bytes_from(self, offset: int) -> memoryview:
+        """A run of bytes that begins at `offset`; empty where nothing was read."""
+        for number in range(bisect_right(self._starts, offset) - 1, -1, -1):
+            run = memoryview(self._pieces[number].content)[offset - self._starts[number] :]
+            if run.nbytes:
+                return run
+        return memoryview(b"")
+
+
+def read_range(
+    plan: FilePlan, pieces: Sequence[Extent] | GatheredRanges, offset: int, size_bytes: int
+) -> memoryview:
+    """A range of the file from the pieces read of it: a view of one piece, joined bytes across several."""
+    gathered = pieces if isinstance(pieces, GatheredRanges) else GatheredRanges(pieces)
+    piece = gathered.bytes_from(offset)[:size_bytes]
+    if piece.nbytes == size_bytes:
+        return piece
+    joined = bytearray(piece)
+    while piece.nbytes and len(joined) < size_bytes:
+        piece = gathered.bytes_from(offset + len(joined))[: size_bytes - len(joined)]
+        joined += piece
+    if len(joined) < size_bytes:
+        raise StorageError(
+            f"Byte {offset + len(joined)} of {plan.name} was not read",
+            uri=plan.name,
+            fix="Pass all pieces that the format's reads() asked for.",
+        )
+    return memoryview(joined)
+
+
+def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
+    """Ranges of part 0 in the order of the file, neighbours as one."""
+    ranges: list[RangeRead] = []
+    for read in sorted(reads, key=lambda read: read.offset):
+        if ranges and read.offset == ranges[-1].offset + ranges[-1].size_bytes:
+            last = ranges.pop()
+            ranges.append(RangeRead(offset=last.offset, size_bytes=last.size_bytes + read.size_bytes))
+        else:
+            ranges.append(read)
+    return tuple(ranges)
+
+
+def make_damage_error(plan: FilePlan, why: str) -> StorageError:
+    """The error of a file that cannot be decoded."""
+    return StorageError(
+        f"{plan.name} is damaged: {why}",
+        uri=plan.name,
+        fix="Verify the data set; delete what is damaged and generate again.",
+    )
+
+
+def as_array(plan: FilePlan, text: memoryview, num_samples: int = 1) -> Sample:
+    """`text` as that many samples, first axis."""
+    return np.frombuffer(text, dtype=plan.dtype).reshape(num_samples, *plan.dims)
+
+
+def make_content(content: Content, offset: int, size_bytes: int) -> memoryview:
+    """Content in memory of its own."""
+    buffer = memoryview(bytearray(size_bytes))
+    content.fill(buffer, offset)
+    return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShape:
+    """One sample: `dims` elements of the numpy type `dtype`, decoded from `size_bytes` of its file."""
+
+    dims: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+
+
+def element_type(dataset: Dataset) -> np.dtype[np.generic]:
+    """The type of a sample's elements, little-endian; only numbers, for which any bytes are valid."""
+    kind = np.dtype(dataset.record_element_type).newbyteorder("<")
+    if kind.kind not in "iufc":
+        raise UsageError(
+            f"Samples of {dataset.record_element_type} cannot be filled with arbitrary bytes",
+            where="dataset.record_element_type",
+            fix="Choose a number type: uint8, int32, float32, ...",
+        )
+    return kind
+
+
+def draw_bytes(dataset: Dataset, seed: int, index: int) -> int:
+    """The size of the samples of file `index`; not yet rounded to elements, and possibly below 1."""
+    mean, stdev = dataset.record_length_bytes, dataset.record_length_bytes_stdev
+    if not stdev:
+        return round(mean)
+    digest = blake2b(f"penstock sample size {seed} {index}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
+    # The largest digests round to 1.0, where the quantile is infinite.
+    return round(NormalDist(float(mean), float(stdev)).inv_cdf(min(uniform, 1 - 2**-53)))
+
+
+def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: int = 1) -> SampleShape:
+    """The shape of file `index`: the dimensions asked for, or two nearly equal ones of the size drawn.
+
+    Their product is the size exactly, where DLIO squares the whole root and loses up to two rows.
+    """
+    kind = element_type(dataset)
+    dims = dataset.record_dims
+    if not dims:
+        step_bytes = kind.itemsize * elements_multiple
+        rows, columns = near_square(max(1, round(draw_bytes(dataset, seed, index) / step_bytes)))
+        dims = (rows * elements_multiple, columns)
+    return SampleShape(dims, kind.str, math.prod(dims) * kind.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def near_square(number: int) -> tuple[int, int]:
+    """Two factors of `number`, the first at most the second and as close to it as a search finds."""
+    top = math.isqrt(number)
+    candidates = np.arange(max(1, top - _SEARCHED_ROWS + 1), top + 1, dtype=np.int64)
+    divisors = candidates[number % candidates == 0]
+    rows = int(divisors[-1]) if divisors.size else 1
+    return rows, number // rows

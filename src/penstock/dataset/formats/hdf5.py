@@ -15,9 +15,9 @@ from typing import Any, Final
 import h5py  # type: ignore[import-untyped]  # it brings no types
 import numpy as np
 
-from penstock.dataset.formats import format_base
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
+from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 from penstock.storage import Source
 from penstock.workload.enums import Compression
@@ -27,10 +27,10 @@ _BATCH_BYTES: Final = 8 << 20
 _LARGEST_CHUNK: Final = 1 << 30
 """HDF5 allows less than 4 GiB, and a reader holds a whole chunk in memory."""
 _UNREADABLE: Final = (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError)
-"""What h5py raises for damaged files."""
+"""The errors that h5py raises for damaged files."""
 
 
-class Hdf5Format(format_base.BaseFormat):
+class Hdf5Format(fp.BaseFormat):
     """Files that h5py opens; read by chunk, or by sample where there are no chunks."""
 
     compressions = (Compression.GZIP, Compression.LZF)
@@ -45,21 +45,19 @@ class Hdf5Format(format_base.BaseFormat):
                 fix="Choose a divisor of the first of record_dims.",
             )
 
-    def _draw_shape(self, index: int) -> format_base.SampleShape:
+    def _draw_shape(self, index: int) -> fp.SampleShape:
         """Samples can be cut into the datasets of a record."""
-        return format_base.draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
+        return fp.draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
 
-    def _block_samples(self, plan: fp.FilePlan) -> int:
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        """A block is a chunk; only the library knows the file's size."""
         chunks = self._chunks(plan.dims, plan.dtype)
-        return chunks[0] if chunks else 1
+        return chunks[0] if chunks else 1, (fp.FilePart(size_bytes=None),)
 
-    def _file_bytes(self, plan: fp.FilePlan) -> None:
-        """Only the library knows the size."""
-
-    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
         """Build the file in memory."""
         # HDF5 goes back to what it wrote before, which a sink cannot.
-        whole = io.BytesIO()
+        whole, rows = io.BytesIO(), plan.dims[0] // self._num_datasets
         with h5py.File(whole, "w") as file:
             targets = [self._create(file, plan, number) for number in range(self._num_datasets)]
             step = max(1, _BATCH_BYTES // (plan.sample_bytes * plan.block_samples)) * plan.block_samples
@@ -68,12 +66,10 @@ class Hdf5Format(format_base.BaseFormat):
                 stop = min(start + step, plan.num_samples)
                 text = batch[: (stop - start) * plan.sample_bytes]
                 out.content.fill(text, start * plan.sample_bytes)
-                parts = self._cut(plan, format_base.as_array(plan, text, stop - start))
-                for target, part in zip(targets, parts, strict=True):
-                    target[start:stop] = part
-            labels = format_base.make_content(
-                out.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8
-            )
+                samples = fp.as_array(plan, text, stop - start)
+                for number, target in enumerate(targets):
+                    target[start:stop] = samples[:, number * rows : (number + 1) * rows]
+            labels = fp.make_content(out.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8)
             file.create_dataset("labels", data=np.frombuffer(labels, dtype="<i8"))
         out.raw(whole.getbuffer())
 
@@ -87,20 +83,18 @@ class Hdf5Format(format_base.BaseFormat):
                     for sample, read in _ranges(file[f"records_{number}"]):
                         blocks[sample // plan.block_samples].append(read)
         except (*_UNREADABLE, IndexError) as error:
-            raise format_base.make_damage_error(plan, str(error)) from error
+            raise fp.make_damage_error(plan, str(error)) from error
         return fp.FileSurvey(
             size_bytes=source.size_bytes,
             known=tuple(recording.extents),
-            blocks=tuple(format_base.merge_ranges(block) for block in blocks),
+            blocks=tuple(fp.merge_ranges(block) for block in blocks),
         )
 
     def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The chunks that hold the samples, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
-            yield from format_base.merge_ranges(
-                read for block in survey.blocks[first : last + 1] for read in block
-            )
+            yield from fp.merge_ranges(read for block in survey.blocks[first : last + 1] for read in block)
 
     def decode(
         self, plan: fp.FilePlan, survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
@@ -115,16 +109,11 @@ class Hdf5Format(format_base.BaseFormat):
                 ]
             return np.concatenate(parts, axis=1).reshape(len(samples), *plan.dims)
         except _UNREADABLE as error:
-            raise format_base.make_damage_error(plan, str(error)) from error
+            raise fp.make_damage_error(plan, str(error)) from error
 
     def with_all_columns(self) -> Hdf5Format:
         """Training reads samples whole anyway."""
         return self
-
-    def _cut(self, plan: fp.FilePlan, samples: fp.Sample) -> Iterator[fp.Sample]:
-        rows = plan.dims[0] // self._num_datasets
-        for number in range(self._num_datasets):
-            yield samples[:, number * rows : (number + 1) * rows]
 
     def _create(self, file: Any, plan: fp.FilePlan, number: int) -> Any:  # h5py has no types
         shape = (plan.num_samples, plan.dims[0] // self._num_datasets, *plan.dims[1:])

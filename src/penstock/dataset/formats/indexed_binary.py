@@ -1,4 +1,4 @@
-"""Raw records one after the other, and two index files beside them: offsets and sizes, little-endian uint64.
+"""Raw records one after the other, and two index files: offsets and sizes, little-endian uint64.
 
 Both `indexed_binary` and `mmap_indexed_binary`, which differ in how others open them. Invariant: offset i is
 the sum of all sizes before it, over the whole file; records are content at their place in the file.
@@ -10,32 +10,26 @@ from typing import Final
 import numpy as np
 
 from penstock.dataset.formats import format_protocol as fp
-from penstock.dataset.formats.format_base import ComputedLayout, as_array, read_range
+from penstock.dataset.formats.file_writer import FormatSink
 
 _ENTRY_BYTES: Final = 8
 _RECORDS, _OFFSETS, _SIZES = range(3)
 _STEP: Final = 1 << 16
-"""How many entries of an index are made at a time."""
+"""Entries of an index that are made at a time."""
 
 
-class IndexedFormat(ComputedLayout):
+class IndexedFormat(fp.ComputedLayout):
     """A file of records with its `.off.idx` and `.sz.idx`; each record can be read alone."""
 
-    def _block_samples(self, _plan: fp.FilePlan) -> int:
-        return 1
-
-    def _file_bytes(self, plan: fp.FilePlan) -> int:
-        return plan.num_samples * plan.sample_bytes
-
-    def _parts(self, plan: fp.FilePlan) -> tuple[fp.FilePart, ...]:
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
         index_bytes = plan.num_samples * _ENTRY_BYTES
-        return (
-            *super()._parts(plan),
+        return 1, (
+            fp.FilePart(size_bytes=plan.num_samples * plan.sample_bytes),
             fp.FilePart(pattern="{}.off.idx", size_bytes=index_bytes),
             fp.FilePart(pattern="{}.sz.idx", size_bytes=index_bytes),
         )
 
-    def emit(self, plan: fp.FilePlan, part: int, out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, part: int, out: FormatSink) -> None:
         """Content, or an index in steps."""
         if part == _RECORDS:
             out.fill(plan.num_samples * plan.sample_bytes)
@@ -61,5 +55,7 @@ class IndexedFormat(ComputedLayout):
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Views of the records."""
-        text = read_range(plan, pieces, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
-        return as_array(plan, text, len(samples))
+        text = fp.read_range(
+            plan, pieces, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes
+        )
+        return fp.as_array(plan, text, len(samples))

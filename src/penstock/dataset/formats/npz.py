@@ -1,9 +1,10 @@
-"""NumPy archives of two arrays, as DLIO writes them: `x` (rows, columns, samples) and the labels `y`, int64.
+"""NumPy files as DLIO writes them: one array of a header and content, or archives of two arrays.
 
-Uncompressed, the bytes of both arrays are content at their offset in the file, and the CRC-32 follows each
-array (a ZIP "data descriptor"), so a file is written in one pass. The length of every ZIP record depends on
-sizes and offsets only, so the file's size is known beforehand. Members of 4 GiB and more use ZIP64. Labels
-are content, too: thousands of zeros would deduplicate across files.
+All samples of a file are one array (rows, columns, samples), called `x` in archives, which also have the
+labels `y`, int64. Uncompressed, the bytes of both arrays are content at their offset in the file, and the
+CRC-32 follows each array (a ZIP "data descriptor"), so a file is written in one pass. The length of every ZIP
+record depends on sizes and offsets only, so the file's size is known beforehand. Members of 4 GiB and more
+use ZIP64. Labels are content, too: thousands of zeros would deduplicate across files.
 """
 
 import io
@@ -11,17 +12,20 @@ import lzma
 import struct
 import zipfile
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
 from isal import isal_zlib
 
-from penstock.dataset.formats import format_base, npy
+from penstock.dataset.content import Content
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GrowingBuffer
+from penstock.dataset.formats.file_writer import Checksum, FormatSink
 from penstock.storage import Source
 from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset
@@ -31,31 +35,95 @@ _LARGE: Final = 0xFFFFFFFF
 _DATE_1980: Final = 0x21
 _PLAIN_VERSION: Final = 20
 _ZIP64_VERSION: Final = 45
-_SUM_AT: Final = 16
-"""Where the sum of a member stands in its entry of the directory."""
+
+
+class StackedFormat(fp.ReadWhole):
+    """A format with all samples of a file in one array, along its last axis; a file is one block."""
+
+    @abstractmethod
+    def _content_offset(self, plan: fp.FilePlan) -> int:
+        """Where the array's content begins in the file."""
+
+    def decode(
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
+        """Views of the array, samples first."""
+        text = fp.read_range(plan, pieces, self._content_offset(plan), plan.num_samples * plan.sample_bytes)
+        return unstack(plan, text, samples)
+
+    def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
+        """The samples out of the whole array."""
+        text = fp.make_content(content, self._content_offset(plan), plan.num_samples * plan.sample_bytes)
+        return unstack(plan, text, samples)
+
+
+class NpyFormat(StackedFormat):
+    """`numpy.load` gives an array of (rows, columns, samples)."""
+
+    def _content_offset(self, plan: fp.FilePlan) -> int:
+        return len(stacked_header(plan))
+
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        size_bytes = len(stacked_header(plan)) + plan.num_samples * plan.sample_bytes
+        return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
+
+    def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
+        """Header, then content."""
+        out.raw(stacked_header(plan))
+        out.fill(plan.num_samples * plan.sample_bytes)
+
+
+@lru_cache(maxsize=4096)
+def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
+    """A header of version 1.0, padded so that the array begins at a multiple of 64 bytes."""
+    shape = f"({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
+    padding = -(10 + len(text) + 1) % 64
+    return (
+        b"\x93NUMPY\x01\x00"
+        + struct.pack("<H", len(text) + padding + 1)
+        + text.encode()
+        + b" " * padding
+        + b"\n"
+    )
+
+
+def stacked_header(plan: fp.FilePlan) -> bytes:
+    """The header of all samples of a file as one array."""
+    return array_header(plan.dtype, (*plan.dims, plan.num_samples))
+
+
+def unstack(plan: fp.FilePlan, text: memoryview, samples: range) -> fp.Sample:
+    """Samples of an array that has them along its last axis, without a copy."""
+    stacked = np.frombuffer(text, dtype=plan.dtype).reshape(*plan.dims, plan.num_samples)
+    return np.moveaxis(stacked, -1, 0)[samples.start : samples.stop : samples.step]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One stored member: where its local header begins, and how many bytes follow the header."""
+    """One stored member: where its local header begins, and how many bytes follow the header.
+
+    Of these `head` is the header of an array, and the rest is content.
+    """
 
     name: str
     offset: int
     size_bytes: int
+    head: bytes = b""
 
     @property
     def is_large(self) -> bool:
-        """Whether its size needs 64 bits."""
+        """True where its size needs 64 bits."""
         return self.size_bytes >= _LARGE
 
     @property
-    def version(self) -> int:
-        """The ZIP version that a reader must know."""
-        return _ZIP64_VERSION if self.is_large or self.offset >= _LARGE else _PLAIN_VERSION
+    def body_offset(self) -> int:
+        """Where its content begins in the archive."""
+        return self.offset + len(local_header(self)) + len(self.head)
 
 
 def local_header(member: Member) -> bytes:
-    """What precedes a member; its sum and sizes follow it."""
+    """The record before a member; its sum and sizes come after it."""
     sizes = (_LARGE, _LARGE) if member.is_large else (0, 0)
     extra = struct.pack("<HHQQ", 1, 16, 0, 0) if member.is_large else b""
     version = _ZIP64_VERSION if member.is_large else _PLAIN_VERSION
@@ -68,38 +136,28 @@ def local_header(member: Member) -> bytes:
 
 
 def trailer(member: Member, crc: int) -> bytes:
-    """What follows a member: its sum and sizes."""
+    """The record after a member: its sum and sizes."""
     layout = "<4sIQQ" if member.is_large else "<4sIII"
     return struct.pack(layout, b"PK\x07\x08", crc, member.size_bytes, member.size_bytes)
 
 
-def central_directory(entries: Sequence[tuple[Member, int]]) -> bytes:
-    """The directory of members and their sums."""
-    return _directory([directory_entry(member) for member, _ in entries], [crc for _, crc in entries])
-
-
-def directory_entry(member: Member) -> tuple[bytes, bytes]:
-    """What stands before and after the sum of a member in the directory: equal in all files of a layout."""
+def directory_entry(member: Member, crc: int) -> bytes:
+    """A member and its sum in the directory."""
     wide = [member.size_bytes] * 2 * member.is_large + [member.offset] * (member.offset >= _LARGE)
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version = _ZIP64_VERSION if wide else _PLAIN_VERSION
     size_bytes = min(member.size_bytes, _LARGE)
     fixed = struct.pack(
         "<4sHHHHHHIIIHHHHHII",
-        *(b"PK\x01\x02", member.version, member.version, _STREAMED, 0, 0, _DATE_1980),
-        *(0, size_bytes, size_bytes, len(member.name), len(extra)),
+        *(b"PK\x01\x02", version, version, _STREAMED, 0, 0, _DATE_1980),
+        *(crc, size_bytes, size_bytes, len(member.name), len(extra)),
         *(0, 0, 0, 0, min(member.offset, _LARGE)),
     )
-    return fixed[:_SUM_AT], fixed[_SUM_AT + 4 :] + member.name.encode("ascii") + extra
-
-
-def _directory(entries: Sequence[tuple[bytes, bytes]], sums: Sequence[int]) -> bytes:
-    return b"".join(
-        before + crc.to_bytes(4, "little") + after for (before, after), crc in zip(entries, sums, strict=True)
-    )
+    return fixed + member.name.encode("ascii") + extra
 
 
 def end_of_archive(num_members: int, directory_bytes: int, directory_offset: int) -> bytes:
-    """What ends an archive and says where its directory is."""
+    """The end of an archive, which says where its directory is."""
     wide = b""
     if directory_offset >= _LARGE:
         record = struct.pack(
@@ -126,85 +184,58 @@ _METHODS: Final[Mapping[Compression, int]] = MappingProxyType(
     }
 )
 _UNPACKING: Final = (lzma.LZMAError, OSError, KeyError, ValueError, NotImplementedError, RuntimeError)
-"""What zipfile and its decompressors raise for damaged members."""
+"""The errors that zipfile and its decompressors raise for damaged members."""
 _STEP_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Array:
-    """One member: where in the stored archive its parts are."""
-
-    member: Member
-    header: bytes
-    head: bytes
-    body_bytes: int
-    entry: tuple[bytes, bytes]
-
-    @property
-    def body_offset(self) -> int:
-        return self.member.offset + len(self.header) + len(self.head)
-
-    @property
-    def end(self) -> int:
-        return self.body_offset + self.body_bytes + len(trailer(self.member, 0))
+def _members(plan: fp.FilePlan) -> tuple[Member, Member]:
+    """`x` at the beginning of the archive and the labels `y` after it."""
+    head = stacked_header(plan)
+    samples = Member("x.npy", 0, len(head) + plan.num_samples * plan.sample_bytes, head)
+    end = len(local_header(samples)) + samples.size_bytes + len(trailer(samples, 0))
+    head = array_header("<i8", (plan.num_samples,))
+    return samples, Member("y.npy", end, len(head) + plan.num_samples * LABEL_BYTES, head)
 
 
-def _arrays(plan: fp.FilePlan) -> tuple[_Array, _Array]:
-    """Both members, `x` at the beginning of the archive and `y` after it."""
-    return _arrays_of(plan.dims, plan.dtype, plan.num_samples, plan.sample_bytes)
-
-
-@lru_cache(maxsize=4096)
-def _arrays_of(
-    dims: tuple[int, ...], dtype: str, num_samples: int, sample_bytes: int
-) -> tuple[_Array, _Array]:
-    head = npy.array_header(dtype, (*dims, num_samples))
-    samples = _array("x.npy", 0, head, num_samples * sample_bytes)
-    labels_head = npy.array_header("<i8", (num_samples,))
-    return samples, _array("y.npy", samples.end, labels_head, num_samples * LABEL_BYTES)
-
-
-def _array(name: str, offset: int, head: bytes, body_bytes: int) -> _Array:
-    member = Member(name, offset, len(head) + body_bytes)
-    return _Array(member, local_header(member), head, body_bytes, directory_entry(member))
-
-
-class NpzFormat(npy.StackedFormat):
+class NpzFormat(StackedFormat):
     """`numpy.load` gives `x` and `y`; stored, without compression."""
 
     compressions = tuple(_METHODS)
 
     def _content_offset(self, plan: fp.FilePlan) -> int:
-        return _arrays(plan)[0].body_offset
+        return _members(plan)[0].body_offset
 
-    def _file_bytes(self, plan: fp.FilePlan) -> int | None:
-        arrays = _arrays(plan)
-        end = arrays[1].end
-        directory = _directory([array.entry for array in arrays], (0, 0))
-        return end + len(directory) + len(end_of_archive(len(arrays), len(directory), end))
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        members = _members(plan)
+        labels = members[1]
+        end = labels.offset + len(local_header(labels)) + labels.size_bytes + len(trailer(labels, 0))
+        directory_bytes = sum(len(directory_entry(member, 0)) for member in members)
+        size_bytes = end + directory_bytes + len(end_of_archive(len(members), directory_bytes, end))
+        return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
     def check_sums(self, plan: fp.FilePlan, pieces: Sequence[fp.Extent]) -> None:
         """Compare the CRC-32 of `x` with that of the archive, as numpy does when it loads one."""
-        member = _arrays(plan)[0].member
+        member = _members(plan)[0]
         start = len(local_header(member))
-        text = format_base.read_range(plan, pieces, start, member.size_bytes)
-        behind = format_base.read_range(plan, pieces, start + member.size_bytes, len(trailer(member, 0)))
+        text = fp.read_range(plan, pieces, start, member.size_bytes)
+        behind = fp.read_range(plan, pieces, start + member.size_bytes, len(trailer(member, 0)))
         if trailer(member, isal_zlib.crc32(text)) != behind:
-            raise format_base.make_damage_error(plan, f"the CRC-32 of {member.name} is wrong")
+            raise fp.make_damage_error(plan, f"the CRC-32 of {member.name} is wrong")
 
-    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
         """Both arrays, each with the CRC-32 behind it, then the directory."""
-        arrays, sums, behind = _arrays(plan), [], b""
-        for array in arrays:
+        members, directory, behind = _members(plan), b"", b""
+        for member in members:
             # As few pieces as there can be: of small files they cost more than their bytes.
-            out.raw(behind + array.header)
-            out.start_sum(fp.Checksum.CRC32)
-            out.raw(array.head)
-            out.fill(array.body_bytes)
-            sums.append(out.end_sum())
-            behind = trailer(array.member, sums[-1])
-        directory, offset = _directory([array.entry for array in arrays], sums), out.offset + len(behind)
-        out.raw(behind + directory + end_of_archive(len(arrays), len(directory), offset))
+            out.raw(behind + local_header(member))
+            out.start_sum(Checksum.CRC32)
+            out.raw(member.head)
+            out.fill(member.size_bytes - len(member.head))
+            crc = out.end_sum()
+            behind = trailer(member, crc)
+            directory += directory_entry(member, crc)
+        end = end_of_archive(len(members), len(directory), out.offset + len(behind))
+        out.raw(behind + directory + end)
 
 
 class CompressedNpzFormat(NpzFormat):
@@ -213,12 +244,11 @@ class CompressedNpzFormat(NpzFormat):
     The content of `x` begins at offset 0 and that of `y` after it, as if nothing else were in the file.
     """
 
-    def _content_offset(self, plan: fp.FilePlan) -> int:
-        del plan
+    def _content_offset(self, _plan: fp.FilePlan) -> int:
         return 0
 
-    def _file_bytes(self, plan: fp.FilePlan) -> None:
-        del plan
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        return plan.num_samples, (fp.FilePart(size_bytes=None),)
 
     def survey(self, _plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
         """The size, which an open file knows without a read."""
@@ -229,24 +259,23 @@ class CompressedNpzFormat(NpzFormat):
         if samples:
             yield from survey.blocks[0]
 
-    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
         """Compress in steps; memory holds one of them."""
-        buffer = GrowingBuffer()
-        method = _METHODS[self._dataset.compression]
-        offset = 0
-        with zipfile.ZipFile(buffer, "w") as archive:
-            for array in _arrays(plan):
-                entry = zipfile.ZipInfo(array.member.name)
-                entry.compress_type = method
-                # zipfile reads the level of an entry from here, and from nowhere else when it streams.
+        packed, offset = GrowingBuffer(), 0
+        with zipfile.ZipFile(packed, "w") as archive:
+            for member in _members(plan):
+                entry = zipfile.ZipInfo(member.name)
+                entry.compress_type = _METHODS[self._dataset.compression]
+                # zipfile reads the level of an entry from here, and from nothing else when it streams.
                 entry._compresslevel = self._dataset.compression_level  # type: ignore[attr-defined]  # noqa: SLF001
-                with archive.open(entry, "w", force_zip64=array.member.is_large) as member:
-                    member.write(array.head)
-                    for text in _steps(out.content, offset, array.body_bytes):
-                        member.write(text)
-                        buffer.drain(out)
-                offset += array.body_bytes
-        buffer.drain(out)
+                with archive.open(entry, "w", force_zip64=member.is_large) as file:
+                    file.write(member.head)
+                    end = offset + member.size_bytes - len(member.head)
+                    for start in range(offset, end, _STEP_BYTES):
+                        file.write(fp.make_content(out.content, start, min(_STEP_BYTES, end - start)))
+                        packed.drain(out)
+                offset = end
+        packed.drain(out)
 
     def check_sums(self, plan: fp.FilePlan, pieces: Sequence[fp.Extent]) -> None:
         """Nothing: inflating checks them."""
@@ -256,23 +285,15 @@ class CompressedNpzFormat(NpzFormat):
     ) -> fp.Sample:
         """Inflate `x`; its CRC-32 is checked on the way."""
         whole = io.BytesIO(pieces[0].content)
-        head = npy.stacked_header(plan)
+        head = stacked_header(plan)
         try:
             with zipfile.ZipFile(whole) as archive:
                 text = memoryview(archive.read("x.npy"))
         except (zipfile.BadZipFile, zlib.error, EOFError, *_UNPACKING) as error:
-            raise format_base.make_damage_error(plan, str(error)) from error
+            raise fp.make_damage_error(plan, str(error)) from error
         if text[: len(head)] != head or text.nbytes != len(head) + plan.num_samples * plan.sample_bytes:
-            raise format_base.make_damage_error(plan, "its array has another shape than planned")
-        return npy.unstack(plan, text[len(head) :], samples)
-
-
-def _steps(content: fp.ContentSource, offset: int, size_bytes: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(size_bytes, _STEP_BYTES)))
-    for start in range(0, size_bytes, _STEP_BYTES):
-        piece = buffer[: min(_STEP_BYTES, size_bytes - start)]
-        content.fill(piece, offset + start)
-        yield piece
+            raise fp.make_damage_error(plan, "its array has another shape than planned")
+        return unstack(plan, text[len(head) :], samples)
 
 
 def open_npz(dataset: Dataset, seed: int) -> NpzFormat:

@@ -18,8 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from penstock.dataset.formats import file_objects, format_base
+from penstock.dataset.content import Content
+from penstock.dataset.formats import file_objects
 from penstock.dataset.formats import format_protocol as fp
+from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 from penstock.storage import Source
 from penstock.workload.enums import Compression
@@ -48,7 +50,7 @@ class ColumnType:
 
     @property
     def path(self) -> str:
-        """What Parquet calls the column's values."""
+        """Parquet's name for the column's values."""
         return f"{self.name}.list.element" if pa.types.is_fixed_size_list(self.kind) else self.name
 
     @property
@@ -136,19 +138,11 @@ _CODECS: Final[Mapping[Compression, str]] = MappingProxyType(
     }
 )
 _UNREADABLE: Final = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
-"""What pyarrow raises for damaged files; a few damaged footers end the process instead."""
+"""The errors that pyarrow raises for damaged files; a few damaged footers end the process instead."""
 _WITH_LEVEL: Final = (Compression.GZIP, Compression.ZSTD)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One row group: its rows, and where its content begins."""
-
-    rows: range
-    offset: int
-
-
-class ParquetFormat(format_base.BaseFormat):
+class ParquetFormat(fp.BaseFormat):
     """Files that pyarrow opens; read by row group, and of it only the columns marked `read`."""
 
     compressions = tuple(_CODECS)
@@ -169,22 +163,20 @@ class ParquetFormat(format_base.BaseFormat):
         self._columns = tuple(column_type(column) for column in columns)
 
     def __reduce__(self) -> tuple[type[ParquetFormat], tuple[Dataset, int]]:
-        # Arrow's types forget their element's name and nullability when they are pickled: they are made anew.
+        # Arrow's types forget their element's name and nullability when they are pickled: make them again.
         return ParquetFormat, (self._dataset, self._seed)
 
-    def _draw_shape(self, index: int) -> format_base.SampleShape:
+    def _draw_shape(self, index: int) -> fp.SampleShape:
         """A sample decodes to the bytes of the columns that are read."""
         columns = self._columns or _byte_strings(super()._draw_shape(index).size_bytes)
         read_bytes = sum(column.row_bytes for column in columns if column.read)
-        return format_base.SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
+        return fp.SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
 
-    def _block_samples(self, plan: fp.FilePlan) -> int:
-        return min(self._dataset.parquet.row_group_size, plan.num_samples)
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        """A block is a row group; only the library knows the file's size."""
+        return min(self._dataset.parquet.row_group_size, plan.num_samples), (fp.FilePart(size_bytes=None),)
 
-    def _file_bytes(self, plan: fp.FilePlan) -> None:
-        """Only the library knows the size."""
-
-    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
         """Encode a batch of row groups at a time; the footer comes last."""
         columns = self._columns_of(plan)
         schema = pa.schema([column.field for column in columns])
@@ -193,10 +185,13 @@ class ParquetFormat(format_base.BaseFormat):
         buffer = file_objects.GrowingBuffer()
         with self._writer(buffer, schema, columns) as writer:
             for start in range(0, len(groups), step):
-                tables = [
-                    _table(plan, columns, schema, group, out.content)
-                    for group in groups[start : start + step]
-                ]
+                tables = []
+                for group in groups[start : start + step]:
+                    arrays = [
+                        column.to_arrow(column.valid(_elements(plan, columns, group, number, out.content)))
+                        for number, column in enumerate(columns)
+                    ]
+                    tables.append(pa.Table.from_arrays(arrays, schema=schema))
                 writer.write_table(pa.concat_tables(tables), row_group_size=plan.block_samples)
                 buffer.drain(out)
         buffer.drain(out)
@@ -208,15 +203,13 @@ class ParquetFormat(format_base.BaseFormat):
             metadata = pq.read_metadata(file_objects.RecordingFile(source))
             self._refuse_other_levels(plan, metadata.schema)
             blocks = tuple(
-                format_base.merge_ranges(_column_ranges(metadata.row_group(number), wanted))
+                fp.merge_ranges(_column_ranges(metadata.row_group(number), wanted))
                 for number in range(metadata.num_row_groups)
             )
         except _UNREADABLE as error:
-            raise format_base.make_damage_error(plan, str(error)) from error
+            raise fp.make_damage_error(plan, str(error)) from error
         if metadata.num_rows != plan.num_samples or len(blocks) != -(-plan.num_samples // plan.block_samples):
-            raise format_base.make_damage_error(
-                plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups"
-            )
+            raise fp.make_damage_error(plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups")
         return fp.FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
 
     def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
@@ -247,16 +240,16 @@ class ParquetFormat(format_base.BaseFormat):
             )
             rows = [column.to_rows(table.column(column.name)) for column in columns]
         except _UNREADABLE as error:
-            raise format_base.make_damage_error(plan, str(error)) from error
+            raise fp.make_damage_error(plan, str(error)) from error
         before = samples.start - first * plan.block_samples
         wanted = [column[before : before + len(samples)] for column in rows]
         if any(len(column) != len(samples) for column in wanted):
-            raise format_base.make_damage_error(
+            raise fp.make_damage_error(
                 plan, f"row groups {first} to {last} have other numbers of rows than planned"
             )
         return np.concatenate(wanted, axis=1)
 
-    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
+    def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
         """The rows' bytes as their columns' types hold them."""
         columns = self._columns_of(plan)
         blocks = [np.empty((0, *plan.dims), dtype=np.uint8)]
@@ -266,9 +259,9 @@ class ParquetFormat(format_base.BaseFormat):
                 for number, column in enumerate(columns)
                 if column.read
             ]
-            start, stop = max(samples.start, group.rows.start), min(samples.stop, group.rows.stop)
+            start, stop = max(samples.start, group.start), min(samples.stop, group.stop)
             joined = np.concatenate(rows, axis=1)
-            blocks.append(joined[start - group.rows.start : stop - group.rows.start])
+            blocks.append(joined[start - group.start : stop - group.start])
         return np.concatenate(blocks)
 
     def with_all_columns(self) -> ParquetFormat:
@@ -286,7 +279,7 @@ class ParquetFormat(format_base.BaseFormat):
         ours = _written_levels(self._columns_of(plan))
         for path, levels in _levels(stored).items():
             if ours.get(path, levels) != levels:
-                raise format_base.make_damage_error(
+                raise fp.make_damage_error(
                     plan, f"its schema gives column {path} other levels than it was written with"
                 )
 
@@ -326,38 +319,24 @@ def _byte_strings(row_bytes: int) -> tuple[ColumnType, ...]:
     return (column_type(ParquetColumn(name="data", dtype="uint8", size=row_bytes), as_bytes=True),)
 
 
-def _groups(plan: fp.FilePlan, samples: range) -> Iterator[_Group]:
+def _groups(plan: fp.FilePlan, samples: range) -> Iterator[range]:
     """The row groups that hold `samples`."""
     for start in range(
         samples.start // plan.block_samples * plan.block_samples, samples.stop, plan.block_samples
     ):
         stop = min(start + plan.block_samples, plan.num_samples)
-        yield _Group(range(start, stop), start * plan.sample_bytes)
+        yield range(start, stop)
 
 
 def _elements(
-    plan: fp.FilePlan, columns: Sequence[ColumnType], group: _Group, number: int, content: fp.ContentSource
+    plan: fp.FilePlan, columns: Sequence[ColumnType], rows: range, number: int, content: Content
 ) -> fp.Sample:
     """The content of one column in one row group, a row a row."""
-    num_rows, row_bytes = len(group.rows), columns[number].row_bytes
+    num_rows, row_bytes = len(rows), columns[number].row_bytes
     before = sum(column.row_bytes for column in columns[:number])
     assert before + row_bytes <= plan.sample_bytes
-    text = format_base.make_content(content, group.offset + num_rows * before, num_rows * row_bytes)
+    text = fp.make_content(content, rows.start * plan.sample_bytes + num_rows * before, num_rows * row_bytes)
     return np.frombuffer(text, dtype=np.uint8).reshape(num_rows, row_bytes)
-
-
-def _table(
-    plan: fp.FilePlan,
-    columns: Sequence[ColumnType],
-    schema: pa.Schema,
-    group: _Group,
-    content: fp.ContentSource,
-) -> pa.Table:
-    arrays = [
-        column.to_arrow(column.valid(_elements(plan, columns, group, number, content)))
-        for number, column in enumerate(columns)
-    ]
-    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _column_ranges(group: pq.RowGroupMetaData, wanted: set[str]) -> Iterator[fp.RangeRead]:

@@ -7,24 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from penstock.dataset.content import Content
 from penstock.dataset.formats import format_protocol as fp
-from penstock.dataset.formats.format_base import ComputedLayout
+from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 
 
-class SyntheticFormat(ComputedLayout):
+class SyntheticFormat(fp.ComputedLayout):
     """Files by name only."""
 
-    def _block_samples(self, _plan: fp.FilePlan) -> int:
-        return 1
+    def _lay_out(self, _plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        return 1, ()
 
-    def _file_bytes(self, _plan: fp.FilePlan) -> int:
-        return 0
-
-    def _parts(self, _plan: fp.FilePlan) -> tuple[fp.FilePart, ...]:
-        return ()
-
-    def emit(self, plan: fp.FilePlan, _part: int, _out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, _out: FormatSink) -> None:
         """Refused: a synthetic file has no bytes."""
         raise UsageError(
             f"{plan.name} is synthetic: it has no bytes",
@@ -42,6 +37,6 @@ class SyntheticFormat(ComputedLayout):
         """Zeros, which take no memory until they are written to."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)
 
-    def expected(self, plan: fp.FilePlan, _content: fp.ContentSource, samples: range) -> fp.Sample:
+    def expected(self, plan: fp.FilePlan, _content: Content, samples: range) -> fp.Sample:
         """The same zeros."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)

@@ -12,9 +12,9 @@ from typing import Final
 import google_crc32c
 import numpy as np
 
-from penstock.dataset.formats import format_base
+from penstock.dataset.content import Content
 from penstock.dataset.formats import format_protocol as fp
-from penstock.dataset.formats.file_objects import GatheredRanges
+from penstock.dataset.formats.file_writer import Checksum, FormatSink
 from penstock.workload.spec import Dataset
 
 _LENGTH_BYTES: Final = 12
@@ -26,22 +26,23 @@ DEFAULT_TRANSFER_BYTES: Final = 256 << 10
 """The buffer of TensorFlow's own reader, where a workload names no `transfer_size`."""
 
 
-class TFRecordFormat(format_base.ComputedLayout):
+class TFRecordFormat(fp.ComputedLayout):
     """Files that TensorFlow and DALI read, front to back, in pieces of `transfer_bytes`."""
 
     def __init__(self, dataset: Dataset, seed: int, transfer_bytes: int = DEFAULT_TRANSFER_BYTES) -> None:
         super().__init__(dataset, seed)
         self._transfer_bytes = transfer_bytes
 
-    def _file_bytes(self, plan: fp.FilePlan) -> int:
-        return plan.num_samples * record_bytes(plan.sample_bytes)
+    def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
+        size_bytes = plan.num_samples * record_bytes(plan.sample_bytes)
+        return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
-    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
         """Record by record."""
         length, head = record_head(plan.sample_bytes)
         for _ in range(plan.num_samples):
             out.raw(length)
-            out.start_sum(fp.Checksum.CRC32C)
+            out.start_sum(Checksum.CRC32C)
             out.raw(head)
             out.fill(plan.sample_bytes)
             out.raw(struct.pack("<I", mask(out.end_sum())))
@@ -56,29 +57,26 @@ class TFRecordFormat(format_base.ComputedLayout):
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """The images; their records' lengths and sums are checked."""
-        gathered = GatheredRanges(pieces)
-        images = [format_base.as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
+        gathered = fp.GatheredRanges(pieces)
+        images = [fp.as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
-    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
+    def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
         """The images' content."""
-        images = [
-            format_base.as_array(
-                plan, format_base.make_content(content, image_offset(plan, sample), plan.sample_bytes)
-            )
-            for sample in samples
-        ]
+        before = sum(map(len, record_head(plan.sample_bytes)))
+        starts = (before + sample * record_bytes(plan.sample_bytes) for sample in samples)
+        images = [fp.as_array(plan, fp.make_content(content, start, plan.sample_bytes)) for start in starts]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
 
-def _checked_image(plan: fp.FilePlan, gathered: GatheredRanges, sample: int) -> memoryview:
+def _checked_image(plan: fp.FilePlan, gathered: fp.GatheredRanges, sample: int) -> memoryview:
     length, head = record_head(plan.sample_bytes)
     start = sample * record_bytes(plan.sample_bytes)
-    record = format_base.read_range(plan, gathered, start, record_bytes(plan.sample_bytes))
+    record = fp.read_range(plan, gathered, start, record_bytes(plan.sample_bytes))
     example = record[_LENGTH_BYTES:-_SUM_BYTES]
     (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
     if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
-        raise format_base.make_damage_error(plan, f"record {sample} does not match its checksums")
+        raise fp.make_damage_error(plan, f"record {sample} does not match its checksums")
     return example[len(head) :]
 
 
@@ -93,15 +91,9 @@ def record_bytes(image_bytes: int) -> int:
     return len(length) + len(head) + image_bytes + _SUM_BYTES
 
 
-def image_offset(plan: fp.FilePlan, sample: int) -> int:
-    """Where a record's image begins in its file."""
-    length, head = record_head(plan.sample_bytes)
-    return sample * record_bytes(plan.sample_bytes) + len(length) + len(head)
-
-
 @lru_cache(maxsize=4096)
 def record_head(image_bytes: int) -> tuple[bytes, bytes]:
-    """What stands before an image: the length with its sum, and the example up to the image's first byte.
+    """The bytes before an image: the length with its sum, and the example up to the image's first byte.
 
     The image is the example's last field, so that nothing follows it but the sum.
     """

@@ -325,7 +325,7 @@ def test_no_block_of_4_kib_comes_twice_and_files_do_not_compress(tmp_path: Path,
 
 
 def test_gigabytes_in_a_zip_use_its_64_bit_records(tmp_path: Path) -> None:
-    from penstock.dataset.formats.npz import Member, central_directory, end_of_archive, local_header, trailer
+    from penstock.dataset.formats.npz import Member, directory_entry, end_of_archive, local_header, trailer
 
     size_bytes = (4 << 30) + 17
     large = Member("large.bin", 0, size_bytes)
@@ -338,7 +338,7 @@ def test_gigabytes_in_a_zip_use_its_64_bit_records(tmp_path: Path) -> None:
         archive.write(trailer(large, 0))
         assert archive.tell() == small.offset
         archive.write(local_header(small) + b"abc" + trailer(small, zlib.crc32(b"abc")))
-        directory = central_directory([(large, 0), (small, zlib.crc32(b"abc"))])
+        directory = directory_entry(large, 0) + directory_entry(small, zlib.crc32(b"abc"))
         offset = archive.tell()
         archive.write(directory + end_of_archive(2, len(directory), offset))
     with zipfile.ZipFile(path) as archive:

@@ -4,7 +4,6 @@ from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
 from penstock.dataset.content import Content
@@ -12,12 +11,13 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file_io import buffer_pool, read_samples, verify_file, write_file
 from penstock.dataset.formats.file_writer import (
     BUFFER_BYTES,
+    Checksum,
     DataFileChecker,
     DataFileWriter,
     FirstDifference,
-    first_difference,
+    FormatSink,
 )
-from penstock.dataset.formats.format_protocol import Checksum, FileFormat, FilePlan, FormatSink
+from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage import Release
 from penstock.storage.aligned import BufferPool
@@ -299,8 +299,11 @@ def test_bytes_behind_the_end_are_a_difference() -> None:
     assert caught.value.offset == 3
 
 
-def test_the_first_difference_of_equal_or_empty_buffers_is_none() -> None:
-    some = memoryview(np.arange(10, dtype=np.uint8).data)
-    assert first_difference(some, some) is None
-    assert first_difference(some[:0], some[:0]) is None
-    assert first_difference(some[:3], some[1:4]) == 0
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_the_first_byte_that_differs_is_found(at: int) -> None:
+    storage, text = MemoryStorage(), bytearray(b"abcd")
+    write_object(storage, "some", [text])
+    text[at] ^= 1
+    with pytest.raises(FirstDifference) as caught:
+        DataFileChecker(CONTENT, storage.open("some"), _never).raw(bytes(text))
+    assert caught.value.offset == at

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.file_objects import GatheredRanges, PiecesFile, RecordingFile
-from penstock.dataset.formats.format_protocol import Extent
+from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
+from penstock.dataset.formats.format_protocol import Extent, GatheredRanges
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
 

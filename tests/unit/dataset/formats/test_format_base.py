@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.format_base import draw_bytes, draw_shape, near_square
+from penstock.dataset.formats.format_protocol import draw_bytes, draw_shape, near_square
 from penstock.errors import UsageError
 from penstock.workload.spec import Dataset
 

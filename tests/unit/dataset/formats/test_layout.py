@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.format_protocol import COMPUTED, Checksum
-from penstock.dataset.formats.format_protocol import ContentSource as Bytes
+from penstock.dataset.formats.file_writer import FormatSink
+from penstock.dataset.formats.format_protocol import COMPUTED
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
@@ -23,12 +23,11 @@ RAW = [
 ]
 
 
-class Ruler:
-    """A pen that only measures, and remembers where content begins."""
+class Ruler(FormatSink):
+    """A sink that only measures, and remembers where content begins."""
 
     def __init__(self) -> None:
-        self.content: Bytes = Content(1, 1)
-        self.offset = 0
+        super().__init__(Content(1, 1))
         self.fills: list[tuple[int, int]] = []
 
     def raw(self, text: bytes | memoryview) -> None:
@@ -38,11 +37,17 @@ class Ruler:
         self.fills.append((self.offset, size_bytes))
         self.offset += size_bytes
 
-    def start_sum(self, kind: Checksum) -> None:
-        del kind
-
     def end_sum(self) -> int:
         return 0xFFFFFFFF
+
+    def _window(self, wanted: int) -> memoryview:
+        raise NotImplementedError
+
+    def _take_text(self, window: memoryview, text: memoryview) -> None:
+        raise NotImplementedError
+
+    def _take_content(self, window: memoryview) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("kind_name", RAW)

@@ -13,7 +13,7 @@ from penstock.dataset.formats.file_objects import GrowingBuffer
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.dataset.formats.npz import (
     Member,
-    central_directory,
+    directory_entry,
     end_of_archive,
     local_header,
     open_npz,
@@ -35,7 +35,7 @@ def test_what_is_zipped_comes_out_again(bodies: list[bytes]) -> None:
         member = Member(f"member{number}", len(archive), len(body))
         archive += local_header(member) + body + trailer(member, zlib.crc32(body))
         entries.append((member, zlib.crc32(body)))
-    directory = central_directory(entries)
+    directory = b"".join(directory_entry(*entry) for entry in entries)
     archive += directory + end_of_archive(len(entries), len(directory), len(archive))
     with zipfile.ZipFile(io.BytesIO(archive)) as opened:
         assert opened.testzip() is None
@@ -46,7 +46,7 @@ def test_what_is_zipped_comes_out_again(bodies: list[bytes]) -> None:
 @pytest.mark.parametrize("offset", [0, LIMIT - 1, LIMIT, 1 << 41])
 def test_a_directory_tells_sizes_and_offsets_of_any_width(size: int, offset: int) -> None:
     member = Member("x", offset, size)
-    entry = central_directory([(member, 7)])
+    entry = directory_entry(member, 7)
     parsed = zipfile.ZipInfo()
     parsed.file_size = int.from_bytes(entry[24:28], "little")
     parsed.compress_size = int.from_bytes(entry[20:24], "little")
@@ -63,7 +63,7 @@ def test_a_directory_tells_sizes_and_offsets_of_any_width(size: int, offset: int
 @given(crcs=st.tuples(st.integers(0, LIMIT), st.integers(0, LIMIT)), size=st.integers(0, 1 << 40))
 def test_no_record_changes_its_length_with_a_sum(crcs: tuple[int, int], size: int) -> None:
     member = Member("x", 5, size)
-    one, other = ((trailer(member, crc), central_directory([(member, crc)])) for crc in crcs)
+    one, other = ((trailer(member, crc), directory_entry(member, crc)) for crc in crcs)
     assert [len(record) for record in one] == [len(record) for record in other]
 
 

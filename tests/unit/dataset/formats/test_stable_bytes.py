@@ -29,7 +29,7 @@ GOLDEN = {
 
 ENCODED_BY_LIBRARIES = {DataFormat.HDF5, DataFormat.HDF5_OPT, DataFormat.PARQUET}
 WITHOUT_FILES = {DataFormat.SYNTHETIC}
-SHARED_MODULES = {"format_protocol", "format_base", "image_format"}  # of several formats
+SHARED_MODULES = {"format_protocol"}  # of several formats
 
 
 def test_no_format_is_without_a_digest() -> None:
