@@ -13,7 +13,6 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Co
 from penstock.checkpoint.commit.transaction import begin_save
 from penstock.cluster.comm import Comm, SoloComm, all_gather_results
 from penstock.storage import Storage
-from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.files.system_calls import FileCalls
 from penstock.storage.protocol import read_object, write_object
@@ -63,7 +62,7 @@ def save_known_alone(calls: FileCalls, *, root: Path, name: str, generation: int
 
 def files_below(root: Path, calls: FileCalls) -> FileStorage:
     """Files below `root` through these system calls."""
-    return FileStorage(Location("file", str(root)), FileOptions(), BufferedAccess(), calls=calls)
+    return FileStorage(Location("file", str(root)), FileOptions(), calls=calls)
 
 
 def assert_known(storage: Storage, num_ranks: int = 1) -> dict[str, int]:

@@ -23,7 +23,7 @@ from penstock.results.step_events import (
     StepEvent,
     StepPhase,
 )
-from penstock.storage.capabilities import SupportsSpans, find_span_trace
+from penstock.storage.capabilities import RecordSpan, find_span_trace
 
 if TYPE_CHECKING:
     from penstock.results.event_files import SpoolWriter
@@ -59,25 +59,25 @@ def find_trace_folder(storage_options: Mapping[str, OptionValue]) -> str | None:
 class RunTrace:
     """One rank's spans; used by the thread that runs the loop."""
 
-    spans: SupportsSpans
+    record: RecordSpan
 
     @classmethod
     def of(cls, storage: Storage, folder: Path) -> Self | None:
         """The trace of `storage` for the run in `folder`, which it names first; None if it is not traced."""
-        spans = find_span_trace(storage)
-        if spans is None:
+        record = find_span_trace(storage)
+        if record is None:
             return None
         now_ns, results = time.monotonic_ns(), folder.absolute()
         # At the start, so that the trace of a run that is killed names it, too.
-        spans.record_span("run", "run", now_ns, now_ns, {"run": results.name, "results": str(results)})
-        return cls(spans)
+        record("run", "run", now_ns, now_ns, {"run": results.name, "results": str(results)})
+        return cls(record)
 
     def add_step(self, step: StepEvent) -> None:
         """The whole step, and its three parts."""
         prefix = _PREFIXES[StepPhase(step.phase)]
         place = {"epoch": step.epoch, "step": step.step}
         counted = {**place, "samples": step.samples, "read_bytes": step.read_bytes}
-        record = self.spans.record_span
+        record = self.record
         record(f"{prefix}.step", "step", step.start_ns, step.barrier_ns, counted)
         record(f"{prefix}.wait", "wait", step.start_ns, step.loaded_ns, place)
         record(f"{prefix}.compute", "compute", step.loaded_ns, step.computed_ns, place)
@@ -90,11 +90,11 @@ class RunTrace:
             return
         place = {"epoch": span.epoch, "step": span.step} if span.step else {"epoch": span.epoch}
         args = {**place, "checkpoint_bytes": span.size_bytes} if span.size_bytes else place
-        self.spans.record_span(*names, span.start_ns, span.end_ns, args)
+        self.record(*names, span.start_ns, span.end_ns, args)
 
     def add_stall(self, *, epoch: int, step: int, began_ns: int, ended_ns: int) -> None:
         """The time for which a checkpoint held this rank up, its wait for other ranks included."""
-        self.spans.record_span("stall", "stall", began_ns, ended_ns, {"epoch": epoch, "step": step})
+        self.record("stall", "stall", began_ns, ended_ns, {"epoch": epoch, "step": step})
 
 
 class StepRecorder:

@@ -96,10 +96,9 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.capabilities import find_local_paths, no_thread, submit_or_run
-from penstock.storage.files.files_in_memory import MappedStorage
 from penstock.storage.process_id import name_host
 from penstock.storage.protocol import Source
-from penstock.storage.residency import are_resident
+from penstock.storage.residency import MappedStorage, are_resident
 from penstock.transfer.buffers import pin_memory
 from penstock.transfer.reader import (
     BlockReader,

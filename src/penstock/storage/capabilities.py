@@ -6,61 +6,15 @@ leaves the state before it or the one after it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Literal, ParamSpec, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from penstock.errors import PenstockError, Unavailable
+from penstock.storage.files.folders import FolderTree
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import ObjectInfo, Storage, WrappedStorage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderEntry:
-    """One name in a folder. `is_plain` is true of files; links, devices and folders are not plain."""
-
-    name: str
-    is_folder: bool
-    is_plain: bool
-    size_bytes: int
-    modified_s: float
-
-
-class FolderTree(Protocol):
-    """Whole folders of a file system; folders are named like keys, "" is the root.
-
-    All raise `StorageError` and its kinds; after an error of `move` or `exchange` nothing has changed.
-    """
-
-    def make(self, folder: str, *, keep_name: bool = True) -> None:
-        """Create a new folder, which must not exist, and its missing parents, durably.
-
-        Without `keep_name`, its own name survives a power cut only after a `sync` of the folder above.
-        """
-
-    def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
-        """The names directly in a folder that begin with `prefix`, unfinished objects included.
-
-        Empty where the folder does not exist.
-        """
-
-    def move(self, folder: str, to: str) -> None:
-        """Rename a folder. `AlreadyThere` where `to` is a folder that is not empty, or a file."""
-
-    def exchange(self, one: str, other: str) -> None:
-        """Let two folders change names in one step; `Unavailable` where the file system cannot."""
-
-    def sync(self, folder: str = "", *, files: Sequence[str] = ()) -> None:
-        """Make the names directly in a folder survive a power cut: after `move` and `exchange`.
-
-        With them the bytes of these `files` in it, all at once: each waits for the disk.
-        """
-
-    def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content; links are not followed, a missing name is no error."""
 
 
 @runtime_checkable
@@ -73,7 +27,7 @@ class SupportsLocalPaths(Protocol):
 
     @property
     def uses_page_cache(self) -> bool:
-        """Whether its reads and writes go through this machine's page cache."""
+        """True if its reads and writes go through this machine's page cache."""
 
     def local_path(self, key: str) -> str:
         """The path of the object's file; `ObjectNotFound` where the folder that would hold it is missing."""
@@ -103,7 +57,7 @@ class SupportsConditionalWrites(Protocol):
 
     @property
     def has_conditions(self) -> bool:
-        """Whether its client and service support that."""
+        """True if its client and service support that."""
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         """Write an object, if the one there has the checksum `replaces`; for None, if there is none.
@@ -140,44 +94,15 @@ class SupportsDeferredSync(Protocol):
         """The same tree; see `defer_sync`."""
 
 
-@runtime_checkable
-class SupportsViews(Protocol):
-    """A `Source` whose bytes are in memory already: reading them would only be another copy."""
-
-    def view(self, offset: int, size_bytes: int) -> memoryview | None:
-        """The bytes themselves, read only; None where `read_into` has to look. Any thread may call."""
-
-
 SpanValue = int | float | str
-"""What may stand beside the name of a span."""
+"""The value of an argument of a span."""
+
+RecordSpan = Callable[[str, str, int, int, Mapping[str, SpanValue]], None]
+"""Records what the calling thread did: name, category, begin and end in ns of CLOCK_MONOTONIC, arguments."""
 
 
-@runtime_checkable
-class SupportsSpans(Protocol):
-    """A storage whose requests are traced, and which takes into the same trace what its callers do."""
-
-    def record_span(
-        self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
-    ) -> None:
-        """Record what the calling thread did between two moments of CLOCK_MONOTONIC."""
-
-
-Capability = TypeVar("Capability")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
-
-
-def offers(thing: object, capability: Callable[..., Capability]) -> TypeGuard[Capability]:
-    """Whether `thing` has a capability: `isinstance` for every block of a load.
-
-    Python 3.11 lists the members of a protocol anew for each comparison, which takes 40 to 80 us.
-    """
-    return all(hasattr(thing, name) for name in _members(capability))
-
-
-@cache
-def _members(capability: Callable[..., object]) -> tuple[str, ...]:
-    return tuple(name for name in vars(capability) if not name.startswith("_"))
 
 
 def unwrap(storage: Storage) -> Storage:
@@ -190,7 +115,7 @@ def unwrap(storage: Storage) -> Storage:
 def find_local_paths(storage: Storage) -> SupportsLocalPaths | None:
     """The storage inside all wrappers if it is one of local files; None for any other."""
     inside = unwrap(storage)
-    return inside if offers(inside, SupportsLocalPaths) else None
+    return inside if isinstance(inside, SupportsLocalPaths) else None
 
 
 def find_local_root(storage: Storage) -> Path | None:
@@ -200,7 +125,7 @@ def find_local_root(storage: Storage) -> Path | None:
 
 
 def uses_page_cache(storage: Storage) -> bool:
-    """Whether what this storage reads may come out of this machine's page cache."""
+    """True if reads of this storage may come out of this machine's page cache."""
     paths = find_local_paths(storage)
     return paths is not None and paths.uses_page_cache
 
@@ -208,7 +133,7 @@ def uses_page_cache(storage: Storage) -> bool:
 def find_folder_tree(storage: Storage) -> FolderTree | None:
     """The folders of a storage on a file system, wrapped or not; None for any other."""
     inside = unwrap(storage)
-    return inside.tree if offers(inside, SupportsFolders) else None
+    return inside.tree if isinstance(inside, SupportsFolders) else None
 
 
 def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Storage:
@@ -216,7 +141,7 @@ def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Stora
 
     With `reads`, the key of one of the files, it is for reading alone, and nothing is written.
     """
-    return storage.past_cache(reads) if offers(storage, SupportsDirectAccess) else storage
+    return storage.past_cache(reads) if isinstance(storage, SupportsDirectAccess) else storage
 
 
 def defer_sync(storage: Storage, what: Deferred) -> Storage:
@@ -225,7 +150,7 @@ def defer_sync(storage: Storage, what: Deferred) -> Storage:
     `sync_names` makes the names survive that a rank has written so. Of "all", nothing does: for notes to
     other processes of today. Sizes are compared with what was written when the caller lists all objects.
     """
-    return storage.deferring(what) if offers(storage, SupportsDeferredSync) else storage
+    return storage.deferring(what) if isinstance(storage, SupportsDeferredSync) else storage
 
 
 def sync_names(storage: Storage, folder: str) -> None:
@@ -269,11 +194,12 @@ def name_mount(storage: Storage) -> str:
     return f"{kernel} {os.stat(root).st_dev}" if root and kernel and os.path.exists(root) else ""
 
 
-def find_span_trace(storage: Storage) -> SupportsSpans | None:
-    """The wrapper that traces a storage's requests; None for a storage that is not traced."""
+def find_span_trace(storage: Storage) -> RecordSpan | None:
+    """The function that adds spans to the trace of a storage's requests; None if it is not traced."""
     while isinstance(storage, WrappedStorage):
-        if offers(storage, SupportsSpans):
-            return storage
+        record: RecordSpan | None = getattr(storage, "record_span", None)
+        if record is not None:
+            return record
         storage = storage.inside
     return None
 

@@ -27,7 +27,7 @@ FIRST_CAPACITY_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """None: an option given to `mem://` is an error."""
+    """No options: one given to `mem://` is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,15 @@ def open_memory(location: Location, _environment: Environment, _rank: int) -> Me
 class MemoryStorage:
     """A `Storage` whose objects are arrays in this process. `sync` has nothing to do."""
 
+    has_conditions = True
+
     def __init__(self, uri: str = "mem://store", options: Mapping[str, OptionValue] | None = None) -> None:
         self.uri = uri
         self.options: Mapping[str, OptionValue] = dict(options or {})
         self.counters = Counters()
         self._objects: dict[str, _StoredObject] = {}
         self._num_stored = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def create(self, key: str, size_bytes: int | None = None) -> MemorySink:
         """Begin an object; memory for `size_bytes` is allocated at once."""
@@ -84,10 +86,6 @@ class MemoryStorage:
         """Check the prefix; memory cannot be made durable."""
         check_prefix(prefix, self.uri)
 
-    @property
-    def has_conditions(self) -> bool:
-        return True
-
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         check_key(key, self.uri)
         with self._lock:
@@ -98,19 +96,16 @@ class MemoryStorage:
                     uri=f"{self.uri}/{key}",
                     fix="Read the object again, then retry.",
                 )
-            stored = self._store(key, np.frombuffer(content, dtype=np.uint8))
+            info = self.publish(key, np.frombuffer(content, dtype=np.uint8))
         self.counters.add(requests=1, written_bytes=len(content))
-        return _describe(key, stored)
-
-    def _store(self, key: str, content: Bytes) -> _StoredObject:
-        self._num_stored += 1
-        stored = self._objects[key] = _StoredObject(content, time.time(), str(self._num_stored))
-        return stored
+        return info
 
     def publish(self, key: str, content: Bytes) -> ObjectInfo:
         """Make `content` the object of this key. A sink calls it once, with all bytes."""
         with self._lock:
-            stored = self._store(key, content)
+            self._num_stored += 1
+            stored = _StoredObject(content, time.time(), str(self._num_stored))
+            self._objects[key] = stored
         return _describe(key, stored)
 
     def _find(self, key: str) -> _StoredObject:
@@ -150,7 +145,9 @@ class MemorySink:
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
         end = self._filled_bytes + buffer.nbytes
         if end > self._content.nbytes:
-            self._grow(end)
+            wider: Bytes = np.empty(max(end, 2 * self._content.nbytes), dtype=np.uint8)
+            np.copyto(wider[: self._filled_bytes], self._content[: self._filled_bytes])
+            self._content = wider
         if buffer.nbytes:
             np.copyto(self._content[self._filled_bytes : end], np.frombuffer(buffer, dtype=np.uint8))
         self._filled_bytes = end
@@ -173,23 +170,15 @@ class MemorySink:
         self._content = np.empty(0, dtype=np.uint8)
         self._filled_bytes = 0
 
-    def _grow(self, needed_bytes: int) -> None:
-        wider: Bytes = np.empty(max(needed_bytes, 2 * self._content.nbytes), dtype=np.uint8)
-        np.copyto(wider[: self._filled_bytes], self._content[: self._filled_bytes])
-        self._content = wider
-
 
 class MemorySource:
     """One object's bytes, as they were when it was opened."""
 
     def __init__(self, content: Bytes, uri: str, counters: Counters) -> None:
         self._content = content
+        self.size_bytes = content.nbytes
         self._uri = uri
         self._counters = counters
-
-    @property
-    def size_bytes(self) -> int:
-        return self._content.nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         end = offset + buffer.nbytes

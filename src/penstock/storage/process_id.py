@@ -32,14 +32,14 @@ class ProcessId:
 
     @classmethod
     def of_lease(cls, text: bytes | bytearray) -> ProcessId | None:
-        """Whose lease this is; None if that cannot be read."""
+        """The owner of this lease; None if that cannot be read."""
         try:
             return cls(**json.loads(bytes(text))["owner"])
         except (ValueError, TypeError, KeyError):
             return None
 
     def has_ended(self, *, observer: ProcessId) -> bool | None:
-        """Whether this process has ended; None where `observer` cannot know."""
+        """True if this process has ended; None where `observer` cannot know."""
         if not self.kernel or (self.kernel, self.numbering) != (observer.kernel, observer.numbering):
             return None
         return _read_start_ticks(self.pid) != self.started
@@ -79,7 +79,7 @@ def _identify(pid: int, boot_id: Path) -> ProcessId:
 
 
 def pid_exists(pid: int) -> bool:
-    """Whether any process of this number runs in this PID namespace."""
+    """True if any process of this number runs in this PID namespace."""
     return _read_start_ticks(pid) is not None
 
 

@@ -111,7 +111,7 @@ class Storage(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """What a storage really did, for the record of a run. Threads change it by `add` and `add_copy` only.
+    """Counts of what a storage really did, for the record of a run. Threads call `add` and `add_copy` only.
 
     `requests` are those sent, `retries` and `errors` among them; `written_bytes` and `read_bytes` were moved.
     `copied_bytes` is keyed by the reason of the copy, `requests_by_endpoint` by the endpoint's URL. Counts
@@ -230,10 +230,7 @@ class WrappedSource:
 
     def __init__(self, inside: Source) -> None:
         self.inside = inside
-
-    @property
-    def size_bytes(self) -> int:
-        return self.inside.size_bytes
+        self.size_bytes = inside.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.inside.read_into(offset, buffer)
@@ -270,14 +267,6 @@ class SupportsWholeReads(Protocol):
 
 
 @runtime_checkable
-class SupportsReadsAtOnce(Protocol):
-    """A storage that opens, reads and closes a small object in one step, cheaper than by its `Source`."""
-
-    def read_at_once(self, key: str, buffer: memoryview) -> int:
-        """Read all of the object into the beginning of `buffer` if it fits; its size in any case."""
-
-
-@runtime_checkable
 class SupportsWritesAtOnce(Protocol):
     """A storage that makes many small objects durable together, cheaper than by a `Sink` each."""
 
@@ -309,14 +298,6 @@ def check_prefix(prefix: str, root_uri: str) -> str:
     return check_key(folder, root_uri) if folder else ""
 
 
-@runtime_checkable
-class SupportsEarlySync(Protocol):
-    """A sink that can make its bytes durable before `finish`, which then has only a name to give."""
-
-    def sync(self) -> None:
-        """Make durable what was submitted, which is all: `finish` or `abort` comes next."""
-
-
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
     """A small object and what describes it; `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):
@@ -335,7 +316,7 @@ def read_object(storage: Storage, key: str) -> bytearray:
 
 
 def exists(storage: Storage, key: str) -> bool:
-    """Whether the object is there now. Any other failure than its absence is raised."""
+    """True if the object is there now. Any failure but its absence is raised."""
     try:
         storage.stat(key)
     except ObjectNotFound:

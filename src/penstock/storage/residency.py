@@ -1,7 +1,9 @@
-"""Which part of a file is in the page cache of this node, and how to evict it, with proof.
+"""The page cache of this node: how much of a file is in it, reading from it, and evicting files from it.
 
-The "cold" of a read benchmark relies on this. Invariant: a figure is what the kernel reported (cachestat, or
-mincore before Linux 6.5) after the attempt, also where pages cannot be dropped, as on tmpfs.
+The "cold" of a read benchmark relies on this. Invariants: a figure is what the kernel reported (cachestat, or
+mincore before Linux 6.5) after the attempt, also where pages cannot be dropped, as on tmpfs. Bytes that
+cannot be mapped, because the file was cut or the device failed, are read by read(2), which raises the reason:
+only a file that is cut while it is being copied ends the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -10,44 +12,37 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 
 from penstock.errors import StorageError, Unavailable
+from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat
 from penstock.storage.capabilities import find_local_paths
-from penstock.storage.files.system_calls import libc, map_os_error, raise_on_failure, translate_os_errors
-from penstock.storage.protocol import Storage
+from penstock.storage.files.file_io import FileSource
+from penstock.storage.files.system_calls import libc, raise_on_failure, translate_os_errors
+from penstock.storage.protocol import Counters, Source, Storage, WrappedSource, WrappedStorage
 
 CACHESTAT = 451
 """The system call's number: the same on every architecture that Python runs on, save Alpha."""
 
 Method = Literal["cachestat", "mincore"]
 
-
-class PageCounts(NamedTuple):
-    """Pages of a file in the cache, and those of them that may not be written back yet."""
-
-    resident: int
-    unwritten: int
-
-
-PageCounter = Callable[[int, int], PageCounts]
-"""Counts the pages of an open descriptor, given its size in bytes."""
+PageCounter = Callable[[int, int], tuple[int, int]]
+"""Counts the resident pages of an open descriptor of some size in bytes, and the unwritten ones of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residency:
-    """How much of some files is in the page cache, in whole pages but never more than their size."""
+    """The part of some files that is in the page cache, in whole pages but never more than their size."""
 
     resident_bytes: int
     total_bytes: int
@@ -68,10 +63,13 @@ class Residency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """What an attempt to drop pages achieved."""
+    """The residency of files before and after an attempt to drop their pages."""
 
     before: Residency
     after: Residency
+
+    def __add__(self, other: Eviction) -> Eviction:
+        return Eviction(before=self.before + other.before, after=self.after + other.after)
 
 
 class _CachestatRange(ctypes.Structure):
@@ -84,31 +82,15 @@ class _Cachestat(ctypes.Structure):
     )
 
 
-class _Cachestats:
-    """Calls cachestat(2) again and again with the same memory, for the same part of a file; for one thread.
-
-    A size of 0 means up to the end.
-    """
-
-    def __init__(self, offset: int = 0, size_bytes: int = 0) -> None:
-        self._answer = _Cachestat()
-        self._places = ctypes.byref(_CachestatRange(offset, size_bytes)), ctypes.byref(self._answer)
-        self._call = libc().syscall
-
-    def count(self, descriptor: int) -> tuple[int, int]:
-        """Resident pages, and unwritten ones of them."""
-        answer = self._answer
-        if result := self._call(CACHESTAT, descriptor, *self._places, 0):
-            raise_on_failure(result)
-        return answer.cached, answer.dirty + answer.writeback
-
-
-def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> PageCounts:
+def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> tuple[int, int]:
     """Pages by cachestat(2): one call whatever the size, no mapping."""
-    return PageCounts(*_Cachestats(offset, size_bytes).count(descriptor))
+    answer = _Cachestat()
+    place = _CachestatRange(offset, size_bytes)
+    raise_on_failure(libc().syscall(CACHESTAT, descriptor, ctypes.byref(place), ctypes.byref(answer), 0))
+    return answer.cached, answer.dirty + answer.writeback
 
 
-def count_by_mincore(descriptor: int, size_bytes: int) -> PageCounts:
+def count_by_mincore(descriptor: int, size_bytes: int) -> tuple[int, int]:
     """Pages by mincore(2): maps the file without reading it, and gets a byte for each page.
 
     It does not say which pages are written back, so none of them may be.
@@ -121,7 +103,7 @@ def count_by_mincore(descriptor: int, size_bytes: int) -> PageCounts:
         )
     raise_on_failure(result)
     resident = int(np.count_nonzero(states & 1))
-    return PageCounts(resident, resident)
+    return resident, resident
 
 
 COUNTERS: Mapping[Method, PageCounter] = MappingProxyType(
@@ -133,13 +115,40 @@ _NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
-    """How much of one file is resident, by the first method that works here."""
+    """Measure how much of one file is resident, by the first method that works here."""
     with translate_os_errors("Asking for resident pages", f"file://{path}"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            return _measure(descriptor, counters)
+            size_bytes = os.fstat(descriptor).st_size
+            resident, _, method = _count_pages(descriptor, size_bytes, counters)
         finally:
             os.close(descriptor)
+    return _residency(resident, size_bytes, method)
+
+
+def _residency(num_pages: int, size_bytes: int, method: Method) -> Residency:
+    """The residency of a file with `num_pages` resident pages."""
+    resident_bytes = min(size_bytes, num_pages * mmap.PAGESIZE)
+    return Residency(resident_bytes=resident_bytes, total_bytes=size_bytes, method=method)
+
+
+def _count_pages(
+    descriptor: int, size_bytes: int, counters: Mapping[Method, PageCounter]
+) -> tuple[int, int, Method]:
+    """Resident pages, those of them that may not be written back yet, and the method that counted them."""
+    if size_bytes == 0:
+        return 0, 0, "cachestat"
+    for method, count in counters.items():
+        try:
+            return *count(descriptor, size_bytes), method
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+    raise Unavailable(
+        "This kernel does not report which pages are resident",
+        where=", ".join(counters),
+        fix="Use Linux 6.5 or later, or allow cachestat and mincore in the container's seccomp profile.",
+    )
 
 
 NUM_SAMPLED = 16
@@ -149,7 +158,7 @@ RESIDENT_SHARE = 0.99
 
 
 def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
-    """Whether these files can be read from this machine's page cache alone, judged by pieces of a few.
+    """True if these files can be read from this machine's page cache alone, judged by pieces of a few.
 
     False where that cannot be known, and for storages that read past the page cache.
     """
@@ -166,15 +175,15 @@ def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
     return True
 
 
-def _count_by_pieces(descriptor: int, size_bytes: int) -> PageCounts:
+def _count_by_pieces(descriptor: int, size_bytes: int) -> tuple[int, int]:
     """Pages by cachestat(2) if all of the file is as some pieces of it, the first and the last among them."""
     num_pages = -(-size_bytes // mmap.PAGESIZE)
     if num_pages <= NUM_SAMPLED * PIECE_PAGES:
         return count_by_cachestat(descriptor, size_bytes)
     piece_bytes = PIECE_PAGES * mmap.PAGESIZE
     begins = np.linspace(0, num_pages - PIECE_PAGES, NUM_SAMPLED, dtype=np.int64) * mmap.PAGESIZE
-    found = sum(count_by_cachestat(descriptor, piece_bytes, begin).resident for begin in begins.tolist())
-    return PageCounts(found * num_pages // (NUM_SAMPLED * PIECE_PAGES), 0)
+    found = sum(count_by_cachestat(descriptor, piece_bytes, begin)[0] for begin in begins.tolist())
+    return found * num_pages // (NUM_SAMPLED * PIECE_PAGES), 0
 
 
 _SAMPLERS: Mapping[Method, PageCounter] = MappingProxyType({**COUNTERS, "cachestat": _count_by_pieces})
@@ -182,128 +191,59 @@ _SAMPLERS: Mapping[Method, PageCounter] = MappingProxyType({**COUNTERS, "cachest
 
 def evict_file(path: str) -> Eviction:
     """Write back and drop the pages of one file. Pages that another process maps or locks stay."""
-    return _evict_in_turn((path,)).eviction()
+    with translate_os_errors("Dropping pages", f"file://{path}"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            size_bytes = os.fstat(descriptor).st_size
+            resident, unwritten, method = _count_pages(descriptor, size_bytes, COUNTERS)
+            # The kernel drops clean pages only.
+            if unwritten:
+                os.fsync(descriptor)
+            left = 0
+            if resident:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                left, _, _ = _count_pages(descriptor, size_bytes, COUNTERS)
+        finally:
+            os.close(descriptor)
+    return Eviction(
+        before=_residency(resident, size_bytes, method), after=_residency(left, size_bytes, method)
+    )
+
+
+_CHUNK: Final = 256
+_THREADS: Final = 16
+_WAITING_SHARE: Final = 3.0
+"""Calls that take this many times their CPU time wait for something else."""
 
 
 def evict_files(paths: Iterable[str], advance: Callable[[int], None] = lambda _files: None) -> Eviction:
-    """Drop the pages of these files; `advance` hears of every few hundred that are done.
+    """Drop the pages of these files; `advance` is called after every few hundred.
 
     Files without unwritten pages are not synced. Threads are used once the calls turn out to wait, for a
     server or a device: those that only compute would wait for each other instead.
     """
-    left, total = iter(paths), _Sums()
-    while chunk := tuple(islice(left, _CHUNK)):
-        began_s, began = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
-        total.add(_evict_in_turn(chunk))
-        advance(len(chunk))
-        elapsed_s, ended = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_THREAD)
-        cpu_s = ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
-        # On a busy machine calls take long that wait for nothing but a processor.
-        has_waited = ended.ru_nvcsw - began.ru_nvcsw > _WAITING_FILES * len(chunk)
-        if has_waited and elapsed_s > _WAITING_SHARE * cpu_s:
-            _evict_on_threads(left, total, advance)
-    return total.eviction()
+    left, are_waiting = iter(paths), False
+    total = Eviction(before=_residency(0, 0, "cachestat"), after=_residency(0, 0, "cachestat"))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-evict") as threads:
+        while chunk := tuple(islice(left, _CHUNK)):
+            began_s, began_cpu_s = time.monotonic(), time.thread_time()
+            total = sum(threads.map(evict_file, chunk) if are_waiting else map(evict_file, chunk), total)
+            advance(len(chunk))
+            elapsed_s, cpu_s = time.monotonic() - began_s, time.thread_time() - began_cpu_s
+            are_waiting = are_waiting or elapsed_s > _WAITING_SHARE * cpu_s
+    return total
 
 
 def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
     """Drop the pages of all files below `prefix`. `Unavailable` for a storage without local files."""
-    return evict_files(_paths(storage, prefix))
-
-
-_CHUNK: Final = 256
-"""Files that one thread drops in turn."""
-_THREADS: Final = 16
-_WAITING_SHARE: Final = 3.0
-"""Calls that take so many times their CPU time wait for something else."""
-_WAITING_FILES: Final = 0.5
-"""So many times a file does the thread give up its processor then."""
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Bytes of some files, in plain numbers: there may be millions."""
-
-    before: int = 0
-    after: int = 0
-    total: int = 0
-    method: Method = "cachestat"
-
-    def add(self, other: _Sums) -> None:
-        self.before += other.before
-        self.after += other.after
-        self.total += other.total
-        self.method = other.method
-
-    def eviction(self) -> Eviction:
-        before, after = (
-            Residency(resident_bytes=part, total_bytes=self.total, method=self.method)
-            for part in (self.before, self.after)
+    paths = find_local_paths(storage)
+    if paths is None:
+        raise Unavailable(
+            "The page cache of this node holds only local files",
+            where=storage.uri,
+            fix="Evict files only; the caches of an object service cannot be dropped from here.",
         )
-        return Eviction(before=before, after=after)
-
-
-def _evict_on_threads(paths: Iterable[str], total: _Sums, advance: Callable[[int], None]) -> None:
-    waiting: deque[tuple[int, Future[_Sums]]] = deque()
-    left = iter(paths)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-evict") as pool:
-        try:
-            while True:
-                chunk = tuple(islice(left, _CHUNK // _THREADS))
-                if chunk:
-                    waiting.append((len(chunk), pool.submit(_evict_in_turn, chunk)))
-                elif not waiting:
-                    return
-                if not chunk or len(waiting) > 2 * _THREADS:
-                    num_files, sums = waiting.popleft()
-                    total.add(sums.result())
-                    advance(num_files)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _evict_in_turn(paths: Iterable[str]) -> _Sums:
-    sums, cachestats = _Sums(), _Cachestats()
-    for path in paths:
-        try:
-            _evict_into(sums, path, cachestats)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise map_os_error(error, "Dropping pages", f"file://{path}") from error
-    return sums
-
-
-def _evict_into(sums: _Sums, path: str, cachestats: _Cachestats) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        # Cheaper than fstat: this is what dropping many small files consists of.
-        size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
-        if size_bytes == 0:
-            return
-        resident, unwritten = _count_quickly(sums, cachestats, descriptor, size_bytes)
-        sums.total += size_bytes
-        if resident:
-            # The kernel drops clean pages only.
-            if unwritten:
-                os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            left, _ = _count_quickly(sums, cachestats, descriptor, size_bytes)
-            sums.before += min(size_bytes, resident * mmap.PAGESIZE)
-            if left:
-                sums.after += min(size_bytes, left * mmap.PAGESIZE)
-    finally:
-        os.close(descriptor)
-
-
-def _count_quickly(sums: _Sums, cachestats: _Cachestats, descriptor: int, size_bytes: int) -> tuple[int, int]:
-    if sums.method == "cachestat":
-        try:
-            return cachestats.count(descriptor)
-        except OSError as error:
-            if error.errno not in _NOT_HERE:
-                raise
-    pages, sums.method = _count_pages(descriptor, size_bytes, COUNTERS)
-    return pages
+    return evict_files(paths.local_path(info.key) for info in storage.list(prefix))
 
 
 def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
@@ -319,42 +259,72 @@ def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
         ) from error
 
 
-def _measure(descriptor: int, counters: Mapping[Method, PageCounter]) -> Residency:
-    size_bytes = os.fstat(descriptor).st_size
-    if size_bytes == 0:
-        return _nothing()
-    pages, method = _count_pages(descriptor, size_bytes, counters)
-    return Residency(
-        resident_bytes=min(size_bytes, pages.resident * mmap.PAGESIZE), total_bytes=size_bytes, method=method
-    )
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14, which fails where touching the pages would end the process."""
 
 
-def _count_pages(
-    descriptor: int, size_bytes: int, counters: Mapping[Method, PageCounter]
-) -> tuple[PageCounts, Method]:
-    for method, count in counters.items():
+class MappedStorage(WrappedStorage):
+    """A storage whose files are read out of mappings; what wrappers inside watch or slow is left to them."""
+
+    def open(self, key: str) -> Source:
+        """Open and map a file; an empty one has nothing to map, and some file systems map none."""
+        source = self.inside.open(key)
+        if isinstance(source, FileSource) and source.size_bytes:
+            # A file that was cut since it was opened is a ValueError.
+            with suppress(OSError, ValueError):
+                return MappedSource(source, self.counters)
+        return source
+
+
+class MappedSource(WrappedSource):
+    """An open file, mapped until it is closed."""
+
+    def __init__(self, inside: FileSource, counters: Counters) -> None:
+        super().__init__(inside)
+        self._counters = counters
+        self._descriptor = inside.descriptor
+        self._pages = mmap.mmap(
+            inside.descriptor, inside.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+        )
+        self._view = memoryview(self._pages)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        wanted = flat(buffer)
+        found = self.view(offset, len(wanted))
+        if found is None:
+            self.inside.read_into(offset, buffer)
+        else:
+            copy_bytes(wanted, found)
+
+    def view(self, offset: int, size_bytes: int) -> memoryview | None:
+        """A part of the mapping, of pages that are in memory now. It stays mapped as long as it is used."""
+        end, begin = offset + size_bytes, offset - offset % PAGE_BYTES
+        if end > self.size_bytes or not size_bytes:
+            return None
         try:
-            return count(descriptor, size_bytes), method
+            # Behind a file's end, its last page has zeros.
+            if os.fstat(self._descriptor).st_size < end:
+                return None
+            # To map all of it by madvise takes longer than page faults, which map several pages at a time.
+            if not self._is_resident(begin, end):
+                self._pages.madvise(POPULATE_READ, begin, end - begin)
+        except OSError:
+            return None
+        self._counters.add(requests=1, read_bytes=size_bytes)
+        return self._view[offset:end]
+
+    def _is_resident(self, begin: int, end: int) -> bool:
+        try:
+            found, _ = count_by_cachestat(self._descriptor, end - begin, begin)
         except OSError as error:
             if error.errno not in _NOT_HERE:
                 raise
-    raise Unavailable(
-        "This kernel does not report which pages are resident",
-        where=", ".join(counters),
-        fix="Use Linux 6.5 or later, or allow cachestat and mincore in the container's seccomp profile.",
-    )
+            return False
+        return found * PAGE_BYTES >= end - begin
 
-
-def _paths(storage: Storage, prefix: str) -> Iterable[str]:
-    paths = find_local_paths(storage)
-    if paths is None:
-        raise Unavailable(
-            "The page cache of this node holds only local files",
-            where=storage.uri,
-            fix="Evict files only; the caches of an object service cannot be dropped from here.",
-        )
-    return (paths.local_path(info.key) for info in storage.list(prefix))
-
-
-def _nothing() -> Residency:
-    return Residency(resident_bytes=0, total_bytes=0, method="cachestat")
+    def close(self) -> None:
+        """Close the file and unmap it, or leave the latter to the last view; no thread may be reading."""
+        self._view.release()
+        with suppress(BufferError):
+            self._pages.close()
+        self.inside.close()

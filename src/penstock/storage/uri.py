@@ -68,7 +68,7 @@ class Location:
 
 
 def is_plain_path(text: str) -> bool:
-    """Whether `text` is a path rather than a URI with a scheme."""
+    """True if `text` is a path rather than a URI with a scheme."""
     return "://" not in text
 
 
@@ -97,7 +97,12 @@ def parse_uri(text: str) -> Location:
         )
     root, _, query = rest.partition("?")
     if scheme in _PATH_SCHEMES or (scheme not in _BUCKET_SCHEMES and root.startswith("/")):
-        root = _absolute_path(text, root)
+        if not root.startswith("/"):
+            raise UsageError(
+                f"{text!r} has no absolute path",
+                fix="After scheme:// comes an absolute path: three slashes, as in direct:///data.",
+            )
+        root = os.path.normpath(root)
     else:
         root = root.strip("/")
         if not root:
@@ -108,7 +113,15 @@ def parse_uri(text: str) -> Location:
                 f"{text!r} has an empty name between two slashes, which not all services keep",
                 fix=f"Write {scheme}://{re.sub('/+', '/', root)}.",
             )
-    return Location(scheme, root, _parse_query(text, query))
+    options: dict[str, str] = {}
+    for assignment in filter(None, query.split("&")):
+        name, separator, value = assignment.partition("=")
+        if not separator:
+            raise UsageError(
+                f"{assignment!r} in {text!r} sets nothing", fix="Write options as ?name=value&name=value."
+            )
+        options[name] = value
+    return Location(scheme, root, options)
 
 
 def _require_no_scheme(path: str) -> None:
@@ -120,27 +133,6 @@ def _require_no_scheme(path: str) -> None:
             f"{path!r} is neither a URI nor a path",
             fix=f"Write {scheme}:{slashes}{rest.lstrip('/')}, or ./{path} for a path.",
         )
-
-
-def _absolute_path(text: str, path: str) -> str:
-    if not path.startswith("/"):
-        raise UsageError(
-            f"{text!r} has no absolute path",
-            fix="After scheme:// comes an absolute path: three slashes, as in direct:///data.",
-        )
-    return os.path.normpath(path)
-
-
-def _parse_query(text: str, query: str) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for assignment in filter(None, query.split("&")):
-        name, separator, value = assignment.partition("=")
-        if not separator:
-            raise UsageError(
-                f"{assignment!r} in {text!r} sets nothing", fix="Write options as ?name=value&name=value."
-            )
-        options[name] = value
-    return options
 
 
 T = TypeVar("T")
@@ -165,51 +157,35 @@ def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
             hint = did_you_mean(name, known, cutoff=0.4, form="'{}'")
             raise UsageError(f"Unknown option {name!r}", where=where, fix=f"{hint}Known: {', '.join(known)}.")
         try:
-            values[name] = _parser(name, hints[name])(text)
+            values[name] = _parse_value(name, text, hints[name])
         except UsageError as error:
             raise UsageError(f"Option {name!r}: {error.what}", where=where, fix=error.fix) from error
     return kind(**values)
 
 
-def _parser(name: str, hint: Any) -> Callable[[str], Any]:
+def _parse_value(name: str, text: str, hint: Any) -> object:
+    """The value that `text` means for a field of this name and type."""
     if isinstance(hint, types.UnionType):
         hint = next(option for option in get_args(hint) if option is not types.NoneType)
-    if get_origin(hint) is Literal:
-        return lambda text: _choice(text, get_args(hint))
-    if get_origin(hint) is tuple:
-        return lambda text: tuple(part for part in text.split(",") if part)
-    if hint is bool:
-        return _boolean
-    if hint is float:
-        return parse_seconds if name.endswith("_s") else _number
-    if hint is int:
-        return parse_bytes if name.endswith("_bytes") else _whole_number
-    return str
-
-
-def _choice(text: str, choices: tuple[str, ...]) -> str:
-    if text not in choices:
+    choices = get_args(hint)
+    if get_origin(hint) is Literal and text not in choices:
         raise UsageError(f"{text!r} is not a choice", fix=f"Choose one of {', '.join(choices)}.")
-    return text
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in _BOOLEANS:
-        raise UsageError(f"{text!r} is neither true nor false", fix="Write true or false.")
-    return _BOOLEANS[text.lower()]
-
-
-def _number(text: str) -> float:
+    if get_origin(hint) is tuple:
+        return tuple(part for part in text.split(",") if part)
+    if hint is bool:
+        if text.lower() not in _BOOLEANS:
+            raise UsageError(f"{text!r} is neither true nor false", fix="Write true or false.")
+        return _BOOLEANS[text.lower()]
+    if hint is float and name.endswith("_s"):
+        return parse_seconds(text)
+    if hint is int and name.endswith("_bytes"):
+        return parse_bytes(text)
+    if hint is int and not text.isdecimal():
+        raise UsageError(f"{text!r} is not a whole number", fix="Write digits only.")
     try:
-        return float(text)
+        return hint(text) if hint in (int, float) else text
     except ValueError as error:
         raise UsageError(f"{text!r} is not a number", fix="Write a number, for example 0.5.") from error
-
-
-def _whole_number(text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"{text!r} is not a whole number", fix="Write digits only.")
-    return int(text)
 
 
 Opener = Callable[[Location, Environment, int], Storage]
@@ -269,7 +245,7 @@ def find_local_paths_at(uri: str, environment: Environment | None = None) -> Sup
 
 
 def has_option(uri: str, name: str, environment: Environment | None = None) -> bool:
-    """Whether the storage at `uri` has an option of this name, such as `fsync`."""
+    """True if the storage at `uri` has an option of this name, such as `fsync`."""
     storage = _open_untraced(uri, environment)
     return storage is not None and name in storage.options
 

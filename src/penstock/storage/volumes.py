@@ -29,7 +29,7 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
 
 
 def find_room(folder: Path) -> int:
-    """How many bytes can be written below a folder, there or not: what is free, less the reserve."""
+    """The bytes that can be written below a folder, there or not: the free space, less the reserve."""
     return shutil.disk_usage(nearest_folder(folder)).free * _RESERVE // (_RESERVE + 1)
 
 

@@ -40,12 +40,12 @@ _SHOWN_BYTES = 16
 Buffer = bytes | bytearray | memoryview
 
 
-def assert_same_bytes(seen: Buffer, expected: Buffer) -> None:
+def assert_same_bytes(actual: Buffer, expected: Buffer) -> None:
     """Fail unless both are equal; the message shows the first bytes that differ.
 
     With a plain `==`, pytest computes a diff of both buffers, which takes hours for large ones.
     """
-    one, other = (np.frombuffer(buffer, dtype=np.uint8) for buffer in (seen, expected))
+    one, other = (np.frombuffer(buffer, dtype=np.uint8) for buffer in (actual, expected))
     shorter = min(one.size, other.size)
     differing = np.flatnonzero(one[:shorter] != other[:shorter])
     if not differing.size and one.size == other.size:
@@ -122,14 +122,14 @@ def submit_pieces(sink: Sink, content: bytes, ledger: ReleaseLedger) -> None:
 
 
 class _Suite:
-    """What all parts of the suite share: the fixture and a back end's declared exceptions."""
+    """The base of all parts of the suite: the fixture and a back end's declared exceptions."""
 
     delete_missing_is_silent: ClassVar[bool] = False
     """Deleting an absent key succeeds, because the service does not tell."""
     large_size_bytes: ClassVar[int] = 12 * 1024 * 1024 + 4097
     """An object of several parts and an odd tail; raise it where parts are larger."""
     clock_skew_s: ClassVar[float] = 120.0
-    """How far the storage's clock may be from this machine's."""
+    """The largest difference between the storage's clock and this machine's."""
     expected_options: ClassVar[Mapping[str, OptionValue]] = {}
     """Options that must be on record, with these values."""
 
@@ -140,7 +140,7 @@ class _Suite:
 
 
 class WritingContract(_Suite):
-    """What `create` and its sinks promise."""
+    """The promises of `create` and its sinks."""
 
     @pytest.mark.parametrize("size", SMALL_SIZES)
     @pytest.mark.parametrize("size_is_told", [True, False])
@@ -260,7 +260,7 @@ class WritingContract(_Suite):
 
 
 class ReadingContract(_Suite):
-    """What `open` and its sources promise."""
+    """The promises of `open` and its sources."""
 
     content: ClassVar[bytes] = arbitrary_bytes(300_007, seed=3)
 
@@ -326,7 +326,7 @@ class ReadingContract(_Suite):
 
 
 class NamingContract(_Suite):
-    """What keys, `list`, `stat`, `delete`, `sync` and the record promise."""
+    """The promises of keys, `list`, `stat`, `delete`, `sync` and the record."""
 
     @pytest.mark.parametrize("verb", ["open", "stat", "delete"])
     @pytest.mark.parametrize("key", ["absent", "no/such/folder", "present/below-an-object", "folder"])

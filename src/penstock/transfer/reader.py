@@ -21,8 +21,9 @@ import xxhash
 from penstock.errors import DataDamaged, PenstockError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.capabilities import SupportsViews, no_thread, offers
+from penstock.storage.capabilities import no_thread
 from penstock.storage.protocol import Source
+from penstock.storage.residency import MappedSource
 from penstock.transfer.buffers import WarmMemory
 
 LEAST_BLOCKS = 3
@@ -383,7 +384,7 @@ class BlockReader:
     def _get(self, block: Block, buffer: memoryview) -> tuple[memoryview, bool]:
         """Read a block; returns its content, and whether that is where it belongs."""
         source, size = self._files.open(block.file, self._open_file), block.end - block.begin
-        if offers(source, SupportsViews) and (shown := source.view(block.begin, size)) is not None:
+        if isinstance(source, MappedSource) and (shown := source.view(block.begin, size)) is not None:
             return shown, False
         part = block.parts[0]
         if len(block.parts) == 1 and (part.begin, part.end) == (block.begin, block.end):

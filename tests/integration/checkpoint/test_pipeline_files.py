@@ -1,6 +1,7 @@
 """Pipelines on real files, buffered and with direct I/O: short transfers, full and failing disks."""
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ from tests.support.file_faults import CallFault, FailFileCall, ShortTransfers, f
 from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, StorageError
-from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess
-from penstock.storage.files.file_storage import FileOptions, FileStorage
+from penstock.storage.files.file_storage import DirectOptions, FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.transfer.pipeline import PipelineSettings, PlannedObject, write_objects
 
@@ -18,7 +18,7 @@ CHUNK = 64 * 1024
 SETTINGS = PipelineSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=5 * CHUNK)
 PLANNED = [PlannedObject("step/a.distcp", 7 * CHUNK + 4097), PlannedObject("step/b.distcp", 5 * CHUNK)]
 
-ACCESSES: dict[str, FileAccess] = {"buffered": BufferedAccess(), "direct": DirectAccess(4096, 1 << 20)}
+ACCESSES: dict[str, FileOptions] = {"buffered": FileOptions(), "direct": DirectOptions(bounce_bytes=1 << 20)}
 
 
 class Keyed:
@@ -31,13 +31,9 @@ class Keyed:
         return Content(1, planned.key).verify(buffer, offset)
 
 
-def _storage(folder: Path, access: FileAccess, *faults: CallFault, in_flight: int = 1) -> FileStorage:
-    return FileStorage(
-        Location("file", str(folder), {}),
-        FileOptions(writes_in_flight=in_flight),
-        access,
-        calls=faulty_calls(*faults),
-    )
+def _storage(folder: Path, access: FileOptions, *faults: CallFault, in_flight: int = 1) -> FileStorage:
+    options = replace(access, writes_in_flight=in_flight)
+    return FileStorage(Location("file", str(folder), {}), options, calls=faulty_calls(*faults))
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])

@@ -28,7 +28,6 @@ from penstock.kvcache.models import MODELS
 from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
-from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage, reclaim_unfinished
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.in_memory import MemoryStorage
@@ -303,7 +302,7 @@ def test_bytes_are_synced_before_an_entry_is_visible_and_names_once_where_entrie
     recorded = replace(REAL_CALLS, fsync=fsync, rename=rename)
     root = tmp_path / "store"
     location = Location("file", str(root))
-    storage = FileStorage(location, FileOptions(), BufferedAccess(), calls=recorded)
+    storage = FileStorage(location, FileOptions(), calls=recorded)
     written = rows((Op.WRITE, 1), (Op.WRITE, 2))
     execute(storage, written, streams=1)
     folders = {str(path.parent) for path in root.rglob("*.kv")}

@@ -57,7 +57,7 @@ def test_storage_that_is_not_traced_takes_no_spans(tmp_path: Path) -> None:
 
 
 def test_a_step_is_its_wait_its_computation_and_its_barrier(traced: SpanCollector) -> None:
-    RunTrace(traced).add_step(STEP)
+    RunTrace(traced.record_span).add_step(STEP)
     assert traced.spans == [
         ("train.step", "step", 100, 190, {**PLACE, "samples": 4, "read_bytes": 512}),
         ("train.wait", "wait", 100, 130, PLACE),
@@ -67,12 +67,12 @@ def test_a_step_is_its_wait_its_computation_and_its_barrier(traced: SpanCollecto
 
 
 def test_steps_of_an_evaluation_have_names_of_their_own(traced: SpanCollector) -> None:
-    RunTrace(traced).add_step(STEP._replace(phase=StepPhase.EVAL))
+    RunTrace(traced.record_span).add_step(STEP._replace(phase=StepPhase.EVAL))
     assert [name for name, *_ in traced.spans] == ["eval.step", "eval.wait", "eval.compute", "eval.barrier"]
 
 
 def test_checkpoints_and_epochs_are_spans_and_blocks_are_not(traced: SpanCollector) -> None:
-    trace = RunTrace(traced)
+    trace = RunTrace(traced.record_span)
     trace.add_span(span(SpanKind.SAVE, step=7, size_bytes=99))
     trace.add_span(span(SpanKind.LOAD, step=7))
     trace.add_span(span(SpanKind.EPOCH))
@@ -86,7 +86,7 @@ def test_checkpoints_and_epochs_are_spans_and_blocks_are_not(traced: SpanCollect
 
 def test_a_recorder_keeps_stalls_in_the_trace_alone(traced: SpanCollector, tmp_path: Path) -> None:
     with StepRecorder(
-        SpoolWriter(tmp_path / "spool" / "0.events", read_clocks(0, "n0")), trace=RunTrace(traced)
+        SpoolWriter(tmp_path / "spool" / "0.events", read_clocks(0, "n0")), trace=RunTrace(traced.record_span)
     ) as recorder:
         recorder.add_step(STEP)
         recorder.add_span(span(SpanKind.EPOCH))

@@ -11,13 +11,9 @@ import pytest
 
 from penstock.errors import ShortTransfer
 from penstock.storage import open_storage, residency
-from penstock.storage.capabilities import (
-    SupportsViews,
-)
-from penstock.storage.files.files_in_memory import MappedSource, MappedStorage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Storage, read_object, write_object
-from penstock.storage.residency import are_resident
+from penstock.storage.residency import MappedSource, MappedStorage, are_resident
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +65,7 @@ def test_a_file_that_was_cut_is_an_error_and_not_the_end_of_the_process(
 def test_a_view_shows_bytes_without_a_copy_and_outlives_its_file(files: Storage) -> None:
     write_object(files, "some", [CONTENT])
     with closing(MappedStorage(files).open("some")) as source:
-        assert isinstance(source, SupportsViews)
+        assert isinstance(source, MappedSource)
         found = source.view(4095, 5000)
         assert source.view(25000, 601) is None
     assert found is not None
@@ -97,9 +93,9 @@ def test_of_a_large_file_the_kernel_looks_at_pieces_up_to_the_end(
         file.truncate(size_bytes)
     asked = []
 
-    def count(_descriptor: int, length: int, offset: int = 0) -> residency.PageCounts:
+    def count(_descriptor: int, length: int, offset: int = 0) -> tuple[int, int]:
         asked.append(length)
-        return residency.PageCounts(length // 4096 if offset + length <= cached_share * size_bytes else 0, 0)
+        return length // 4096 if offset + length <= cached_share * size_bytes else 0, 0
 
     monkeypatch.setattr(residency, "count_by_cachestat", count)
     assert are_resident(files, ["huge"]) is expected

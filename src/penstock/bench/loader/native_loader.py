@@ -27,7 +27,6 @@ from penstock.bench.loader.loader_protocol import (
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.errors import PenstockError, ShortTransfer, UsageError
 from penstock.storage import Counters, Source, Storage, aligned
-from penstock.storage.protocol import SupportsReadsAtOnce
 
 DEFAULT_BUFFER_BYTES: Final = 8 << 20
 _ALIGNMENT: Final = 4096
@@ -38,7 +37,6 @@ class RangeReader:
 
     def __init__(self, storage: Storage, buffer_bytes: int, decoder: FormatDecoder | None = None) -> None:
         self._storage = storage
-        self._read_at_once = storage.read_at_once if isinstance(storage, SupportsReadsAtOnce) else None
         self._buffer = aligned.aligned_buffer(buffer_bytes)
         self._block = self._buffer
         self._decoder = decoder
@@ -64,18 +62,6 @@ class RangeReader:
 
     def _read(self, request: ReadRequest) -> int:
         """Read one range; its length."""
-        is_whole = request.size_bytes is None and request.offset == 0
-        if self._read_at_once is not None and is_whole:
-            size_bytes = request.expected_bytes or 0
-            if size_bytes <= len(self._buffer):
-                size_bytes = self._read_at_once(request.key, self._buffer)
-                self._require_size(request, size_bytes)
-            if size_bytes <= len(self._buffer):
-                return size_bytes
-            self._read_at_once = None  # files of a data set are alike: the next ones are not tried
-        return self._read_pieces(request)
-
-    def _read_pieces(self, request: ReadRequest) -> int:
         source = self._open(request)
         size_bytes = _length(request, source)
         done = 0
@@ -113,20 +99,16 @@ class RangeReader:
             self.close()
             self._source = self._storage.open(request.key)
             self._key = request.key
-        self._require_size(request, self._source.size_bytes)
+        expected_bytes, actual_bytes = request.expected_bytes, self._source.size_bytes
+        if expected_bytes not in (None, actual_bytes):
+            raise ShortTransfer(
+                f"This file has {actual_bytes} bytes instead of {expected_bytes}",
+                uri=f"{self._storage.uri}/{request.key}",
+                expected_bytes=expected_bytes or 0,
+                actual_bytes=actual_bytes,
+                fix="Generate or copy it again; `penstock training verify` finds all such files.",
+            )
         return self._source
-
-    def _require_size(self, request: ReadRequest, actual_bytes: int) -> None:
-        expected_bytes = request.expected_bytes
-        if expected_bytes is None or expected_bytes == actual_bytes:
-            return
-        raise ShortTransfer(
-            f"This file has {actual_bytes} bytes instead of {expected_bytes}",
-            uri=f"{self._storage.uri}/{request.key}",
-            expected_bytes=expected_bytes,
-            actual_bytes=actual_bytes,
-            fix="Generate or copy it again; `penstock training verify` finds all such files.",
-        )
 
     def _close_if_whole(self, request: ReadRequest) -> None:
         if request.size_bytes is None:

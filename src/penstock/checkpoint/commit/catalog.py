@@ -36,10 +36,9 @@ from penstock.storage.capabilities import (
     defer_sync,
     find_folder_tree,
     find_local_root,
-    offers,
     submit_or_run,
 )
-from penstock.storage.protocol import Sink, SupportsEarlySync, exists, read_object
+from penstock.storage.protocol import Sink, exists, read_object
 from penstock.storage.uri import open_here, parse_uri, require_storage
 
 logger = logging.getLogger(__name__)
@@ -232,8 +231,6 @@ class StepCatalog:
         with ExitStack() as undo:
             undo.callback(sink.abort)
             sink.submit(memoryview(f"{step_dirname(step)}\n".encode()))
-            if offers(sink, SupportsEarlySync):
-                sink.sync()
             undo.pop_all()
         return sink
 

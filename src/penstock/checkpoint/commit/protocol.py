@@ -42,8 +42,9 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage import Storage
-from penstock.storage.capabilities import FolderTree, defer_sync
+from penstock.storage.capabilities import defer_sync
 from penstock.storage.files.file_storage import is_unfinished
+from penstock.storage.files.folders import FolderTree
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import ObjectInfo, exists, read_object, write_object
 

@@ -49,8 +49,9 @@ from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0, run_on_all_ranks, run_on_rank0
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
-from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
+from penstock.storage.capabilities import defer_sync, find_folder_tree, prefer_direct_access
 from penstock.storage.files.durable import sync_file
+from penstock.storage.files.folders import FolderTree
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object

@@ -1,1 +1,1 @@
-"""How files are written, read, found and named: the parts of `penstock.storage.files.file_storage`."""
+"""Files as a storage: start reading at `penstock.storage.files.file_storage`."""

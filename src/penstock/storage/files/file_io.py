@@ -1,26 +1,37 @@
-"""Bytes between an open file and buffers: through the page cache, or past it (O_DIRECT).
+"""Bytes between open files and buffers, and new files: written under a hidden name, made durable, then named.
 
 From the bottom up: `write_whole` and `read_whole` continue short transfers and return only when every byte
-has moved; write queues keep several writes of one file in flight; `BufferedAccess` and `DirectAccess` are the
-two kinds of access that file storage is built on. Buffered access passes every buffer to the kernel as it is.
-Direct access does so with whole aligned blocks only and copies the rest through an aligned bounce buffer,
-counted as "direct-unaligned": address, offset and length of every call are aligned; a file's last block is
-padded, then cut.
+has moved; a `WriteQueue` keeps several writes of one file in flight; `FileAccess` passes every buffer to the
+kernel as it is, or, for direct I/O (O_DIRECT), whole aligned blocks only. It copies the rest through an
+aligned bounce buffer, counted as "direct-unaligned": address, offset and length of every call are aligned; a
+file's last block is padded, then cut. Invariant of `FileSink` and `write_together`: a name appears in one
+step, and after all bytes of its file are durable, so that a crash leaves whole files and hidden ones.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool, address_of, copy_bytes, flat, round_up
-from penstock.storage.files.system_calls import FileCalls, close_after_reading, map_os_error
-from penstock.storage.protocol import Counters, Release
+from penstock.storage.files.folders import VerifiedFolders
+from penstock.storage.files.system_calls import (
+    FileCalls,
+    close_after_reading,
+    map_name_clash,
+    map_os_error,
+    translate_os_errors,
+)
+from penstock.storage.protocol import Counters, ObjectInfo, Release
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -33,7 +44,7 @@ class OpenFile:
     counters: Counters
 
 
-def write_whole(file: OpenFile, buffer: memoryview, offset: int, *, step_bytes: int = 1) -> None:
+def write_whole(file: OpenFile, buffer: memoryview, offset: int, *, step_bytes: int) -> None:
     """Write all of `buffer` at `offset`; a short write is continued at a multiple of `step_bytes`."""
     done = 0
     while done < len(buffer):
@@ -47,7 +58,7 @@ def write_whole(file: OpenFile, buffer: memoryview, offset: int, *, step_bytes: 
 
 
 def read_whole(
-    file: OpenFile, buffer: memoryview, offset: int, *, needed_bytes: int, step_bytes: int = 1
+    file: OpenFile, buffer: memoryview, offset: int, *, needed_bytes: int, step_bytes: int
 ) -> None:
     """Read at least `needed_bytes` at `offset` into `buffer`, which may reach past the end of the file."""
     done = 0
@@ -78,193 +89,89 @@ def _progress(moved: int, step_bytes: int, done: int, needed: int, file: OpenFil
     return whole_steps
 
 
-@dataclass(slots=True)
-class QueuedWrite:
-    """Bytes for one offset; `payload_bytes` of them are the caller's, the rest is padding."""
+class WriteQueue:
+    """Writes up to `num_in_flight` pieces at a time, each in its thread; a single one in the caller's.
 
-    offset: int
-    buffer: memoryview
-    payload_bytes: int
-    release: Release | None
+    Each piece is released exactly once, written or not, and never while the kernel may still read its buffer.
+    That is why no wait has a limit: giving up on a stuck write would return a buffer that is still being
+    read.
+    """
 
-    def release_buffer(self) -> None:
-        """Tell the owner of the buffer that it may refill it."""
-        if self.release is not None:
-            self.release()
-
-
-def _write(file: OpenFile, piece: QueuedWrite, step_bytes: int) -> None:
-    write_whole(file, piece.buffer, piece.offset, step_bytes=step_bytes)
-    file.counters.add(written_bytes=piece.payload_bytes)
-
-
-# Each write that is put into a queue is released exactly once, done or not, and never while the kernel may
-# still read its buffer. That is why no wait of a queue has a limit: giving up on a stuck write would return a
-# buffer that is still being read.
-
-
-class InlineWriteQueue:
-    """Writes one piece at a time, in the thread that puts it."""
-
-    def __init__(self, file: OpenFile, step_bytes: int) -> None:
+    def __init__(self, file: OpenFile, num_in_flight: int, step_bytes: int) -> None:
         self._file = file
         self._step_bytes = step_bytes
+        self._threads = (
+            ThreadPoolExecutor(num_in_flight, thread_name_prefix="penstock-write")
+            if num_in_flight > 1
+            else None
+        )
+        self._free_slots = threading.Semaphore(num_in_flight)
+        self._pending: deque[Future[None]] = deque()
         self._failure: StorageError | None = None
 
-    def put(self, piece: QueuedWrite) -> None:
-        """Write `piece` before returning; raises the failure of this or an earlier one."""
+    def put(self, offset: int, piece: memoryview, payload_bytes: int, release: Release | None) -> None:
+        """Wait for a free slot and write `piece`, of which `payload_bytes` are the caller's, not padding.
+
+        Raises the failure of this or an earlier piece.
+        """
+        self._free_slots.acquire()
+        if self._threads is None or self._failure is not None:
+            self._write(offset, piece, payload_bytes, release)
+        else:
+            self._pending.append(self._threads.submit(self._write, offset, piece, payload_bytes, release))
+            while self._pending and self._pending[0].done():
+                self._pending.popleft().result()
+
+    def _write(self, offset: int, piece: memoryview, payload_bytes: int, release: Release | None) -> None:
         try:
-            self.drain()
-            _write(self._file, piece, self._step_bytes)
+            if self._failure is not None:
+                raise self._failure
+            write_whole(self._file, piece, offset, step_bytes=self._step_bytes)
+            self._file.counters.add(written_bytes=payload_bytes)
         except StorageError as error:
             self._failure = error
             raise
         finally:
-            piece.release_buffer()
-
-    def drain(self) -> None:
-        """Raise the first failure again; nothing is left to wait for."""
-        if self._failure is not None:
-            raise self._failure
-
-    def give_up(self) -> None:
-        """Do nothing: no write is in flight between two calls."""
-
-
-class ThreadedWriteQueue:
-    """Writes up to `num_in_flight` pieces at a time, each in its thread; pwrite releases the GIL."""
-
-    def __init__(self, file: OpenFile, step_bytes: int, num_in_flight: int) -> None:
-        self._file = file
-        self._step_bytes = step_bytes
-        self._threads = ThreadPoolExecutor(num_in_flight, thread_name_prefix="penstock-write")
-        self._free_slots = threading.Semaphore(num_in_flight)
-        self._pending: deque[Future[None]] = deque()
-        self._stopped = threading.Event()
-
-    def put(self, piece: QueuedWrite) -> None:
-        """Wait for a free slot and hand `piece` to a thread; raises the failure of an earlier one."""
-        self._free_slots.acquire()
-        try:
-            self._raise_known_failure()
-        except StorageError:
             self._free_slots.release()
-            piece.release_buffer()
-            raise
-        self._pending.append(self._threads.submit(self._write, piece))
+            if release is not None:
+                release()
 
     def drain(self) -> None:
         """Return when everything is written; raises the first failure."""
-        self._threads.shutdown(wait=True)
-        self._raise_known_failure()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        if self._failure is not None:
+            raise self._failure
+        for write in self._pending:
+            write.result()
 
     def give_up(self) -> None:
         """Skip queued pieces and wait for those being written. Safe twice, raises nothing."""
-        self._stopped.set()
-        self._threads.shutdown(wait=True)
-
-    def _write(self, piece: QueuedWrite) -> None:
-        try:
-            if not self._stopped.is_set():
-                _write(self._file, piece, self._step_bytes)
-        except StorageError:
-            self._stopped.set()
-            raise
-        finally:
-            self._free_slots.release()
-            piece.release_buffer()
-
-    def _raise_known_failure(self) -> None:
-        # The first piece that failed stays in the queue, to be raised every time.
-        while self._pending and self._pending[0].done():
-            self._pending[0].result()
-            self._pending.popleft()
-
-
-WriteQueue = InlineWriteQueue | ThreadedWriteQueue
-
-
-def open_write_queue(file: OpenFile, num_in_flight: int, step_bytes: int) -> WriteQueue:
-    """A queue with at most `num_in_flight` writes at a time; `step_bytes` as in `write_whole`."""
-    if num_in_flight == 1:
-        return InlineWriteQueue(file, step_bytes)
-    return ThreadedWriteQueue(file, step_bytes, num_in_flight)
-
-
-class BufferedAccess:
-    """Access through the page cache: bytes move as they are."""
-
-    name = "buffered"
-    open_flags = 0
-
-    def start_writer(self, file: OpenFile, num_in_flight: int) -> BufferedWriter:
-        """Begin appending to an empty file."""
-        return BufferedWriter(open_write_queue(file, num_in_flight, step_bytes=1))
-
-    def write(self, file: OpenFile, content: memoryview) -> int:
-        """Write all of an empty file; by how many bytes it has become too long."""
-        write_whole(file, content, 0)
-        file.counters.add(written_bytes=len(content))
-        return 0
-
-    def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`; the caller has checked that the file is long enough."""
-        read_whole(file, buffer, offset, needed_bytes=len(buffer))
-
-
-class BufferedWriter:
-    """Appends buffers to one file; used by one thread."""
-
-    padding_bytes = 0
-
-    def __init__(self, writes: WriteQueue) -> None:
-        self._writes = writes
-        self.size_bytes = 0
-
-    def append(self, buffer: memoryview, release: Release | None) -> None:
-        piece = QueuedWrite(self.size_bytes, flat(buffer), buffer.nbytes, release)
-        self.size_bytes += buffer.nbytes
-        self._writes.put(piece)
-
-    def complete(self) -> None:
-        self._writes.drain()
-
-    def give_up(self) -> None:
-        self._writes.give_up()
+        self._failure = self._failure or StorageError("The write was given up", uri=self._file.uri)
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
 
 
 COPY_REASON = "direct-unaligned"
 NUM_IDLE_BOUNCES = 16
 
 
-class DirectAccess:
-    """Access past the page cache, by O_DIRECT; all files of one storage share its bounce buffers."""
+class FileAccess:
+    """Access through the page cache, or past it in blocks of `alignment_bytes` (O_DIRECT).
 
-    name = "direct"
-    open_flags = os.O_DIRECT
+    All files of one storage share its bounce buffers.
+    """
 
-    def __init__(self, alignment_bytes: int, bounce_bytes: int) -> None:
-        self._alignment_bytes = alignment_bytes
-        self._bounces = BufferPool(bounce_bytes, NUM_IDLE_BOUNCES)
-
-    def start_writer(self, file: OpenFile, num_in_flight: int) -> DirectWriter:
-        """Begin appending to an empty file."""
-        writes = open_write_queue(file, num_in_flight, self._alignment_bytes)
-        return DirectWriter(writes, self._bounces, self._alignment_bytes, file.counters)
-
-    def write(self, file: OpenFile, content: memoryview) -> int:
-        """Write all of an empty file; by how many bytes it has become too long."""
-        writer = self.start_writer(file, 1)
-        try:
-            writer.append(content, None)
-            writer.complete()
-        finally:
-            writer.give_up()
-        return writer.padding_bytes
+    def __init__(self, alignment_bytes: int = 1, bounce_bytes: int = 1) -> None:
+        self.alignment_bytes = alignment_bytes
+        self.bounces = BufferPool(bounce_bytes, NUM_IDLE_BOUNCES)
+        self.is_direct = alignment_bytes > 1
+        self.name = "direct" if self.is_direct else "buffered"
+        self.open_flags = os.O_DIRECT if self.is_direct else 0
 
     def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; the caller has checked that the file is long enough."""
-        aligned = aligned_range(buffer, offset, self._alignment_bytes)
+        aligned = aligned_range(buffer, offset, self.alignment_bytes)
         self._read_bounced(file, offset, buffer[: aligned.start])
         if aligned:
             read_whole(
@@ -272,42 +179,50 @@ class DirectAccess:
                 buffer[aligned.start : aligned.stop],
                 offset + aligned.start,
                 needed_bytes=len(aligned),
-                step_bytes=self._alignment_bytes,
+                step_bytes=self.alignment_bytes,
             )
         self._read_bounced(file, offset + aligned.stop, buffer[aligned.stop :])
 
     def _read_bounced(self, file: OpenFile, offset: int, target: memoryview) -> None:
+        """Copy out of the aligned windows around `target`."""
         if not target:
             return
-        bounce = self._bounces.take()
+        step_bytes, bounce = self.alignment_bytes, self.bounces.take()
         try:
             while target:
-                moved = self._read_window(file, offset, target, bounce)
+                lead = offset % step_bytes
+                window = bounce[: round_up(lead + len(target), step_bytes)]
+                moved = min(len(target), len(window) - lead)
+                read_whole(file, window, offset - lead, needed_bytes=lead + moved, step_bytes=step_bytes)
+                copy_bytes(target[:moved], window[lead : lead + moved])
+                file.counters.add_copy(COPY_REASON, moved)
                 offset, target = offset + moved, target[moved:]
         finally:
-            self._bounces.give_back(bounce)
-
-    def _read_window(self, file: OpenFile, offset: int, target: memoryview, bounce: memoryview) -> int:
-        """Copy the beginning of `target` out of the aligned window around `offset`; its length."""
-        lead = offset % self._alignment_bytes
-        window = bounce[: round_up(lead + len(target), self._alignment_bytes)]
-        moved = min(len(target), len(window) - lead)
-        read_whole(file, window, offset - lead, needed_bytes=lead + moved, step_bytes=self._alignment_bytes)
-        copy_bytes(target[:moved], window[lead : lead + moved])
-        file.counters.add_copy(COPY_REASON, moved)
-        return moved
+            self.bounces.give_back(bounce)
 
 
-class DirectWriter:
-    """Appends buffers to one file in aligned pieces; used by one thread."""
+def aligned_range(buffer: memoryview, offset: int, alignment_bytes: int) -> range:
+    """The part of `buffer`, whose file offset is `offset`, that needs no bounce: whole aligned blocks.
 
-    def __init__(
-        self, writes: WriteQueue, bounces: BufferPool, alignment_bytes: int, counters: Counters
-    ) -> None:
-        self._writes = writes
-        self._bounces = bounces
-        self._alignment_bytes = alignment_bytes
-        self._counters = counters
+    Without such blocks the range is empty and lies at the buffer's end.
+    """
+    if alignment_bytes == 1:
+        return range(len(buffer))
+    lead = -offset % alignment_bytes
+    num_blocks = (len(buffer) - lead) // alignment_bytes
+    if num_blocks < 1 or (address_of(buffer) + lead) % alignment_bytes:
+        return range(len(buffer), len(buffer))
+    return range(lead, lead + num_blocks * alignment_bytes)
+
+
+class FileWriter:
+    """Appends buffers to an empty file in aligned pieces; used by one thread."""
+
+    def __init__(self, file: OpenFile, access: FileAccess, num_in_flight: int = 1) -> None:
+        self._writes = WriteQueue(file, num_in_flight, access.alignment_bytes)
+        self._bounces = access.bounces
+        self._alignment_bytes = access.alignment_bytes
+        self._counters = file.counters
         self._bounce: memoryview | None = None
         self._held_bytes = 0
         self.size_bytes = 0
@@ -320,22 +235,20 @@ class DirectWriter:
         """
         buffer = flat(buffer)
         aligned = aligned_range(buffer, self.size_bytes, self._alignment_bytes)
-        middle_offset = self.size_bytes + aligned.start
-        middle = QueuedWrite(middle_offset, buffer[aligned.start : aligned.stop], len(aligned), release)
+        offset, is_kept = self.size_bytes + aligned.start, False
         try:
             self._append_copied(buffer[: aligned.start])
             if aligned:
                 self._put_bounce()
-        except StorageError:
-            middle.release_buffer()
-            raise
-        if not aligned:
-            middle.release_buffer()
-            return
-        self.size_bytes += len(aligned)
-        # The tail is copied before the middle is put: from then on the owner may refill the buffer.
-        self._hold(buffer[aligned.stop :])
-        self._writes.put(middle)
+                is_kept = True
+        finally:
+            if release is not None and not is_kept:
+                release()
+        if aligned:
+            self.size_bytes += len(aligned)
+            # The tail is copied before the middle is put: from then on the owner may refill the buffer.
+            self._hold(buffer[aligned.stop :])
+            self._writes.put(offset, buffer[aligned.start : aligned.stop], len(aligned), release)
 
     def complete(self) -> None:
         """Write the padded last block and wait; the file then ends with `padding_bytes` to cut off."""
@@ -343,6 +256,7 @@ class DirectWriter:
         self._writes.drain()
 
     def give_up(self) -> None:
+        """Skip what is queued and wait for what is being written. Safe twice."""
         self._writes.give_up()
         if self._bounce is not None:
             self._bounces.give_back(self._bounce)
@@ -374,15 +288,9 @@ class DirectWriter:
         bounce, held = self._bounce, self._held_bytes
         padded = round_up(held, self._alignment_bytes)
         bounce[held:padded] = bytes(padded - held)
-        piece = QueuedWrite(
-            self.size_bytes - held, bounce[:padded], held, partial(self._bounces.give_back, bounce)
-        )
         self._bounce, self._held_bytes, self.padding_bytes = None, 0, padded - held
-        self._writes.put(piece)
-
-
-FileAccess = BufferedAccess | DirectAccess
-FileWriter = BufferedWriter | DirectWriter
+        give_back = partial(self._bounces.give_back, bounce)
+        self._writes.put(self.size_bytes - held, bounce[:padded], held, give_back)
 
 
 class FileSource:
@@ -391,26 +299,18 @@ class FileSource:
     def __init__(self, file: OpenFile, access: FileAccess, size_bytes: int) -> None:
         self._file = file
         self._access = access
-        self._size_bytes = size_bytes
+        self.descriptor = file.descriptor
+        self.size_bytes = size_bytes
         self._is_open = True
-
-    @property
-    def descriptor(self) -> int:
-        """The open file's."""
-        return self._file.descriptor
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         wanted = flat(buffer)
-        if offset + len(wanted) > self._size_bytes:
+        if offset + len(wanted) > self.size_bytes:
             raise ShortTransfer(
-                f"{len(wanted)} bytes at offset {offset} reach past the end, {self._size_bytes}",
+                f"{len(wanted)} bytes at offset {offset} reach past the end, {self.size_bytes}",
                 uri=self._file.uri,
                 expected_bytes=len(wanted),
-                actual_bytes=max(0, self._size_bytes - offset),
+                actual_bytes=max(0, self.size_bytes - offset),
                 fix="Ask for ranges inside size_bytes.",
             )
         self._access.read_into(self._file, offset, wanted)
@@ -420,16 +320,163 @@ class FileSource:
         """Close the file; no thread may be reading."""
         if self._is_open:
             self._is_open = False
-            close_after_reading(self._file.calls, self._file.descriptor)
+            close_after_reading(self._file.calls, self.descriptor)
 
 
-def aligned_range(buffer: memoryview, offset: int, alignment_bytes: int) -> range:
-    """The part of `buffer`, whose file offset is `offset`, that needs no bounce: whole aligned blocks.
+@dataclass(slots=True, kw_only=True)
+class NewFile:
+    """A file that is being written at `written_path`, to become the object `key` at `final_path`."""
 
-    Without such blocks the range is empty and lies at the buffer's end.
+    key: str
+    file: OpenFile
+    written_path: str
+    final_path: str
+    declared_bytes: int | None
+    fsync: bool
+    keep_name: bool
+    is_open: bool = True
+    is_published: bool = False
+
+    def close(self) -> None:
+        """Close the file. Safe twice. Network file systems report late write errors here."""
+        if self.is_open:
+            self.is_open = False
+            self.file.calls.close(self.file.descriptor)
+
+    def publish(self) -> None:
+        """Give the file its final name; the folder is not synced."""
+        if self.written_path != self.final_path:
+            try:
+                self.file.calls.rename(self.written_path, self.final_path)
+            except OSError as error:
+                raise map_name_clash(error, self.file.uri) from error
+        self.is_published = True
+
+    def discard(self) -> None:
+        """Close the file, and remove it unless it is published. What cannot be removed, the log names."""
+        acts: list[tuple[str, Callable[[], None]]] = [("close", self.close)]
+        if not self.is_published:
+            self.is_published = True
+            acts.append(("remove", partial(self.file.calls.unlink, self.written_path)))
+        for doing, act in acts:
+            # Raised, a failure to clean up would hide why the object was given up.
+            try:
+                act()
+            except FileNotFoundError:
+                logger.debug("%s was already gone", self.written_path)
+            except OSError as error:
+                logger.warning("Could not %s an unfinished object: %s (%s)", doing, self.written_path, error)
+
+
+class FileSink:
+    """A `Sink` into a file.
+
+    `finish` writes out, compares sizes, cuts padding, fsyncs the file, closes, renames, fsyncs the folder:
+    the final name appears in one step, after all bytes are safe, and a crash before it leaves a file that is
+    never listed. If only the folder's fsync fails, the whole object stays visible.
     """
-    lead = -offset % alignment_bytes
-    num_blocks = (len(buffer) - lead) // alignment_bytes
-    if num_blocks < 1 or (address_of(buffer) + lead) % alignment_bytes:
-        return range(len(buffer), len(buffer))
-    return range(lead, lead + num_blocks * alignment_bytes)
+
+    def __init__(self, new: NewFile, writer: FileWriter, folders: VerifiedFolders) -> None:
+        self._new = new
+        self._file = new.file
+        self._writer = writer
+        self._folders = folders
+        self._is_ended = False
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        """Append `buffer`; `release` is called exactly once, also where this raises."""
+        if self._is_ended:
+            if release is not None:
+                release()
+            raise self._ended()
+        self._writer.append(buffer, release)
+
+    def finish(self) -> ObjectInfo:
+        if self._is_ended:
+            raise self._ended()
+        # Set first: after a failure below only `abort` is left.
+        self._is_ended = True
+        self._writer.complete()
+        self._check_size("declared", self._new.declared_bytes)
+        calls, descriptor = self._file.calls, self._file.descriptor
+        with translate_os_errors("Finishing", self._file.uri):
+            if self._writer.padding_bytes:
+                calls.ftruncate(descriptor, self._writer.size_bytes)
+            facts = calls.fstat(descriptor)
+            self._check_size("stored", facts.st_size)
+            if self._new.fsync:
+                calls.fsync(descriptor)
+            self._new.close()
+        self._new.publish()
+        if self._new.keep_name:
+            self._folders.sync_folder(os.path.dirname(self._new.final_path))
+        return ObjectInfo(key=self._new.key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
+
+    def abort(self) -> None:
+        """Remove what was written. What cannot be removed stays hidden, and the log names it."""
+        self._is_ended = True
+        self._writer.give_up()
+        self._new.discard()
+
+    def _ended(self) -> StorageError:
+        return StorageError(
+            "The object is already finished or aborted", uri=self._file.uri, fix="Create it again."
+        )
+
+    def _check_size(self, which: str, size_bytes: int | None) -> None:
+        submitted_bytes = self._writer.size_bytes
+        if size_bytes is None or size_bytes == submitted_bytes:
+            return
+        expected, actual = (
+            (size_bytes, submitted_bytes) if which == "declared" else (submitted_bytes, size_bytes)
+        )
+        raise ShortTransfer(
+            f"{submitted_bytes} bytes were submitted, but {size_bytes} {which}",
+            uri=self._file.uri,
+            expected_bytes=expected,
+            actual_bytes=actual,
+            fix="Submit exactly the size given to create(), and let no other process write this file.",
+        )
+
+
+def write_together(
+    contents: Iterable[tuple[NewFile, memoryview]], access: FileAccess, folders: VerifiedFolders
+) -> None:
+    """Write small files in turn and make them durable together, for a fraction of the cost.
+
+    An fsync commits the journal for what is new in it. All bytes, and what they change in the journal, are on
+    their way to the disk before the first fsync, so that its commit serves the others. Each file gets its
+    name after its own fsync. A buffer may be reused once the next file is asked for.
+    """
+    files: list[NewFile] = []
+    try:
+        for new, content in contents:
+            files.append(new)
+            with translate_os_errors("Writing", new.file.uri):
+                writer = FileWriter(new.file, access)
+                try:
+                    writer.append(content, None)
+                    writer.complete()
+                finally:
+                    writer.give_up()
+                if writer.padding_bytes:
+                    new.file.calls.ftruncate(new.file.descriptor, len(content))
+                if new.fsync:
+                    new.file.calls.start_writeback(new.file.descriptor)
+        for new in files:
+            if new.fsync:
+                with translate_os_errors("Finishing", new.file.uri):
+                    new.file.calls.await_writeback(new.file.descriptor)
+        for new in files:
+            with translate_os_errors("Finishing", new.file.uri):
+                if new.fsync:
+                    new.file.calls.fsync(new.file.descriptor)
+                new.close()
+        for new in files:
+            new.publish()
+    finally:
+        for new in files:
+            if new.is_open or not new.is_published:
+                new.discard()
+    for folder in {os.path.dirname(new.final_path) for new in files if new.keep_name}:
+        folders.sync_folder(folder)

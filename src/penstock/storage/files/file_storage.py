@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Final, Literal
 
 from penstock.environment import Environment
@@ -28,10 +27,17 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage import Storage, capabilities
-from penstock.storage.capabilities import Deferred, FolderEntry
-from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess, FileSource, OpenFile
-from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
-from penstock.storage.files.new_files import FileSink, NewFile, NewFileGroup
+from penstock.storage.capabilities import Deferred
+from penstock.storage.files.file_io import (
+    FileAccess,
+    FileSink,
+    FileSource,
+    FileWriter,
+    NewFile,
+    OpenFile,
+    write_together,
+)
+from penstock.storage.files.folders import FolderEntry, FolderTree, VerifiedFolders
 from penstock.storage.files.system_calls import (
     REAL_CALLS,
     FileCalls,
@@ -58,13 +64,13 @@ def unfinished_name() -> str:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether `name` is one that only an unfinished object has."""
+    """True if only an unfinished object has such a name."""
     return name.startswith(".penstock-") and _UNFINISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileOptions:
-    """How files are written."""
+    """Options of writing files."""
 
     fsync: bool = True
     """finish() waits until the file and its name survive a power cut."""
@@ -82,7 +88,7 @@ class FileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectOptions(FileOptions):
-    """How files are written and read past the page cache."""
+    """Options of writing and reading files past the page cache."""
 
     alignment_bytes: int = 4096
     """Addresses, offsets and lengths are multiples of this, as the device requires."""
@@ -106,18 +112,18 @@ class DirectOptions(FileOptions):
 def open_buffered(location: Location, _environment: Environment, _rank: int) -> FileStorage:
     """Files below a folder, through the page cache. The folder is made by the first write."""
     options = parse_options(FileOptions, location.options, where=location.uri)
-    return FileStorage(location, options, BufferedAccess())
+    return FileStorage(location, options)
 
 
 def open_direct(location: Location, _environment: Environment, _rank: int) -> FileStorage:
     """Files below a folder, past the page cache; `Unavailable` at first use where its file system cannot."""
     options = parse_options(DirectOptions, location.options, where=location.uri)
-    return FileStorage(location, options, DirectAccess(options.alignment_bytes, options.bounce_bytes))
+    return FileStorage(location, options)
 
 
 def open_local(folder: str | os.PathLike[str]) -> FileStorage:
     """Files below a local folder with the default options: for Penstock's own records."""
-    return FileStorage(Location("file", os.path.abspath(folder)), FileOptions(), BufferedAccess())
+    return FileStorage(Location("file", os.path.abspath(folder)), FileOptions())
 
 
 class FileStorage:
@@ -127,66 +133,53 @@ class FileStorage:
         self,
         location: Location,
         options: FileOptions,
-        access: FileAccess,
         *,
         calls: FileCalls = REAL_CALLS,
         folders: VerifiedFolders | None = None,
         keep_names: bool = True,
     ) -> None:
         """`folders` may be those of another storage of this tree; see `defer_sync` for `keep_names`."""
+        self._access = FileAccess()
+        if isinstance(options, DirectOptions):
+            self._access = FileAccess(options.alignment_bytes, options.bounce_bytes)
         self._location = location
         self.uri = location.uri
-        self.options: Mapping[str, OptionValue] = {"access": access.name, **asdict(options)}
+        self.local_root = location.root
+        self.uses_page_cache = not self._access.is_direct
+        self.options: Mapping[str, OptionValue] = {"access": self._access.name, **asdict(options)}
         self.counters = Counters()
         self._options = options
-        self._access = access
         self._calls = calls
         self._keep_names = keep_names and options.fsync
         self._folders = folders or VerifiedFolders(location.root, location.scheme, calls)
         self._others: dict[str, FileStorage] = {}
-        self.tree = FileFolderTree(self._folders, calls)
-        """Whole folders: made, listed, renamed, exchanged, removed (`penstock.storage.capabilities`)."""
+        self.tree = FolderTree(self._folders, calls)
+        """Whole folders: made, listed, renamed, exchanged, removed."""
 
     def create(self, key: str, size_bytes: int | None = None) -> FileSink:
         """Begin a file, under a hidden name unless publish=in_place; missing folders are made."""
         new = self._begin(key, size_bytes)
-        writer = self._access.start_writer(new.file, self._options.writes_in_flight)
+        writer = FileWriter(new.file, self._access, self._options.writes_in_flight)
         return FileSink(new, writer, self._folders)
 
     def write_at_once(self, objects: Iterable[tuple[str, memoryview]]) -> None:
         """Write small files, which become durable together and then visible one after the other."""
-        group = NewFileGroup(self._folders)
-        try:
-            for key, content in objects:
-                group.add(self._begin(key, len(content)), self._access, content)
-            group.finish()
-        finally:
-            group.discard()
+        files = ((self._begin(key, len(content)), content) for key, content in objects)
+        write_together(files, self._access, self._folders)
 
     def open(self, key: str) -> FileSource:
         """Open a file as it is now: an overwrite does not touch it, only writing in place does."""
-        file = self._open_to_read(key)
+        path = self.local_path(key)
+        uri = self._folders.uri_of(path)
+        file = OpenFile(self._open_path(path, _READ), uri, self._calls, self.counters)
         try:
-            return FileSource(file, self._access, _regular_size(file))
+            with translate_os_errors("Opening", uri):
+                facts = self._calls.fstat(file.descriptor)
+            _require_regular(facts, uri)
         except StorageError:
             close_after_reading(self._calls, file.descriptor)
             raise
-
-    def read_at_once(self, key: str, buffer: memoryview) -> int:
-        """Open, read and close a file that fits into `buffer`, by as few calls as that takes; its size."""
-        file = self._open_to_read(key)
-        try:
-            size_bytes = _regular_size(file)
-            if 0 < size_bytes <= len(buffer):
-                self._access.read_into(file, 0, buffer[:size_bytes])
-                self.counters.add(read_bytes=size_bytes)
-        finally:
-            close_after_reading(self._calls, file.descriptor)
-        return size_bytes
-
-    def _open_to_read(self, key: str) -> OpenFile:
-        path = self.local_path(key)
-        return OpenFile(self._open_path(path, _READ), self._folders.uri_of(path), self._calls, self.counters)
+        return FileSource(file, self._access, facts.st_size)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All files below `prefix`, each once, without unfinished ones; links to folders are not followed.
@@ -226,74 +219,44 @@ class FileStorage:
 
     def past_cache(self, reads: str | None = None) -> FileStorage:
         """The same tree by direct I/O, written in place; buffered where the file system has no direct I/O."""
-        own = self._options
         # Kept, with its bounce buffers: to try direct I/O and to make them takes longer than a small file.
         if "direct" in self._others:
             return self._others["direct"]
-        chosen = asdict(replace(own, publish="in_place"))
-        takes = self._takes_direct_access if reads is None else partial(self._opens_directly, reads)
-        if isinstance(own, DirectOptions) or not takes():
-            return self._like_this(type(own)(**chosen), self._access, keep_names=False)
-        options = DirectOptions(**chosen)
-        access = DirectAccess(options.alignment_bytes, options.bounce_bytes)
-        self._others["direct"] = self._like_this(options, access, keep_names=False, scheme="direct")
+        in_place = replace(self._options, publish="in_place")
+        if not self._access.is_direct and not self._takes_direct_access(reads):
+            return self._like_this(in_place)
+        self._others["direct"] = self._like_this(DirectOptions(**asdict(in_place)), scheme="direct")
         return self._others["direct"]
 
     def deferring(self, what: Deferred) -> FileStorage:
         """The same tree; its caller syncs names, or everything."""
         if what not in self._others:
             options = self._options if what == "names" else replace(self._options, fsync=False)
-            self._others[what] = self._like_this(options, self._access, keep_names=False)
+            self._others[what] = self._like_this(options)
         return self._others[what]
 
-    def _like_this(
-        self, options: FileOptions, access: FileAccess, *, keep_names: bool, scheme: str | None = None
-    ) -> FileStorage:
-        return FileStorage(
-            replace(self._location, scheme=scheme or self._location.scheme),
-            options,
-            access,
-            calls=self._calls,
-            folders=self._folders,
-            keep_names=keep_names,
-        )
+    def _like_this(self, options: FileOptions, *, scheme: str | None = None) -> FileStorage:
+        location = replace(self._location, scheme=scheme or self._location.scheme)
+        return FileStorage(location, options, calls=self._calls, folders=self._folders, keep_names=False)
 
-    def _ready(self, folder: str) -> str:
-        return self._folders.ready(folder, keep_names=self._keep_names)
-
-    def _takes_direct_access(self) -> bool:
-        # Tried on a hidden file, because what file systems announce says less than what they do.
-        path = os.path.join(self._ready(""), unfinished_name())
+    def _takes_direct_access(self, reads: str | None) -> bool:
+        """Try it, because file systems announce less than they do: on the file `reads`, or on a new one."""
+        path, flags = "", _READ
+        if reads is None:
+            folder = self._folders.ready("", keep_names=self._keep_names)
+            path, flags = os.path.join(folder, unfinished_name()), os.O_CREAT | os.O_EXCL | os.O_WRONLY
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600))
+            descriptor = self._open_descriptor(path or self.local_path(reads or ""), flags | os.O_DIRECT)
+            close_after_reading(self._calls, descriptor)
+            takes = True
         except OSError as error:
-            logger.info("%s is written through the page cache: %s", self.uri, error)
-            # Some kernels create the file before they find that they cannot open it with O_DIRECT.
-            with suppress(OSError):
-                os.unlink(path)
-            return False
-        with translate_os_errors("Removing", self._folders.uri_of(path)):
-            os.unlink(path)
-        return True
-
-    def _opens_directly(self, key: str) -> bool:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_DIRECT
-        try:
-            descriptor = self._open_descriptor(self.local_path(key), flags)
-        except OSError as error:
-            logger.info("%s is read through the page cache: %s", self.uri, error)
-            return False
-        close_after_reading(self._calls, descriptor)
-        return True
-
-    @property
-    def local_root(self) -> str:
-        return self._location.root
-
-    @property
-    def uses_page_cache(self) -> bool:
-        """False with direct I/O."""
-        return not self._access.open_flags & os.O_DIRECT
+            logger.info("%s is reached through the page cache: %s", self.uri, error)
+            takes = False
+        # Some kernels create the file before they find that they cannot open it with O_DIRECT.
+        if path:
+            with translate_os_errors("Removing", self._folders.uri_of(path)), suppress(FileNotFoundError):
+                self._calls.unlink(path)
+        return takes
 
     def local_path(self, key: str) -> str:
         """Where the file of this key is or would be; its folder exists and lies inside the root."""
@@ -322,11 +285,15 @@ class FileStorage:
     def _begin(self, key: str, size_bytes: int | None) -> NewFile:
         folder, name = self._split(key)
         try:
-            return self._begin_in(self._ready(folder), key, name, size_bytes)
+            return self._begin_in(
+                self._folders.ready(folder, keep_names=self._keep_names), key, name, size_bytes
+            )
         except ObjectNotFound:
             # A remembered folder has been removed meanwhile: check and make it again, once.
             self._folders.forget()
-            return self._begin_in(self._ready(folder), key, name, size_bytes)
+            return self._begin_in(
+                self._folders.ready(folder, keep_names=self._keep_names), key, name, size_bytes
+            )
 
     def _begin_in(self, folder_path: str, key: str, name: str, size_bytes: int | None) -> NewFile:
         written_path = final_path = os.path.join(folder_path, name)
@@ -433,16 +400,6 @@ def _preallocate(new: NewFile, size_bytes: int) -> None:
             return
         new.discard()
         raise map_os_error(error, f"Allocating {size_bytes} bytes", file.uri) from error
-
-
-def _regular_size(file: OpenFile) -> int:
-    """The size of an open file; `ObjectNotFound` for what is no file."""
-    try:
-        facts = file.calls.fstat(file.descriptor)
-    except OSError as error:
-        raise map_os_error(error, "Opening", file.uri) from error
-    _require_regular(facts, file.uri)
-    return facts.st_size
 
 
 def _require_regular(facts: os.stat_result, uri: str) -> None:

@@ -13,9 +13,9 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
-from penstock.storage.capabilities import FolderEntry, submit_or_run
 from penstock.storage.files.system_calls import FileCalls, map_name_clash, map_os_error, translate_os_errors
 from penstock.storage.protocol import check_key, check_prefix
 
@@ -37,7 +37,7 @@ class VerifiedFolders:
         self._made = _Remembered()
         self._durable = _Remembered()
         self._root_facts: os.stat_result | None = None
-        """Of the root when it was first used."""
+        """Those of the root when it was first used."""
 
     def uri_of(self, path: str) -> str:
         """The URI of a path, for errors."""
@@ -167,7 +167,9 @@ class VerifiedFolders:
             missing.append(path)
             path = os.path.dirname(path)
         if missing and self._root_facts is not None:
-            logger.warning("%s was removed or renamed, with all that was in it: it is made anew", self.root)
+            logger.warning(
+                "%s was removed or renamed, with all that was in it: it is created again", self.root
+            )
         for folder in reversed(missing):
             self._make_folder(folder)
             self.sync_folder(os.path.dirname(folder))
@@ -238,15 +240,33 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
-class FileFolderTree:
-    """The folders below one root; see `penstock.storage.capabilities.FolderTree`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderEntry:
+    """One name in a folder. `is_plain` is true of files; links, devices and folders are not plain."""
+
+    name: str
+    is_folder: bool
+    is_plain: bool
+    size_bytes: int
+    modified_s: float
+
+
+class FolderTree:
+    """Whole folders below one root; they are named like keys, "" is the root.
+
+    All methods raise `StorageError` and its kinds; after an error of `move` or `exchange` nothing has
+    changed.
+    """
 
     def __init__(self, folders: VerifiedFolders, calls: FileCalls) -> None:
         self._folders = folders
         self._calls = calls
 
     def make(self, folder: str, *, keep_name: bool = True) -> None:
-        """Make a new folder, and durably what is missing above it."""
+        """Create a new folder, which must not exist, and its missing parents, durably.
+
+        Without `keep_name`, its own name survives a power cut only after a `sync` of the folder above.
+        """
         self._folders.require_same_root()
         path = self._path(folder, make_parent=True)
         try:
@@ -258,7 +278,10 @@ class FileFolderTree:
             self._folders.sync_folder(os.path.dirname(path))
 
     def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
-        """What lies directly in a folder; what vanishes meanwhile is left out."""
+        """The names directly in a folder that begin with `prefix`, unfinished objects included.
+
+        Empty where the folder does not exist; what vanishes meanwhile is left out.
+        """
         self._folders.require_same_root()
         try:
             path = self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
@@ -283,7 +306,7 @@ class FileFolderTree:
                 )
 
     def move(self, folder: str, to: str) -> None:
-        """Rename a folder; rename(2) itself refuses to replace one that is not empty."""
+        """Rename a folder. `AlreadyThere` where `to` is a folder that is not empty, or a file."""
         old, new = self._path(folder), self._path(to, make_parent=True)
         try:
             self._calls.rename(old, new)
@@ -292,6 +315,7 @@ class FileFolderTree:
         self._folders.forget(old, new)
 
     def exchange(self, one: str, other: str) -> None:
+        """Let two folders change names in one step; `Unavailable` where the file system cannot."""
         paths = self._path(one), self._path(other)
         try:
             self._calls.exchange(*paths)
@@ -306,19 +330,26 @@ class FileFolderTree:
         self._folders.forget(*paths)
 
     def sync(self, folder: str = "", *, files: Sequence[str] = ()) -> None:
-        """Make the names directly in a folder, and the bytes of some of its files, survive a power cut."""
+        """Make the names directly in a folder survive a power cut: after `move` and `exchange`.
+
+        With them the bytes of these `files` in it, all at once: one commit of the file system's journal then
+        serves all of them.
+        """
         path = self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
-        # At once, because one commit of the file system's journal then serves all of them.
         with ThreadPoolExecutor(len(files) or 1) as threads:
-            pending = [
-                submit_or_run(threads, self._folders.sync_file, os.path.join(path, check_key(name, path)))
-                for name in files
-            ]
+            pending = []
+            for file_path in [os.path.join(path, check_key(name, path)) for name in files]:
+                try:
+                    pending.append(threads.submit(self._folders.sync_file, file_path))
+                except RuntimeError:
+                    # No more threads can be started: that only takes longer.
+                    self._folders.sync_file(file_path)
             self._folders.sync_folder(path)
         for each in pending:
             each.result()
 
     def remove(self, name: str) -> None:
+        """Remove a file, or a folder with its content; links are not followed, a missing name is no error."""
         try:
             path = self._path(name)
         except ObjectNotFound:

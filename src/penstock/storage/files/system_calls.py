@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from penstock.errors import (
     AccessRefused,
@@ -22,10 +22,6 @@ from penstock.errors import (
     StorageError,
     StorageTimeout,
 )
-
-
-def _pread_into(descriptor: int, buffer: memoryview, offset: int) -> int:
-    return os.preadv(descriptor, [buffer], offset)
 
 
 @cache
@@ -39,22 +35,16 @@ def _fallocate(descriptor: int, size_bytes: int) -> None:
     raise_on_failure(libc().fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
 
 
-def _start_writeback(descriptor: int) -> None:
-    """Let the bytes of a whole file be written out, without waiting."""
-    _sync_range(descriptor, 2)
-
-
-def _await_writeback(descriptor: int) -> None:
-    """Wait until the bytes of a whole file are written out; errors told here are not told by fsync again."""
-    _sync_range(descriptor, 4)
-
-
-def _sync_range(descriptor: int, flags: int) -> None:
-    """sync_file_range(2), by which bytes move sooner; what makes them durable is fsync."""
+def _sync_range(descriptor: int, *, flags: int) -> None:
+    """sync_file_range(2) on a whole file, by which bytes move sooner; what makes them durable is fsync."""
     everything = ctypes.c_int64(0)
     result = libc().sync_file_range(descriptor, everything, everything, flags)
     if result and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
         raise_on_failure(result)
+
+
+_START_WRITEBACK = partial(_sync_range, flags=2)
+_AWAIT_WRITEBACK = partial(_sync_range, flags=4)
 
 
 def _rename_exchange(one: str, other: str) -> None:
@@ -80,9 +70,11 @@ class FileCalls:
     open: Callable[[str, int, int], int] = os.open
     close: Callable[[int], None] = os.close
     pwrite: Callable[[int, memoryview, int], int] = os.pwrite
-    pread_into: Callable[[int, memoryview, int], int] = _pread_into
-    start_writeback: Callable[[int], None] = _start_writeback
-    await_writeback: Callable[[int], None] = _await_writeback
+    pread_into: Callable[[int, memoryview, int], int] = lambda file, buffer, at: os.preadv(file, [buffer], at)
+    start_writeback: Callable[[int], None] = _START_WRITEBACK
+    """Let the bytes of a whole file be written out, without waiting."""
+    await_writeback: Callable[[int], None] = _AWAIT_WRITEBACK
+    """Wait until they are written out; errors reported here are not reported by fsync again."""
     fsync: Callable[[int], None] = os.fsync
     ftruncate: Callable[[int, int], None] = os.ftruncate
     fallocate: Callable[[int, int], None] = _fallocate

@@ -116,7 +116,7 @@ class ObjectClient(ABC):
     threads_of: ClassVar[str] = ""
     """The library, if it starts threads at its first request and cannot start them again in a fork."""
     errors: ClassVar[tuple[type[Exception], ...]] = ()
-    """What the library raises."""
+    """The errors that the library raises."""
 
     @abstractmethod
     def explain(self, error: Exception) -> RequestFailed:

@@ -135,7 +135,7 @@ class MinioClient(PartClient):
         if isinstance(error, ServerError):
             return RequestFailed("answer", "no explanation", status=error.status_code)
         if isinstance(error, InvalidResponseError):
-            status: int = error._code  # noqa: SLF001 - it is shown nowhere else
+            status: int = error._code  # noqa: SLF001 - only this attribute has it
             return RequestFailed("answer", "an answer that is no XML", status=status)
         kind: FailureKind = "connect" if isinstance(error, _UNREACHED) else "reset"
         if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):

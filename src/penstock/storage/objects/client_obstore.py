@@ -218,7 +218,7 @@ def read_failure(text: str) -> RequestFailed:
     if _FOREIGN.search(text):
         return RequestFailed.foreign(text.partition("\n")[0])
     if "BareRedirect" in text:
-        return RequestFailed("answer", "a redirect to nowhere", status=301, hidden_retries=hidden)
+        return RequestFailed("answer", "a redirect without a location", status=301, hidden_retries=hidden)
     kind: FailureKind = "reset"
     if "TimedOut" in text or "kind: Timeout" in text:
         kind = "timeout"

@@ -33,7 +33,7 @@ from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_settings import ClientSettings, export_credentials
 
 _exported: dict[str, str] = {}
-"""What the library has read from the environment, once, at its first request in this process."""
+"""The environment as the library has read it, once, at its first request in this process."""
 _lock = threading.Lock()
 _SECRETS = frozenset({"AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"})
 _STATUS = re.compile(r"(?:HTTP|status) (\d{3})\b")

@@ -1,8 +1,8 @@
 """The adapter for s3torchconnector's client (C, the AWS common runtime): everything is copied, both ways.
 
 It takes `bytes` alone and gives `bytes` alone, sends every object as an upload in parts, never signs
-payloads, has no timeout (calls run under ours) and retries by itself whatever it is told: once, with the
-least it accepts. Credentials are read from the process's environment, so they are put there.
+payloads, has no timeout (calls run under ours) and always retries by itself: once, with the least that it
+accepts. Credentials are read from the process's environment, so they are put there.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class S3TorchClient(StreamClient):
             del stream  # dropped unclosed, it aborts its upload
 
     def _timed(self, call: Callable[[], T]) -> T:
-        """What `call` returns, or a timeout; the thread of a stalled call is left to itself."""
+        """The result of `call`, or a timeout; the thread of a stalled call is left to itself."""
         outcome: list[T | S3Exception] = []
         ended = threading.Event()
 

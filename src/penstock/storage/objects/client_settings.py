@@ -26,7 +26,7 @@ _MAX_ENDPOINTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectOptions:
-    """How objects are read and written. All options are recorded with every result."""
+    """Options of reading and writing objects. All options are recorded with every result."""
 
     client: ClientName = "obstore"
     """The client library; `gs://` and `az://` support `obstore` only."""
@@ -46,11 +46,11 @@ class ObjectOptions:
     """Buckets in the path of a URL; false: in its host name."""
     tls_verify: bool = True
     payload: Payload = "unsigned"
-    """Whether the signature covers the bytes of an object. Over https TLS protects them already, and over
+    """Decides if the signature covers the bytes of an object. Over https TLS protects them already, and over
     plain http a benchmark would measure SHA-256, which is 7 times slower than the network: hence `unsigned`.
     Use `signed` for http on an untrusted network."""
     attempts: int = 5
-    """How often a request is sent before its failure is final."""
+    """The number of times a request is sent before its failure is final."""
     backoff_s: float = 0.1
     """The wait before the second attempt; it doubles with each one, with jitter, up to 20 s."""
     request_timeout_s: float = 60.0

@@ -52,11 +52,6 @@ class RequestContext:
     wanted_bytes: int = 0
     attempts: int = 1
 
-    @property
-    def tries(self) -> str:
-        """` after 5 attempts`, or nothing for one."""
-        return f" after {self.attempts} attempts" if self.attempts > 1 else ""
-
 
 def map_request_error(failure: RequestFailed, request: RequestContext) -> StorageError:
     """The error for a failure that is final."""
@@ -92,7 +87,8 @@ def _explain_connection(
             what, kind, fix = "The body ended too early", ShortTransfer, f"{logs} cut connections."
         case _:
             what, kind, fix = "The connection broke", StorageError, f"{logs} closed connections."
-    return kind, f"{what}{request.tries}: {failure.message}", fix
+    tries = f" after {request.attempts} attempts" if request.attempts > 1 else ""
+    return kind, f"{what}{tries}: {failure.message}", fix
 
 
 def _explain_answer(failure: RequestFailed, request: RequestContext) -> tuple[type[StorageError], str, str]:
@@ -121,7 +117,8 @@ def _explain_answer(failure: RequestFailed, request: RequestContext) -> tuple[ty
     for applies, kind, what, fix in answers:
         if applies:
             return kind, what, fix
-    return StorageError, f"The service failed{request.tries}: {failure}", ""
+    tries = f" after {request.attempts} attempts" if request.attempts > 1 else ""
+    return StorageError, f"The service failed{tries}: {failure}", ""
 
 
 T = TypeVar("T")

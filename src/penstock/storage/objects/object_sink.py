@@ -165,7 +165,7 @@ class PartCutter:
         return buffer[:size_bytes], lambda: self._free.put(buffer)
 
     def rest(self) -> Part | None:
-        """What is left at the end of the object: the last part, or all of a single one; None for nothing."""
+        """The rest at the end of the object: the last part, or all of a single one; None for nothing."""
         rest, self._rest = self._rest, None
         return rest or (self._take_gathered() if self._filled_bytes else None)
 
@@ -181,11 +181,11 @@ class NewObject:
     declared_bytes: int | None
     options: ObjectOptions
     confirms: bool = True
-    """Whether `finish` asks the service for the size of what it stored."""
+    """True if `finish` asks the service for the size of what it stored."""
 
     @property
     def stall_s(self) -> float:
-        """How long an upload may make no progress: longer than its client's own limits."""
+        """The time that an upload may make no progress: longer than its client's own limits."""
         options = self.options
         return options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S
 
@@ -209,7 +209,7 @@ class NewObject:
 
 STALL_GRACE_S = 5.0
 RELEASE_LIMIT_S = 10.0
-"""How long an abandoned client library may keep buffers before they are released regardless."""
+"""The time that an abandoned client library may keep buffers before they are released regardless."""
 
 
 class PartUpload:

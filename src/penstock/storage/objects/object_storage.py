@@ -49,15 +49,12 @@ class ObjectSource:
         pool: Callable[[], Executor],
     ) -> None:
         self._object = described
+        self.size_bytes = described.size_bytes
         self._uri = uri
         self._requests = requests
         self._counters = counters
         self._range_bytes = range_bytes
         self._pool = pool
-
-    @property
-    def size_bytes(self) -> int:
-        return self._object.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         view = flat(buffer)
@@ -129,6 +126,7 @@ class ObjectStorage:
             client.url = each.endpoint or self.uri
         self.endpoints = tuple(client.url for client in clients)
         """The URLs of the service; for Google and Azure, which have one each, the storage's own URI."""
+        self.has_conditions = clients[0].has_conditions
         self._requests = RetryingRequests(
             clients,
             bucket=self._bucket,
@@ -164,10 +162,6 @@ class ObjectStorage:
         )
         pool = partial(self._pool, "parts", self._options.parts_in_flight)
         return ObjectSink(new, self._requests, self.counters, pool)
-
-    @property
-    def has_conditions(self) -> bool:
-        return self._requests.clients[0].has_conditions
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         remote, uri = self._remote(check_key(key, self.uri)), self._uri_of(key)

@@ -32,7 +32,6 @@ from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.results.step_events import SpanKind
 from penstock.storage import ObjectInfo, Sink, Storage, open_storage, residency
-from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedSink, WrappedStorage, exists, read_object, write_object
@@ -281,7 +280,7 @@ def test_a_full_disk_ends_the_run_names_the_file_and_keeps_whole_checkpoints(tmp
     """Eighteen writes a checkpoint, and one for the marker: the disk fills up in the second one."""
     calls = faulty_calls(FailFileCall.and_all_after("pwrite", 24, errno.ENOSPC))
     location = Location("file", str(tmp_path / "ckpt"))
-    storage = FileStorage(location, FileOptions(fsync=False), BufferedAccess(), calls=calls)
+    storage = FileStorage(location, FileOptions(fsync=False), calls=calls)
     ground = Ground(lambda: storage, tmp_path / "runs")
     with pytest.raises(RankFailed, match=r"ckpt/global_epoch1_step2/zero_pp_rank_0_mp_rank_0_.*_states\.pt"):
         ground.run(writes=3, reads=3)

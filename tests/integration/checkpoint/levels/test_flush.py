@@ -281,7 +281,7 @@ def test_killed_at_any_file_the_next_flusher_does_the_rest(number: int, two_node
 def resident_pages(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return count_by_mincore(descriptor, path.stat().st_size).resident
+        return count_by_mincore(descriptor, path.stat().st_size)[0]
     finally:
         os.close(descriptor)
 

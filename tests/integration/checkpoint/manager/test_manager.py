@@ -34,7 +34,7 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.progress import Progress
-from penstock.storage.files.folders import FileFolderTree
+from penstock.storage.files.folders import FolderTree
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.uri import open_here
 
@@ -281,14 +281,14 @@ def test_retention_does_not_read_what_was_just_committed(
 def test_files_of_old_steps_are_removed_when_nobody_waits_and_before_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, remove = threading.Event(), FileFolderTree.remove
+    go_on, remove = threading.Event(), FolderTree.remove
 
-    def hold(tree: FileFolderTree, name: str) -> None:
+    def hold(tree: FolderTree, name: str) -> None:
         if name.startswith(".penstock-gone-"):
             assert go_on.wait(60)
         remove(tree, name)
 
-    monkeypatch.setattr(FileFolderTree, "remove", hold)
+    monkeypatch.setattr(FolderTree, "remove", hold)
     with Manager(tmp_path, keep=1) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))

@@ -14,10 +14,8 @@ from tests.support.open_files import open_below
 from penstock.errors import StorageError
 from penstock.storage.capabilities import submit_or_run
 from penstock.storage.files import system_calls
-from penstock.storage.files.file_io import BufferedAccess, DirectAccess
 from penstock.storage.files.file_storage import DirectOptions, FileOptions, FileStorage
 from penstock.storage.files.system_calls import REAL_CALLS
-from penstock.storage.protocol import read_object
 from penstock.storage.uri import Location
 from penstock.testing.storage_contract import arbitrary_bytes
 
@@ -28,10 +26,8 @@ BUFFERED, DIRECT, IN_PLACE = FileOptions(), DirectOptions(bounce_bytes=8192), Fi
 def files(root: Path, *faults: CallFault, options: FileOptions) -> FileStorage:
     """File storage below `root` whose system calls have `faults`."""
     calls = faulty_calls(*faults)
-    if isinstance(options, DirectOptions):
-        access = DirectAccess(options.alignment_bytes, options.bounce_bytes)
-        return FileStorage(Location("direct", str(root)), options, access, calls=calls)
-    return FileStorage(Location("file", str(root)), options, BufferedAccess(), calls=calls)
+    scheme = "direct" if isinstance(options, DirectOptions) else "file"
+    return FileStorage(Location(scheme, str(root)), options, calls=calls)
 
 
 def names_below(root: Path) -> list[str]:
@@ -118,22 +114,6 @@ def test_a_system_that_cannot_start_writing_early_is_not_an_error(
     number = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         REAL_CALLS.await_writeback(-1)
-
-
-def test_a_file_that_was_made_durable_early_only_gets_its_name_at_the_end(tmp_path: Path) -> None:
-    calls = CallLog()
-    storage = files(tmp_path, calls, options=BUFFERED).deferring("names")
-    for end in ("finish", "abort"):
-        sink = storage.create(end)
-        sink.submit(memoryview(CONTENT))
-        sink.sync()
-        calls.names.clear()
-        with pytest.raises(StorageError, match="already finished or aborted"):
-            sink.submit(memoryview(CONTENT))
-        getattr(sink, end)()
-        assert calls.names == ["rename" if end == "finish" else "unlink"]
-    assert [path.name for path in tmp_path.iterdir()] == ["finish"]
-    assert read_object(storage, "finish") == CONTENT
 
 
 def test_what_no_thread_can_wait_for_is_waited_for_here(monkeypatch: pytest.MonkeyPatch) -> None:

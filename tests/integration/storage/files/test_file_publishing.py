@@ -33,7 +33,6 @@ from penstock.errors import (
     StorageTimeout,
     Unavailable,
 )
-from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess
 from penstock.storage.files.file_storage import DirectOptions, FileOptions, FileStorage
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.protocol import exists, read_object, write_object
@@ -46,11 +45,8 @@ CONTENT = arbitrary_bytes(20_000)
 
 def files(root: Path, *faults: CallFault, options: FileOptions = BUFFERED) -> FileStorage:
     """File storage below `root` whose system calls have `faults`."""
-    access: FileAccess = BufferedAccess()
-    scheme = "file"
-    if isinstance(options, DirectOptions):
-        access, scheme = DirectAccess(options.alignment_bytes, options.bounce_bytes), "direct"
-    return FileStorage(Location(scheme, str(root)), options, access, calls=faulty_calls(*faults))
+    scheme = "direct" if isinstance(options, DirectOptions) else "file"
+    return FileStorage(Location(scheme, str(root)), options, calls=faulty_calls(*faults))
 
 
 ALL_OPTIONS = [
@@ -402,14 +398,13 @@ def written(storage: FileStorage, ledger: ReleaseLedger) -> bool:
 KILLED_WRITER = """
 import sys
 from pathlib import Path
-from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.storage.protocol import write_object
 from tests.support.file_faults import KillAtFileCall, faulty_calls
 root, number = sys.argv[1], int(sys.argv[2])
 calls = faulty_calls(KillAtFileCall(number))
-storage = FileStorage(Location("file", root), FileOptions(), BufferedAccess(), calls=calls)
+storage = FileStorage(Location("file", root), FileOptions(), calls=calls)
 write_object(storage, "folder/key", [b"new" * 3000, b"er" * 1000], size_bytes=11_000)
 """
 
@@ -446,7 +441,7 @@ def assert_whole_after_kill(root: Path, number: int) -> bool:
 def test_the_kill_strikes_in_this_process_too(tmp_path: Path) -> None:
     log = CallLog()
     calls = faulty_calls(log, KillAtFileCall(10**9))
-    storage = FileStorage(Location("file", str(tmp_path)), BUFFERED, BufferedAccess(), calls=calls)
+    storage = FileStorage(Location("file", str(tmp_path)), BUFFERED, calls=calls)
     write_object(storage, "key", [b"x"])
     assert log.names[-1] == "close"
 

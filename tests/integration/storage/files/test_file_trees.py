@@ -190,7 +190,7 @@ def test_where_direct_access_is_missing_large_files_go_through_the_page_cache(
 ) -> None:
     storage = open_here(tmp_path)
     assert isinstance(storage, FileStorage)
-    monkeypatch.setattr(FileStorage, "_takes_direct_access", lambda _self: False)
+    monkeypatch.setattr(FileStorage, "_takes_direct_access", lambda _self, _reads: False)
     assert prefer_direct_access(storage).options["access"] == "buffered"
     direct = open_storage(f"direct://{tmp_path}", {})
     assert isinstance(direct, FileStorage)

@@ -189,9 +189,7 @@ def test_a_foreign_checkpoint_is_found_and_removed() -> None:
 
 def test_a_storage_without_rename_or_conditional_writes_is_refused() -> None:
     class _Plain(MemoryStorage):
-        @property
-        def has_conditions(self) -> bool:
-            return False
+        has_conditions = False
 
     storage = _Plain()
     with pytest.raises(Unavailable, match="neither folders that can be renamed nor conditional writes"):
