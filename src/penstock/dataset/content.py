@@ -81,7 +81,9 @@ class Content:
 
     def __post_init__(self) -> None:
         kind = (
-            b"n" + _encoded(self.name) if isinstance(self.name, str) else b"i" + _eight(self.name, "object")
+            b"n" + self.name.encode("utf-8", "surrogateescape")
+            if isinstance(self.name, str)
+            else b"i" + _eight(self.name, "object")
         )
         seed = _eight(self.seed, "seed")
         recipe = _shared_recipe(seed, self.reduction).copy()
@@ -103,7 +105,9 @@ class Content:
     def verify(self, buffer: memoryview, offset: int = 0) -> int | None:
         """Where in `buffer` the first byte is that doesn't belong at `offset`; None if all do."""
         stored = flat(buffer)
-        head, num_words = _split(stored, offset)
+        _require_offset(stored, offset)
+        head = min(-offset % _WORD_BYTES, stored.nbytes)
+        num_words = (stored.nbytes - head) // _WORD_BYTES
         body_end = head + num_words * _WORD_BYTES
         if stored[:head] != self._bytes(offset, head):
             return self._first_difference(stored[:head], offset)
@@ -151,13 +155,6 @@ def _load_find() -> Callable[[Words, int, Words], int]:
     return load_find()
 
 
-def _split(buffer: memoryview, offset: int) -> tuple[int, int]:
-    """The number of bytes of `buffer` before the first whole word, and of whole words after them."""
-    _require_offset(buffer, offset)
-    head = min(-offset % _WORD_BYTES, buffer.nbytes)
-    return head, (buffer.nbytes - head) // _WORD_BYTES
-
-
 def _require_offset(buffer: memoryview, offset: int) -> None:
     if not 0 <= offset <= _END - buffer.nbytes:
         raise UsageError(f"No content at offset {offset}", fix="Objects have offsets from 0 to 2**64.")
@@ -172,7 +169,3 @@ def _eight(number: int, what: str) -> bytes:
     if not 0 <= number < _END:
         raise UsageError(f"{what} {number} is out of range", fix="It is a number from 0 to 2**64 - 1.")
     return number.to_bytes(_WORD_BYTES, "little")
-
-
-def _encoded(name: str) -> bytes:
-    return name.encode("utf-8", "surrogateescape")

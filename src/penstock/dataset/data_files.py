@@ -122,9 +122,6 @@ class FileNames(Protocol):
     def name(self, index: int) -> str:
         """The key of file `index`; IndexError outside of the set."""
 
-    def index(self, name: str) -> int | None:
-        """The file with this key; None if there is none."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedFiles:
@@ -155,14 +152,6 @@ class NumberedFiles:
         if not 0 <= index < self.count:
             raise IndexError(f"file {index} of {self.count}")
         return f"{self._folder_of(index)}{self.prefix}_{index:0{self._width}}{self._ending}"
-
-    def index(self, name: str) -> int | None:
-        """The file with this key, by computing; None if there is none."""
-        digits = name.removesuffix(self._ending)[-self._width :]
-        if not (digits.isascii() and digits.isdigit()):
-            return None
-        index = int(digits)
-        return index if index < self.count and self.name(index) == name else None
 
     def folders(self) -> tuple[str, ...]:
         """The folders that hold all of them."""

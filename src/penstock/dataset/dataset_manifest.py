@@ -7,7 +7,6 @@ data sets. `complete` is true only when every file was written.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from typing import Any, Final
 
 from penstock import __version__
@@ -51,53 +50,37 @@ class DatasetRecipe:
     def document(self) -> dict[str, Any]:
         """The recipe as plain data: two are equal exactly when their files are."""
         described = asdict(self.dataset)
-        return {
+        document: dict[str, Any] = {
             "content_version": CONTENT_VERSION,
             "seed": self.seed,
             "reduction": asdict(self.reduction),
-            "dataset": {name: _plain(described[name]) for name in _BYTES_FOLLOW_FROM},
+            "dataset": {name: described[name] for name in _BYTES_FOLLOW_FROM},
         }
-
-
-def _plain(value: Any) -> Any:
-    """Fractions as exact text, enums as their words, tuples as lists."""
-    if isinstance(value, Fraction):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return str(value) if isinstance(value, str) else value
+        # As a stored one is read: fractions as exact text, enums as their words, tuples as lists.
+        plain: dict[str, Any] = json.loads(json.dumps(document, default=str))
+        return plain
 
 
 def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
     """True if the folder was claimed for this data set before; `UsageError` if it is another one's."""
     manifest = read_manifest(storage)
-    if manifest is None:
-        return False
-    _refuse_other(storage, recipe, manifest)
-    return True
-
-
-def require_same(storage: Storage, recipe: DatasetRecipe) -> None:
-    """`UsageError` unless a data set of this recipe is here, complete or not."""
-    manifest = read_manifest(storage)
-    if manifest is None:
-        raise UsageError(
-            "There is no generated data set here",
-            where=f"{storage.uri}/{KEY}",
-            fix="Check --data, or make one with `penstock training generate`.",
-        )
-    _refuse_other(storage, recipe, manifest)
-
-
-def _refuse_other(storage: Storage, recipe: DatasetRecipe, manifest: Mapping[str, Any]) -> None:
-    differing = _differences(recipe.document(), manifest["recipe"])
+    differing = [] if manifest is None else _differences(recipe.document(), manifest["recipe"])
     if differing:
         raise UsageError(
             f"There is another data set here: it differs in {', '.join(differing)}",
             where=f"{storage.uri}/{KEY}",
             fix="Give the same workload, settings and seed, or an empty place as --data for a new one.",
+        )
+    return manifest is not None
+
+
+def require_same(storage: Storage, recipe: DatasetRecipe) -> None:
+    """`UsageError` unless a data set of this recipe is here, complete or not."""
+    if not is_claimed(storage, recipe):
+        raise UsageError(
+            "There is no generated data set here",
+            where=f"{storage.uri}/{KEY}",
+            fix="Check --data, or make one with `penstock training generate`.",
         )
 
 

@@ -23,7 +23,7 @@ from penstock.dataset.file_listing import Listing, list_files
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import ObjectInfo, Storage
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.files.system_calls import map_os_error
 from penstock.workload.spec import Dataset
 
 LONGEST_LISTING_S: Final = 24 * 3600.0
@@ -101,7 +101,12 @@ def _list_both(
 
 def _hand_on(comm: Comm, folder: Path | None, sizes: Mapping[str, int]) -> None:
     """Copy the listings of rank 0 to each other node, piece by piece. Collective."""
-    failures: list[OSError] = []
+    failures: list[StorageError] = []
+
+    def raise_first() -> None:
+        for failure in failures:
+            raise failure
+
     for name, size_bytes in sizes.items():
         for start in range(0, size_bytes, _PIECE_BYTES):
             own = None
@@ -117,16 +122,8 @@ def _hand_on(comm: Comm, folder: Path | None, sizes: Mapping[str, int]) -> None:
                     with (folder / name).open("ab") as copy:
                         copy.write(piece)
                 except OSError as error:
-                    failures.append(error)
-    all_gather_results(
-        comm, lambda: _raise_first(failures, folder), awaiting="each node to have a copy of the listing"
-    )
-
-
-def _raise_first(failures: Sequence[OSError], folder: Path | None) -> None:
-    with translate_os_errors("Keeping the listing", f"file://{folder}"):
-        for failure in failures:
-            raise failure
+                    failures.append(map_os_error(error, "Keeping the listing", f"file://{folder}"))
+    all_gather_results(comm, raise_first, awaiting="each node to have a copy of the listing")
 
 
 def _require_here(storage: Storage, files: Listing, host: str) -> None:
@@ -195,9 +192,6 @@ def list_in_parallel(
     files: Callable[[str], Iterator[ObjectInfo]], folders: Sequence[str], *, threads: int
 ) -> Iterator[ObjectInfo]:
     """The files of all folders, in any order, `threads` folders at a time and in bounded memory."""
-    if len(folders) == 1:
-        yield from files(folders[0])
-        return
     pages: Queue[list[ObjectInfo]] = Queue(2 * threads)
     stopped = threading.Event()
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-list") as pool:

@@ -1,7 +1,7 @@
 """The listing of an external data set: sorted names in one file per node that every rank maps.
 
 50 million names do not fit into the memory of every rank, and barely into that of one: names are sorted in
-runs on disk and merged; ranks find a name by bisection in the mapped file. The file lives only while ranks
+runs on disk and merged; ranks find a name by its number in the mapped file. The file lives only while ranks
 start, so it has no version; its size shows a copy that reached another node incompletely.
 
     names    in UTF-8, without separators, sorted by their bytes
@@ -60,19 +60,11 @@ class Listing:
 
     def name(self, index: int) -> str:
         """The key of file `index`."""
-        return self._name(index).decode("utf-8", "surrogateescape")
-
-    def index(self, name: str) -> int | None:
-        """The file with this key, in about log2(n) steps; None if there is none."""
-        wanted = name.encode("utf-8", "surrogateescape")
-        low, high = 0, self._num_files
-        while low < high:
-            middle = (low + high) // 2
-            if self._name(middle) < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        return low if low < self._num_files and self._name(low) == wanted else None
+        if not 0 <= index < self._num_files:
+            raise IndexError(f"file {index} of {self._num_files}")
+        at = self._names_bytes + index * _END.size
+        begin = _END.unpack_from(self._bytes, at - _END.size)[0] if index else 0
+        return self._bytes[begin : _END.unpack_from(self._bytes, at)[0]].decode("utf-8", "surrogateescape")
 
     def close(self) -> None:
         """Unmap the file. Safe to call twice."""
@@ -80,13 +72,6 @@ class Listing:
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
         return type(self), (self.path,)
-
-    def _name(self, index: int) -> bytes:
-        if not 0 <= index < self._num_files:
-            raise IndexError(f"file {index} of {self._num_files}")
-        at = self._names_bytes + index * _END.size
-        begin = _END.unpack_from(self._bytes, at - _END.size)[0] if index else 0
-        return self._bytes[begin : _END.unpack_from(self._bytes, at)[0]]
 
     def _incomplete(self, actual_bytes: int, expected_bytes: int) -> ShortTransfer:
         return ShortTransfer(

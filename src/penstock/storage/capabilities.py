@@ -21,13 +21,11 @@ from penstock.storage.protocol import ObjectInfo, Storage, WrappedStorage
 class SupportsLocalPaths(Protocol):
     """A storage whose objects are files of a file system that is mounted on this machine."""
 
-    @property
-    def local_root(self) -> str:
-        """The absolute path of the folder that holds all objects. It may not exist yet."""
+    local_root: str
+    """The absolute path of the folder that holds all objects. It may not exist yet."""
 
-    @property
-    def uses_page_cache(self) -> bool:
-        """True if its reads and writes go through this machine's page cache."""
+    uses_page_cache: bool
+    """True if its reads and writes go through this machine's page cache."""
 
     def local_path(self, key: str) -> str:
         """The path of the object's file; `ObjectNotFound` where the folder that would hold it is missing."""
@@ -37,27 +35,24 @@ class SupportsLocalPaths(Protocol):
 class SupportsEndpoints(Protocol):
     """A storage that talks to a service: its bytes cross this machine's network interfaces."""
 
-    @property
-    def endpoints(self) -> Sequence[str]:
-        """The URLs of the service."""
+    endpoints: Sequence[str]
+    """The URLs of the service."""
 
 
 @runtime_checkable
 class SupportsFolders(Protocol):
     """A storage on a file system."""
 
-    @property
-    def tree(self) -> FolderTree:
-        """Its folders."""
+    tree: FolderTree
+    """Its folders."""
 
 
 @runtime_checkable
 class SupportsConditionalWrites(Protocol):
     """A storage that writes a small object only if no other writer came first."""
 
-    @property
-    def has_conditions(self) -> bool:
-        """True if its client and service support that."""
+    has_conditions: bool
+    """True if its client and service support that."""
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         """Write an object, if the one there has the checksum `replaces`; for None, if there is none.

@@ -30,13 +30,6 @@ class MemoryOptions:
     """No options: one given to `mem://` is an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredObject:
-    content: Bytes
-    modified_s: float
-    version: str
-
-
 def open_memory(location: Location, _environment: Environment, _rank: int) -> MemoryStorage:
     """A new, empty store: its objects live as long as it does, and opening a name twice gives two of them."""
     options = parse_options(MemoryOptions, location.options, where=location.uri)
@@ -52,7 +45,7 @@ class MemoryStorage:
         self.uri = uri
         self.options: Mapping[str, OptionValue] = dict(options or {})
         self.counters = Counters()
-        self._objects: dict[str, _StoredObject] = {}
+        self._objects: dict[str, tuple[ObjectInfo, Bytes]] = {}
         self._num_stored = 0
         self._lock = threading.RLock()
 
@@ -62,19 +55,18 @@ class MemoryStorage:
 
     def open(self, key: str) -> MemorySource:
         """Open an object as it is now; later overwrites and deletes do not change the source."""
-        return MemorySource(self._find(key).content, f"{self.uri}/{key}", self.counters)
+        return MemorySource(self._find(key)[1], f"{self.uri}/{key}", self.counters)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects below `prefix`, as they are when iteration begins."""
         folder = check_prefix(prefix, self.uri)
         start = f"{folder}/" if folder else ""
         with self._lock:
-            listed = [pair for pair in self._objects.items() if pair[0].startswith(start)]
-        for key, stored in listed:
-            yield _describe(key, stored)
+            listed = [info for info, _ in self._objects.values() if info.key.startswith(start)]
+        yield from listed
 
     def stat(self, key: str) -> ObjectInfo:
-        return _describe(key, self._find(key))
+        return self._find(key)[0]
 
     def delete(self, key: str) -> None:
         """Remove one object; open sources can still read it."""
@@ -90,7 +82,7 @@ class MemoryStorage:
         check_key(key, self.uri)
         with self._lock:
             current = self._objects.get(key)
-            if (current and current.version) != replaces:
+            if (current and current[0].checksum) != replaces:
                 raise AlreadyThere(
                     "Another writer came first",
                     uri=f"{self.uri}/{key}",
@@ -104,11 +96,16 @@ class MemoryStorage:
         """Make `content` the object of this key. A sink calls it once, with all bytes."""
         with self._lock:
             self._num_stored += 1
-            stored = _StoredObject(content, time.time(), str(self._num_stored))
-            self._objects[key] = stored
-        return _describe(key, stored)
+            info = ObjectInfo(
+                key=key,
+                size_bytes=content.nbytes,
+                modified_s=time.time(),
+                checksum=str(self._num_stored),
+            )
+            self._objects[key] = info, content
+        return info
 
-    def _find(self, key: str) -> _StoredObject:
+    def _find(self, key: str) -> tuple[ObjectInfo, Bytes]:
         check_key(key, self.uri)
         with self._lock:
             stored = self._objects.get(key)
@@ -119,15 +116,6 @@ class MemoryStorage:
                 fix="Each mem:// store starts empty and ends with its process; write the object first.",
             )
         return stored
-
-
-def _describe(key: str, stored: _StoredObject) -> ObjectInfo:
-    return ObjectInfo(
-        key=key,
-        size_bytes=stored.content.nbytes,
-        modified_s=stored.modified_s,
-        checksum=stored.version,
-    )
 
 
 class MemorySink:

@@ -222,7 +222,7 @@ def open_storage(
     """
     location = parse_uri(uri)
     merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
-    storage = _find_opener(merged.scheme)(merged, environment, rank)
+    storage = find_opener(merged)(merged, environment, rank)
     for variable, wrapper in WRAPPERS.items():
         if environment.get(variable):
             wrap: Wrapper = resolve_name(wrapper)
@@ -257,12 +257,9 @@ def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
         return None
 
 
-def require_storage(location: Location) -> None:
-    """Raise `UsageError` if nobody offers a storage of this scheme."""
-    _find_opener(location.scheme)
-
-
-def _find_opener(scheme: str) -> Opener:
+def find_opener(location: Location) -> Opener:
+    """The function that opens a storage of this scheme; `UsageError` if no package has one."""
+    scheme = location.scheme
     opener: Opener
     if scheme in SCHEMES:
         opener = resolve_name(SCHEMES[scheme])

@@ -56,11 +56,6 @@ def test_a_listing_holds_what_was_listed_sorted_whatever_the_order_and_the_memor
     with closing(listing):
         assert len(listing) == len(files)
         assert [listing.name(index) for index in range(len(listing))] == sorted_names(files)
-        for name in files:
-            index = listing.index(name)
-            assert index is not None
-            assert listing.name(index) == name
-        assert listing.index("no such name") is None
     content = path.read_bytes()
     list_files(infos(files.items()), path).close()
     assert path.read_bytes() == content
@@ -69,7 +64,6 @@ def test_a_listing_holds_what_was_listed_sorted_whatever_the_order_and_the_memor
 def test_an_empty_set_is_a_listing_too(path: Path) -> None:
     listing = list_files(infos([]), path)
     assert len(listing) == 0
-    assert listing.index("x") is None
     with pytest.raises(IndexError, match="file 0 of 0"):
         listing.name(0)
 

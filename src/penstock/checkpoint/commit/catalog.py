@@ -39,7 +39,7 @@ from penstock.storage.capabilities import (
     submit_or_run,
 )
 from penstock.storage.protocol import Sink, exists, read_object
-from penstock.storage.uri import open_here, parse_uri, require_storage
+from penstock.storage.uri import find_opener, open_here, parse_uri
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def split_path(path: AnyPath) -> tuple[str, str]:
     parts = location.split_name()
     if parts is None:
         # An unknown scheme is the better reason.
-        require_storage(location)
+        find_opener(location)
         raise UsageError(
             f"{text!r} is the root of a storage, not a checkpoint",
             fix="Add the name of the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",

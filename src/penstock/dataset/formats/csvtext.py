@@ -38,7 +38,8 @@ class CsvFormat(fp.ReadWhole):
         return replace(shape, dims=(math.prod(shape.dims),))
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
-        size_bytes = plan.num_samples * plan.dims[0] * _width(np.dtype(plan.dtype))
+        _, _, width = _measure(np.dtype(plan.dtype))
+        size_bytes = plan.num_samples * plan.dims[0] * width
         return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
@@ -57,9 +58,10 @@ class CsvFormat(fp.ReadWhole):
     ) -> fp.Sample:
         """Parse the rows."""
         kind = np.dtype(plan.dtype)
-        row_bytes = plan.dims[0] * _width(kind)
+        _, prefix, width = _measure(kind)
+        row_bytes = plan.dims[0] * width
         text = fp.read_range(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
-        digits = np.frombuffer(text, dtype=np.uint8).reshape(-1, _width(kind))[:, _prefix(kind) : -1]
+        digits = np.frombuffer(text, dtype=np.uint8).reshape(-1, width)[:, prefix:-1]
         if ((digits < _ZERO) | (digits > _ZERO + 9)).any():
             raise fp.make_damage_error(plan, "it has other characters than digits where its numbers are")
         numbers = np.zeros(len(digits), dtype=np.uint64)
@@ -73,43 +75,35 @@ class CsvFormat(fp.ReadWhole):
         return _values(numbers, np.dtype(plan.dtype)).reshape(len(samples), *plan.dims)
 
 
-def _limit(kind: np.dtype[np.generic]) -> int:
-    """The number of values that an element can have."""
-    if kind.kind == "f":
-        return int(10 ** np.finfo(kind.str).precision)
-    return int(np.iinfo(kind.str).max) + 1
-
-
-def _prefix(kind: np.dtype[np.generic]) -> int:
-    return len(b"0.") if kind.kind == "f" else 0
-
-
-def _width(kind: np.dtype[np.generic]) -> int:
-    """Characters of a number and what ends it."""
-    return _prefix(kind) + len(str(_limit(kind) - 1)) + 1
+def _measure(kind: np.dtype[np.generic]) -> tuple[int, int, int]:
+    """The number of values of an element, the characters before its digits, and those of all with its end."""
+    is_float = kind.kind == "f"
+    limit = int(10 ** np.finfo(kind.str).precision) if is_float else int(np.iinfo(kind.str).max) + 1
+    prefix = len(b"0.") if is_float else 0
+    return limit, prefix, prefix + len(str(limit - 1)) + 1
 
 
 def _numbers(plan: fp.FilePlan, content: Content, start: int, count: int) -> NDArray[np.uint64]:
     kind = np.dtype(plan.dtype)
     text = fp.make_content(content, start * kind.itemsize, count * kind.itemsize)
     numbers = np.frombuffer(text, dtype=f"<u{kind.itemsize}").astype(np.uint64)
-    limit = _limit(kind)
+    limit, _, _ = _measure(kind)
     return numbers if limit == 2**64 else numbers % np.uint64(limit)
 
 
 def _values(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> fp.Sample:
     if kind.kind == "f":
-        return (numbers.astype(np.float64) / _limit(kind)).astype(kind)
+        return (numbers.astype(np.float64) / _measure(kind)[0]).astype(kind)
     return numbers.astype(kind)
 
 
 def _text(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> NDArray[np.uint8]:
     """A row of characters a number, its last column free for what ends it."""
-    text = np.empty((len(numbers), _width(kind)), dtype=np.uint8)
-    prefix = _prefix(kind)
+    limit, prefix, width = _measure(kind)
+    text = np.empty((len(numbers), width), dtype=np.uint8)
     text[:, :prefix] = np.frombuffer(b"0."[:prefix], dtype=np.uint8)
-    rest = numbers.astype(np.uint32) if _limit(kind) <= 2**32 else numbers
-    for column in range(_width(kind) - 2, prefix - 1, -1):
+    rest = numbers.astype(np.uint32) if limit <= 2**32 else numbers
+    for column in range(width - 2, prefix - 1, -1):
         rest, digit = np.divmod(rest, rest.dtype.type(10))
         text[:, column] = digit + _ZERO
     return text

@@ -101,7 +101,18 @@ def verify_file(
 def _first_wrong_byte(
     kind: fp.FileFormat, plan: fp.FilePlan, part: int, source: Source, content: Content
 ) -> int | None:
-    check_size(plan, part, source)
+    planned, actual = plan.parts[part].size_bytes, source.size_bytes
+    if planned is not None and actual < planned:
+        raise _truncated(plan, part, actual, planned)
+    if planned is not None and actual > planned:
+        name = plan.parts[part].key(plan.name)
+        raise ShortTransfer(
+            f"{name} has {actual} bytes, and {planned} belong there",
+            uri=name,
+            expected_bytes=planned,
+            actual_bytes=actual,
+            fix="It belongs to a data set of another size or seed: generate into an empty folder.",
+        )
     out = DataFileChecker(content, source, partial(_truncated, plan, part, source.size_bytes))
     try:
         kind.emit(plan, part, out)
@@ -120,23 +131,6 @@ def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: in
         expected_bytes=needed_bytes,
         actual_bytes=actual_bytes,
         fix="Generate the data set again: files that are whole are kept.",
-    )
-
-
-def check_size(plan: fp.FilePlan, part: int, source: Source) -> None:
-    """Raise `ShortTransfer`, naming the part, unless its size is the planned one, where that is known."""
-    planned, actual = plan.parts[part].size_bytes, source.size_bytes
-    if planned is None or planned == actual:
-        return
-    if actual < planned:
-        raise _truncated(plan, part, actual, planned)
-    name = plan.parts[part].key(plan.name)
-    raise ShortTransfer(
-        f"{name} has {actual} bytes, and {planned} belong there",
-        uri=name,
-        expected_bytes=planned,
-        actual_bytes=actual,
-        fix="It belongs to a data set of another size or seed: generate into an empty folder.",
     )
 
 

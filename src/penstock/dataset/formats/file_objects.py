@@ -31,9 +31,6 @@ class _SeekableFile(io.RawIOBase):
 
     seekable = readable
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
         self._position = base + offset
@@ -73,13 +70,7 @@ class PiecesFile(_SeekableFile):
         self._gathered = GatheredRanges(pieces)
 
     def _fetch(self, offset: int, target: memoryview) -> None:
-        done = 0
-        while done < target.nbytes:
-            piece = self._gathered.bytes_from(offset + done)[: target.nbytes - done]
-            if not piece.nbytes:
-                raise OSError(f"byte {offset + done} was not read")
-            target[done : done + piece.nbytes] = piece
-            done += piece.nbytes
+        target[:] = self._gathered.read(offset, target.nbytes)
 
 
 class GrowingBuffer(io.RawIOBase):

@@ -112,7 +112,9 @@ class DataFileWriter(FormatSink):
         if self._used == self._buffer.nbytes:
             self.flush()
             self._buffer, self._used = self._pool.take(), 0
-        return self._buffer[self._used : self._used + wanted]
+        window = self._buffer[self._used : self._used + wanted]
+        self._used += window.nbytes
+        return window
 
     def _take_text(self, window: memoryview, text: memoryview) -> None:
         if window.nbytes <= _SHORT_BYTES:
@@ -122,10 +124,6 @@ class DataFileWriter(FormatSink):
 
     def _take_content(self, window: memoryview) -> None:
         self.content.fill(window, self.offset)
-
-    def _took(self, window: memoryview) -> None:
-        super()._took(window)
-        self._used += window.nbytes
 
 
 class FirstDifference(Exception):

@@ -169,6 +169,7 @@ class BaseFormat(ABC):
             )
         self._dataset = dataset
         self._seed = seed
+        self._elements_multiple = 1
         self._common_shape: SampleShape | None = None
         self._layouts: dict[SampleShape, FilePlan] = {}
 
@@ -198,7 +199,7 @@ class BaseFormat(ABC):
         return replace(layout, name=name, index=index)
 
     def _draw_shape(self, index: int) -> SampleShape:
-        return draw_shape(self._dataset, self._seed, index)
+        return draw_shape(self._dataset, self._seed, index, elements_multiple=self._elements_multiple)
 
     @abstractmethod
     def _lay_out(self, plan: FilePlan) -> tuple[int, tuple[FilePart, ...]]:
@@ -236,34 +237,38 @@ class GatheredRanges:
         self._pieces = sorted(pieces, key=lambda one: one.offset)
         self._starts = [piece.offset for piece in self._pieces]
 
-    def bytes_from(self, offset: int) -> memoryview:
-        """A run of bytes that begins at `offset`; empty where nothing was read."""
-        for number in range(bisect_right(self._starts, offset) - 1, -1, -1):
-            run = memoryview(self._pieces[number].content)[offset - self._starts[number] :]
-            if run.nbytes:
-                return run
-        return memoryview(b"")
+    def read(self, offset: int, size_bytes: int) -> memoryview:
+        """A view of one piece, or bytes joined out of several; `OSError` where a byte was not read."""
+        joined = bytearray()
+        while True:
+            at, piece = offset + len(joined), memoryview(b"")
+            for number in range(bisect_right(self._starts, at) - 1, -1, -1):
+                piece = memoryview(self._pieces[number].content)[at - self._starts[number] :]
+                if piece.nbytes:
+                    break
+            piece = piece[: size_bytes - len(joined)]
+            if piece.nbytes == size_bytes:
+                return piece
+            joined += piece
+            if len(joined) == size_bytes:
+                return memoryview(joined)
+            if not piece.nbytes:
+                raise OSError(f"byte {at} was not read")
 
 
 def read_range(
     plan: FilePlan, pieces: Sequence[Extent] | GatheredRanges, offset: int, size_bytes: int
 ) -> memoryview:
-    """A range of the file from the pieces read of it: a view of one piece, joined bytes across several."""
+    """A range of the file from the pieces read of it, as `GatheredRanges.read` gives it."""
     gathered = pieces if isinstance(pieces, GatheredRanges) else GatheredRanges(pieces)
-    piece = gathered.bytes_from(offset)[:size_bytes]
-    if piece.nbytes == size_bytes:
-        return piece
-    joined = bytearray(piece)
-    while piece.nbytes and len(joined) < size_bytes:
-        piece = gathered.bytes_from(offset + len(joined))[: size_bytes - len(joined)]
-        joined += piece
-    if len(joined) < size_bytes:
+    try:
+        return gathered.read(offset, size_bytes)
+    except OSError as error:
         raise StorageError(
-            f"Byte {offset + len(joined)} of {plan.name} was not read",
+            f"{plan.name}: {error}",
             uri=plan.name,
             fix="Pass all pieces that the format's reads() asked for.",
-        )
-    return memoryview(joined)
+        ) from error
 
 
 def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
@@ -308,18 +313,6 @@ class SampleShape:
     size_bytes: int
 
 
-def element_type(dataset: Dataset) -> np.dtype[np.generic]:
-    """The type of a sample's elements, little-endian; only numbers, for which any bytes are valid."""
-    kind = np.dtype(dataset.record_element_type).newbyteorder("<")
-    if kind.kind not in "iufc":
-        raise UsageError(
-            f"Samples of {dataset.record_element_type} cannot be filled with arbitrary bytes",
-            where="dataset.record_element_type",
-            fix="Choose a number type: uint8, int32, float32, ...",
-        )
-    return kind
-
-
 def draw_bytes(dataset: Dataset, seed: int, index: int) -> int:
     """The size of the samples of file `index`; not yet rounded to elements, and possibly below 1."""
     mean, stdev = dataset.record_length_bytes, dataset.record_length_bytes_stdev
@@ -336,7 +329,14 @@ def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: in
 
     Their product is the size exactly, where DLIO squares the whole root and loses up to two rows.
     """
-    kind = element_type(dataset)
+    # Little-endian numbers, for which any bytes are valid.
+    kind = np.dtype(dataset.record_element_type).newbyteorder("<")
+    if kind.kind not in "iufc":
+        raise UsageError(
+            f"Samples of {dataset.record_element_type} cannot be filled with arbitrary bytes",
+            where="dataset.record_element_type",
+            fix="Choose a number type: uint8, int32, float32, ...",
+        )
     dims = dataset.record_dims
     if not dims:
         step_bytes = kind.itemsize * elements_multiple

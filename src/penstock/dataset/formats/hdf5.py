@@ -37,17 +37,14 @@ class Hdf5Format(fp.BaseFormat):
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         super().__init__(dataset, seed)
-        self._num_datasets = dataset.hdf5.num_dset_per_record
+        # Samples can be cut into the datasets of a record.
+        self._num_datasets = self._elements_multiple = dataset.hdf5.num_dset_per_record
         if dataset.record_dims and dataset.record_dims[0] % self._num_datasets:
             raise UsageError(
                 f"{dataset.record_dims[0]} rows cannot be cut into {self._num_datasets} equal datasets",
                 where="dataset.hdf5.num_dset_per_record",
                 fix="Choose a divisor of the first of record_dims.",
             )
-
-    def _draw_shape(self, index: int) -> fp.SampleShape:
-        """Samples can be cut into the datasets of a record."""
-        return fp.draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
         """A block is a chunk; only the library knows the file's size."""
@@ -80,7 +77,16 @@ class Hdf5Format(fp.BaseFormat):
         try:
             with h5py.File(recording, "r") as file:
                 for number in range(self._num_datasets):
-                    for sample, read in _ranges(file[f"records_{number}"]):
+                    stored = file[f"records_{number}"]
+                    if stored.chunks:
+                        for index in range(stored.id.get_num_chunks()):
+                            chunk = stored.id.get_chunk_info(index)
+                            read = fp.RangeRead(offset=chunk.byte_offset, size_bytes=chunk.size)
+                            blocks[chunk.chunk_offset[0] // plan.block_samples].append(read)
+                        continue
+                    for sample in range(len(stored)):
+                        step = stored.nbytes // len(stored)
+                        read = fp.RangeRead(offset=stored.id.get_offset() + sample * step, size_bytes=step)
                         blocks[sample // plan.block_samples].append(read)
         except (*_UNREADABLE, IndexError) as error:
             raise fp.make_damage_error(plan, str(error)) from error
@@ -161,15 +167,3 @@ class Hdf5Format(fp.BaseFormat):
             where="dataset.hdf5",
             fix=f"chunk_dims and max_shape have {len(shape) - 1} numbers for a sample, or one more in front.",
         )
-
-
-def _ranges(dataset: Any) -> Iterator[tuple[int, fp.RangeRead]]:
-    """Where a dataset's samples are: the first sample of a range, and the range."""
-    if dataset.chunks:
-        for number in range(dataset.id.get_num_chunks()):
-            chunk = dataset.id.get_chunk_info(number)
-            yield chunk.chunk_offset[0], fp.RangeRead(offset=chunk.byte_offset, size_bytes=chunk.size)
-        return
-    step = dataset.nbytes // len(dataset)
-    for sample in range(len(dataset)):
-        yield sample, fp.RangeRead(offset=dataset.id.get_offset() + sample * step, size_bytes=step)

@@ -118,14 +118,10 @@ def _segment(marker: int, body: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
 
 
-def _single_code(table: int, symbol: int) -> bytes:
-    """A Huffman table whose one code is "0"."""
-    return bytes([table, 1, *[0] * 15, symbol])
-
-
 def _head(rows: int, columns: int) -> bytes:
     """All before the coded data: JFIF, flat quantization, the frame, codes, the scan."""
     frame = struct.pack(">BHHB", 8, rows, columns, 3) + bytes([1, 0x22, 0, 2, 0x11, 0, 3, 0x11, 0])
+    only_code = [1, *[0] * 15]  # the lengths of a Huffman table's codes: one bit, "0"
     scan = bytes([3, 1, 0x00, 2, 0x00, 3, 0x00, 0, 63, 0])
     return b"".join(
         (
@@ -133,7 +129,7 @@ def _head(rows: int, columns: int) -> bytes:
             _segment(0xE0, b"JFIF\0\x01\x01\0\0\x01\0\x01\0\0"),
             _segment(0xDB, bytes([0, *[1] * 64])),
             _segment(0xC0, frame),
-            _segment(0xC4, _single_code(0x00, 0x0A) + _single_code(0x10, 0x8A)),
+            _segment(0xC4, bytes([0x00, *only_code, 0x0A, 0x10, *only_code, 0x8A])),
             _segment(0xDA, scan),
         )
     )

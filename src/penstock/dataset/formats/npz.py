@@ -12,7 +12,6 @@ import lzma
 import struct
 import zipfile
 import zlib
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,9 +39,9 @@ _ZIP64_VERSION: Final = 45
 class StackedFormat(fp.ReadWhole):
     """A format with all samples of a file in one array, along its last axis; a file is one block."""
 
-    @abstractmethod
-    def _content_offset(self, plan: fp.FilePlan) -> int:
+    def _content_offset(self, _plan: fp.FilePlan) -> int:
         """Where the array's content begins in the file."""
+        return 0
 
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
@@ -115,11 +114,6 @@ class Member:
     def is_large(self) -> bool:
         """True where its size needs 64 bits."""
         return self.size_bytes >= _LARGE
-
-    @property
-    def body_offset(self) -> int:
-        """Where its content begins in the archive."""
-        return self.offset + len(local_header(self)) + len(self.head)
 
 
 def local_header(member: Member) -> bytes:
@@ -200,10 +194,9 @@ def _members(plan: fp.FilePlan) -> tuple[Member, Member]:
 class NpzFormat(StackedFormat):
     """`numpy.load` gives `x` and `y`; stored, without compression."""
 
-    compressions = tuple(_METHODS)
-
     def _content_offset(self, plan: fp.FilePlan) -> int:
-        return _members(plan)[0].body_offset
+        samples, _ = _members(plan)
+        return len(local_header(samples)) + len(samples.head)
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
         members = _members(plan)
@@ -238,14 +231,13 @@ class NpzFormat(StackedFormat):
         out.raw(behind + directory + end)
 
 
-class CompressedNpzFormat(NpzFormat):
+class CompressedNpzFormat(StackedFormat):
     """The same arrays, compressed: their sizes are known once they are written.
 
     The content of `x` begins at offset 0 and that of `y` after it, as if nothing else were in the file.
     """
 
-    def _content_offset(self, _plan: fp.FilePlan) -> int:
-        return 0
+    compressions = tuple(_METHODS)
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
         return plan.num_samples, (fp.FilePart(size_bytes=None),)
@@ -277,9 +269,6 @@ class CompressedNpzFormat(NpzFormat):
                 offset = end
         packed.drain(out)
 
-    def check_sums(self, plan: fp.FilePlan, pieces: Sequence[fp.Extent]) -> None:
-        """Nothing: inflating checks them."""
-
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
@@ -296,7 +285,7 @@ class CompressedNpzFormat(NpzFormat):
         return unstack(plan, text[len(head) :], samples)
 
 
-def open_npz(dataset: Dataset, seed: int) -> NpzFormat:
+def open_npz(dataset: Dataset, seed: int) -> StackedFormat:
     """Stored or compressed archives, whichever the data set asks for."""
     is_stored = dataset.compression is Compression.NONE
     return NpzFormat(dataset, seed) if is_stored else CompressedNpzFormat(dataset, seed)

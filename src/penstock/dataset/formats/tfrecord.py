@@ -57,8 +57,16 @@ class TFRecordFormat(fp.ComputedLayout):
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """The images; their records' lengths and sums are checked."""
-        gathered = fp.GatheredRanges(pieces)
-        images = [fp.as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
+        gathered, images = fp.GatheredRanges(pieces), []
+        length, head = record_head(plan.sample_bytes)
+        size_bytes = record_bytes(plan.sample_bytes)
+        for sample in samples:
+            record = fp.read_range(plan, gathered, sample * size_bytes, size_bytes)
+            example = record[_LENGTH_BYTES:-_SUM_BYTES]
+            (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
+            if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
+                raise fp.make_damage_error(plan, f"record {sample} does not match its checksums")
+            images.append(fp.as_array(plan, example[len(head) :]))
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
@@ -67,17 +75,6 @@ class TFRecordFormat(fp.ComputedLayout):
         starts = (before + sample * record_bytes(plan.sample_bytes) for sample in samples)
         images = [fp.as_array(plan, fp.make_content(content, start, plan.sample_bytes)) for start in starts]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
-
-
-def _checked_image(plan: fp.FilePlan, gathered: fp.GatheredRanges, sample: int) -> memoryview:
-    length, head = record_head(plan.sample_bytes)
-    start = sample * record_bytes(plan.sample_bytes)
-    record = fp.read_range(plan, gathered, start, record_bytes(plan.sample_bytes))
-    example = record[_LENGTH_BYTES:-_SUM_BYTES]
-    (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
-    if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
-        raise fp.make_damage_error(plan, f"record {sample} does not match its checksums")
-    return example[len(head) :]
 
 
 def mask(crc: int) -> int:
@@ -98,25 +95,16 @@ def record_head(image_bytes: int) -> tuple[bytes, bytes]:
     The image is the example's last field, so that nothing follows it but the sum.
     """
     size = _field(1, _field(1, b"size") + _field(2, _field(3, _field(1, _varint(image_bytes)))))
-    inner = image_bytes
-    image = b""
-    for _ in ("BytesList.value", "Feature.bytes_list"):  # both are field 1
-        image = _open(1, inner) + image
-        inner = image_bytes + len(image)
-    image = _field(1, b"image") + _open(2, inner) + image
-    image = _open(1, image_bytes + len(image)) + image
-    head = _open(1, len(size) + len(image) + image_bytes) + size + image
+    image = _field(1, _field(1, b"", image_bytes), image_bytes)  # Feature.bytes_list, BytesList.value
+    entry = _field(1, _field(1, b"image") + _field(2, image, image_bytes), image_bytes)
+    head = _field(1, size + entry, image_bytes)
     length = struct.pack("<Q", len(head) + image_bytes)
     return length + struct.pack("<I", mask(google_crc32c.value(length))), head
 
 
-def _open(number: int, size_bytes: int) -> bytes:
-    """The begin of a length-delimited field."""
-    return _varint(number << 3 | _DELIMITED) + _varint(size_bytes)
-
-
-def _field(number: int, body: bytes) -> bytes:
-    return _open(number, len(body)) + body
+def _field(number: int, body: bytes, more_bytes: int = 0) -> bytes:
+    """A length-delimited field, whose body goes on for `more_bytes`."""
+    return _varint(number << 3 | _DELIMITED) + _varint(len(body) + more_bytes) + body
 
 
 def _varint(number: int) -> bytes:

@@ -312,7 +312,12 @@ class FileStorage:
             keep_name=self._keep_names,
         )
         if size_bytes and self._options.preallocate:
-            _preallocate(new, size_bytes)
+            try:
+                self._calls.fallocate(descriptor, size_bytes)
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:
+                    new.discard()
+                    raise map_os_error(error, f"Allocating {size_bytes} bytes", new.file.uri) from error
         return new
 
     def _open_path(self, path: str, flags: int, *, shown_as: str | None = None) -> int:
@@ -323,11 +328,17 @@ class FileStorage:
         except OSError as error:
             uri = self._folders.uri_of(shown_as or path)
             if error.errno == errno.EINVAL and self._access.open_flags:
-                refusal = _no_direct_access(path, uri)
-                if flags & os.O_EXCL and os.path.exists(path):
+                # open(2) also fails with EINVAL where `path` is not a regular file: that error comes first.
+                if os.path.exists(path):
+                    _require_regular(os.stat(path), uri)
                     # Some kernels create the file before they find that they cannot open it with O_DIRECT.
-                    self._calls.unlink(path)
-                raise refusal from error
+                    if flags & os.O_EXCL:
+                        self._calls.unlink(path)
+                raise Unavailable(
+                    "This file system does not support O_DIRECT",
+                    where=uri,
+                    fix="Use file:// instead of direct://, or a folder on a local disk.",
+                ) from error
             raise (
                 map_name_clash(error, uri) if flags & os.O_CREAT else map_os_error(error, "Opening", uri)
             ) from error
@@ -391,34 +402,12 @@ def _describe(key: str, facts: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
 
 
-def _preallocate(new: NewFile, size_bytes: int) -> None:
-    file = new.file
-    try:
-        file.calls.fallocate(file.descriptor, size_bytes)
-    except OSError as error:
-        if error.errno in _NOT_SUPPORTED:
-            return
-        new.discard()
-        raise map_os_error(error, f"Allocating {size_bytes} bytes", file.uri) from error
-
-
 def _require_regular(facts: os.stat_result, uri: str) -> None:
     if not stat.S_ISREG(facts.st_mode):
         kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "a device, a pipe or a socket"
         raise ObjectNotFound(
             f"This is {kind}, not an object", uri=uri, fix="Give the key of a file; list() shows them."
         )
-
-
-def _no_direct_access(path: str, uri: str) -> Unavailable:
-    # open(2) also fails with EINVAL where `path` is not a regular file: that error comes first.
-    if os.path.exists(path):
-        _require_regular(os.stat(path), uri)
-    return Unavailable(
-        "This file system does not support O_DIRECT",
-        where=uri,
-        fix="Use file:// instead of direct://, or a folder on a local disk.",
-    )
 
 
 STALE_S: Final = 600.0

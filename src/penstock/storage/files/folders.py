@@ -116,9 +116,11 @@ class VerifiedFolders:
             path = os.path.dirname(path)
         with translate_os_errors("Looking at the root folder", self.uri_of(self.root)):
             facts = os.stat(path)
-            is_gone = facts.st_dev != before.st_dev and (
-                path != self.root or (facts.st_ino != before.st_ino and _has_only_hidden(path))
-            )
+            is_gone = facts.st_dev != before.st_dev
+            if is_gone and path == self.root:
+                with os.scandir(path) as listing:
+                    has_files = not all(entry.name.startswith(".") for entry in listing)
+                is_gone = facts.st_ino != before.st_ino and not has_files
         if is_gone:
             raise StorageError(
                 "The file system of this folder is not mounted any more",
@@ -203,11 +205,6 @@ def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
         return [calls.scandir(path)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _has_only_hidden(path: str) -> bool:
-    with os.scandir(path) as listing:
-        return all(entry.name.startswith(".") for entry in listing)
 
 
 class _Remembered:

@@ -118,8 +118,9 @@ class ObjectClient(ABC):
     errors: ClassVar[tuple[type[Exception], ...]] = ()
     """The errors that the library raises."""
 
+    @staticmethod
     @abstractmethod
-    def explain(self, error: Exception) -> RequestFailed:
+    def explain(error: Exception) -> RequestFailed:
         """Say what one of `errors` means."""
 
     @abstractmethod

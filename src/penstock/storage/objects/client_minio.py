@@ -127,7 +127,8 @@ class MinioClient(PartClient):
     def abort_upload(self, key: str, upload: str) -> None:
         self._own.get()._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see the module
 
-    def explain(self, error: Exception) -> RequestFailed:
+    @staticmethod
+    def explain(error: Exception) -> RequestFailed:
         """Read the service's answer out of minio's types."""
         if isinstance(error, S3Error):
             message, code = error.message or "no explanation", error.code or ""

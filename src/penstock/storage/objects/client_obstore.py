@@ -75,8 +75,38 @@ class ObstoreClient(StreamClient):
         self._store = _make_store(settings, max_retries=0)
         self._stream_store = _make_store(settings, max_retries=settings.options.attempts - 1)
 
-    def explain(self, error: Exception) -> RequestFailed:
-        return read_failure(str(error))
+    @staticmethod
+    def explain(error: Exception) -> RequestFailed:
+        """Read what happened out of obstore's message: it shows the service's answer in its text alone."""
+        text = str(error)
+        retries, status = _RETRIES.search(text), _STATUS.search(text)
+        hidden = int(retries[1]) if retries else 0
+        if status is not None:
+            code, message = _CODE.search(text), _MESSAGE.search(text)
+            return RequestFailed(
+                "answer",
+                message[1] if message else "no explanation",
+                status=int(cast("str", status[1] or status[2])),
+                code=code[1] if code else "",
+                hidden_retries=hidden,
+            )
+        if _FOREIGN.search(text):
+            return RequestFailed.foreign(text.partition("\n")[0])
+        if "BareRedirect" in text:
+            return RequestFailed("answer", "a redirect without a location", status=301, hidden_retries=hidden)
+        kind: FailureKind = "reset"
+        if "TimedOut" in text or "kind: Timeout" in text:
+            kind = "timeout"
+        elif "kind: Connect" in text or "dns error" in text:
+            kind = "connect"
+        elif "IncompleteBody" in text or "UnexpectedEof" in text:
+            kind = "truncated"
+        # The last quoted phrase of the error's debug form names the cause.
+        phrases = re.findall(r'(?:message|error): "([^"]+)"', text)
+        cause = str(phrases[-1]) if phrases else text.partition("\n")[0]
+        if certificate := re.search(r"InvalidCertificate\(\s*(\w+)", text):
+            cause = f"its TLS certificate is not trusted ({certificate[1]})"
+        return RequestFailed(kind, cause, hidden_retries=hidden)
 
     def head(self, key: str) -> RemoteObject:
         return _remote(obstore.head(self._store, key))
@@ -200,35 +230,3 @@ def _remote(meta: ObjectMeta) -> RemoteObject:
         modified_s=meta["last_modified"].timestamp(),
         etag=bare_etag(meta["e_tag"]),
     )
-
-
-def read_failure(text: str) -> RequestFailed:
-    """Read what happened out of obstore's message: it shows the service's answer in its text alone."""
-    retries, status = _RETRIES.search(text), _STATUS.search(text)
-    hidden = int(retries[1]) if retries else 0
-    if status is not None:
-        code, message = _CODE.search(text), _MESSAGE.search(text)
-        return RequestFailed(
-            "answer",
-            message[1] if message else "no explanation",
-            status=int(cast("str", status[1] or status[2])),
-            code=code[1] if code else "",
-            hidden_retries=hidden,
-        )
-    if _FOREIGN.search(text):
-        return RequestFailed.foreign(text.partition("\n")[0])
-    if "BareRedirect" in text:
-        return RequestFailed("answer", "a redirect without a location", status=301, hidden_retries=hidden)
-    kind: FailureKind = "reset"
-    if "TimedOut" in text or "kind: Timeout" in text:
-        kind = "timeout"
-    elif "kind: Connect" in text or "dns error" in text:
-        kind = "connect"
-    elif "IncompleteBody" in text or "UnexpectedEof" in text:
-        kind = "truncated"
-    # The last quoted phrase of the error's debug form names the cause.
-    phrases = re.findall(r'(?:message|error): "([^"]+)"', text)
-    cause = str(phrases[-1]) if phrases else text.partition("\n")[0]
-    if certificate := re.search(r"InvalidCertificate\(\s*(\w+)", text):
-        cause = f"its TLS certificate is not trusted ({certificate[1]})"
-    return RequestFailed(kind, cause, hidden_retries=hidden)

@@ -101,8 +101,23 @@ class S3dlioClient(StreamClient):
         self._in_flight = settings.options.parts_in_flight
         self._lister = ObstoreClient(settings)
 
-    def explain(self, error: Exception) -> RequestFailed:
-        return read_failure(str(error))
+    @staticmethod
+    def explain(error: Exception) -> RequestFailed:
+        """Read what happened out of s3dlio's message: it has no other sign of the service's answer."""
+        text = str(error)
+        code_match, status_match = _CODE.search(text), _STATUS.search(text)
+        code = code_match[1] if code_match and code_match[1] != "unknown" else ""
+        status = int(status_match[1]) if status_match else _STATUS_OF_CODE.get(code)
+        if status is not None or code:
+            return RequestFailed("answer", text, status=status, code="" if code == "NotFound" else code)
+        kind: FailureKind = "reset"
+        if "Connect)" in text or "dns error" in text:
+            kind = "connect"
+        elif "timed out" in text or "timeout" in text:
+            kind = "timeout"
+        elif "end of file before message length" in text:
+            kind = "truncated"
+        return RequestFailed(kind, text)
 
     def head(self, key: str) -> RemoteObject:
         found: dict[str, Any] = s3dlio.stat(f"{self._root}/{key}")
@@ -152,20 +167,3 @@ class S3dlioClient(StreamClient):
                 del part  # noqa: PLW0642, RUF100 - the next one may take long, and this one's owner waits
             undo.pop_all()
         return bare_etag(writer.close()["etag"])
-
-
-def read_failure(text: str) -> RequestFailed:
-    """Read what happened out of s3dlio's message: it has no other sign of the service's answer."""
-    code_match, status_match = _CODE.search(text), _STATUS.search(text)
-    code = code_match[1] if code_match and code_match[1] != "unknown" else ""
-    status = int(status_match[1]) if status_match else _STATUS_OF_CODE.get(code)
-    if status is not None or code:
-        return RequestFailed("answer", text, status=status, code="" if code == "NotFound" else code)
-    kind: FailureKind = "reset"
-    if "Connect)" in text or "dns error" in text:
-        kind = "connect"
-    elif "timed out" in text or "timeout" in text:
-        kind = "timeout"
-    elif "end of file before message length" in text:
-        kind = "truncated"
-    return RequestFailed(kind, text)

@@ -85,8 +85,21 @@ class S3TorchClient(StreamClient):
             )
         )
 
-    def explain(self, error: Exception) -> RequestFailed:
-        return read_failure(str(error))
+    @staticmethod
+    def explain(error: Exception) -> RequestFailed:
+        """Read what happened out of the runtime's message: it has no other sign of the service's answer."""
+        text = str(error)
+        status, code = _STATUS.search(text), _CODE.search(text)
+        word = (code[1] or code[2]) if code else ""
+        if status is not None:
+            return RequestFailed("answer", text.partition("{")[0].strip(), status=int(status[1]), code=word)
+        for phrase, meaning, name in _PHRASES:
+            if phrase in text:
+                return RequestFailed("answer", text, status=meaning, code=word or name)
+        kind: FailureKind = "timeout" if "TIMEOUT" in text else "reset"
+        if any(word in text for word in ("CONNECTION_REFUSED", "DNS", "CONNECT_TIMEOUT")):
+            kind = "connect"
+        return RequestFailed(kind, text)
 
     def head(self, key: str) -> RemoteObject:
         found: HeadObjectResult = self._timed(lambda: self._own.get().head_object(self._bucket, key))
@@ -157,18 +170,3 @@ class S3TorchClient(StreamClient):
         if isinstance(outcome[0], S3Exception):
             raise outcome[0]
         return outcome[0]
-
-
-def read_failure(text: str) -> RequestFailed:
-    """Read what happened out of the runtime's message: it has no other sign of the service's answer."""
-    status, code = _STATUS.search(text), _CODE.search(text)
-    word = (code[1] or code[2]) if code else ""
-    if status is not None:
-        return RequestFailed("answer", text.partition("{")[0].strip(), status=int(status[1]), code=word)
-    for phrase, meaning, name in _PHRASES:
-        if phrase in text:
-            return RequestFailed("answer", text, status=meaning, code=word or name)
-    kind: FailureKind = "timeout" if "TIMEOUT" in text else "reset"
-    if any(word in text for word in ("CONNECTION_REFUSED", "DNS", "CONNECT_TIMEOUT")):
-        kind = "connect"
-    return RequestFailed(kind, text)

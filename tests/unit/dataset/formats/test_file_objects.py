@@ -33,12 +33,17 @@ def test_a_file_of_pieces_reads_what_they_hold_and_refuses_the_rest(
             file.read(length)
 
 
-@given(cuts=pieces, offset=st.integers(0, 199))
-def test_a_run_begins_where_asked_for(cuts: list[tuple[int, int]], offset: int) -> None:
-    run = GatheredRanges(_extents(cuts)).bytes_from(offset)
-    assert bytes(run) == TEXT[offset : offset + run.nbytes]
-    if any(start <= offset < min(200, start + size) for start, size in cuts):
-        assert run.nbytes > 0
+@given(cuts=pieces, offset=st.integers(0, 199), length=st.integers(1, 40))
+def test_ranges_are_gathered_from_pieces_or_refused(
+    cuts: list[tuple[int, int]], offset: int, length: int
+) -> None:
+    held = {at for start, size in cuts for at in range(start, min(200, start + size))}
+    gathered = GatheredRanges(_extents(cuts))
+    if held.issuperset(range(offset, offset + length)):
+        assert bytes(gathered.read(offset, length)) == TEXT[offset : offset + length]
+    else:
+        with pytest.raises(OSError, match="was not read"):
+            gathered.read(offset, length)
 
 
 def test_a_file_of_pieces_seeks_as_files_do() -> None:

@@ -13,10 +13,10 @@ from penstock.dataset.formats.file_objects import GrowingBuffer
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.dataset.formats.npz import (
     Member,
+    NpzFormat,
     directory_entry,
     end_of_archive,
     local_header,
-    open_npz,
     trailer,
 )
 from penstock.errors import StorageError
@@ -68,7 +68,7 @@ def test_no_record_changes_its_length_with_a_sum(crcs: tuple[int, int], size: in
 
 
 def test_a_wrong_byte_has_another_sum_than_the_archive() -> None:
-    kind = open_npz(Dataset(format=DataFormat.NPZ, record_length_bytes=Fraction(999)), 1)
+    kind = NpzFormat(Dataset(format=DataFormat.NPZ, record_length_bytes=Fraction(999)), 1)
     plan, storage = kind.plan(0, "a.npz"), MemoryStorage()
     write_file(kind, plan, storage, Content(1, 0), buffer_pool())
     whole = bytearray(read_object(storage, "a.npz"))

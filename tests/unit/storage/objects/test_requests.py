@@ -12,7 +12,6 @@ from penstock.errors import (
     StorageTimeout,
     Unavailable,
 )
-from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
 from penstock.storage.objects.client import (
     CLIENTS,
     FailureKind,
@@ -21,6 +20,9 @@ from penstock.storage.objects.client import (
     RequestFailed,
     connect,
 )
+from penstock.storage.objects.client_obstore import ObstoreClient
+from penstock.storage.objects.client_s3dlio import S3dlioClient
+from penstock.storage.objects.client_s3torchconnector import S3TorchClient
 from penstock.storage.objects.client_settings import export_credentials, resolve_settings
 from penstock.storage.objects.object_requests import (
     MAX_BACKOFF_S,
@@ -96,7 +98,8 @@ class _ListedClient(ObjectClient):
     def __init__(self, *outcomes: RemoteObject | RequestFailed) -> None:
         self._outcomes = iter(outcomes)
 
-    def explain(self, error: Exception) -> RequestFailed:
+    @staticmethod
+    def explain(error: Exception) -> RequestFailed:
         raise NotImplementedError
 
     def head(self, key: str) -> RemoteObject:
@@ -187,7 +190,7 @@ def test_the_backoff_has_a_ceiling() -> None:
     assert MAX_BACKOFF_S / 2 <= max(slept) <= MAX_BACKOFF_S
 
 
-Reader = Callable[[str], RequestFailed]
+Reader = Callable[[Exception], RequestFailed]
 
 OBSTORE_ANSWER = """Generic S3 error: Error performing PUT http://h/b/k - Server returned non-2xx status
 code: 503 Service Unavailable: <Error><Code>SlowDown</Code><Message>Later</Message></Error>
@@ -195,7 +198,7 @@ Debug source: RetryErrorImpl { retries: 3, max_retries: 3, inner: Status { statu
 
 
 def test_an_answer_is_read_out_of_obstores_text() -> None:
-    failure = client_obstore.read_failure(OBSTORE_ANSWER)
+    failure = ObstoreClient.explain(Exception(OBSTORE_ANSWER))
     assert (failure.kind, failure.status, failure.code, failure.message) == (
         "answer",
         503,
@@ -208,51 +211,51 @@ def test_an_answer_is_read_out_of_obstores_text() -> None:
 @pytest.mark.parametrize(
     ("read", "text", "kind", "status"),
     [
-        (client_obstore.read_failure, "retries: 0, inner: BareRedirect", "answer", 301),
-        (client_obstore.read_failure, 'kind: Connect, "tcp connect error"', "connect", None),
-        (client_obstore.read_failure, "source: TimedOut", "timeout", None),
-        (client_obstore.read_failure, "UnexpectedEof, error: IncompleteBody", "truncated", None),
-        (client_obstore.read_failure, "hyper::Error(IncompleteMessage)", "reset", None),
-        (client_obstore.read_failure, "status: 404, body: None", "answer", 404),
-        (client_s3dlio.read_failure, "failed: service error: SlowDown (SlowDown)", "answer", 503),
+        (ObstoreClient.explain, "retries: 0, inner: BareRedirect", "answer", 301),
+        (ObstoreClient.explain, 'kind: Connect, "tcp connect error"', "connect", None),
+        (ObstoreClient.explain, "source: TimedOut", "timeout", None),
+        (ObstoreClient.explain, "UnexpectedEof, error: IncompleteBody", "truncated", None),
+        (ObstoreClient.explain, "hyper::Error(IncompleteMessage)", "reset", None),
+        (ObstoreClient.explain, "status: 404, body: None", "answer", 404),
+        (S3dlioClient.explain, "failed: service error: SlowDown (SlowDown)", "answer", 503),
         (
-            client_s3dlio.read_failure,
+            S3dlioClient.explain,
             "service error: unknown (no message) — HTTP 403 Forbidden",
             "answer",
             403,
         ),
-        (client_s3dlio.read_failure, "service error: NotFound (no message)", "answer", 404),
-        (client_s3dlio.read_failure, "service error: unhandled error (Odd): Error {}", "answer", None),
-        (client_s3dlio.read_failure, "request timed out after 2s", "timeout", None),
-        (client_s3dlio.read_failure, "client error (Connect): tcp connect error", "connect", None),
-        (client_s3dlio.read_failure, "end of file before message length reached", "truncated", None),
-        (client_s3dlio.read_failure, "client error (SendRequest)", "reset", None),
-        (client_s3torchconnector.read_failure, "Service error: The key does not exist", "answer", 404),
-        (client_s3torchconnector.read_failure, "Service error: The bucket does not exist", "answer", 404),
-        (client_s3torchconnector.read_failure, "Client error: Request throttled", "answer", 503),
-        (client_s3torchconnector.read_failure, "Client error: Forbidden: AccessDenied", "answer", 403),
+        (S3dlioClient.explain, "service error: NotFound (no message)", "answer", 404),
+        (S3dlioClient.explain, "service error: unhandled error (Odd): Error {}", "answer", None),
+        (S3dlioClient.explain, "request timed out after 2s", "timeout", None),
+        (S3dlioClient.explain, "client error (Connect): tcp connect error", "connect", None),
+        (S3dlioClient.explain, "end of file before message length reached", "truncated", None),
+        (S3dlioClient.explain, "client error (SendRequest)", "reset", None),
+        (S3TorchClient.explain, "Service error: The key does not exist", "answer", 404),
+        (S3TorchClient.explain, "Service error: The bucket does not exist", "answer", 404),
+        (S3TorchClient.explain, "Client error: Request throttled", "answer", 503),
+        (S3TorchClient.explain, "Client error: Forbidden: AccessDenied", "answer", 403),
         (
-            client_s3torchconnector.read_failure,
+            S3TorchClient.explain,
             "X { response_status: 416, <Code>InvalidRange</Code>",
             "answer",
             416,
         ),
-        (client_s3torchconnector.read_failure, "AWS_IO_SOCKET_CONNECTION_REFUSED", "connect", None),
-        (client_s3torchconnector.read_failure, "AWS_IO_SOCKET_TIMEOUT", "timeout", None),
-        (client_s3torchconnector.read_failure, "AWS_IO_SOCKET_CLOSED", "reset", None),
+        (S3TorchClient.explain, "AWS_IO_SOCKET_CONNECTION_REFUSED", "connect", None),
+        (S3TorchClient.explain, "AWS_IO_SOCKET_TIMEOUT", "timeout", None),
+        (S3TorchClient.explain, "AWS_IO_SOCKET_CLOSED", "reset", None),
     ],
 )
 def test_what_happened_is_read_out_of_a_librarys_text(
     read: Reader, text: str, kind: FailureKind, status: int | None
 ) -> None:
-    failure = read(text)
+    failure = read(Exception(text))
     assert (failure.kind, failure.status) == (kind, status)
 
 
 def test_code_words_are_found_where_libraries_put_them() -> None:
-    assert client_s3torchconnector.read_failure("Forbidden: AccessDenied").code == "AccessDenied"
-    assert client_s3dlio.read_failure("service error: unhandled error (Odd): Error").code == "Odd"
-    assert client_s3dlio.read_failure("service error: NotFound (x)").code == ""
+    assert S3TorchClient.explain(Exception("Forbidden: AccessDenied")).code == "AccessDenied"
+    assert S3dlioClient.explain(Exception("service error: unhandled error (Odd): Error")).code == "Odd"
+    assert S3dlioClient.explain(Exception("service error: NotFound (x)")).code == ""
 
 
 def test_a_client_that_is_not_installed_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
