@@ -133,7 +133,7 @@ class StepRecorder:
     def add_span(self, span: SpanEvent) -> None:
         """Keep an epoch, a block or a checkpoint that has just ended; writes all steps before it."""
         self.flush()
-        self._spool.append_spans(np.array([span], SPAN_TYPE))
+        self._spool.append(np.array([span], SPAN_TYPE))
         if self._trace is not None:
             self._trace.add_span(span)
 
@@ -144,7 +144,7 @@ class StepRecorder:
 
     def flush(self) -> None:
         """Write the steps that wait."""
-        self._spool.append_steps(self._rows[: self._num_rows])
+        self._spool.append(self._rows[: self._num_rows])
         self._num_rows = 0
         self._flushed_ns = time.monotonic_ns()
         self._on_flush()

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from penstock.cluster.host_slots import HostSlots, count_ranks, is_loopback, parse_hostfile, parse_hosts
+from penstock.cluster.launcher_env import Launcher
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, Environment, user_settings
 from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
@@ -22,15 +22,6 @@ LauncherName = Literal["auto", "mpiexec", "mpirun", "srun", "pals"]
 
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE_HOSTFILE")
 """Inside these batch systems a launcher without hosts spreads ranks over the allocation's machines."""
-
-
-class LauncherFlavour(StrEnum):
-    """Launchers that take the same options, under any program name."""
-
-    HYDRA = "MPICH hydra"
-    OPEN_MPI = "Open MPI"
-    SRUN = "srun"
-    PALS = "PALS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +41,7 @@ class LauncherProgram:
     """A launcher program of this machine."""
 
     program: str
-    flavour: LauncherFlavour
+    kind: Launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +94,12 @@ def build_launch_plan(
         ranks = count_ranks(hosts, ranks, where=where)
         is_local = all(is_loopback(entry.host) for entry in hosts)
     else:
-        is_single = launcher.flavour in {LauncherFlavour.HYDRA, LauncherFlavour.OPEN_MPI}
+        is_single = launcher.kind in {Launcher.HYDRA, Launcher.OPEN_MPI}
         is_local = is_single and not any(name in environment for name in _ALLOCATIONS)
     if ranks is None:
         raise UsageError("The number of ranks is not given", fix="Give --ranks N, or --hosts a:4,b:4.")
     names = _traveling_names(request, environment)
-    options = _options(launcher.flavour, request.hostfile, ranks, hosts, names)
+    options = _options(launcher.kind, request.hostfile, ranks, hosts, names)
     return LaunchPlan(
         argv=(launcher.program, *options, *request.launcher_args, *program_argv),
         environment=environment,
@@ -132,7 +123,7 @@ def _traveling_names(request: LaunchRequest, environment: Environment) -> tuple[
 
 
 def _options(
-    flavour: LauncherFlavour,
+    launcher: Launcher,
     hostfile: str | None,
     ranks: int,
     hosts: tuple[HostSlots, ...],
@@ -141,23 +132,23 @@ def _options(
     counted = ",".join(f"{entry.host}:{entry.slots}" for entry in hosts)
     plain = ",".join(entry.host for entry in hosts)
     per_host = {entry.slots for entry in hosts}
-    if flavour in {LauncherFlavour.SRUN, LauncherFlavour.PALS} and len(per_host) > 1:
+    if launcher in {Launcher.SRUN, Launcher.PALS} and len(per_host) > 1:
         raise UsageError(
-            f"{flavour} places the same number of ranks on each host",
+            f"{launcher} places the same number of ranks on each host",
             where=counted.replace(",", ", "),
             fix="Give equal counts, or place ranks by --launcher-arg instead of --hosts.",
         )
-    match flavour:
-        case LauncherFlavour.HYDRA:
+    match launcher:
+        case Launcher.HYDRA:
             # It passes its whole environment on, by its own connections. It must not clean up by itself: that
             # would kill the supervisors but not what the ranks have started.
             options = ["-genvall", "-disable-auto-cleanup"]
             placement = ["-f", hostfile] if hostfile else ["-hosts", counted]
-        case LauncherFlavour.OPEN_MPI:
+        case Launcher.OPEN_MPI:
             # Ranks wait for storage, so they may outnumber cores, and their workers must not share one core.
             options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
             placement = ["--hostfile", hostfile] if hostfile else ["--host", counted]
-        case LauncherFlavour.SRUN:
+        case Launcher.SRUN:
             # Slurm exports all variables by its own connections; a rank that ends must not end the others.
             options = ["--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0"]
             # It takes a node list for a file only if it contains a slash.
@@ -168,11 +159,11 @@ def _options(
                 f"--ntasks-per-node={max(per_host, default=1)}",
             ]
             return [*options, *(placement if hosts else []), f"--ntasks={ranks}"]
-        case LauncherFlavour.PALS:
+        case _:  # PALS: ranks of torchrun are never started from here
             options = ["--envall", "--cpu-bind", "none"]
             where = ["--hostfile", hostfile] if hostfile else ["--hosts", plain]
             placement = ["--ppn", str(max(per_host, default=1)), *where]
-    exports = [word for name in names for word in ("-x", name)] if flavour is LauncherFlavour.OPEN_MPI else []
+    exports = [word for name in names for word in ("-x", name)] if launcher is Launcher.OPEN_MPI else []
     return [*options, *(placement if hosts else []), *exports, "-n", str(ranks)]
 
 
@@ -202,9 +193,9 @@ def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgr
             fix=advice.get(name, f"Install one with: {install_command('mpi')}"),
         )
     if name == "srun":
-        return LauncherProgram(program, LauncherFlavour.SRUN)
+        return LauncherProgram(program, Launcher.SRUN)
     if name == "pals":
-        return LauncherProgram(program, LauncherFlavour.PALS)
+        return LauncherProgram(program, Launcher.PALS)
     command = [program, "--version"]
     try:
         answer = subprocess.run(
@@ -214,20 +205,20 @@ def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgr
         raise Unavailable(
             f"{program} --version did not answer: {error}", fix="Choose another --launcher."
         ) from error
-    return LauncherProgram(program, parse_flavour(answer.stdout + answer.stderr, program))
+    return LauncherProgram(program, parse_version(answer.stdout + answer.stderr, program))
 
 
-def parse_flavour(version_text: str, program: str) -> LauncherFlavour:
+def parse_version(version_text: str, program: str) -> Launcher:
     """The launcher whose options `program` takes, from the output of its --version."""
     marks = {
-        LauncherFlavour.HYDRA: ("HYDRA", "Intel(R) MPI"),
-        LauncherFlavour.OPEN_MPI: ("Open MPI", "OpenRTE", "PRRTE", "prterun"),
-        LauncherFlavour.PALS: ("PALS", "pals"),
-        LauncherFlavour.SRUN: ("slurm",),
+        Launcher.HYDRA: ("HYDRA", "Intel(R) MPI"),
+        Launcher.OPEN_MPI: ("Open MPI", "OpenRTE", "PRRTE", "prterun"),
+        Launcher.PALS: ("PALS", "pals"),
+        Launcher.SRUN: ("slurm",),
     }
-    for flavour, words in marks.items():
+    for launcher, words in marks.items():
         if any(word in version_text for word in words):
-            return flavour
+            return launcher
     raise Unavailable(
         f"{program} is an unknown launcher: {version_text.strip()[:120]!r}",
         fix="Use the mpiexec of MPICH or Open MPI, or --launcher srun or pals.",

@@ -11,13 +11,13 @@ from penstock.errors import Unavailable, UsageError
 
 
 class Launcher(StrEnum):
-    """The launcher that started this process as a rank."""
+    """Launchers of ranks; several programs may belong to one."""
 
     TORCHRUN = "torchrun"
     PALS = "PALS"
     OPEN_MPI = "Open MPI"
-    HYDRA = "mpiexec"
-    SLURM = "srun"
+    HYDRA = "MPICH hydra"
+    SRUN = "srun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ _PLACES = (
     (Launcher.PALS, "PALS_RANKID", "PMI_SIZE", "PALS_RANKID"),
     (Launcher.OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     (Launcher.HYDRA, "PMI_RANK", "PMI_SIZE", "PMI_RANK"),
-    (Launcher.SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
+    (Launcher.SRUN, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
 )
 """Launcher, its variables for rank and size, and one that proves its presence; innermost first."""
 
@@ -48,7 +48,7 @@ def detect_rank(environment: Environment) -> LauncherRank | None:
         if {rank, size, proof} <= environment.keys():
             ranked = LauncherRank(launcher, _number(environment, rank), _number(environment, size))
             # A single task of Slurm looks like a plain shell in an allocation: it does not count as a launch.
-            if launcher is not Launcher.SLURM or (
+            if launcher is not Launcher.SRUN or (
                 ranked.size > 1 and _number(environment, proof) < _FIRST_STEP_OF_SLURM_ITSELF
             ):
                 return ranked

@@ -64,10 +64,6 @@ class DlioOutputs:
         """DLIO's `potential_caching`: 1 where a host's share of the data fits into its memory, else 0."""
         return int(self.data_gib_per_host < host.memory_bytes / GIB)
 
-    def host_of(self, rank: RankEvents) -> HostFacts:
-        """The machine that a rank ran on."""
-        return next((host for host in self.hosts if host.host == rank.clock.host), self.hosts[0])
-
 
 CheckpointKey = tuple[int, int, int, int]
 """A checkpoint's kind, epoch, block and step."""
@@ -196,7 +192,7 @@ def metric_lines(document: Mapping[str, Any]) -> list[str]:
 
 def rank_output(run: DlioOutputs, rank: RankEvents) -> dict[str, Any]:
     """The content of `R_output.json`: every step's times, and each block's figures."""
-    host = run.host_of(rank)
+    host = next((host for host in run.hosts if host.host == rank.clock.host), run.hosts[0])
     epochs = {}
     for span in rank.spans_of(SpanKind.EPOCH):
         columns: dict[str, dict[str, Any]] = {

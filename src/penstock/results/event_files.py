@@ -49,20 +49,19 @@ def spool_paths(run_folder: Path) -> list[Path]:
 
 
 class SpoolWriter:
-    """Appends rows. What `append_*` has returned from survives a kill, though not a power cut."""
+    """Appends rows. What `append` has returned from survives a kill, though not a power cut."""
 
     def __init__(self, path: Path, clock: step_events.RankClock) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)
         self._write(json.dumps({"format": step_events.FORMAT_VERSION, **asdict(clock)}).encode() + b"\n")
 
-    def append_steps(self, rows: step_events.Rows) -> None:
-        """Append steps, in one frame."""
-        self._append(_STEPS, rows)
-
-    def append_spans(self, rows: step_events.Rows) -> None:
-        """Append spans, in one frame."""
-        self._append(_SPANS, rows)
+    def append(self, rows: step_events.Rows) -> None:
+        """Append steps or spans, in one frame."""
+        if len(rows):
+            kind = _STEPS if rows.dtype == step_events.STEP_TYPE else _SPANS
+            content = rows.tobytes()
+            self._write(_FRAME.pack(_MAGIC, kind, len(rows), zlib.crc32(content)) + content)
 
     def close(self) -> None:
         """Make everything durable. May be called twice."""
@@ -75,11 +74,6 @@ class SpoolWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _append(self, kind: int, rows: step_events.Rows) -> None:
-        if len(rows):
-            content = rows.tobytes()
-            self._write(_FRAME.pack(_MAGIC, kind, len(rows), zlib.crc32(content)) + content)
 
     def _write(self, content: bytes) -> None:
         rest = memoryview(content)

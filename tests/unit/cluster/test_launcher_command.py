@@ -5,23 +5,23 @@ from typing import Any
 import pytest
 
 from penstock.cluster.launcher_command import (
-    LauncherFlavour,
     LauncherProgram,
     LaunchPlan,
     LaunchRequest,
     build_launch_plan,
     find_launcher,
-    parse_flavour,
     parse_launcher_name,
+    parse_version,
     plan_launch,
 )
+from penstock.cluster.launcher_env import Launcher
 from penstock.errors import Unavailable, UsageError
 
 PROGRAM = ("python", "-m", "penstock", "storage", "probe")
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "hush", "PENSTOCK_HOST": "rack7", "HOME": "/home/me", "MINE": "quiet"}
 
 
-def plan(flavour: LauncherFlavour, *, hostfile_text: str | None = None, **asked: Any) -> LaunchPlan:
+def plan(flavour: Launcher, *, hostfile_text: str | None = None, **asked: Any) -> LaunchPlan:
     return build_launch_plan(
         LaunchRequest(**asked),
         PROGRAM,
@@ -31,7 +31,7 @@ def plan(flavour: LauncherFlavour, *, hostfile_text: str | None = None, **asked:
     )
 
 
-def options(flavour: LauncherFlavour, *, hostfile_text: str | None = None, **asked: Any) -> str:
+def options(flavour: Launcher, *, hostfile_text: str | None = None, **asked: Any) -> str:
     argv = plan(flavour, hostfile_text=hostfile_text, **asked).argv
     assert argv[0] == "/opt/launcher"
     assert argv[-len(PROGRAM) :] == PROGRAM
@@ -39,12 +39,12 @@ def options(flavour: LauncherFlavour, *, hostfile_text: str | None = None, **ask
 
 
 GOLDEN = {
-    LauncherFlavour.HYDRA: {
+    Launcher.HYDRA: {
         "ranks": "-genvall -disable-auto-cleanup -n 4",
         "hosts": "-genvall -disable-auto-cleanup -hosts a:2,b:2 -n 4",
         "hostfile": "-genvall -disable-auto-cleanup -f rack7.txt -n 4",
     },
-    LauncherFlavour.OPEN_MPI: {
+    Launcher.OPEN_MPI: {
         "ranks": "--map-by :OVERSUBSCRIBE --bind-to none -x AWS_SECRET_ACCESS_KEY -x MINE "
         "-x PENSTOCK_CONTROL_ADDRESS -x PENSTOCK_CONTROL_TOKEN -x PENSTOCK_HOST -n 4",
         "hosts": "--map-by :OVERSUBSCRIBE --bind-to none --host a:2,b:2 -x AWS_SECRET_ACCESS_KEY -x MINE "
@@ -52,14 +52,14 @@ GOLDEN = {
         "hostfile": "--map-by :OVERSUBSCRIBE --bind-to none --hostfile rack7.txt -x AWS_SECRET_ACCESS_KEY "
         "-x MINE -x PENSTOCK_CONTROL_ADDRESS -x PENSTOCK_CONTROL_TOKEN -x PENSTOCK_HOST -n 4",
     },
-    LauncherFlavour.SRUN: {
+    Launcher.SRUN: {
         "ranks": "--export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --ntasks=4",
         "hosts": "--export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --nodes=2 --nodelist=a,b "
         "--ntasks-per-node=2 --ntasks=4",
         "hostfile": "--export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --nodes=2 "
         "--nodelist=./rack7.txt --ntasks-per-node=2 --ntasks=4",
     },
-    LauncherFlavour.PALS: {
+    Launcher.PALS: {
         "ranks": "--envall --cpu-bind none -n 4",
         "hosts": "--envall --cpu-bind none --ppn 2 --hosts a,b -n 4",
         "hostfile": "--envall --cpu-bind none --ppn 2 --hostfile rack7.txt -n 4",
@@ -72,36 +72,36 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("flavour", LauncherFlavour)
+@pytest.mark.parametrize("flavour", GOLDEN)
 @pytest.mark.parametrize("way", ASKED)
-def test_each_launcher_gets_its_own_options(flavour: LauncherFlavour, way: str) -> None:
+def test_each_launcher_gets_its_own_options(flavour: Launcher, way: str) -> None:
     assert options(flavour, env_names=("MINE",), **ASKED[way]) == GOLDEN[flavour][way]
 
 
-@pytest.mark.parametrize("flavour", LauncherFlavour)
-def test_no_value_of_a_variable_is_in_a_command_line(flavour: LauncherFlavour) -> None:
+@pytest.mark.parametrize("flavour", GOLDEN)
+def test_no_value_of_a_variable_is_in_a_command_line(flavour: Launcher) -> None:
     shown = " ".join(plan(flavour, ranks=4, env_names=("MINE",)).argv)
     assert not [value for value in SECRETS.values() if value in shown]
 
 
-@pytest.mark.parametrize("flavour", LauncherFlavour)
-def test_the_plan_keeps_the_whole_environment_and_counts_ranks(flavour: LauncherFlavour) -> None:
+@pytest.mark.parametrize("flavour", GOLDEN)
+def test_the_plan_keeps_the_whole_environment_and_counts_ranks(flavour: Launcher) -> None:
     made = plan(flavour, hosts="a:3,b:3")
     assert (made.environment, made.ranks, made.is_local) == (SECRETS, 6, False)
 
 
 def test_extra_arguments_come_last_so_that_they_win() -> None:
-    asked = options(LauncherFlavour.HYDRA, ranks=2, launcher_args=("-launcher", "fork"))
+    asked = options(Launcher.HYDRA, ranks=2, launcher_args=("-launcher", "fork"))
     assert asked == "-genvall -disable-auto-cleanup -n 2 -launcher fork"
 
 
 def test_a_host_file_elsewhere_keeps_its_path_for_srun() -> None:
-    asked = options(LauncherFlavour.SRUN, hostfile="/etc/rack7", hostfile_text="a:1")
+    asked = options(Launcher.SRUN, hostfile="/etc/rack7", hostfile_text="a:1")
     assert "--nodelist=/etc/rack7" in asked
 
 
-@pytest.mark.parametrize("flavour", [LauncherFlavour.SRUN, LauncherFlavour.PALS])
-def test_unequal_counts_are_refused_where_a_launcher_cannot_place_them(flavour: LauncherFlavour) -> None:
+@pytest.mark.parametrize("flavour", [Launcher.SRUN, Launcher.PALS])
+def test_unequal_counts_are_refused_where_a_launcher_cannot_place_them(flavour: Launcher) -> None:
     with pytest.raises(UsageError, match="same number of ranks on each host") as caught:
         plan(flavour, hosts="a:1,b:2")
     assert caught.value.where == "a:1, b:2"
@@ -109,52 +109,52 @@ def test_unequal_counts_are_refused_where_a_launcher_cannot_place_them(flavour: 
 
 def test_hosts_and_a_host_file_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="mutually exclusive"):
-        plan(LauncherFlavour.HYDRA, hosts="a:1", hostfile="f", hostfile_text="a:1")
+        plan(Launcher.HYDRA, hosts="a:1", hostfile="f", hostfile_text="a:1")
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_fewer_than_one_rank_cannot_run(ranks: int) -> None:
     with pytest.raises(UsageError, match="--ranks is"):
-        plan(LauncherFlavour.HYDRA, ranks=ranks)
+        plan(Launcher.HYDRA, ranks=ranks)
 
 
 def test_nothing_to_count_ranks_by_is_refused() -> None:
     with pytest.raises(UsageError, match="number of ranks"):
-        plan(LauncherFlavour.HYDRA)
+        plan(Launcher.HYDRA)
 
 
 def test_more_ranks_than_slots_are_refused() -> None:
     with pytest.raises(UsageError, match="5 ranks do not fit into 4 slots") as caught:
-        plan(LauncherFlavour.HYDRA, ranks=5, hosts="a:2,b:2")
+        plan(Launcher.HYDRA, ranks=5, hosts="a:2,b:2")
     assert caught.value.where == "--hosts a:2,b:2"
 
 
 def test_a_value_behind_an_env_name_is_refused_without_repeating_it() -> None:
     with pytest.raises(UsageError, match="holds a value") as caught:
-        plan(LauncherFlavour.HYDRA, ranks=2, env_names=("TOKEN=hush-hush",))
+        plan(Launcher.HYDRA, ranks=2, env_names=("TOKEN=hush-hush",))
     assert "hush-hush" not in str(caught.value)
 
 
 def test_an_env_name_that_is_not_set_is_refused() -> None:
     with pytest.raises(UsageError, match="--env NOBODY is not set"):
-        plan(LauncherFlavour.HYDRA, ranks=2, env_names=("NOBODY",))
+        plan(Launcher.HYDRA, ranks=2, env_names=("NOBODY",))
 
 
 @pytest.mark.parametrize(
     ("flavour", "environment", "asked", "local"),
     [
-        (LauncherFlavour.HYDRA, {}, {"ranks": 2}, True),
-        (LauncherFlavour.OPEN_MPI, {}, {"ranks": 2}, True),
-        (LauncherFlavour.SRUN, {}, {"ranks": 2}, False),
-        (LauncherFlavour.PALS, {}, {"ranks": 2}, False),
-        (LauncherFlavour.HYDRA, {"SLURM_JOB_ID": "7"}, {"ranks": 2}, False),
-        (LauncherFlavour.HYDRA, {"PBS_NODEFILE": "/var/x"}, {"hosts": "localhost:2"}, True),
-        (LauncherFlavour.HYDRA, {}, {"hosts": "127.0.0.2:1,127.0.0.3:1"}, True),
-        (LauncherFlavour.HYDRA, {}, {"hosts": "127.0.0.2:1,node1:1"}, False),
+        (Launcher.HYDRA, {}, {"ranks": 2}, True),
+        (Launcher.OPEN_MPI, {}, {"ranks": 2}, True),
+        (Launcher.SRUN, {}, {"ranks": 2}, False),
+        (Launcher.PALS, {}, {"ranks": 2}, False),
+        (Launcher.HYDRA, {"SLURM_JOB_ID": "7"}, {"ranks": 2}, False),
+        (Launcher.HYDRA, {"PBS_NODEFILE": "/var/x"}, {"hosts": "localhost:2"}, True),
+        (Launcher.HYDRA, {}, {"hosts": "127.0.0.2:1,127.0.0.3:1"}, True),
+        (Launcher.HYDRA, {}, {"hosts": "127.0.0.2:1,node1:1"}, False),
     ],
 )
 def test_a_job_is_local_only_when_no_rank_can_be_elsewhere(
-    flavour: LauncherFlavour,
+    flavour: Launcher,
     environment: dict[str, str],
     asked: dict[str, Any],
     local: bool,  # noqa: FBT001 - a table
@@ -167,22 +167,22 @@ def test_a_job_is_local_only_when_no_rank_can_be_elsewhere(
 @pytest.mark.parametrize(
     ("said", "flavour"),
     [
-        ("HYDRA build details:\n    Version: 5.0.2", LauncherFlavour.HYDRA),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.14", LauncherFlavour.HYDRA),
-        ("mpiexec (Open MPI) 5.0.11", LauncherFlavour.OPEN_MPI),
-        ("mpirun (OpenRTE) 4.1.6", LauncherFlavour.OPEN_MPI),
-        ("prterun (PRRTE) 3.0.6", LauncherFlavour.OPEN_MPI),
-        ("mpiexec version 1.5.0 (PALS)", LauncherFlavour.PALS),
-        ("slurm 24.05.1", LauncherFlavour.SRUN),
+        ("HYDRA build details:\n    Version: 5.0.2", Launcher.HYDRA),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.14", Launcher.HYDRA),
+        ("mpiexec (Open MPI) 5.0.11", Launcher.OPEN_MPI),
+        ("mpirun (OpenRTE) 4.1.6", Launcher.OPEN_MPI),
+        ("prterun (PRRTE) 3.0.6", Launcher.OPEN_MPI),
+        ("mpiexec version 1.5.0 (PALS)", Launcher.PALS),
+        ("slurm 24.05.1", Launcher.SRUN),
     ],
 )
-def test_a_launchers_flavour_is_parsed_from_its_version(said: str, flavour: LauncherFlavour) -> None:
-    assert parse_flavour(said, "mpiexec") is flavour
+def test_a_launchers_flavour_is_parsed_from_its_version(said: str, flavour: Launcher) -> None:
+    assert parse_version(said, "mpiexec") is flavour
 
 
 def test_an_unknown_launcher_is_refused_with_its_version_text() -> None:
     with pytest.raises(Unavailable, match=r"LAM 7\.1"):
-        parse_flavour("LAM 7.1", "mpiexec")
+        parse_version("LAM 7.1", "mpiexec")
 
 
 def test_only_launchers_that_exist_have_names() -> None:
@@ -202,9 +202,7 @@ def fake_launcher(folder: Path, name: str, says: str) -> Path:
 def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     beside = fake_launcher(tmp_path, "mpiexec", "echo HYDRA")
-    assert find_launcher("auto", {"PATH": "/usr/bin:/bin"}) == LauncherProgram(
-        str(beside), LauncherFlavour.HYDRA
-    )
+    assert find_launcher("auto", {"PATH": "/usr/bin:/bin"}) == LauncherProgram(str(beside), Launcher.HYDRA)
 
 
 def test_without_one_beside_it_path_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +213,9 @@ def test_without_one_beside_it_path_is_searched(tmp_path: Path, monkeypatch: pyt
         name: str(fake_launcher(folder, name, "echo Open MPI")) for name in ("mpirun", "srun", "mpiexec")
     }
     environment = {"PATH": f"{folder}:/usr/bin:/bin"}
-    assert find_launcher("mpirun", environment) == LauncherProgram(found["mpirun"], LauncherFlavour.OPEN_MPI)
-    assert find_launcher("srun", environment) == LauncherProgram(found["srun"], LauncherFlavour.SRUN)
-    assert find_launcher("pals", environment) == LauncherProgram(found["mpiexec"], LauncherFlavour.PALS)
+    assert find_launcher("mpirun", environment) == LauncherProgram(found["mpirun"], Launcher.OPEN_MPI)
+    assert find_launcher("srun", environment) == LauncherProgram(found["srun"], Launcher.SRUN)
+    assert find_launcher("pals", environment) == LauncherProgram(found["mpiexec"], Launcher.PALS)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def spooled(folder: Path, ranks: list[RankEvents]) -> None:
     for rank in ranks:
         with SpoolWriter(spool_path(folder, rank.clock.rank), rank.clock) as spool:
             for row in range(0, len(rank.steps), 3):
-                spool.append_steps(rank.steps[row : row + 3])
-            spool.append_spans(rank.spans)
+                spool.append(rank.steps[row : row + 3])
+            spool.append(rank.spans)
 
 
 def assert_same(found: list[RankEvents], wanted: list[RankEvents]) -> None:
@@ -128,7 +128,7 @@ def test_a_spool_cut_anywhere_yields_the_frames_before_the_cut(
     with SpoolWriter(path, rank.clock) as spool:
         ends = []
         for row in rank.steps:
-            spool.append_steps(np.array([row]))
+            spool.append(np.array([row]))
             ends.append(path.stat().st_size)
     whole = path.read_bytes()
     header = whole.index(b"\n") + 1
@@ -147,10 +147,10 @@ def test_a_damaged_frame_and_all_behind_it_are_left_out(tmp_path: Path, position
     path = tmp_path / "0.events"
     (rank,) = even_run(num_ranks=1)
     with SpoolWriter(path, rank.clock) as spool:
-        spool.append_steps(rank.steps[:2])
+        spool.append(rank.steps[:2])
         begin = path.stat().st_size
-        spool.append_steps(rank.steps[2:])
-        spool.append_spans(rank.spans)
+        spool.append(rank.steps[2:])
+        spool.append(rank.spans)
     content = bytearray(path.read_bytes())
     content[begin + position] ^= 0xFF
     path.write_bytes(content)
@@ -200,8 +200,8 @@ def test_tables_of_another_format_or_none_at_all_are_refused(tmp_path: Path) -> 
 def test_spool_is_closed_at_the_end_of_its_block(tmp_path: Path) -> None:
     (rank,) = even_run(num_ranks=1)
     with SpoolWriter(spool_path(tmp_path, 0), rank.clock) as spool:
-        spool.append_steps(rank.steps)
+        spool.append(rank.steps)
     with pytest.raises(ValueError, match="closed"):
-        spool.append_spans(rank.spans)
+        spool.append(rank.spans)
     spool.close()
     assert_same([read_spool(spool_path(tmp_path, 0))], [replace(rank, spans=rank.spans[:0])])

@@ -200,8 +200,8 @@ def test_the_figures_of_a_run_that_was_cut_short_are_those_of_its_complete_epoch
     events = script.events()
     with ActiveRun.start(tmp_path, a_request(workload, 1)) as run:
         with SpoolWriter(spool_path(run.folder, 0), events.clock) as spool:
-            spool.append_steps(events.steps)
-            spool.append_spans(events.spans)
+            spool.append(events.steps)
+            spool.append(events.spans)
         figures = recompute_figures(run.folder, read_record(run.folder))
         run.finish()
     assert figures is not None

@@ -93,15 +93,12 @@ def overall_verdict(checks: Sequence[HomogeneityCheck]) -> Verdict:
 
 
 def _everyone(cluster: ClusterFacts) -> HomogeneityCheck:
-    if cluster.absent:
-        absent = "; ".join(f"{host.host}: {host.reason}" for host in cluster.absent)
-        return HomogeneityCheck(
-            "hosts",
-            "not checked",
-            f"{len(cluster.absent)} of {len(cluster.asked)} did not report: {absent}",
-            "Collect the facts of all hosts before comparing them.",
-        )
-    return HomogeneityCheck("hosts", "pass", f"all {len(cluster.asked)} reported")
+    if not cluster.absent:
+        return HomogeneityCheck("hosts", "pass", f"all {len(cluster.asked)} reported")
+    absent = "; ".join(f"{host.host}: {host.reason}" for host in cluster.absent)
+    found = f"{len(cluster.absent)} of {len(cluster.asked)} did not report: {absent}"
+    fix = "Collect the facts of all hosts before comparing them."
+    return HomogeneityCheck("hosts", "not checked", found, fix)
 
 
 def _identity(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
@@ -109,15 +106,10 @@ def _identity(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
     by_boot = _grouped(hosts, lambda report: report.boot_id)
     duplicates = [names for boot_id, names in by_boot.items() if boot_id is not None and len(names) > 1]
     if duplicates:
-        return HomogeneityCheck(
-            "identity",
-            "fail",
-            "; ".join(f"{', '.join(names)} are one machine" for names in duplicates),
-            "Name each machine once; else sums over hosts count it several times.",
-        )
-    return _unknown("identity", by_boot) or HomogeneityCheck(
-        "identity", "pass", "every name is a different machine"
-    )
+        found = "; ".join(f"{', '.join(names)} are one machine" for names in duplicates)
+        fix = "Name each machine once; else sums over hosts count it several times."
+        return HomogeneityCheck("identity", "fail", found, fix)
+    return _pass("identity", by_boot, "every name is a different machine")
 
 
 def _memory(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
@@ -127,10 +119,8 @@ def _memory(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
         found = f"{least} has {format_bytes(known[least])}, {most} has {format_bytes(known[most])}"
         fix = "Use hosts with equal memory only."
         return HomogeneityCheck("memory", "fail", found, fix)
-    unknown = _unknown("memory", _grouped(hosts, lambda report: report.memory_bytes))
-    return unknown or HomogeneityCheck(
-        "memory", "pass", f"{format_bytes(sum(known.values()))} on all hosts together"
-    )
+    by_size = _grouped(hosts, lambda report: report.memory_bytes)
+    return _pass("memory", by_size, f"{format_bytes(sum(known.values()))} on all hosts together")
 
 
 def _cores(cpu: Cpu) -> str:
@@ -177,7 +167,7 @@ def _skew(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
     longest_s = max((host.answered_unix_s - host.asked_unix_s for host in hosts), default=0.0)
     found = f"no difference above {LARGEST_SKEW_S:g} s; the queries took up to {longest_s:.1f} s"
     by_clock = _grouped(hosts, lambda report: report.clock and report.clock.read_unix_s)
-    return _unknown("clocks", by_clock) or HomogeneityCheck("clocks", "pass", found)
+    return _pass("clocks", by_clock, found)
 
 
 def _synchronised(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
@@ -189,9 +179,7 @@ def _synchronised(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
             f"the kernel considers its clock unsynchronised on {', '.join(by_state[False])}",
             "Start chrony there, to compare times between hosts.",
         )
-    return _unknown("clock service", by_state) or HomogeneityCheck(
-        "clock service", "pass", "all kernels consider their clock synchronised"
-    )
+    return _pass("clock service", by_state, "all kernels consider their clock synchronised")
 
 
 def _same(
@@ -203,7 +191,7 @@ def _same(
     if len(known) > 1:
         found = "; ".join(f"{value} on {', '.join(names)}" for value, names in known.items())
         return HomogeneityCheck(subject, "fail", found, fix)
-    return _unknown(subject, groups) or HomogeneityCheck(subject, "pass", str(next(iter(known), "no host")))
+    return _pass(subject, groups, str(next(iter(known), "no host")))
 
 
 def _same_entries(
@@ -219,8 +207,8 @@ def _same_entries(
     num_names, differences = find_differences(known, absent="absent", name=", ".join)
     if differences:
         return HomogeneityCheck(subject, differing, "; ".join(differences), fix)
-    unknown = _unknown(subject, _grouped(hosts, lambda report: None if facts(report) is None else True))
-    return unknown or HomogeneityCheck(subject, "pass", f"{num_names} the same on all hosts")
+    groups = _grouped(hosts, lambda report: None if facts(report) is None else True)
+    return _pass(subject, groups, f"{num_names} the same on all hosts")
 
 
 def find_differences(
@@ -249,15 +237,13 @@ def _grouped(
     return dict(groups)
 
 
-def _unknown(subject: str, groups: Mapping[Hashable, list[str]]) -> HomogeneityCheck | None:
+def _pass(subject: str, groups: Mapping[Hashable, list[str]], found: str) -> HomogeneityCheck:
+    """The check is passed, unless a fact of some host is unknown."""
     if None not in groups:
-        return None
-    return HomogeneityCheck(
-        subject,
-        "not checked",
-        f"unknown on {', '.join(groups[None])}",
-        "See why under `unread` of those hosts, and collect again.",
-    )
+        return HomogeneityCheck(subject, "pass", found)
+    unknown = f"unknown on {', '.join(groups[None])}"
+    fix = "See why under `unread` of those hosts, and collect again."
+    return HomogeneityCheck(subject, "not checked", unknown, fix)
 
 
 # The page

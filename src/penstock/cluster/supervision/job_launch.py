@@ -137,7 +137,7 @@ def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server:
     """Wait for the ranks of a launcher that has ended: finished, still stopping, or never started."""
     if not server.arrived and server.failure is None:
         raise RankError(
-            f"{plan.launcher.flavour} ended with exit code {launcher.returncode} before any rank had started",
+            f"{plan.launcher.kind} ended with exit code {launcher.returncode} before any rank had started",
             where=plan.launcher.program,
             fix="Its messages above say why; the ranks' program must start on every host.",
         )
@@ -150,7 +150,7 @@ def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server:
     if server.failure is None and len(server.exit_codes) < plan.ranks:
         missing = sorted(set(range(plan.ranks)) - server.exit_codes.keys())
         raise RankError(
-            f"{plan.launcher.flavour} ended with exit code {launcher.returncode}, "
+            f"{plan.launcher.kind} ended with exit code {launcher.returncode}, "
             f"but {len(missing)} of {plan.ranks} ranks never reported (first: rank {missing[0]})",
             where=plan.launcher.program,
             fix="Its messages above say why.",
