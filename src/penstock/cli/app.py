@@ -94,7 +94,7 @@ KVCACHE = Group(
         "run": "penstock.cli.kvcache_benchmark:run",
         "replay": "penstock.cli.kvcache_benchmark:replay",
         "compare": "penstock.cli.kvcache_benchmark:compare",
-        "inspect": "penstock.cli.kvcache_inspection:inspect",
+        "inspect": "penstock.cli.kvcache_planning:inspect",
     },
 )
 RESULTS = Group(
@@ -229,7 +229,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
     """Run a program of ours to its exit code, and explain whatever ends it."""
-    _escape_unknown_characters()
+    # What the locale's encoding lacks is printed as escapes: names in checkpoints are any Unicode.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return int(program() or 0)
     except SystemExit as leaving:
@@ -239,13 +242,6 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
         return _explain("interrupted", INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the command line's edge: whatever arrives here is explained
         return _explain_error(error, traceback=debug)
-
-
-def _escape_unknown_characters() -> None:
-    """Let what the locale's encoding lacks be printed as escapes: names in checkpoints are any Unicode."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:

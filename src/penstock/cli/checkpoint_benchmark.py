@@ -25,7 +25,7 @@ from penstock.cli.parsers import MODEL, SCALE, SETTING, SIZE, TEXT, TIME, URI, c
 from penstock.cli.rank_options import followed
 from penstock.cli.run_reports import capture_checkpoint_output, checkpoint_warnings, view_checkpoints
 from penstock.cli.submission_options import ResultOptions, open_session, parse_changes
-from penstock.cli.terminal import Terminal, View, table
+from penstock.cli.terminal import Line, Terminal, table
 from penstock.cluster.comm import Comm
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.environment import process_environment, untraced
@@ -412,7 +412,8 @@ def models(terminal: Terminal) -> None:
     from penstock.workload.load_workload import load_model
     from penstock.workload.shipped_catalog import cards
 
-    entries = []
+    entries: list[dict[str, Any]] = []
+    lines: list[Line] = []
     for name, card in cards().items():
         model = load_model(name)
         layout = plan_model_layout(model, ranks=None, scale=Fraction(1), is_subset=False)
@@ -432,13 +433,11 @@ def models(terminal: Terminal) -> None:
                 "total_bytes": layout.total_bytes,
             }
         )
-    terminal.result({"models": entries}, _view_models(entries))
-
-
-def _view_models(entries: list[dict[str, Any]]) -> View:
-    for model in entries:
-        also = f" (DLIO's {', '.join(model['also'])})" if model["also"] else ""
-        yield [(model["name"], "bold"), also]
-        yield [("  " + model["about"], "italic")]
-        size = format_bytes(model["total_bytes"])
-        yield f"  {size} in {model['files']:,} files of {model['ranks']:,} ranks"
+        size_text = format_bytes(layout.total_bytes)
+        also = f" (DLIO's {', '.join(card.aliases)})" if card.aliases else ""
+        lines += [
+            [(name, "bold"), also],
+            [("  " + model.about, "italic")],
+            f"  {size_text} in {layout.num_files:,} files of {layout.num_processes:,} ranks",
+        ]
+    terminal.result({"models": entries}, lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import PAGE, write_page
 from penstock.cli.options import option, required, verb
@@ -101,7 +101,34 @@ def plan(
         strategies, interval_s=interval_s, random=np.random.default_rng(seed)
     )
     write_page(page, lambda: _report(predictions), terminal)
-    terminal.result(_document(predictions), table("What is left for training", _rows(predictions)))
+    document = {
+        "best": max(predictions, key=lambda prediction: prediction.efficiency).strategy.name,
+        "ways": [
+            {
+                "name": prediction.strategy.name,
+                "blocked_s": prediction.strategy.blocked_s,
+                "interval_s": prediction.interval_s,
+                "efficiency": prediction.efficiency,
+                "simulated_efficiency": prediction.simulated,
+                "simulated_failures": prediction.num_failures,
+                "agrees": prediction.agrees,
+                "warnings": list(prediction.strategy.warnings),
+                "failures": [
+                    {
+                        "kind": failure.name,
+                        "mtbf_s": failure.mtbf_s,
+                        "survived_by_every": failure.every,
+                        "latency_s": failure.latency_s,
+                        "recovery_s": failure.recovery_s,
+                        "restored_from": failure.restored_from,
+                    }
+                    for failure in prediction.strategy.failures
+                ],
+            }
+            for prediction in predictions
+        ],
+    }
+    terminal.result(document, table("What is left for training", _rows(predictions)))
     terminal.notes(_list_doubts(predictions))
 
 
@@ -155,37 +182,6 @@ def _list_doubts(predictions: Sequence[Prediction]) -> list[str]:
                 "than the formula assumes; trust the simulation"
             )
     return doubts
-
-
-def _document(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    best = max(predictions, key=lambda prediction: prediction.efficiency)
-    return {
-        "best": best.strategy.name,
-        "ways": [
-            {
-                "name": prediction.strategy.name,
-                "blocked_s": prediction.strategy.blocked_s,
-                "interval_s": prediction.interval_s,
-                "efficiency": prediction.efficiency,
-                "simulated_efficiency": prediction.simulated,
-                "simulated_failures": prediction.num_failures,
-                "agrees": prediction.agrees,
-                "warnings": list(prediction.strategy.warnings),
-                "failures": [
-                    {
-                        "kind": failure.name,
-                        "mtbf_s": failure.mtbf_s,
-                        "survived_by_every": failure.every,
-                        "latency_s": failure.latency_s,
-                        "recovery_s": failure.recovery_s,
-                        "restored_from": failure.restored_from,
-                    }
-                    for failure in prediction.strategy.failures
-                ],
-            }
-            for prediction in predictions
-        ],
-    }
 
 
 def _rows(predictions: Sequence[Prediction]) -> list[dict[str, str]]:

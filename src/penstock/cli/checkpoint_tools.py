@@ -14,9 +14,7 @@ from penstock.cli.terminal import Terminal, TextTable, View, table
 from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.tools.diff import CheckpointComparison
     from penstock.checkpoint.tools.inspection import CheckpointDetails
-    from penstock.checkpoint.tools.verify import Verification
 
 DIFFERENT = 1
 DAMAGED = 1
@@ -149,28 +147,25 @@ def diff(
 
     with terminal.progress() as progress:
         comparison = diff.compare(first, second, only=only, progress=progress)
-    document = {**asdict(comparison), "are_same": comparison.are_same}
-    terminal.result(document, _view_differences(comparison))
-    return 0 if comparison.are_same else DIFFERENT
-
-
-def _view_differences(comparison: CheckpointComparison) -> View:
     different = [part for part in comparison.parts if part.outcome.value != "same"]
-    if different:
-        rows = [
-            {
-                "name": part.name,
-                "outcome": part.outcome.value,
-                "first": part.first,
-                "second": part.second,
-                "elements": str(part.different_elements) if part.different_elements else "",
-                "largest": "" if part.largest_difference is None else f"{part.largest_difference:.3g}",
-            }
-            for part in different
-        ]
-        yield TextTable(f"{comparison.first} and {comparison.second}", rows)
+    rows = [
+        {
+            "name": part.name,
+            "outcome": part.outcome.value,
+            "first": part.first,
+            "second": part.second,
+            "elements": str(part.different_elements) if part.different_elements else "",
+            "largest": "" if part.largest_difference is None else f"{part.largest_difference:.3g}",
+        }
+        for part in different
+    ]
     num_same = len(comparison.parts) - len(different)
-    yield f"{num_same} of {len(comparison.parts)} parts are the same, {len(different)} are not"
+    view = [
+        *(table(f"{comparison.first} and {comparison.second}", rows) if rows else ()),
+        f"{num_same} of {len(comparison.parts)} parts are the same, {len(different)} are not",
+    ]
+    terminal.result({**asdict(comparison), "are_same": comparison.are_same}, view)
+    return 0 if comparison.are_same else DIFFERENT
 
 
 @verb
@@ -198,26 +193,20 @@ def verify(
         report = verification.verify(path, progress)
     elapsed_s = time.monotonic() - started_s
     terminal.notes(report.notes)
-    document = {**asdict(report), "is_whole": report.is_whole, "elapsed_s": elapsed_s}
-    terminal.result(document, _view_verification(report, elapsed_s))
-    if not report.is_whole:
-        return DAMAGED
-    return 0 if report.is_checked else NOT_CHECKED
-
-
-def _view_verification(report: Verification, elapsed_s: float) -> View:
-    for damage in report.damage:
-        yield f"damaged: {damage}"
     rate = format_rate(report.checked_bytes / elapsed_s) if elapsed_s > 0 else "-"
-    size = f"{format_bytes(report.checked_bytes)} of {format_bytes(report.size_bytes)} checked"
     verdict = "whole" if report.is_whole and report.is_checked else "not checked"
     if report.damage:
         verdict = f"damaged in {format_count(len(report.damage), 'place')}"
-    yield (
+    summary = (
         f"{report.uri}: {verdict}; {format_count(report.num_items, 'item')} in "
-        f"{format_count(report.num_files, 'file')}, {size} "
-        f"in {format_seconds(elapsed_s)} ({rate})"
+        f"{format_count(report.num_files, 'file')}, {format_bytes(report.checked_bytes)} of "
+        f"{format_bytes(report.size_bytes)} checked in {format_seconds(elapsed_s)} ({rate})"
     )
+    document = {**asdict(report), "is_whole": report.is_whole, "elapsed_s": elapsed_s}
+    terminal.result(document, [*(f"damaged: {damage}" for damage in report.damage), summary])
+    if not report.is_whole:
+        return DAMAGED
+    return 0 if report.is_checked else NOT_CHECKED
 
 
 @verb

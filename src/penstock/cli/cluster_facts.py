@@ -8,13 +8,13 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from penstock.cli.option_groups import PAGE, STORAGE, write_page
 from penstock.cli.options import flag, option, optional_argument, repeated, verb
 from penstock.cli.parsers import FILE, FOLDER, GATE, LAUNCHER, SIZE, TEXT, TIME, URI, chosen
 from penstock.cli.rank_options import ranked
-from penstock.cli.terminal import Terminal, TextTable, View
+from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
 from penstock.cluster.facts import homogeneity, host_facts
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
@@ -24,10 +24,6 @@ from penstock.environment import process_environment, untraced
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage import open_storage
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from penstock.reports.report import Report
-
 
 _VIA = chosen(("local", "ssh", "slurm", "mpi"), lambda word: cast("host_facts.Via", word))
 
@@ -120,14 +116,15 @@ def collect(
         allow_partial=allow_partial,
     )
     write_text(output.absolute().parent, output.name, facts.model_dump_json(indent=2) + "\n")
-    write_page(page, lambda: _draw(facts), terminal)
-    for host in facts.absent:
-        terminal.note(f"{host.host} is missing: {host.reason}")
-    terminal.result(facts.model_dump(mode="json"), _view_hosts(facts, output))
-
-
-def _draw(facts: host_facts.ClusterFacts) -> Report:
-    return homogeneity.make_cluster_page(facts, list(map(_host_row, facts.present)))
+    write_page(page, lambda: homogeneity.make_cluster_page(facts, _host_rows(facts)), terminal)
+    terminal.notes(f"{host.host} is missing: {host.reason}" for host in facts.absent)
+    state = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "complete"
+    memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
+    view = [
+        *table("Hosts", _host_rows(facts)),
+        f"{len(facts.present)} of {len(facts.asked)} hosts, {state}, memory of all {memory}: {output}",
+    ]
+    terminal.result(facts.model_dump(mode="json"), view)
 
 
 def _named_hosts(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
@@ -146,28 +143,24 @@ def _named_hosts(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
     return parse_hostfile_names(text, where=str(hostfile))
 
 
-def _view_hosts(facts: host_facts.ClusterFacts, output: Path) -> View:
-    yield TextTable("Hosts", [_host_row(host) for host in facts.present])
-    state = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "complete"
-    memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
-    yield f"{len(facts.present)} of {len(facts.asked)} hosts, {state}, memory of all {memory}: {output}"
-
-
-def _host_row(host: host_facts.PresentHost) -> dict[str, str]:
-    report = host.report
-    return {
-        "host": host.host,
-        "cores": str(report.cpu.num_logical) if report.cpu else "-",
-        "memory": format_bytes(report.memory_bytes) if report.memory_bytes else "-",
-        "networks": _count(report.nics),
-        "drives": _count(report.drives),
-        "mounts": _count(report.mounts),
-        "unread": ", ".join(report.unread) or "-",
-    }
-
-
-def _count(facts: tuple[object, ...] | None) -> str:
-    return "-" if facts is None else str(len(facts))
+def _host_rows(facts: host_facts.ClusterFacts) -> list[dict[str, str]]:
+    return [
+        {
+            "host": host.host,
+            "cores": str(host.report.cpu.num_logical) if host.report.cpu else "-",
+            "memory": format_bytes(host.report.memory_bytes) if host.report.memory_bytes else "-",
+            **{
+                name: "-" if found is None else str(len(found))
+                for name, found in (
+                    ("networks", host.report.nics),
+                    ("drives", host.report.drives),
+                    ("mounts", host.report.mounts),
+                )
+            },
+            "unread": ", ".join(host.report.unread) or "-",
+        }
+        for host in facts.present
+    ]
 
 
 _COLOURS = {"pass": "green", "warning": "yellow", "not checked": "yellow", "fail": "red"}
@@ -215,7 +208,7 @@ def check(
                 fix="Leave FILE out to inspect gates, or the options to compare hosts.",
             )
         facts = host_facts.read_cluster_facts(file)
-        write_page(page, lambda: _draw(facts), terminal)
+        write_page(page, lambda: homogeneity.make_cluster_page(facts, _host_rows(facts)), terminal)
         checks = homogeneity.check_homogeneity(facts)
         verdict = homogeneity.overall_verdict(checks)
         document = {

@@ -10,12 +10,11 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock import __version__
 from penstock.cli import app, dlio_storage
@@ -32,7 +31,6 @@ from penstock.workload.spec import Workload
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
-    from penstock.results.dlio_files import HydraFacts
 
 DEFAULT_WORKLOAD: Final = "default"
 """The workload that DLIO runs if none is named."""
@@ -41,6 +39,8 @@ OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
 LONGEST_WAIT_S: Final = 3600.0
 """DLIO has no option for it, so this must be enough for the slowest rank's share of data generation."""
+
+_USUAL_THREADS: Final = 4
 
 HELP: Final = f"""\
 Usage: penstock-dlio [workload=NAME] [++workload.SECTION.KEY=VALUE ...]
@@ -94,46 +94,172 @@ def _run_as_rank(words: Sequence[str]) -> None:
 
     environment = process_environment()
     with join_job(environment, timeout_s=LONGEST_WAIT_S) as comm:
-        _plan_stages(words, comm, environment).run()
+        _run_workload(words, comm, environment)
 
 
-def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> _Stages:
-    """Parse and check everything that is requested, before anything is done."""
+def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) -> None:
+    """Check everything that is requested, then run the stages that are switched on, in DLIO's order."""
     from penstock.bench.loader import loader_options
+    from penstock.bench.training.training_files import open_files
     from penstock.bench.training.training_run import list_unsupported
+    from penstock.dataset.data_files import remove
+    from penstock.results.dlio_files import HYDRA_FOLDER, HydraFacts, write_configuration, write_log
     from penstock.workload.load_workload import load
 
     overrides, arguments = parse_dlio_words(words)
     name = arguments.get("workload") or DEFAULT_WORKLOAD
     config_dir = Path(arguments["--config-dir"]) if "--config-dir" in arguments else None
     loaded = load(name, overrides=overrides, config_dir=config_dir, prefers_dlio=True)
-    workload = loaded.workload
+    workload, stages = loaded.workload, loaded.workload.workflow
     require_runnable_stages(workload)
     location = dlio_storage.data_location(workload, environment)
-    run_dir = arguments.get("hydra.run.dir")
-    folder = choose_run_folder(run_dir, workload, environment, now=datetime.now().astimezone())
+    folder = comm.broadcast(
+        choose_run_folder(
+            arguments.get("hydra.run.dir"), workload, environment, now=datetime.now().astimezone()
+        ),
+        awaiting="rank 0 to name the folder of the run",
+    )
     opener = partial(
         open_storage, location.uri, location.environment, options=location.options, rank=comm.rank
     )
-    remarks = list_unused_stages(workload)
+    remarks = (*loaded.remarks, *list_unused_stages(workload))
     loader = loader_options("native", workload, None)
-    if workload.workflow.train:
+    if stages.train:
         loader, replacements = choose_loader(workload)
         remarks += (*list_unsupported(workload), *replacements, *list_replaced(workload))
-    return _Stages(
-        name=name,
-        workload=workload,
-        comm=comm,
-        terminal=Terminal(as_json=False, speaks=comm.rank == 0),
-        storage=opener(),
-        open_storage=opener,
-        loader=loader,
-        folder=comm.broadcast(folder, awaiting="rank 0 to name the folder of the run"),
-        subfolder=arguments.get("hydra.output_subdir"),
-        words=tuple(words),
-        overrides=tuple(override.source for override in overrides),
-        remarks=(*loaded.remarks, *remarks),
+    storage, terminal = opener(), Terminal(as_json=False, speaks=comm.rank == 0)
+    terminal.notes(remarks)
+    log = _generate(workload, storage, comm, terminal) if stages.generate_data else []
+    facts = HydraFacts(
+        subfolder=arguments.get("hydra.output_subdir", HYDRA_FOLDER),
+        workload_name=workload.full_name,
+        overrides=redact(tuple(override.source for override in overrides)),
+        working_folder=str(Path.cwd()),
+        run_folder=str(folder),
     )
+    # What DLIO leaves even if nothing is trained, or training fails.
+    if terminal.speaks:
+        write_configuration(folder, workload, facts)
+        write_log(folder, workload, log)
+    settings: dict[str, Any] = {
+        "results": folder.parent,
+        "run_folder": folder,
+        "command": ("penstock-dlio", *words),
+        "overrides": tuple(override.source for override in overrides),
+        "remarks": remarks,
+        "hydra_subfolder": facts.subfolder,
+        "log_before": tuple(log),
+    }
+    result: CheckpointResult | None = None
+    if stages.train:
+        _train(workload, loader=loader, opener=opener, settings=settings, comm=comm, terminal=terminal)
+    elif stages.checkpoint:
+        result = _run_checkpoints(name, workload, settings, comm, terminal)
+    if terminal.speaks and (stages.train or stages.checkpoint):
+        # The lines that the run added to the log.
+        lines = (folder / workload.output.log_file).read_text(encoding="utf-8").splitlines()
+        print("\n".join(lines[len(log) :]))
+    if result is not None and not result.is_right:
+        raise StorageError(
+            "The bytes read back differ from those that were written",
+            uri=result.target,
+            fix=f"{result.results_dir}/checkpoints.json lists the places.",
+        )
+    if not workload.dataset.keep_files:
+        files = open_files(workload.dataset, storage, seed=workload.train.seed, evaluates=True)
+        comm.barrier(awaiting="all ranks to know the files to delete")
+        threads = workload.reader.write_threads or _USUAL_THREADS
+        num_removed = remove(files.data_files, storage, comm=comm, threads=threads)
+        terminal.note(f"dataset.keep_files is false: {num_removed} files were deleted")
+
+
+def _generate(workload: Workload, storage: Storage, comm: Comm, terminal: Terminal) -> list[str]:
+    """Generate the data set; returns what was logged about it."""
+    from penstock.dataset.content import Reduction
+    from penstock.dataset.dataset_manifest import DatasetRecipe
+    from penstock.dataset.generate import generate
+    from penstock.results.dlio_files import log_line
+
+    log: list[str] = []
+
+    def say(text: str) -> None:
+        log.append(log_line(datetime.now(UTC), text))
+        if terminal.speaks:
+            print(log[-1], flush=True)
+
+    if workload.dataset.format is DataFormat.SYNTHETIC:
+        say("Synthetic samples need no files: nothing is generated")
+        return log
+    say("Starting data generation")
+    recipe = DatasetRecipe(dataset=workload.dataset, seed=workload.train.seed, reduction=Reduction())
+    threads = workload.reader.write_threads or _USUAL_THREADS
+    with terminal.progress() as progress:
+        report = generate(recipe, storage, comm=comm, threads=threads, progress=progress)
+    if workload.storage.storage_type is StorageKind.S3:
+        # As DLIO does, for services whose listings show new objects late.
+        time.sleep(workload.storage.post_generation_settle_s)
+    say(f"Generation done: {report.written_files} files written, {report.kept_files} existed")
+    return log
+
+
+def _train(
+    workload: Workload,
+    *,
+    loader: LoaderOptions,
+    opener: OpenStorage,
+    settings: dict[str, Any],
+    comm: Comm,
+    terminal: Terminal,
+) -> None:
+    from penstock.bench.epoch_order import Remainder
+    from penstock.bench.training.training_checkpoints import plan_checkpoints
+    from penstock.bench.training.training_run import TrainingRequest, choose_seed, train
+
+    environment = process_environment()
+    location = dlio_storage.checkpoint_location(workload, environment)
+    request = TrainingRequest(
+        workload=workload,
+        seed=choose_seed(comm, workload, None),
+        division=Remainder.DROP,
+        loader=loader,
+        reopen=opener,
+        checkpoints=plan_checkpoints(
+            workload,
+            location.uri,
+            num_ranks=comm.size,
+            rank=comm.rank,
+            environment=location.environment,
+            options=location.options,
+        ),
+        environment=environment,
+        **settings,
+    )
+    with terminal.progress() as progress:
+        result = train(request, opener(), comm=comm, progress=progress)
+    terminal.notes((*result.stages.remarks, *result.train.notes, *result.stages.advice))
+
+
+def _run_checkpoints(
+    name: str, workload: Workload, settings: dict[str, Any], comm: Comm, terminal: Terminal
+) -> CheckpointResult:
+    """Write and read checkpoints alone."""
+    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
+    from penstock.bench.state_layout import LayoutRequest, plan_layout
+    from penstock.cli.checkpoint_benchmark import perform_run
+    from penstock.transfer.pipeline import PipelineSettings
+    from penstock.workload.load_workload import model_of_workload
+
+    model, mode = model_of_workload(name, workload), workload.checkpoint.mode
+    location = dlio_storage.checkpoint_location(workload, process_environment())
+    request = CheckpointRequest(
+        model=model,
+        layout=plan_layout(LayoutRequest(model=model, num_processes=comm.size, mode=mode)),
+        scale=Fraction(1),
+        pipe=PipelineSettings(),
+        environment=location.environment,
+        **settings,
+    )
+    return perform_run(request, location.uri, location.options, comm=comm, terminal=terminal)
 
 
 def require_runnable_stages(workload: Workload) -> None:
@@ -208,174 +334,3 @@ def list_replaced(workload: Workload) -> Sequence[str]:
             "storage.storage_options.columns: those of dataset.parquet.columns marked `read` are read"
         )
     return remarks
-
-
-@dataclass(slots=True, kw_only=True)
-class _Stages:
-    """One rank's part of all stages of one command line; `log` grows with each stage."""
-
-    name: str
-    workload: Workload
-    comm: Comm
-    terminal: Terminal
-    storage: Storage
-    open_storage: OpenStorage
-    loader: LoaderOptions
-    folder: Path
-    subfolder: str | None
-    words: tuple[str, ...]
-    overrides: tuple[str, ...]
-    remarks: tuple[str, ...]
-    log: list[str] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Run the stages that are switched on, in DLIO's order."""
-        stages = self.workload.workflow
-        self.terminal.notes(self.remarks)
-        if stages.generate_data:
-            self._generate()
-        self._write_configuration()
-        if stages.train:
-            self._train()
-        elif stages.checkpoint:
-            self._run_checkpoints()
-        if not self.workload.dataset.keep_files:
-            self._remove_data()
-
-    def _generate(self) -> None:
-        from penstock.dataset.content import Reduction
-        from penstock.dataset.dataset_manifest import DatasetRecipe
-        from penstock.dataset.generate import generate
-
-        if self.workload.dataset.format is DataFormat.SYNTHETIC:
-            self._log("Synthetic samples need no files: nothing is generated")
-            return
-        self._log("Starting data generation")
-        recipe = DatasetRecipe(
-            dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=Reduction()
-        )
-        with self.terminal.progress() as progress:
-            report = generate(
-                recipe, self.storage, comm=self.comm, threads=self._write_threads, progress=progress
-            )
-        if self.workload.storage.storage_type is StorageKind.S3:
-            # As DLIO does, for services whose listings show new objects late.
-            time.sleep(self.workload.storage.post_generation_settle_s)
-        self._log(f"Generation done: {report.written_files} files written, {report.kept_files} existed")
-
-    def _train(self) -> None:
-        from penstock.bench.epoch_order import Remainder
-        from penstock.bench.training.training_checkpoints import plan_checkpoints
-        from penstock.bench.training.training_run import TrainingRequest, choose_seed, train
-
-        location = dlio_storage.checkpoint_location(self.workload, process_environment())
-        request = TrainingRequest(
-            workload=self.workload,
-            results=self.folder.parent,
-            run_folder=self.folder,
-            seed=choose_seed(self.comm, self.workload, None),
-            division=Remainder.DROP,
-            loader=self.loader,
-            reopen=self.open_storage,
-            checkpoints=plan_checkpoints(
-                self.workload,
-                location.uri,
-                num_ranks=self.comm.size,
-                rank=self.comm.rank,
-                environment=location.environment,
-                options=location.options,
-            ),
-            command=("penstock-dlio", *self.words),
-            environment=process_environment(),
-            overrides=self.overrides,
-            remarks=self.remarks,
-            hydra_subfolder=self._hydra_facts().subfolder,
-            log_before=tuple(self.log),
-        )
-        with self.terminal.progress() as progress:
-            result = train(request, self.storage, comm=self.comm, progress=progress)
-        self.terminal.notes((*result.stages.remarks, *result.train.notes, *result.stages.advice))
-        self._print_log_of_run()
-
-    def _run_checkpoints(self) -> None:
-        """Write and read checkpoints alone; wrong bytes fail the run."""
-        result = self._perform_checkpoints()
-        self._print_log_of_run()
-        if not result.is_right:
-            raise StorageError(
-                "The bytes read back differ from those that were written",
-                uri=result.target,
-                fix=f"{result.results_dir}/checkpoints.json lists the places.",
-            )
-
-    def _perform_checkpoints(self) -> CheckpointResult:
-        from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
-        from penstock.bench.state_layout import LayoutRequest, plan_layout
-        from penstock.cli.checkpoint_benchmark import perform_run
-        from penstock.transfer.pipeline import PipelineSettings
-        from penstock.workload.load_workload import model_of_workload
-
-        model = model_of_workload(self.name, self.workload)
-        mode = self.workload.checkpoint.mode
-        location = dlio_storage.checkpoint_location(self.workload, process_environment())
-        request = CheckpointRequest(
-            model=model,
-            layout=plan_layout(LayoutRequest(model=model, num_processes=self.comm.size, mode=mode)),
-            scale=Fraction(1),
-            pipe=PipelineSettings(),
-            results=self.folder.parent,
-            run_folder=self.folder,
-            command=("penstock-dlio", *self.words),
-            environment=location.environment,
-            overrides=self.overrides,
-            remarks=self.remarks,
-            hydra_subfolder=self._hydra_facts().subfolder,
-            log_before=tuple(self.log),
-        )
-        return perform_run(request, location.uri, location.options, comm=self.comm, terminal=self.terminal)
-
-    def _print_log_of_run(self) -> None:
-        """Print the lines that the run added to the log."""
-        if self.terminal.speaks:
-            lines = (self.folder / self.workload.output.log_file).read_text(encoding="utf-8").splitlines()
-            print("\n".join(lines[len(self.log) :]))
-
-    def _write_configuration(self) -> None:
-        """Write what DLIO leaves even if nothing is trained, or training fails."""
-        from penstock.results.dlio_files import write_configuration, write_log
-
-        if self.terminal.speaks:
-            write_configuration(self.folder, self.workload, self._hydra_facts())
-            write_log(self.folder, self.workload, self.log)
-
-    def _remove_data(self) -> None:
-        from penstock.bench.training.training_files import open_files
-        from penstock.dataset.data_files import remove
-
-        files = open_files(self.workload.dataset, self.storage, seed=self.workload.train.seed, evaluates=True)
-        self.comm.barrier(awaiting="all ranks to know the files to delete")
-        num_removed = remove(files.data_files, self.storage, comm=self.comm, threads=self._write_threads)
-        self.terminal.note(f"dataset.keep_files is false: {num_removed} files were deleted")
-
-    @property
-    def _write_threads(self) -> int:
-        return self.workload.reader.write_threads or 4
-
-    def _hydra_facts(self) -> HydraFacts:
-        from penstock.results.dlio_files import HYDRA_FOLDER, HydraFacts
-
-        return HydraFacts(
-            subfolder=HYDRA_FOLDER if self.subfolder is None else self.subfolder,
-            workload_name=self.workload.full_name,
-            overrides=redact(self.overrides),
-            working_folder=str(Path.cwd()),
-            run_folder=str(self.folder),
-        )
-
-    def _log(self, text: str) -> None:
-        """Add a line to the log, and print it."""
-        from penstock.results.dlio_files import log_line
-
-        self.log.append(log_line(datetime.now(UTC), text))
-        if self.terminal.speaks:
-            print(self.log[-1], flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.option_groups import ACCELERATOR, SETTINGS, WorkloadOptions
 from penstock.cli.options import option, optional_argument, verb
 from penstock.cli.parsers import FOLDER, WORKLOAD, Parser
-from penstock.cli.terminal import Terminal, TextTable, View, bold, table
+from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, table
 from penstock.environment import process_environment
 from penstock.errors import Unavailable, UsageError
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from penstock.cluster.doctor import Diagnosis
-    from penstock.workflows.demo import Tour
     from penstock.workload.spec import Workload
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
@@ -51,18 +50,31 @@ def workloads(
     """
     from penstock.workload.load_workload import shipped
     from penstock.workload.settings import dotted, flatten, format_value
+    from penstock.workload.shipped_catalog import families
     from penstock.workload.spec import write_workload
 
     if name is None:
-        catalog = [loaded.workload for loaded in shipped()]
-        summaries = {"workloads": [_summarize(workload) for workload in catalog]}
-        terminal.result(summaries, _view_families(catalog))
+        summaries = [_summarize(loaded.workload) for loaded in shipped()]
+        lines: list[Line] = []
+        for family, members in groupby(summaries, key=lambda summary: summary["family"]):
+            lines += [bold(family), [(f"  {families()[family]['about']}", "italic")]]
+            for each in members:
+                lines.append(
+                    f"  {each['accelerator'] or 'any':<6} {each['num_files_train']:,} {each['format']} "
+                    f"files x {format_count(each['num_samples_per_file'], 'sample')} x "
+                    f"{format_bytes(each['record_bytes'])}, batch {each['batch_size']:,}, "
+                    f"{format_seconds(each['computation_s'])} a step, AU {each['au']:.2f}"
+                )
+        terminal.result({"workloads": summaries}, lines)
         return
     loaded = WorkloadOptions(name=name, accelerator=accelerator, settings=settings).load(terminal)
     tree = write_workload(loaded.workload)
-    rows = [
-        {"key": dotted(path), "value": _shorten(value, format_value(value))} for path, value in flatten(tree)
-    ]
+    rows = []
+    for path, value in flatten(tree):
+        text = format_value(value)
+        # `--json` shows long lists in full.
+        is_long = isinstance(value, list) and len(text) > _MAX_LIST_CHARACTERS
+        rows.append({"key": dotted(path), "value": f"{len(value)} entries" if is_long else text})
     document = {
         "name": loaded.workload.name,
         "accelerator": loaded.workload.accelerator,
@@ -70,34 +82,6 @@ def workloads(
         "remarks": list(loaded.remarks),
     }
     terminal.result(document, table(loaded.workload.full_name, rows))
-
-
-def _view_families(catalog: Sequence[Workload]) -> View:
-    """Each family with its description, and a line for each accelerator with what decides its load."""
-    from penstock.workload.shipped_catalog import families
-
-    for name, members in groupby(catalog, key=lambda workload: workload.name):
-        yield bold(name)
-        yield [("  " + families()[name]["about"], "italic")]
-        for workload in members:
-            yield f"  {workload.accelerator or 'any':<6} {_describe_load(_summarize(workload))}"
-
-
-def _describe_load(summary: dict[str, Any]) -> str:
-    num_samples = summary["num_samples_per_file"]
-    samples = f"{num_samples:,} samples" if num_samples > 1 else "1 sample"
-    return (
-        f"{summary['num_files_train']:,} {summary['format']} files x {samples} x "
-        f"{format_bytes(summary['record_bytes'])}, batch {summary['batch_size']:,}, "
-        f"{format_seconds(summary['computation_s'])} a step, AU {summary['au']:.2f}"
-    )
-
-
-def _shorten(value: object, text: str) -> str:
-    """A long list's length; `--json` shows lists in full."""
-    if isinstance(value, list) and len(text) > _MAX_LIST_CHARACTERS:
-        return f"{len(value)} entries"
-    return text
 
 
 def _summarize(workload: Workload) -> dict[str, Any]:
@@ -179,26 +163,22 @@ def demo(
 
       penstock demo --out /mnt/pfs/demo --json
     """
-    from penstock.workflows.demo import tour
+    from penstock.bench.probe.probe_run import headline_rows
+    from penstock.workflows.demo import checkpoint_rows, tour, training_rows
 
     terminal.note(f"A tour at {out.resolve()}: storage limits, training, and checkpoints ...")
     with terminal.progress() as progress:
         results = tour(out, environment=process_environment(), progress=progress)
-    terminal.notes(results.probe.notes)
-    terminal.result(results.document(), _view_tour(results))
+    probe, training, checkpoints = results.probe, results.training, results.checkpoints
+    terminal.notes(probe.notes)
+    view: View = [
+        *results.sentences(),
+        TextTable(f"The limits of {probe.uri}", headline_rows(probe.measurements)),
+        TextTable(f"Training {training.workload}, small", training_rows(training)),
+        TextTable(f"Checkpoints of {checkpoints.model}, small", checkpoint_rows(checkpoints)),
+    ]
+    terminal.result(results.document(), view)
     terminal.note(f"The whole report: {results.report}")
-
-
-def _view_tour(results: Tour) -> View:
-    from penstock.bench.probe.probe_run import headline_rows
-    from penstock.workflows.demo import checkpoint_rows, training_rows
-
-    yield from results.sentences()
-    yield TextTable(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))
-    yield TextTable(f"Training {results.training.workload}, small", training_rows(results.training))
-    yield TextTable(
-        f"Checkpoints of {results.checkpoints.model}, small", checkpoint_rows(results.checkpoints)
-    )
 
 
 def _find_pages() -> Mapping[str, Path]:
@@ -228,7 +208,10 @@ def docs(
     """
     pages = _find_pages()
     if topic is None:
-        titles = {name: _title(page) for name, page in pages.items()}
+        titles = {
+            name: page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            for name, page in pages.items()
+        }
         rows = [{"topic": name, "page": title} for name, title in titles.items()]
         terminal.result({"pages": titles}, table("Pages; `penstock docs TOPIC` shows one", rows))
         return
@@ -245,8 +228,3 @@ def docs(
         Console().print(Markdown(text))
         return
     terminal.result({"topic": topic, "text": text}, text.splitlines())
-
-
-def _title(page: Path) -> str:
-    with page.open(encoding="utf-8") as lines:
-        return next((line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), page.stem)

@@ -34,7 +34,7 @@ from penstock.cli.parsers import (
     whole,
 )
 from penstock.cli.rank_options import followed
-from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
+from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.units import format_bytes, format_seconds
@@ -322,7 +322,17 @@ def view_cache_run(document: dict[str, Any]) -> View:
     if (lag := document["lag_ms"]) and lag["count"]:
         yield f"Lag behind the workload's times: p50 {lag['p50']:.1f} ms, p99 {lag['p99']:.1f} ms"
     if saved["hits_worth_it"] is not None:
-        yield _say_what_loading_saves(saved, of_whole_objects=not has_small_objects(document))
+        # Loading a part of an object shows nothing about a whole one.
+        saving = (
+            "move whole objects, without --scale, to see what loading saves"
+            if has_small_objects(document)
+            else f"{format_seconds(saved['saved_s'])} saved in all; loading was faster than computing for "
+            f"{saved['hits_worth_it']:.1%} of requests with hits"
+        )
+        yield (
+            f"Time to first token: {saving}; break-even at {saved['break_even_gib_per_s']:.2f} GiB/s for "
+            f"{saved['prefill_tokens_per_s']:,.0f} tokens/s"
+        )
     if sustained := document.get("sustained"):
         rows = [
             {
@@ -339,20 +349,6 @@ def view_cache_run(document: dict[str, Any]) -> View:
     misses = {name: count for name, count in document["misses"].items() if count}
     if misses:
         yield [("Misses: " + ", ".join(f"{count:,} {name}" for name, count in misses.items()), "red")]
-
-
-def _say_what_loading_saves(saved: dict[str, Any], *, of_whole_objects: bool) -> str:
-    """Loading a part of an object shows nothing about a whole one."""
-    told = (
-        f"{format_seconds(saved['saved_s'])} saved in all; loading was faster than computing for "
-        f"{saved['hits_worth_it']:.1%} of requests with hits"
-        if of_whole_objects
-        else "move whole objects, without --scale, to see what loading saves"
-    )
-    return (
-        f"Time to first token: {told}; break-even at {saved['break_even_gib_per_s']:.2f} GiB/s for "
-        f"{saved['prefill_tokens_per_s']:,.0f} tokens/s"
-    )
 
 
 @verb
@@ -376,17 +372,6 @@ def compare(
     from penstock.kvcache.compare_runs import compare_cache_runs, latency_note, read_cache_run
 
     comparison = compare_cache_runs([read_cache_run(folder) for folder in runs])
-    terminal.result(comparison, _view_comparison(comparison))
-    write_page(page, lambda: make_comparison_page(comparison), terminal)
-    if not comparison["is_comparable"]:
-        terminal.note("These runs executed different operations: their figures cannot be compared.")
-    if note := latency_note(comparison):
-        terminal.note(note)
-    return 0 if comparison["is_comparable"] else MISSED
-
-
-def _view_comparison(comparison: dict[str, Any]) -> View:
-    yield from (f"run {index + 1}: {target}" for index, target in enumerate(comparison["targets"]))
     rows = [
         {
             "figure": name,
@@ -398,4 +383,11 @@ def _view_comparison(comparison: dict[str, Any]) -> View:
         }
         for name, figure in comparison["figures"].items()
     ]
-    yield TextTable("Figures", rows, is_wide=True)
+    names = [f"run {index + 1}: {target}" for index, target in enumerate(comparison["targets"])]
+    terminal.result(comparison, [*names, *table("Figures", rows, is_wide=True)])
+    write_page(page, lambda: make_comparison_page(comparison), terminal)
+    if not comparison["is_comparable"]:
+        terminal.note("These runs executed different operations: their figures cannot be compared.")
+    if note := latency_note(comparison):
+        terminal.note(note)
+    return 0 if comparison["is_comparable"] else MISSED

@@ -16,7 +16,7 @@ from typing import Final
 from penstock import __version__
 from penstock.cli import app
 from penstock.did_you_mean import did_you_mean
-from penstock.environment import process_environment
+from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
 from penstock.submission.tree_layout import SENTINEL
 
@@ -94,6 +94,7 @@ NAMES: Final[Mapping[str, str]] = {
     other: name for name in (*OPTIONS, *IGNORED) for other in (f"--{name}", *OPTIONS.get(name, ()))
 }
 """Every spelling of every known option; any other is an error."""
+_RESULTS: Final = "MLPSTORAGE_RESULTS_DIR"
 _DEFAULT_ROOT: Final = "mlpstorage-results"
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -124,18 +125,6 @@ class MlpstorageCommand:
         if text is not None and not text.isdecimal():
             raise UsageError(f"{text!r} is not a whole number", where=f"--{name}", fix="Write digits.")
         return None if text is None else int(text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """Default values, and a test whether a folder is a submission tree."""
-
-    results: str | None
-    system: str | None
-    data: str | None
-    checkpoints: str | None
-    bucket: str | None
-    is_submission_tree: Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +224,10 @@ def _unknown(word: str, allowed: tuple[str, ...]) -> UsageError:
     )
 
 
-def translate(command: MlpstorageCommand, defaults: Defaults) -> TranslatedCommand:
-    """The command of penstock that does the same."""
+def translate(
+    command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
+) -> TranslatedCommand:
+    """The command of penstock that does the same; `is_tree` tells whether a folder is a submission tree."""
     if command.benchmark in _UNSUPPORTED:
         raise UsageError(
             f"{_UNSUPPORTED[command.benchmark]} is not supported by Penstock",
@@ -244,58 +235,93 @@ def translate(command: MlpstorageCommand, defaults: Defaults) -> TranslatedComma
             fix="Penstock runs training and checkpointing; run the others with mlpstorage itself.",
         )
     remarks = [f"--{name} is ignored: {why}" for name, why in IGNORED.items() if command.has(name)]
-    if not command.benchmark:
-        return TranslatedCommand(words=tuple(_translate_other(command, defaults)), remarks=tuple(remarks))
-    translator = _BenchmarkTranslator(command, defaults)
-    words = translator.training() if command.benchmark == "training" else translator.checkpointing()
-    return TranslatedCommand(words=tuple(words), remarks=(*remarks, *translator.remarks))
+    if command.benchmark:
+        translator = _BenchmarkTranslator(command, environment, is_tree)
+        words = translator.training() if command.benchmark == "training" else translator.checkpointing()
+        remarks += translator.remarks
+    else:
+        words = _translate_other(command, environment, is_tree)
+    return TranslatedCommand(words=tuple(words), remarks=tuple(remarks))
 
 
 class _BenchmarkTranslator:
     """Translates one benchmark's command; `remarks` collects what is done differently."""
 
-    def __init__(self, command: MlpstorageCommand, defaults: Defaults) -> None:
+    def __init__(
+        self, command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
+    ) -> None:
+        if not command.model:
+            raise UsageError("No model is named", fix="Write it after the benchmark, or --model NAME.")
         self.command = command
+        self.environment = environment
         self.remarks: list[str] = []
-        self.results = command.value("results-dir") or defaults.results or "."
-        self.system = command.value("systemname") or defaults.system
-        self.defaults = defaults
-        self.is_submitted = (
-            command.mode in ("closed", "open")
-            and bool(self.system)
-            and defaults.is_submission_tree(self.results)
-        )
+        self.results = command.value("results-dir") or environment.get(_RESULTS) or "."
         self.settings = [word for text in command.options.get("params", ()) for word in ("--set", text)]
         self.skipped = ["--skip-gate", "apart"] if command.has("skip-fs-separation-gate") else []
+        accelerator = command.value("accelerator-type")
+        self.accelerator = ["--accelerator", accelerator] if accelerator else []
         texts = command.options.get("hosts", ())
         self.hosts = [host for text in texts for host in text.replace(",", " ").split()]
-        if command.command not in ("datasize", "configview"):
-            self._add_remarks()
+        self.division = [f"--{command.mode}"] if command.mode in ("closed", "open") else []
+        system = command.value("systemname") or environment.get("MLPSTORAGE_SYSTEMNAME")
+        self.submission: list[str] = []
+        if self.division and system and is_tree(self.results):
+            tree = ["--submission", self.results, "--system", system]
+            self.submission = [*self.division, *tree, *self.skipped]
+        if command.command in ("datasize", "configview"):
+            return
+        if command.has("client-host-memory-in-gb") or command.has("num-client-hosts"):
+            self.remarks.append("memory and hosts are measured by the ranks; the stated values are ignored")
+        if command.has("loops"):
+            self.remarks.append(
+                "--loops: one run is made; penstock submission run makes all runs of a result"
+            )
+        if self.division and not self.submission:
+            reason = f"{self.results} is not a submission tree" if system else "--systemname is missing"
+            self.remarks.append(
+                f"the run is not submitted: {reason} (penstock submission init ORGANISATION FOLDER)"
+            )
+            if command.benchmark == "checkpointing":
+                self.remarks.append(
+                    f"the {command.mode} division's rules on checkpoints are checked only when it is"
+                )
 
     def training(self) -> list[str]:
         """`training datasize`, `datagen`, `run`, `configview`."""
-        accelerator = self.command.value("accelerator-type")
-        workload = [self._model(), *(["--accelerator", accelerator] if accelerator else [])]
-        phase = self.command.command
-        if phase == "datasize":
-            return self._datasize(workload)
+        command, phase = self.command, self.command.command
+        workload = [command.model, *self.accelerator]
         if phase == "configview":
             return ["workloads", *workload, *self.settings]
-        data = ["--data", self._data()]
+        if phase == "datasize":
+            number = command.number("max-accelerators") or command.number("num-accelerators")
+            memory = command.number("client-host-memory-in-gb")
+            if number is None or memory is None:
+                raise UsageError(
+                    "The size of a data set depends on accelerators and memory",
+                    where="datasize",
+                    fix="Give --max-accelerators N and --client-host-memory-in-gb GIB.",
+                )
+            hosts = command.number("num-client-hosts") or max(1, len(self.hosts))
+            self.remarks.append("the size of the data set is added to the submission with the first run")
+            return ["training", "size", *workload, *self.settings, "--accelerators", str(number),
+                    "--hosts", str(hosts), "--host-memory", f"{memory}GiB"]  # fmt: skip
+        folder = command.value("data-dir") or self.environment.get("MLPSTORAGE_DATA_DIR")
+        if folder is None:
+            raise UsageError("No location is given for the data set", fix="Give --data-dir FOLDER.")
+        place = self._place(folder)
+        data = ["--data", f"direct://{place}" if command.has("o-direct") and "://" not in place else place]
         ranks = self._ranks("num-processes" if phase == "datagen" else "num-accelerators")
-        if self.is_submitted:
+        if self.submission:
             return ["submission", "run", "training", *workload, "--only", phase, *data,
-                    *self.settings, *self._submission_options(), *ranks]  # fmt: skip
+                    *self.settings, *self.submission, *ranks]  # fmt: skip
         if phase == "datagen":
             return ["training", "generate", *workload, *data, *self.settings, *ranks]
-        division = [f"--{self.command.mode}"] if self.command.mode in ("closed", "open") else []
         return ["training", "run", *workload, *data, *self.settings, "--results", self.results,
-                *division, *self.skipped, *ranks]  # fmt: skip
+                *self.division, *self.skipped, *ranks]  # fmt: skip
 
     def checkpointing(self) -> list[str]:
         """`checkpointing datasize`, `run`, `configview`."""
-        command = self.command
-        model = self._model()
+        command, model = self.command, self.command.model
         if command.command == "datagen":
             raise UsageError("Checkpoints need no data set", where="datagen", fix="Use run.")
         if command.command == "configview":
@@ -303,7 +329,7 @@ class _BenchmarkTranslator:
         ranks = command.number("num-processes")
         if command.command == "datasize":
             return ["checkpoint", "size", model, *(["--ranks", str(ranks)] if ranks else [])]
-        folder = command.value("checkpoint-folder") or self.defaults.checkpoints
+        folder = command.value("checkpoint-folder") or self.environment.get("MLPSTORAGE_CHECKPOINT_FOLDER")
         if folder is None:
             raise UsageError(
                 "No destination is given for the checkpoints", fix="Give --checkpoint-folder FOLDER."
@@ -313,53 +339,18 @@ class _BenchmarkTranslator:
             if command.number(name) is not None:
                 words += [option, str(command.number(name))]
         words += ["--subset"] if command.has("checkpoint-subset") else []
-        if self.is_submitted:
-            accelerator = command.value("accelerator-type")
-            words += [*(["--accelerator", accelerator] if accelerator else []), *self._submission_options()]
-        else:
-            words += ["--results", self.results, *self.skipped]
+        unsubmitted = ["--results", self.results, *self.skipped]
+        words += [*self.accelerator, *self.submission] if self.submission else unsubmitted
         return [*words, *self._ranks("num-processes")]
-
-    def _datasize(self, workload: list[str]) -> list[str]:
-        command = self.command
-        number = command.number("max-accelerators") or command.number("num-accelerators")
-        memory = command.number("client-host-memory-in-gb")
-        if number is None or memory is None:
-            raise UsageError(
-                "The size of a data set depends on accelerators and memory",
-                where="datasize",
-                fix="Give --max-accelerators N and --client-host-memory-in-gb GIB.",
-            )
-        hosts = command.number("num-client-hosts") or max(1, len(self.hosts))
-        self.remarks.append("the size of the data set is added to the submission with the first run")
-        return ["training", "size", *workload, *self.settings, "--accelerators", str(number),
-                "--hosts", str(hosts), "--host-memory", f"{memory}GiB"]  # fmt: skip
-
-    def _model(self) -> str:
-        if not self.command.model:
-            raise UsageError("No model is named", fix="Write it after the benchmark, or --model NAME.")
-        return self.command.model
-
-    def _data(self) -> str:
-        folder = self.command.value("data-dir") or self.defaults.data
-        if folder is None:
-            raise UsageError("No location is given for the data set", fix="Give --data-dir FOLDER.")
-        place = self._place(folder)
-        return f"direct://{place}" if self.command.has("o-direct") and "://" not in place else place
 
     def _place(self, folder: str) -> str:
         """The model's own folder in `folder`; for `object`, that is a prefix in the bucket."""
-        below = f"{folder.rstrip('/')}/{self._model()}"
+        below = f"{folder.rstrip('/')}/{self.command.model}"
         if self.command.storage != "object" or "://" in folder:
             return below
-        if not self.defaults.bucket:
+        if not (bucket := self.environment.get("BUCKET")):
             raise UsageError("No bucket is given", where="object", fix="Export BUCKET=name.")
-        return f"s3://{self.defaults.bucket}/{below.lstrip('/')}"
-
-    def _submission_options(self) -> list[str]:
-        assert self.system is not None
-        options = [f"--{self.command.mode}", "--submission", self.results, "--system", self.system]
-        return [*options, *self.skipped]
+        return f"s3://{bucket}/{below.lstrip('/')}"
 
     def _ranks(self, name: str) -> list[str]:
         """The options that start ranks."""
@@ -384,28 +375,12 @@ class _BenchmarkTranslator:
             words += [f"--launcher-arg={part}" for part in shlex.split(text)]
         return words
 
-    def _add_remarks(self) -> None:
-        command = self.command
-        if command.has("client-host-memory-in-gb") or command.has("num-client-hosts"):
-            self.remarks.append("memory and hosts are measured by the ranks; the stated values are ignored")
-        if command.has("loops"):
-            self.remarks.append(
-                "--loops: one run is made; penstock submission run makes all runs of a result"
-            )
-        if command.mode in ("closed", "open") and not self.is_submitted:
-            reason = f"{self.results} is not a submission tree" if self.system else "--systemname is missing"
-            self.remarks.append(
-                f"the run is not submitted: {reason} (penstock submission init ORGANISATION FOLDER)"
-            )
-            if command.benchmark == "checkpointing":
-                self.remarks.append(
-                    f"the {command.mode} division's rules on checkpoints are checked only when it is"
-                )
 
-
-def _translate_other(command: MlpstorageCommand, defaults: Defaults) -> list[str]:
+def _translate_other(
+    command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
+) -> list[str]:
     """Translate a command without a benchmark."""
-    results = command.value("results-dir") or defaults.results or _DEFAULT_ROOT
+    results = command.value("results-dir") or environment.get(_RESULTS) or _DEFAULT_ROOT
     rest = list(command.rest)
     if command.command in ("history", "runs"):
         verb = rest.pop(0) if rest else "show"
@@ -433,7 +408,7 @@ def _translate_other(command: MlpstorageCommand, defaults: Defaults) -> list[str
     return {
         "init": ["submission", "init", *rest[:1], rest[1] if len(rest) > 1 else results],
         "validate": ["submission", "check", rest[0] if rest else results],
-        "reports": report if defaults.is_submission_tree(results) else ["results", "ls", results],
+        "reports": report if is_tree(results) else ["results", "ls", results],
         "rules-coverage": ["submission", "rules"],
         "version": ["--version"],
     }[command.command]
@@ -491,17 +466,10 @@ def _translate(words: Sequence[str]) -> list[TranslatedCommand]:
     requested = parse(words)
     if (name := requested.value("config-file")) is not None:
         requested = parse(words, defaults=_read_config_file(Path(name)))
-    environment = process_environment()
     command = translate(
         requested,
-        Defaults(
-            results=environment.get("MLPSTORAGE_RESULTS_DIR"),
-            system=environment.get("MLPSTORAGE_SYSTEMNAME"),
-            data=environment.get("MLPSTORAGE_DATA_DIR"),
-            checkpoints=environment.get("MLPSTORAGE_CHECKPOINT_FOLDER"),
-            bucket=environment.get("BUCKET"),
-            is_submission_tree=lambda folder: (Path(folder).expanduser() / SENTINEL).is_file(),
-        ),
+        process_environment(),
+        lambda folder: (Path(folder).expanduser() / SENTINEL).is_file(),
     )
     for remark in command.remarks:
         print(remark, file=sys.stderr)

@@ -85,19 +85,19 @@ def option(
 ) -> T | None: ...
 def option(name: str, parser: Parser[Any], text: str, *, short: str = "", **more: Any) -> Any:
     """Declare an option. `default` is text for the parser; without it, the option defaults to None."""
-    return _field(_names(name, short), text, parser, **more)
+    return _field((short, name), text, parser, **more)
 
 
 def required(name: str, parser: Parser[T], text: str, *, short: str = "", metavar: str = "") -> T:
     """Declare an option that must be given."""
-    return _field(_names(name, short), text, parser, metavar=metavar, is_required=True)  # type: ignore[no-any-return]
+    return _field((short, name), text, parser, metavar=metavar, is_required=True)  # type: ignore[no-any-return]
 
 
 def repeated(
     name: str, parser: Parser[T], text: str, *, short: str = "", panel: str | None = None
 ) -> tuple[T, ...]:
     """Declare an option that may be given several times."""
-    return _field(_names(name, short), text, parser, is_repeated=True, panel=panel)  # type: ignore[no-any-return]
+    return _field((short, name), text, parser, is_repeated=True, panel=panel)  # type: ignore[no-any-return]
 
 
 def flag(name: str, text: str) -> bool:
@@ -137,13 +137,9 @@ def group(options: type[O], *, panel: str | None = None) -> O:
     return dataclasses.field(default_factory=options, metadata={_KEY: nested})
 
 
-def _names(name: str, short: str) -> tuple[str, ...]:
-    return (short, name) if short else (name,)
-
-
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
     """A field, in a dataclass as in a signature: the declaring functions are typed as its value."""
-    declaration = Declaration(names=names, help=text, parser=parser, **more)
+    declaration = Declaration(names=tuple(filter(None, names)), help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:
         return dataclasses.field(metadata=metadata)

@@ -14,13 +14,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, Concatenate
 
 from penstock import environment as env
 from penstock.cli.option_groups import FollowOptions
 from penstock.cli.options import JSON_OPTION, Verb, command_line, fill, group, option, options_of, repeated
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
-from penstock.cli.terminal import Terminal, progress_columns
+from penstock.cli.terminal import Terminal
 from penstock.cluster import launcher_command, launcher_env
 from penstock.cluster.comm import Comm
 
@@ -39,18 +40,6 @@ class RankOptions:
     )
     timeout_s: float = option("--timeout", TIME, "Wait at most this long for other ranks.", default="5min")
     trace: str | None = option("--trace", FOLDER_URI, "Write an I/O trace of every storage access into DIR.")
-
-    def with_ranks(self, default_ranks: int | None, environment: env.Environment) -> RankOptions:
-        """The same on `default_ranks` ranks, if neither the user nor a launcher sets a number."""
-        is_set = self.ranks is not None or self.hosts or self.hostfile
-        if default_ranks is None or is_set or launcher_env.detect_rank(environment) is not None:
-            return self
-        return replace(self, ranks=default_ranks)
-
-    def starts_ranks(self, environment: env.Environment) -> bool:
-        """Whether this process launches ranks, rather than being one."""
-        has_several = self.ranks not in (None, 1) or self.hosts or self.hostfile
-        return bool(has_several) and launcher_env.detect_rank(environment) is None
 
 
 _RANKS: dict[str, Any] = {"ranks": group(RankOptions, panel="Ranks")}
@@ -71,14 +60,25 @@ def ranked(
     own = options_of(function)
 
     def call(values: Mapping[str, Any]) -> int | None:
+        from penstock.cluster.supervision import join_job
+
         environment = env.process_environment()
         ranks: RankOptions = fill(_RANKS, values)["ranks"]
-        if default_ranks is not None:
-            ranks = ranks.with_ranks(default_ranks(values), environment)
-        if ranks.starts_ranks(environment):
-            return _launch(ranks, environment)
-
-        def run_rank(comm: Comm) -> int | None:
+        is_launched = launcher_env.detect_rank(environment) is not None
+        if not is_launched:
+            has_hosts = bool(ranks.hosts or ranks.hostfile)
+            if default_ranks is not None and ranks.ranks is None and not has_hosts:
+                ranks = replace(ranks, ranks=default_ranks(values))
+            if has_hosts or ranks.ranks not in (None, 1):
+                return _launch(ranks, environment)
+        # As the rank that this process is: rank 0 of 1 if no launcher started it. The supervisor of a
+        # launched rank has its own way to end it.
+        job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)
+        with (
+            nullcontext() if is_launched else _terminated_as_interrupted(),
+            job as comm,
+            _traced(ranks.trace or environment.get(env.TRACE), comm),
+        ):
             terminal = Terminal(
                 as_json=values["as_json"],
                 speaks=comm.rank == 0,
@@ -87,8 +87,6 @@ def ranked(
                 open_followers=fill(_FOLLOWING, values)["following"].followers if is_followed else None,
             )
             return function(comm, terminal, **fill(own, values))
-
-        return _join(run_rank, ranks, environment)
 
     following = _FOLLOWING if is_followed else {}
     return Verb(function.__doc__ or "", own | JSON_OPTION | following | _RANKS, call)
@@ -112,26 +110,13 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
     )
     variables = dict(environment)
     # Ranks have no terminal: rank 0 draws its progress on that of this process.
-    if (columns := progress_columns()) is not None:
-        variables[env.PROGRESS_COLUMNS] = columns
+    if sys.stderr.isatty():
+        variables[env.PROGRESS_COLUMNS] = str(get_terminal_size().columns)
     if ranks.trace is not None:
         variables[env.TRACE] = str(Path(ranks.trace).absolute())
     # By this interpreter: the PATH of another host may find another Penstock, or none.
     program = [sys.executable, "-m", "penstock", *command_line()[1:]]
     return launch_job(launcher_command.plan_launch(request, program, variables))
-
-
-def _join(
-    function: Callable[[Comm], int | None], ranks: RankOptions, environment: env.Environment
-) -> int | None:
-    """Run the command as the rank that this process is: rank 0 of 1 if no launcher started it."""
-    from penstock.cluster.supervision import join_job
-
-    job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)
-    # The supervisor of a launched rank has its own way to end it.
-    termination = nullcontext() if launcher_env.detect_rank(environment) else _terminated_as_interrupted()
-    with termination, job as comm, _traced(ranks.trace or environment.get(env.TRACE), comm):
-        return function(comm)
 
 
 @contextmanager

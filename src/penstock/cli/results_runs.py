@@ -13,7 +13,7 @@ from penstock.cli.option_groups import PAGE, RUNS_FOLDER, write_page
 from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
 from penstock.cli.parsers import FILE, FOLDER, RUN, TEXT, whole
 from penstock.cli.run_reports import reconciliation_lines
-from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
+from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, format_number
 from penstock.environment import TRACE
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.history import (
@@ -104,24 +104,19 @@ def list_runs(
         "unreadable": unreadable,
         "history": complaints,
     }
-    terminal.result(document, _view_list(folder, here, gone))
-
-
-def _view_list(folder: Path, here: Sequence[CatalogedRun], gone: Sequence[CatalogedRun]) -> View:
-    """Two lines a run: its name and outcome, then its main figures."""
-    if not here:
-        yield f"No runs in {folder}"
+    # Two lines a run: its name and outcome, then its main figures.
+    lines: list[Line] = [] if here else [f"No runs in {folder}"]
     has_history = HistoryFile(folder).exists()
     for run in here:
         is_unknown = has_history and run.began is None
-        yield bold(_describe_run(run, remark=" (not in the history)" if is_unknown else ""))
+        lines.append(bold(_describe_run(run, remark=" (not in the history)" if is_unknown else "")))
         if run.summary is not None:
             started = (run.summary.started or "unknown")[:16].replace("T", " ")
             ranks = format_number(run.summary.ranks, "d")
-            yield f"  {run.summary.workload}, ranks {ranks}, {started}, {_headline(run.summary)}"
+            lines.append(f"  {run.summary.workload}, ranks {ranks}, {started}, {_headline(run.summary)}")
     if gone:
-        yield "\nStarted here, without a directory"
-        yield from (f"  {_describe_run(run)}" for run in gone)
+        lines += ["\nStarted here, without a directory", *(f"  {_describe_run(run)}" for run in gone)]
+    terminal.result(document, lines)
 
 
 def _headline(run: RunSummary) -> str:

@@ -101,7 +101,7 @@ class _WatchedRun:
         self.folder = folder
         self._clock = clock
         self._last_written_s = 0.0
-        self._news_s = self._began_s = clock()
+        self._news_s = clock()
 
     def look(self) -> RunStatus:
         """The state now: what the run wrote, and how it ended by its record."""

@@ -33,7 +33,7 @@ from penstock.errors import UsageError, name_some
 from penstock.submission.authoring import owned_tree
 from penstock.submission.authoring.owned_tree import HIDDEN
 from penstock.submission.check import RehearsalAssessment, assess_rehearsal, check
-from penstock.submission.edition import CheckpointLimits, load_edition
+from penstock.submission.edition import load_edition
 from penstock.units import format_bytes, format_seconds
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
@@ -45,14 +45,9 @@ _MOST_LOCAL_RANKS: Final = 8
 """Ranks that are started without being asked for: one host's accelerators."""
 
 
-def _limits() -> CheckpointLimits:
-    edition = load_edition(EDITION)
-    return edition.checkpoints
-
-
 def _usual_ranks(values: Mapping[str, Any]) -> int | None:
     """The model's number of ranks, if one host has that many accelerators."""
-    model = _limits().models.get(values["workload"])
+    model = load_edition(EDITION).checkpoints.models.get(values["workload"])
     is_small = model is not None and model.closed_processes <= _MOST_LOCAL_RANKS
     return model.closed_processes if model is not None and is_small else None
 
@@ -114,7 +109,7 @@ def rehearse(
     skips = skipped_gates if data else (*skipped_gates, Gate.APART)
     description = folder.absolute() / division.value / _REHEARSED / "systems" / f"{_REHEARSED}.yaml"
     _prepare_tree(folder, description, comm, terminal)
-    limits = _limits()
+    limits = load_edition(EDITION).checkpoints
     if workload in limits.models:
         if any(find_missing_checkpoints(target, workload, comm=comm).values()):
             terminal.note("run: ten checkpoints are written, and ten read back")

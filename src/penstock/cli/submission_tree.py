@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,19 +10,18 @@ from penstock import __version__
 from penstock.cli.options import argument, group, option, verb
 from penstock.cli.parsers import FILE, FOLDER, NAME
 from penstock.cli.submission_options import TreeOptions
-from penstock.cli.terminal import Terminal, TextTable, View
+from penstock.cli.terminal import Terminal, table
 from penstock.cluster.comm import SoloComm
 from penstock.environment import process_environment
 from penstock.errors import UsageError
 from penstock.submission.authoring import owned_tree
 from penstock.submission.edition import load_edition
 from penstock.submission.parsed_file import read_description
-from penstock.submission.system_description import SchemaProblem, find_schema_problems
+from penstock.submission.system_description import find_schema_problems
 from penstock.submission.tree_layout import SENTINEL
 
 if TYPE_CHECKING:
     from penstock.cluster.facts.host_facts import ClusterFacts
-    from penstock.submission.authoring.run_sequence import SeriesStatus
 
 INCOMPLETE = 1
 
@@ -92,6 +90,17 @@ def describe(
     document = read_description(path, tree.root)
     differences = description_draft.diff_description(document.value(), collected, name=path.name)
     violations = find_schema_problems(document)
+    lines = [f"{path}: {'written' if is_new else 'exists'}"]
+    if differences:
+        lines.append("The machines differ from the description, which was not changed:")
+        lines += [f"  {difference}" for difference in differences]
+    if violations:
+        lines.append(f"{len(violations)} to fill in or correct:")
+        lines += [f"  {violation}" for violation in violations]
+    if not differences and not violations:
+        lines.append("It matches the machines and the schema.")
+    if not path.with_suffix(".pdf").is_file():
+        lines.append(f"A picture of the system is missing: {path.with_suffix('.pdf')}")
     terminal.result(
         {
             "file": str(path),
@@ -102,7 +111,7 @@ def describe(
                 for violation in violations
             ],
         },
-        _view_description(path, differences, violations, is_new=is_new),
+        lines,
     )
     return INCOMPLETE if differences or violations else 0
 
@@ -123,22 +132,6 @@ def _read_facts(cluster: Path | None) -> ClusterFacts:
             fix="Collect the facts of all hosts: a description covers the whole system.",
         )
     return facts
-
-
-def _view_description(
-    path: Path, differences: Sequence[str], violations: Sequence[SchemaProblem], *, is_new: bool
-) -> View:
-    yield f"{path}: {'written' if is_new else 'exists'}"
-    if differences:
-        yield "The machines differ from the description, which was not changed:"
-    yield from (f"  {difference}" for difference in differences)
-    if violations:
-        yield f"{len(violations)} to fill in or correct:"
-    yield from (f"  {violation}" for violation in violations)
-    if not differences and not violations:
-        yield "It matches the machines and the schema."
-    if not path.with_suffix(".pdf").is_file():
-        yield f"A picture of the system is missing: {path.with_suffix('.pdf')}"
 
 
 @verb
@@ -183,10 +176,6 @@ def status(
             for result in results
         ],
     }
-    terminal.result(document, _view_progress(results, is_rehearsal=tree.is_rehearsal))
-
-
-def _view_progress(results: Sequence[SeriesStatus], *, is_rehearsal: bool) -> View:
     rows = [
         {
             "division": result.series.division.value,
@@ -198,11 +187,9 @@ def _view_progress(results: Sequence[SeriesStatus], *, is_rehearsal: bool) -> Vi
         }
         for result in results
     ]
-    yield TextTable("Results of a rehearsal" if is_rehearsal else "Results", rows)
+    view = [*table("Results of a rehearsal" if tree.is_rehearsal else "Results", rows)]
     for result in results:
-        for lack in result.missing:
-            yield f"{result.series.system} {result.series.model} lacks {lack}"
-        for attempt in result.attempts:
-            yield f"{attempt.outcome}: {attempt.folder}: {attempt.why}"
-        for text in result.unreadable:
-            yield f"cannot be read: {text}"
+        view += [f"{result.series.system} {result.series.model} lacks {lack}" for lack in result.missing]
+        view += [f"{attempt.outcome}: {attempt.folder}: {attempt.why}" for attempt in result.attempts]
+        view += [f"cannot be read: {text}" for text in result.unreadable]
+    terminal.result(document, view)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from click import get_current_context
@@ -150,11 +149,8 @@ def _draw(view: View, console: Console) -> None:
             block.draw(console)
         else:
             pieces = [block] if isinstance(block, str) else block
-            console.print(Text.assemble(*map(_printable_piece, pieces)))
-
-
-def _printable_piece(piece: str | tuple[str, str]) -> str | tuple[str, str]:
-    return printable(piece) if isinstance(piece, str) else (printable(piece[0]), piece[1])
+            styled = [(piece, "") if isinstance(piece, str) else piece for piece in pieces]
+            console.print(Text.assemble(*((printable(text), style) for text, style in styled)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,23 +201,19 @@ class Terminal:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one document on stdout, with its schema first. NaN is an error, because it is no JSON."""
+    """Print one document on stdout, with its schema first. NaN is an error, because it is no JSON.
+
+    The schema names the running verb's document, as `checkpoint-run/1`; the site has it under `schemas/`. A
+    document with a `version` of its own, which other commands read again, has none.
+    """
     if sys.stdout is None:
         raise UsageError("The standard output is closed", fix="Write the document to a file or a pipe.")
-    json.dump({**_name_schema(document), **document}, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
-
-
-def _name_schema(document: Mapping[str, Any]) -> Mapping[str, str]:
-    """The schema of the running verb's document, as `checkpoint-run/1`; the site has it under `schemas/`.
-
-    A document with a `version` of its own, which other commands read again, stays as it is.
-    """
     context = get_current_context(silent=True)
-    if context is None or "version" in document:
-        return {}
-    verb = "-".join(context.command_path.split()[1:])
-    return {"schema": f"{verb}/{SCHEMA_VERSIONS.get(verb, 1)}"} if verb else {}
+    words = context.command_path.split()[1:] if context is not None and "version" not in document else []
+    if verb := "-".join(words):
+        document = {"schema": f"{verb}/{SCHEMA_VERSIONS.get(verb, 1)}", **document}
+    json.dump(document, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
 
 
 def render_text(view: View) -> str:
@@ -234,11 +226,6 @@ def render_text(view: View) -> str:
 def format_number(value: float | None, style: str) -> str:
     """A number in a format's style, or a dash."""
     return "-" if value is None else format(value, style)
-
-
-def progress_columns() -> str | None:
-    """The width of this process's stderr, for ranks that draw progress on it; None if not a terminal."""
-    return str(get_terminal_size().columns) if sys.stderr.isatty() else None
 
 
 def clear_progress() -> None:

@@ -29,7 +29,6 @@ from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
-    from penstock.trace.compare.run_report import RunReport
     from penstock.trace.compare.trace_study import ComparisonSpec, Study
 
 _PAGE = "report.html"
@@ -76,7 +75,16 @@ def report(
     if path is not None:
         write_run_report(made, path)
         terminal.note(f"wrote {path}")
-    terminal.result({"page": str(path) if path else None, **made.document()}, _view_report(made))
+    view = [
+        *made.says,
+        *(bold(f"{finding.code} {finding.title}") for finding in made.findings),
+        *(
+            f"{section.title}: {section.why_empty}"
+            for _, section in made.figures.values()
+            if not (section.charts or section.tables or section.parts)
+        ),
+    ]
+    terminal.result({"page": str(path) if path else None, **made.document()}, view)
 
 
 def _describe_runs(
@@ -93,16 +101,6 @@ def _describe_runs(
         phases=phases,
         where=where,
     )
-
-
-def _view_report(made: RunReport) -> View:
-    """The first sentences, and the findings by their titles."""
-    yield from made.says
-    for finding in made.findings:
-        yield bold(f"{finding.code} {finding.title}")
-    for _, section in made.figures.values():
-        if not (section.charts or section.tables or section.parts):
-            yield f"{section.title}: {section.why_empty}"
 
 
 @verb

@@ -5,18 +5,14 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.cli.options import argument, arguments, group, option, repeated, required, verb
 from penstock.cli.parsers import FILE, FOLDER, FOLDER_URI, NAME, TEXT, choice
-from penstock.cli.terminal import Terminal, View, table
+from penstock.cli.terminal import Terminal, table
 from penstock.cli.trace_options import TIERS, TraceOptions, check_output, parse_dimensions, report_losses
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.trace.event_schema import FileAccount
-
+_MOST_ROWS: Final = 50
 _RANK_PATTERN: Final = option(
     "--rank-pattern",
     TEXT,
@@ -108,35 +104,27 @@ def load(
         "files": [account.document() for account in facts.accounts],
         "mismatches": mismatches,
     }
-    terminal.result(document, _tabulate_accounts(f"{out}: {num_events:,} events", facts.accounts))
-
-
-_MOST_ROWS: Final = 50
-
-
-def _tabulate_accounts(title: str, accounts: Sequence[FileAccount]) -> View:
-    """A row for each file; of thousands of files, those that lost something come first."""
-    shown = accounts
-    if len(accounts) > _MOST_ROWS:
-        shown = sorted(accounts, key=lambda account: account.is_whole)[:_MOST_ROWS]
-    yield from table(
-        title,
-        [
-            {
-                "file": account.file,
-                "lines": f"{account.lines:,}",
-                "events": f"{account.events:,}",
-                "salvaged": f"{account.salvaged:,}",
-                "dropped": f"{account.dropped:,}",
-                "skipped": f"{account.skipped:,}",
-                "ranks": _shorten(sorted(account.ranks)),
-                "hosts": _shorten(sorted(account.hosts)),
-            }
-            for account in shown
-        ],
-    )
-    if len(shown) < len(accounts):
-        yield f"{len(accounts) - len(shown):,} more files: --json has them all"
+    # Of thousands of files, those that lost something come first.
+    shown = list(facts.accounts)
+    if len(shown) > _MOST_ROWS:
+        shown = sorted(shown, key=lambda account: account.is_whole)[:_MOST_ROWS]
+    rows = [
+        {
+            "file": account.file,
+            "lines": f"{account.lines:,}",
+            "events": f"{account.events:,}",
+            "salvaged": f"{account.salvaged:,}",
+            "dropped": f"{account.dropped:,}",
+            "skipped": f"{account.skipped:,}",
+            "ranks": _shorten(sorted(account.ranks)),
+            "hosts": _shorten(sorted(account.hosts)),
+        }
+        for account in shown
+    ]
+    view = [*table(f"{out}: {num_events:,} events", rows)]
+    if len(shown) < len(facts.accounts):
+        view.append(f"{len(facts.accounts) - len(shown):,} more files: --json has them all")
+    terminal.result(document, view)
 
 
 def _shorten(names: list[int] | list[str]) -> str:

@@ -35,7 +35,7 @@ from penstock.cli.parsers import CONTENT_CHECK, DIVISION, FOLDER_URI, NAME, TEXT
 from penstock.cli.rank_options import followed
 from penstock.cli.run_reports import capture_training_output, reconciliation_notes, view_training
 from penstock.cli.submission_options import ResultOptions, open_session
-from penstock.cli.terminal import Terminal, View, bold, table
+from penstock.cli.terminal import Terminal, bold, table
 from penstock.cluster.comm import Comm
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.environment import process_environment
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
     from penstock.bench.loader.loader_protocol import ContentCheck
     from penstock.bench.training.training_files import OpenFormat
-    from penstock.bench.training.training_result import TrainingResult
     from penstock.bench.training.training_run import TrainingRequest
     from penstock.workflows.submission_results import ResultWriter
 
@@ -337,17 +336,11 @@ def _run_own_loader(options: TrainingRunOptions, name: str, *, comm: Comm, termi
     with terminal.progress() as progress:
         result = run_own_loader(request, comm=comm, progress=progress)
     terminal.notes(result.stages.remarks)
-    terminal.result(result.document(), _view_own_loader(result))
-
-
-def _view_own_loader(result: TrainingResult) -> View:
-    """The answer first, then what every training run prints."""
     waits = result.stages.waits
     assert waits is not None
-    yield bold(waits.sentence)
-    for title, text in waits.lines:
-        yield f"  {title:<10}{text}"
-    yield from view_training(result)
+    # The answer first, then what every training run prints.
+    answer = [bold(waits.sentence), *(f"  {title:<10}{text}" for title, text in waits.lines)]
+    terminal.result(result.document(), [*answer, *view_training(result)])
 
 
 @verb

@@ -5,22 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.mlpstorage import FLAGS, NAMES, Defaults, TranslatedCommand, main, parse, translate
+from penstock.cli.mlpstorage import FLAGS, NAMES, TranslatedCommand, main, parse, translate
 from penstock.errors import UsageError
 
 DATA = "--data-dir /mnt/data"
 
 
 def translated(line: str, *, tree: str = "/tree", bucket: str | None = None) -> TranslatedCommand:
-    defaults = Defaults(
-        results=None,
-        system=None,
-        data=None,
-        checkpoints=None,
-        bucket=bucket,
-        is_submission_tree=lambda folder: folder == tree,
-    )
-    return translate(parse(shlex.split(line)), defaults)
+    environment = {} if bucket is None else {"BUCKET": bucket}
+    return translate(parse(shlex.split(line)), environment, lambda folder: folder == tree)
 
 
 def golden() -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from penstock.cli.app import app
-from penstock.cli.mlpstorage import Defaults, parse, translate
+from penstock.cli.mlpstorage import parse, translate
 from penstock.cli.options import Group
 
 PAGE = Path(__file__).parents[3] / "docs" / "submission.md"
@@ -40,10 +40,7 @@ def test_a_command_of_the_page_is_there_with_its_options(words: list[str]) -> No
 
 @pytest.mark.parametrize("words", OTHERS, ids=" ".join)
 def test_a_line_of_mlpstorage_on_the_page_is_understood(words: list[str]) -> None:
-    defaults = Defaults(
-        results=None, system=None, data=None, checkpoints=None, bucket=None, is_submission_tree=lambda _: True
-    )
-    assert translate(parse(words[1:]), defaults).words
+    assert translate(parse(words[1:]), {}, lambda _: True).words
 
 
 def test_the_page_shows_both() -> None:
