@@ -1,4 +1,4 @@
-"""Words become calls: one module a noun, nothing else. `main` is the console script."""
+"""The command line: one module for each group of commands. `main` is the console script."""
 
 from penstock.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The root of the command line, and its edge: every error becomes one paragraph and an exit code here.
+"""The root of the command line. Every error ends here, as one paragraph and an exit code.
 
 Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; 3 this machine lacks something;
 70 a defect of Penstock itself; 130 interrupted. Modules imported here import nothing heavy at their top.
@@ -86,7 +86,7 @@ TRACE = Group(
     extra="trace",
 )
 KVCACHE = Group(
-    "Plan and measure storage for key-value caches of inference.",
+    "Plan and measure storage for the key-value caches of inference.",
     {
         "models": "penstock.cli.kvcache_planning:models",
         "size": "penstock.cli.kvcache_planning:size",
@@ -245,7 +245,7 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
 
 
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Take `--debug` out of the words before a `--`: people append it to the command that has just failed."""
+    """Take `--debug` out of the words before a `--`: people append it to a command that failed."""
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     rest = arguments[len(ours) :]
     return [word for word in ours if word != "--debug"] + rest, "--debug" in ours

@@ -1,4 +1,4 @@
-"""`penstock checkpoint run`, `size` and `models`: the benchmark, and what it writes, by arithmetic.
+"""`penstock checkpoint run`, `size` and `models`: the benchmark, and the sizes that it writes.
 
 `penstock submission run checkpointing` calls `run_checkpoint_benchmark`; `penstock-dlio` builds a request of
 its own and shares `perform_run`.
@@ -58,7 +58,7 @@ class CheckpointRunOptions:
     model: str = MODEL_NAME
     settings: tuple[str, ...] = _SETTINGS
     destination: str = required(
-        "--to", URI, "Place for the checkpoints: a directory, direct:///directory or s3://bucket/prefix."
+        "--to", URI, "Location of the checkpoints: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: tuple[tuple[str, str], ...] = STORAGE
     results: ResultOptions = group(ResultOptions)
@@ -104,7 +104,7 @@ def run(
     *,
     options: CheckpointRunOptions = group(CheckpointRunOptions),
 ) -> int:
-    r"""Write checkpoints of a model, read them back, and report the throughput of both directions.
+    r"""Write checkpoints of a model, read them back, and report the throughput of both.
 
     A write ends when its last byte is durable; before a read, its files are evicted from the page cache of
     every node. Every byte read is verified. The checkpoints remain, for a later run with `--writes 0`, unless
@@ -221,7 +221,7 @@ def run_checkpoint_benchmark(
 def plan_model_layout(
     model: CheckpointModel, *, ranks: int | None, scale: Fraction, is_subset: bool
 ) -> StateLayout:
-    """The model's files on a number of ranks; None: on as many as it is laid out for."""
+    """The model's files on `ranks` ranks, or on the model's own number of ranks."""
     from penstock.bench.state_layout import LayoutRequest, plan_layout
     from penstock.workload.enums import CheckpointMode
 
@@ -301,10 +301,10 @@ def size(
     ranks: int | None = option(
         "--ranks", whole(1), "Number of ranks to lay the model out on (default: the model's own)."
     ),
-    scale: Fraction = option("--scale", SCALE, "Share of every file to calculate.", default="1"),
+    scale: Fraction = option("--scale", SCALE, "Share of every file to count.", default="1"),
     is_subset: bool = flag("--subset", "Use fewer ranks than the model needs; they carry a subset of it."),
 ) -> None:
-    """Calculate each rank's files and bytes of a checkpoint, and prove the total.
+    """Calculate the files and bytes that each rank writes, and prove the total.
 
     Examples:
 
@@ -366,7 +366,7 @@ def size(
 
 
 def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_kept: int) -> list[str]:
-    """The steps from which the total follows, a sentence each."""
+    """The proof of the total, a sentence for each step."""
     from penstock.bench.state_layout import DATATYPE_BYTES, OPTIMIZER_STATES
 
     total, mesh, described = layout.total_bytes, layout.mesh, model.workload.model
@@ -401,7 +401,7 @@ def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_
 
 @verb
 def models(terminal: Terminal) -> None:
-    """List the models whose checkpoints can be written, with their sizes.
+    """List the models and the sizes of their checkpoints.
 
     Examples:
 

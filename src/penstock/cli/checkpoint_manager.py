@@ -176,7 +176,7 @@ def flush(
         "--to", URI, "Durable directory or URI of the run (default: the run that the cache belongs to)."
     ),
 ) -> int:
-    """Make durable what CACHE still has: all pending steps, and the newest step that can be restored.
+    """Copy pending steps from CACHE to durable storage, and the newest step that can be restored.
 
     Run one rank on each node, after a crash or before a job ends. Files are verified, and lost or damaged
     ones are rebuilt if the step's redundancy allows. Gives up if nothing moves for --timeout, and exits with
@@ -247,9 +247,9 @@ def halt(
 ) -> None:
     """Request a graceful stop: the job whose manager saves to RUN saves once more, flushes and exits.
 
-    The job sees the marker, RUN/halt.json, some seconds later when its training loop asks the manager whether
-    to save; all ranks stop at the same step. It removes the marker when it exits. A job that is not running
-    yet obeys when it starts.
+    The job sees the marker RUN/halt.json some seconds later, when its training loop asks the manager whether
+    to save; all ranks stop at the same step. The job removes the marker when it exits. A job that has not
+    started yet obeys when it starts.
 
     Examples:
 

@@ -63,7 +63,7 @@ def plan(
 ) -> None:
     r"""Estimate training efficiency for each checkpointing strategy.
 
-    A first-order formula (Young/Daly), checked by a simulation with random failures.
+    Uses a first-order formula (Young/Daly), and checks it with a simulation of random failures.
 
     Examples:
 
@@ -133,7 +133,7 @@ def plan(
 
 
 def _report(predictions: Sequence[Prediction]) -> Report:
-    """What is left for training with each strategy."""
+    """The share of time that each strategy leaves for training."""
     from penstock.reports.report import Banner, Look, Report, bar_chart, table_section
 
     best = max(predictions, key=lambda one: one.efficiency)

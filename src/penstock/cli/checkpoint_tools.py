@@ -1,4 +1,4 @@
-"""`penstock checkpoint ls`, `show`, `diff`, `verify`, `convert` and `rm`: work on checkpoints that exist."""
+"""`penstock checkpoint ls`, `show`, `diff`, `verify`, `convert` and `rm`: tools for existing checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIFFERENT = 1
 DAMAGED = 1
 NOT_CHECKED = 3
 _FORMATS = dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch") | {".safetensors": "safetensors"}
-"""The format of a target by its ending; any other is torch's distributed one."""
+"""The format of a target by its suffix; any other is torch's distributed format."""
 
 
 @verb
@@ -134,8 +134,8 @@ def diff(
 ) -> int:
     """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
 
-    Exits with 0 if nothing differs and with 1 otherwise. Tensors whose checksums are equal were written equal
-    and are not read: `verify` finds what was damaged since.
+    Exits with 0 if nothing differs and with 1 otherwise. Tensors with equal checksums are not read: use
+    `verify` to find damage since they were written.
 
     Examples:
 
@@ -176,9 +176,9 @@ def verify(
 ) -> int:
     """Read a whole checkpoint and verify every checksum in it.
 
-    Penstock's checkpoints have a checksum of every byte. Those of torch are compared with the CRC-32 of their
-    archives, which torch itself never reads. Exits with 1 and a list of the damage, or with 3 if the
-    checkpoint has no checksums.
+    Penstock's checksums cover every byte of its checkpoints. Those of torch are compared with the CRC-32 of
+    their archives, which torch itself never reads. Exits with 1 and a list of the damage, or with 3 if there
+    are no checksums.
 
     Examples:
 
@@ -218,7 +218,7 @@ def convert(
     target_format: str | None = option(
         "--to",
         choice("dcp", "torch", "safetensors"),
-        "Format to write (default: by TARGET's ending: .pt is torch, .safetensors is safetensors, else dcp).",
+        "Format to write (default: by TARGET's suffix: .pt is torch, .safetensors is safetensors, else dcp).",
     ),
     only: tuple[str, ...] = repeated("--only", TEXT, "Convert only matching names, e.g. 'model.*'."),
     tensors_only: bool = flag("--tensors-only", "Convert only tensors, and list what is left out."),
@@ -277,10 +277,10 @@ def remove(
     even_last: bool = flag("--even-last", "Allow removing the only complete checkpoint that is left."),
     no_verify: bool = flag("--no-verify", "Check only files and sizes of the checkpoint that remains."),
 ) -> None:
-    """Remove a checkpoint: its name first, in one durable step, then its files.
+    """Remove a checkpoint: first its name, in one durable step, then its files.
 
-    The last complete checkpoint of a run is kept unless --even-last is given: another one, the newest first,
-    is verified to its last byte before anything is removed. A step in a cache must be durable.
+    Keeps the last complete checkpoint of a run unless --even-last is given: before anything is removed,
+    another one is verified byte by byte, the newest first. A step in a cache must be durable.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`penstock cluster collect` and `check`: the facts of all hosts in one file, and how hosts differ."""
+"""`penstock cluster collect` and `check`: the facts of all hosts in one file, and their differences."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def collect(
 ) -> None:
     """Collect the facts of each host: cores, memory, networks, drives, mounts, kernel and settings.
 
-    Runs one process on each host. A host that fails, hangs or answers with anything but facts is an error
-    that names it. Only listed settings and variables are read; secrets are redacted.
+    Runs one process on each host. A host that fails, hangs or returns anything but facts is an error that
+    names it. Only listed settings and variables are read; secrets are redacted.
 
     Examples:
 
@@ -75,7 +75,7 @@ def collect(
 
     environment = process_environment()
     if not output.absolute().parent.is_dir():
-        raise ObjectNotFound("No such directory", uri=str(output.parent), fix="Make it first.")
+        raise ObjectNotFound("No such directory", uri=str(output.parent), fix="Create it first.")
     asked = _named_hosts(hosts, hostfile)
     via = via or ("mpi" if asked else "local")
     if via == "slurm" and not asked:
@@ -174,7 +174,7 @@ def check(
     terminal: Terminal,
     *,
     file: Path | None = optional_argument(
-        "[FILE]", FILE, "Facts that `penstock cluster collect` has written (default: inspect gates)."
+        "[FILE]", FILE, "File of `penstock cluster collect` (default: inspect gates)."
     ),
     gates: tuple[Gate, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all)."),
     data: str | None = option("--data", URI, "Check the storage that ranks will read or write."),
@@ -185,7 +185,7 @@ def check(
     ),
     page: Path | None = PAGE,
 ) -> int:
-    """Compare the hosts of a collected cluster, or inspect the preflight gates that runs pass.
+    """Compare the hosts of a collected cluster, or inspect the preflight gates of runs.
 
     With FILE: compares memory, cores, kernel, versions, mounts, settings and clocks of its hosts. Without
     FILE: inspects gates on all ranks. Exits with 1 if a check fails, with 3 if something was not checked.

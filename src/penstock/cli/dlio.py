@@ -38,7 +38,7 @@ DEFAULT_WORKLOAD: Final = "default"
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
 LONGEST_WAIT_S: Final = 3600.0
-"""DLIO has no option for it, so this must be enough for the slowest rank's share of data generation."""
+"""DLIO has no option for this, so it must be enough for the slowest rank's share of data generation."""
 
 _USUAL_THREADS: Final = 4
 
@@ -284,7 +284,7 @@ def list_unused_stages(workload: Workload) -> tuple[str, ...]:
 def choose_run_folder(
     run_dir: str | None, workload: Workload, environment: Environment, *, now: datetime
 ) -> Path:
-    """The folder of DLIO's files, from the workload, the environment or hydra, in this order."""
+    """The folder of DLIO's files: the workload's, else the environment's, else hydra's."""
     name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or run_dir
     if not name:
         return Path("hydra_log", workload.model.name, f"{now:%Y-%m-%d-%H-%M-%S}").absolute()
@@ -303,7 +303,7 @@ _MODEL: Final = "${workload.model.name}"
 
 
 def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
-    """Torch's loader if the workload names it and torch is installed; else ours, with a remark."""
+    """Torch's loader if the workload names it and torch is installed, else ours, with a remark."""
     from penstock.bench.loader import loader_options
 
     name = workload.reader.data_loader
@@ -321,7 +321,7 @@ def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
 
 
 def list_replaced(workload: Workload) -> Sequence[str]:
-    """Remarks on what is done by other means than the workload names: printed once, and recorded."""
+    """Remarks on options of the workload that others replace here."""
     options = workload.storage.storage_options
     remarks = []
     if options.prefetch_window or options.prefetch_workers:

@@ -1,4 +1,4 @@
-"""`penstock workloads`, `doctor`, `demo` and `docs`: what there is, what is missing, a tour, pages."""
+"""`penstock workloads`, `doctor`, `demo` and `docs`: the first commands of a new user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _PACKAGE = Path(__file__).parents[1]
 _MAX_LIST_CHARACTERS = 60
 _FOLDERS = (_PACKAGE / "pages", _PACKAGE.parents[1] / "docs")
-"""Where pages are: in an installed package, and in a checkout."""
+"""The folder of the pages in an installed package, and in a checkout."""
 
 
 @verb
@@ -85,7 +85,7 @@ def workloads(
 
 
 def _summarize(workload: Workload) -> dict[str, Any]:
-    """The values by which one chooses a workload; sizes are means."""
+    """The values that help to choose a workload; sizes are means."""
     from penstock.workload.sizing import read_bytes_per_sample, record_bytes
 
     dataset = workload.dataset
@@ -178,7 +178,7 @@ def demo(
         TextTable(f"Checkpoints of {checkpoints.model}, small", checkpoint_rows(checkpoints)),
     ]
     terminal.result(results.document(), view)
-    terminal.note(f"The whole report: {results.report}")
+    terminal.note(f"Full report: {results.report}")
 
 
 def _find_pages() -> Mapping[str, Path]:

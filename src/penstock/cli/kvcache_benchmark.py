@@ -1,4 +1,4 @@
-"""`penstock kvcache run`, `replay` and `compare`: cache operations on a storage, measured."""
+"""`penstock kvcache run`, `replay` and `compare`: cache operations measured on a storage."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class KvCacheOptions:
     layout: str = option(
         "--layout",
         choice("penstock", "vllm", "lmcache"),
-        "File tier whose object names are used; penstock's objects have a checksum.",
+        "Use the object names of this file tier; only penstock's objects have a checksum.",
         default="penstock",
     )
     scale: Fraction = option("--scale", SCALE, "Share of each object's bytes to move.", default="1")
@@ -107,8 +107,8 @@ def replay(
 ) -> int:
     r"""Replay a TRACE of requests: read the prefixes that hit, write what is new, and report both.
 
-    What is read, written and evicted is decided before, from the trace and the tiers alone; the digest of
-    these operations is in the result. Every entry that is read is verified.
+    Reads, writes and evictions are planned first, from the trace and the tiers alone; their digest is in the
+    result. Every entry that is read is verified.
 
     Examples:
 
@@ -138,7 +138,7 @@ def run(
     mlperf_options: tuple[int, ...] = option(
         "--options",
         several(whole(1, 3)),
-        "Options of the table to run.",
+        "Options of the benchmark's table to run.",
         default="1,2,3",
         panel="mlperf-v3",
     ),
@@ -151,8 +151,8 @@ def run(
 ) -> int:
     r"""Run a generated workload: blocks, with the statistics of a published trace, or mlperf-v3.
 
-    mlperf-v3 has the users, the options and the files of MLPerf Storage v3.0, with each metric next to its
-    honest value; model, tiers and chunks of the command line do not apply to it.
+    mlperf-v3 has the users, options and files of MLPerf Storage v3.0, and shows each metric next to its
+    honest value; --model and the options for tiers and chunks do not apply to it.
 
     Examples:
 
@@ -288,7 +288,7 @@ def _view_mlperf(document: dict[str, Any]) -> View:
 
 
 def view_cache_run(document: dict[str, Any]) -> View:
-    """A run for people."""
+    """A run as text."""
     from penstock.kvcache.cache_figures import has_small_objects
 
     plan, saved = document["plan"], document["time_to_first_token"]
@@ -358,7 +358,7 @@ def compare(
     runs: tuple[Path, ...] = arguments("RUN...", FOLDER, "Folders of runs of `penstock kvcache`."),
     page: Path | None = PAGE,
 ) -> int:
-    """Compare runs on several storages: each figure, and the order of the storages that it gives.
+    """Compare runs on several storages: each figure, and how it ranks them.
 
     Exits with 1 if the runs did not execute the same operations.
 

@@ -76,7 +76,7 @@ def models(
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
 ) -> None:
-    """List models with the bytes of key-value cache that a token takes; options describe one of your own.
+    """List models and their bytes of key-value cache per token; --model adds one of your own.
 
     Examples:
 
@@ -108,20 +108,20 @@ def models(
 def size(
     terminal: Terminal,
     *,
-    trace: Path | None = optional_argument("TRACE", FILE, "A trace of requests (default: users alone)."),
+    trace: Path | None = optional_argument(
+        "TRACE", FILE, "Trace of requests (default: only --users counts)."
+    ),
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
-    users: int = option("--users", whole(1), "Assume this many users at a time.", default="200"),
-    tokens: int | None = option(
-        "--tokens", whole(1), "Assume this many tokens a user (default: typical of the model)."
-    ),
+    users: int = option("--users", whole(1), "Number of users at a time.", default="200"),
+    tokens: int | None = option("--tokens", whole(1), "Tokens of each user (default: typical of the model)."),
     tensor: int = option("--tensor-parallel", whole(1), "Divide heads over this many ranks.", default="1"),
     pipeline: int = option(
         "--pipeline-parallel", whole(1), "Divide layers over this many ranks.", default="1"
     ),
     reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace"),
 ) -> None:
-    """Calculate the cache that users or a TRACE of requests need, and prove it.
+    """Calculate how large a cache users or a TRACE of requests need, with the proof.
 
     Examples:
 
@@ -172,14 +172,14 @@ def simulate(
     *,
     trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT."),
     blocks: tuple[int, ...] = option(
-        "--blocks", several(whole(0)), "Try caches of these numbers of blocks.", default="1000,10000,100000"
+        "--blocks", several(whole(0)), "Cache sizes to try, in blocks.", default="1000,10000,100000"
     ),
-    sizes: tuple[int, ...] | None = option("--sizes", several(SIZE), "Try caches of these sizes, too."),
-    gpu: int = option("--gpu", SIZE, "Give the cache this much accelerator memory.", default="0B"),
-    cpu: int = option("--cpu", SIZE, "Give the cache this much host memory.", default="0B"),
-    storage: int | None = option(
-        "--storage", SIZE, "Give the cache this much storage (default: without limit)."
+    sizes: tuple[int, ...] | None = option(
+        "--sizes", several(SIZE), "More cache sizes to try, e.g. 100GiB,1TiB."
     ),
+    gpu: int = option("--gpu", SIZE, "Accelerator memory of the cache.", default="0B"),
+    cpu: int = option("--cpu", SIZE, "Host memory of the cache.", default="0B"),
+    storage: int | None = option("--storage", SIZE, "Storage of the cache (default: no limit)."),
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
     page: Path | None = PAGE,
@@ -279,15 +279,14 @@ def inspect(
         "Assume the tokens of this model: one of `penstock kvcache models`, or a config.json.",
     ),
     verifies: bool = flag(
-        "--verify", "Read all contents: checksums where there are some, else pages of zeros."
+        "--verify", "Read all contents: verify checksums where there are any, else look for pages of zeros."
     ),
     streams: int = option("--streams", whole(1), "Read this many entries at a time.", default="8"),
 ) -> int:
     """Show what a STORE of cache entries holds: engines, models, tokens, and damaged or unfinished entries.
 
-    Reads the file tiers of vLLM (offloading to a file system) and LMCache (disk, fs, and its server's), and
-    Penstock's own.
-    Nothing is changed. Exits with 1 if an entry is damaged.
+    Reads the file tiers of vLLM (offloading to a file system), of LMCache (disk, fs, and its server's) and
+    Penstock's own. Changes nothing. Exits with 1 if an entry is damaged.
 
     Examples:
 
@@ -313,7 +312,7 @@ def inspect(
 
 
 def _view_store(document: dict[str, Any]) -> View:
-    """A store for people."""
+    """A store as text."""
     yield (
         f"{document['target']}: {document['entries']:,} entries, {format_bytes(document['bytes'])}, "
         f"{document['damaged']:,} damaged"

@@ -52,7 +52,7 @@ class Lines:
     interval_s = LINE_INTERVAL_S
 
     def __init__(self, *, first_s: float = LINE_INTERVAL_S) -> None:
-        """Work that is done within `first_s` prints none."""
+        """The first line comes after `first_s`, so short work prints none."""
         self._first_at_s = time.monotonic() + first_s
 
     def show(self, status: RunStatus) -> None:
@@ -66,7 +66,7 @@ class Lines:
 
 
 class Bars:
-    """Progress as a bar of the present phase: share, time spent, time left. It is erased at the end."""
+    """A progress bar of the current phase: share, time spent, time left. It is erased at the end."""
 
     interval_s = 0.2
 
@@ -98,7 +98,7 @@ class Bars:
 
 
 class LiveFigures:
-    """Live figures, some lines that are redrawn every second. None of them stay."""
+    """Live figures: lines that are redrawn every second, and erased at the end."""
 
     interval_s = 1.0
 
@@ -121,7 +121,7 @@ class LiveFigures:
 
 
 def panel_lines(status: RunStatus) -> Iterator[str]:
-    """The state in some lines, its waits last."""
+    """The state as lines of text, waits last."""
     age = format_age(status.written_at_s - status.started_at_s)
     what = " ".join(filter(None, (status.kind, status.workload, f"on {format_count(status.ranks, 'rank')}")))
     yield f"{status.run}: {status.outcome}, {what}, {age}"

@@ -62,7 +62,7 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "dlio-bin-path": ("-dp",),
     "allow-invalid-params": ("-aip",),
 }
-"""The options that mean something to mlpstorage, with their other names; those below are known, too."""
+"""Options that have an effect here, with their other names."""
 IGNORED: Final[Mapping[str, str]] = {
     "debug": "penstock prints what matters on stderr",
     "verbose": "penstock prints what matters on stderr",
@@ -93,7 +93,7 @@ _REPEATED: Final = frozenset({"params", "mpi-params"})
 NAMES: Final[Mapping[str, str]] = {
     other: name for name in (*OPTIONS, *IGNORED) for other in (f"--{name}", *OPTIONS.get(name, ()))
 }
-"""Every spelling of every known option; any other is an error."""
+"""The option of every spelling; any other is an error."""
 _RESULTS: Final = "MLPSTORAGE_RESULTS_DIR"
 _DEFAULT_ROOT: Final = "mlpstorage-results"
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -120,7 +120,7 @@ class MlpstorageCommand:
         return self.options[name][-1] if self.options.get(name) else None
 
     def number(self, name: str) -> int | None:
-        """The value as a whole number."""
+        """The value of an option as a whole number."""
         text = self.value(name)
         if text is not None and not text.isdecimal():
             raise UsageError(f"{text!r} is not a whole number", where=f"--{name}", fix="Write digits.")

@@ -1,4 +1,4 @@
-"""Options that several commands share: workload, model, data set, storage, gates, following."""
+"""Options that several verbs share: workload, data set, storage, pages, gates, following."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ STORAGE: Final = repeated(
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """A data set's storage."""
+    """The location of a data set."""
 
     uri: str = required(
-        "--data", URI, "Use the data set here: a directory, direct:///directory or s3://bucket/prefix."
+        "--data", URI, "Location of the data set: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: tuple[tuple[str, str], ...] = STORAGE
 
@@ -131,7 +131,7 @@ def inspect_gates(
 METRICS_FOLDER: Final = option(
     "--metrics-dir",
     FOLDER,
-    "Keep the figures in DIR/penstock-RUN.prom, for node exporter's text collector.",
+    "Keep the figures in DIR/penstock-RUN.prom, for node exporter's textfile collector.",
 )
 
 
@@ -146,13 +146,13 @@ def follow_by_metrics(folder: Path | None) -> list[Follower]:
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
-    """How a run is followed while it lasts."""
+    """The display of a run while it lasts, and its metrics for monitoring."""
 
     shows_figures: bool = flag("--watch", "Show live figures in place of a progress bar.")
     metrics_folder: Path | None = METRICS_FOLDER
 
     def followers(self) -> list[Follower]:
-        """The terminal's display, and monitoring."""
+        """The display on the terminal, and the metrics file."""
         from penstock.cli.live_display import make_display
 
         # A folder of metrics that does not exist is refused before a bar is drawn.

@@ -12,8 +12,10 @@
 
 A declaration holds the name, the parser, the help text and the default; everything else (click's parameters,
 `--help`, completion, the values that the function receives) follows from it. The declaring functions return
-the parser's type, so that a type checker compares each annotation with its parser. Options that several verbs
-share are a constant (`page: Path | None = PAGE`) or, several together, a dataclass, which `group` declares.
+the parser's type, so that a type checker compares each annotation with its parser.
+
+An option that several verbs share is a constant, which has one name everywhere: `page: Path | None = PAGE`.
+Several options that belong together are the fields of a dataclass, which `group` declares.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ Fields = dict[str, dataclasses.Field[Any]]
 """Declared options by the name of their parameter, or of their field in a group."""
 _KEY = "penstock option"
 _NESTED = "__"
-"""Joins the names of nested options: one of a group is called GROUP__FIELD."""
+"""Joins the names of a group and its field: GROUP__FIELD."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ def group(options: type[O], *, panel: str | None = None) -> O:
 
 
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
-    """A field, in a dataclass as in a signature: the declaring functions are typed as its value."""
+    """A field for a dataclass or a signature; the declaring functions have the type of its value."""
     declaration = Declaration(names=tuple(filter(None, names)), help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:
@@ -196,7 +198,7 @@ def fill(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[st
 
 
 class _ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A parser of ours as a type of click's; an error of the parser names its option."""
+    """One of our parsers as a click type; its errors name the option."""
 
     def __init__(self, parser: Parser[Any]) -> None:
         self.name = parser.metavar
@@ -315,7 +317,7 @@ def verb(
 
 
 class Group(click.Group):
-    """Commands by name, each imported when it is asked for: `--help` of the root imports hardly any.
+    """Commands by name, each imported when it is used: `--help` of the root imports hardly any.
 
     `extra` is the extra of Penstock that these commands need; errors about missing libraries name it.
     """
@@ -330,7 +332,7 @@ class Group(click.Group):
     ) -> None:
         super().__init__(None, help=text, no_args_is_help=True, **more)
         self.verbs = dict(verbs)
-        """Where each command is, as `module:name`, or the command itself."""
+        """Each command, or its place as `module:name`."""
         self.extra = extra
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -382,5 +384,5 @@ class Group(click.Group):
 
 
 def command_line() -> tuple[str, ...]:
-    """The command that is running, as a user would type it: runs record it, and are repeated by it."""
+    """The command that is running, as a user would type it; runs record it."""
     return ("penstock", *(click.get_current_context().find_root().obj or ()))

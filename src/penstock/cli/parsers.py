@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Parser(Generic[T]):
-    """Reads an option's text. `metavar` stands for the value in `--help`; the rest is for completion."""
+    """Turns an option's text into a value. `--help` shows `metavar`; the rest is for completion."""
 
     metavar: str
     parse: Callable[[str], T]
     choices: tuple[str, ...] = ()
     completes: str = ""
-    """What a shell completes: "file", "dir", or nothing but the choices."""
+    """The kind of path that a shell completes: "file", "dir", or none."""
     list_names: Callable[[str], Iterable[str]] | None = None
-    """Names that a shell completes; called with the value of `--results`, else with ""."""
+    """Lists names that a shell completes; receives the value of `--results`, or ""."""
 
     def __call__(self, text: str) -> T:
         """Parse the text; raises UsageError."""
@@ -82,7 +82,7 @@ def choice(*words: str) -> Parser[str]:
 
 
 def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
-    """One of a few words, and what is made of it. The words stand here so that `--help` imports nothing."""
+    """One of a few words, and the value made of it. The words stand here so that `--help` imports nothing."""
     allowed = tuple(words)
 
     def parse(text: str) -> T:
@@ -97,7 +97,7 @@ def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
 
 
 def above_zero(parser: Parser[N]) -> Parser[N]:
-    """The same values, but for zero and below."""
+    """The same values, above zero only."""
 
     def parse(text: str) -> N:
         value = parser(text)
@@ -109,7 +109,7 @@ def above_zero(parser: Parser[N]) -> Parser[N]:
 
 
 def with_unit(parser: Parser[N], example: str) -> Parser[N]:
-    """The same values, but for numbers without a unit, where a guess of it could be wrong by far."""
+    """The same values, with a unit only: a guess of the unit could be far off."""
 
     def parse(text: str) -> N:
         if text.strip()[-1:].isdigit():
@@ -128,7 +128,7 @@ def parse_assignment(text: str) -> tuple[str, str]:
 
 
 def parse_scale(text: str) -> Fraction:
-    """A share above 0, up to 1, exactly as written: 0.01 is a hundredth, and so are 1/100 and 1%."""
+    """A share above 0, up to 1, exactly as written: 0.01, 1/100 or 1%."""
     try:
         is_percent = text.endswith("%")
         scale = Fraction(text.removesuffix("%")) / (100 if is_percent else 1)

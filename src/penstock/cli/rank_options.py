@@ -28,7 +28,7 @@ from penstock.cluster.comm import Comm
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """How many ranks run a command, where, and by which launcher."""
+    """The number of ranks that run a command, their hosts, and their launcher."""
 
     ranks: int | None = option("--ranks", whole(), "Run on N ranks (default: 1, or all ranks of a launcher).")
     hosts: str | None = option("--hosts", TEXT, "Run on these hosts, with ranks on each.", metavar="A:4,B:4")
@@ -93,11 +93,11 @@ def ranked(
 
 
 followed = partial(ranked, is_followed=True)
-"""As `ranked`, for a command that lasts: --watch and --metrics-dir follow it."""
+"""Like `ranked`, with --watch and --metrics-dir to follow a command that takes long."""
 
 
 def _launch(ranks: RankOptions, environment: env.Environment) -> int:
-    """Start this very command line on all ranks; the exit code is rank 0's."""
+    """Start the same command line on all ranks; the exit code is rank 0's."""
     from penstock.cluster.supervision.job_launch import launch_job
 
     request = launcher_command.LaunchRequest(

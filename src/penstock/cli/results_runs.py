@@ -1,4 +1,4 @@
-"""`penstock results ls`, `rm`, `show`, `page` and `compare`: the runs of a directory, and its history."""
+"""`penstock results ls`, `rm`, `show`, `page` and `compare`: the runs of a results directory."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def list_runs(
 ) -> None:
     """List the runs in DIR, newest first, including runs of DLIO.
 
-    Runs that began here and have no directory any more are listed after the others. Directories and history
-    entries that cannot be read are reported on stderr.
+    Runs that started here but have no directory any more come last. Directories and history entries that
+    cannot be read are reported on stderr.
 
     Examples:
 
@@ -154,8 +154,8 @@ def remove(
 ) -> None:
     """Delete runs from a results directory: named runs, or all that match the options.
 
-    Without --yes the runs are only listed. Runs that are still active are never deleted. The history keeps
-    what is known of deleted runs.
+    Only lists the runs unless --yes is given. Never deletes an active run. The history keeps a record of
+    deleted runs.
 
     Examples:
 
@@ -197,7 +197,7 @@ def show(
 ) -> None:
     """Show one run: how it ended, its epochs, where its time went, and the bottleneck.
 
-    The figures of a run that is active or was interrupted are those of its complete blocks.
+    The figures of a run that is active or was interrupted cover its complete blocks.
 
     Examples:
 
@@ -377,7 +377,7 @@ def page(
 ) -> None:
     """Draw the page of a run: whether it passed, what limits it, since when, and the charts that show it.
 
-    Every run leaves its page when it ends; this makes it again, also of a run that was killed or is active.
+    Every run draws its page when it ends; this draws it again, or for a run that was killed or is active.
 
     Examples:
 
@@ -405,8 +405,8 @@ def compare(
 ) -> None:
     """Compare runs side by side, each with the first.
 
-    What makes them incomparable is listed first: another workload, number of ranks, data set, batch, ...
-    Settings that one varies on purpose (threads, storage, directories) follow.
+    Lists first what makes them incomparable: another workload, number of ranks, data set, batch, ... Settings
+    that one varies on purpose (threads, storage, directories) follow.
 
     Examples:
 

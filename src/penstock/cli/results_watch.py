@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_S: Final = 1.0
 SILENT_S: Final = 120.0
-"""A run on another host that has not written its status for this long has died, or its folder hangs."""
+"""A run on another host counts as dead when it has not written its status for this long."""
 _INTERRUPTED: Final = 130
 _GOODBYE_S: Final = 5.0
-"""Between the end of a run's record and that of its status, it draws its page."""
+"""Time that a run has to draw its page, between its last record and its last status."""
 
 
 @verb
@@ -95,7 +95,7 @@ def _find_folder(run: str, parent: Path) -> Path:
 
 
 class _WatchedRun:
-    """A run seen from outside; the clock of its host does not matter, only whether it says something new."""
+    """A run seen from outside. Only new statuses count: the clock of its host may differ."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
@@ -104,7 +104,7 @@ class _WatchedRun:
         self._news_s = clock()
 
     def look(self) -> RunStatus:
-        """The state now: what the run wrote, and how it ended by its record."""
+        """The current state: the status that the run wrote, or its end by its record."""
         from penstock.results.run_record import RunOutcome, read_record
 
         record = read_record(self.folder)
@@ -126,7 +126,7 @@ class _WatchedRun:
 
 
 def _without_status(folder: Path, record: RunRecord) -> RunStatus:
-    """The status by the record alone: of an older version's run, or one that could not write its status."""
+    """The status by the record alone, for a run that wrote no status."""
     from datetime import datetime
 
     codes = {"finished": 0, "interrupted": _INTERRUPTED, "failed": 1}
@@ -167,7 +167,7 @@ def _follow(watched: _WatchedRun, metrics_folder: Path | None, terminal: Termina
                 time.sleep(LOOK_INTERVAL_S)
                 status = watched.look()
         except KeyboardInterrupt:
-            terminal.note("Not watching any more; the run goes on.")
+            terminal.note("Stopped watching; the run continues.")
             return status
         for follower in followers:
             follower.show(status)

@@ -37,13 +37,13 @@ def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterato
 
 
 def find_page(results_dir: str) -> Path | None:
-    """The page that a run has left in its folder; None of a run without one."""
+    """The page in the folder of a run; None if there is none."""
     page = Path(results_dir) / PAGE_FILE
     return page if page.is_file() else None
 
 
 def reconciliation_notes(reconciliations: Sequence[IoReconciliation]) -> list[str]:
-    """Why figures are not the storage's alone, a sentence each."""
+    """A sentence for each reason why the figures are not the storage's alone."""
     return [
         f"Not all bytes came from storage: {reconciliation.why}"
         for reconciliation in reconciliations
@@ -108,7 +108,7 @@ def capture_checkpoint_output(result: CheckpointResult) -> tuple[str, str]:
 
 
 def checkpoint_warnings(result: CheckpointResult) -> list[str]:
-    """Why figures of this run do not mean what they seem to, a sentence each."""
+    """A sentence for each reason to doubt the figures of this run."""
     warnings = [
         f"Checkpoint {measured.round.step}: {measured.phase.wrong_bytes} chunks do not hold the bytes that "
         f"were written, the first at byte {measured.wrong[0].offset:,} of {measured.wrong[0].key}"

@@ -1,4 +1,4 @@
-"""`penstock storage probe`: what a storage system can do at best, from here."""
+"""`penstock storage probe`: the limits of a storage system, measured from here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def probe(
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
-        "What to measure: the best rates, loads up to the knee (of a path: past its cache), calls on files.",
+        "Measurements: the best rates, loads up to the knee (of a path: past its cache), calls on files.",
         default="best",
     ),
     request_bytes: int = option(
@@ -63,7 +63,7 @@ def probe(
         "--depth", whole(1, 4096), "Maximum operations in flight per rank.", default="64", panel=_KNEE_PANEL
     ),
     seconds: float = option(
-        "--seconds", number(), "Seconds for which each rate is offered.", default="3", panel=_KNEE_PANEL
+        "--seconds", number(), "Seconds to offer each rate.", default="3", panel=_KNEE_PANEL
     ),
     rates: tuple[float, ...] | None = option(
         "--rates",
@@ -74,7 +74,7 @@ def probe(
     results: Path | None = option(
         "--results",
         FOLDER,
-        "Create a folder for this run in this directory, to follow it and keep its result.",
+        "Create a directory for this run below DIR, to follow it and keep its result.",
     ),
     page: Path | None = PAGE,
     storage: tuple[tuple[str, str], ...] = STORAGE,

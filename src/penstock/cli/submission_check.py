@@ -35,8 +35,8 @@ def check(
     *,
     folder: Path = _FOLDER,
     edition: str = _EDITION,
-    csv: Path | None = option("--csv", FILE, "Write findings as CSV, a row for each."),
-    html: Path | None = option("--html", FILE, "Write an HTML page that needs no network."),
+    csv: Path | None = option("--csv", FILE, "Write findings to this CSV file, a row for each."),
+    html: Path | None = option("--html", FILE, "Write an HTML page that needs no network to this file."),
 ) -> int:
     """Check every result below DIR against the rules of MLPerf Storage, from its files alone.
 

@@ -46,7 +46,7 @@ class DivisionOptions:
         return SubmissionDivision.OPEN if self.open else None
 
     def require_division(self) -> SubmissionDivision:
-        """The division of something that is submitted."""
+        """The division; raises UsageError if none is named."""
         if (division := self.division) is None:
             raise UsageError(
                 "A submission needs a division", where="--submission", fix="Add --closed or --open."
@@ -129,7 +129,7 @@ def open_session(
     rehearsed_at: Fraction | None,
     comm: Comm,
 ) -> ResultWriter:
-    """The shared part of all result directories of this command; captures the program's image. Collective."""
+    """Open the session that writes this command's result directories; captures the program. Collective."""
     from penstock.workflows.submission_results import ResultWriter, capture_image
 
     clock = partial(datetime.now, UTC)

@@ -42,7 +42,7 @@ NOT_READY: Final = 1
 _REHEARSED: Final = "rehearsal"
 """The name of the organization and of the system."""
 _MOST_LOCAL_RANKS: Final = 8
-"""Ranks that are started without being asked for: one host's accelerators."""
+"""Maximum number of ranks started by default: the accelerators of one host."""
 
 
 def _usual_ranks(values: Mapping[str, Any]) -> int | None:
@@ -62,7 +62,7 @@ def rehearse(
     ),
     folder: Path = argument("DIR", FOLDER, "New or empty directory, or a rehearsal to continue."),
     scale: Fraction = option(
-        "--scale", SCALE, "Use this share of the data set's files, or of each checkpoint.", default="0.001"
+        "--scale", SCALE, "Share of the data set's files, or of each checkpoint, to use.", default="0.001"
     ),
     accelerator: str = option(
         "--accelerator", TEXT, "Emulate this accelerator: b200 or mi355.", default="b200"
@@ -75,13 +75,13 @@ def rehearse(
     rules: DivisionOptions = group(DivisionOptions),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
-    r"""Rehearse a whole submission in minutes: everything but sizes is done as in earnest.
+    r"""Rehearse a whole submission in minutes: every step of a real one, at a small scale.
 
     Creates the tree, describes the system (with placeholders for what only you know), sizes and generates
     data, runs all runs, writes the report, checks the tree, and lists what a real submission still needs.
     After Ctrl-C or a failure, run the same command again to continue. Its results are marked as a rehearsal
-    in their own metadata, and no check calls them valid. Exits with 0 if it is valid but for size (and the
-    place of results that are in one folder with the data, and utilization), with 1 otherwise.
+    in their own metadata, and no check calls them valid. Exits with 0 if only size is wrong (and utilization,
+    and the place of results that share a folder with the data), with 1 otherwise.
 
     Examples:
 
@@ -220,7 +220,7 @@ def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Termina
 
 
 def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> list[str] | None:
-    """Make the result; the size and the time of a real one, or None if a closed gate stopped it."""
+    """Make the result; return the size and time of a real one, or None if a closed gate stopped it."""
     from penstock.dataset.generate import expected_bytes
 
     made = make_training_result(options, comm=comm, terminal=terminal)

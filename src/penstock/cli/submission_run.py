@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 REHEARSED_STEPS = 2
-"""Steps of each accelerator in an epoch of a rehearsal, at least: the first one counts in no figure."""
+"""Minimum steps per accelerator and epoch of a rehearsal: the first step counts in no figure."""
 
 
 @followed
@@ -54,7 +54,7 @@ def checkpointing(
     *,
     model: str = MODEL_NAME,
     destination: str = required(
-        "--to", URI, "Save checkpoints here: a directory, direct:///directory or s3://bucket/prefix."
+        "--to", URI, "Location of the checkpoints: a directory, direct:///directory or s3://bucket/prefix."
     ),
     storage: tuple[tuple[str, str], ...] = STORAGE,
     target: TreeOptions = group(TreeOptions),
@@ -79,7 +79,7 @@ def checkpointing(
     """
     missing = find_missing_checkpoints(target, model, comm=comm)
     if not missing["writes"] and not missing["reads"]:
-        terminal.note("All checkpoints were written and read already.")
+        terminal.note("All checkpoints are already written and read.")
         return 0
     result = run_checkpoint_benchmark(
         CheckpointRunOptions(
@@ -168,7 +168,7 @@ def training(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeTraining:
-    """The present part of a training result, and the size that its data set has to have."""
+    """A training result so far, and the required size of its data set."""
 
     workload: Workload
     series: RunSeries
@@ -179,7 +179,7 @@ class MadeTraining:
 def make_training_result(
     options: TrainingRunOptions, *, only: str | None = None, comm: Comm, terminal: Terminal
 ) -> MadeTraining | None:
-    """Make what a training result lacks; None if a closed gate stopped it. Collective."""
+    """Make the missing parts of a training result; None if a closed gate stopped it. Collective."""
     from penstock.dataset.generate import missing_bytes
     from penstock.results.provenance import read_host, unique_hosts
     from penstock.storage.capabilities import find_local_root

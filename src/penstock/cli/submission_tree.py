@@ -37,7 +37,7 @@ def init(
 ) -> None:
     """Create a submission tree for an organization's results.
 
-    Repeated for the same organization, it changes nothing. A tree never changes its organization.
+    Running it again for the same organization changes nothing. A tree never changes its organization.
 
     Examples:
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _WIDE = 1000
 _MANY_ROWS = 500
 SCHEMA_VERSIONS: Mapping[str, int] = {"results-ls": 2, "results-rm": 2}
-"""The versions of verbs' documents that lost a key, or changed the meaning of one, since version 1."""
+"""Versions of documents that lost a key or changed its meaning; all others are at 1."""
 
 Line = str | list[str | tuple[str, str]]
 """A line of text, or its pieces, each plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
@@ -42,7 +42,7 @@ class TextTable:
     title: str
     rows: Sequence[Mapping[str, str]]
     is_wide: bool = False
-    """Whether it may be wider than the terminal: a number that is cut to fit is a wrong number."""
+    """Allows it to be wider than the terminal, where no number may be cut."""
 
     def draw(self, console: Console) -> None:
         """Print the table; its title alone if it has no rows."""
@@ -82,12 +82,12 @@ class TextTable:
         return grid
 
     def _is_numeric(self, column: str) -> bool:
-        """Whether it has numbers. It is aligned as a whole: dashes for unknown values stand among them."""
+        """Check for a column of numbers, which is right-aligned with its dashes for unknown values."""
         texts = (row[column] for row in self.rows)
         return all(text[:1].isdecimal() or text in ("", "-") for text in texts)
 
     def _print_lines(self, console: Console) -> None:
-        """Print a row a line, as wide as it is: rich takes minutes for 100,000 rows, before the first."""
+        """Print one line per row at full width: rich would take minutes for 100,000 rows."""
         from rich.cells import cell_len
 
         names = list(self.rows[0])
@@ -114,7 +114,7 @@ class TextTable:
 
 
 def _fold(name: str) -> str:
-    """The name in two lines, as narrow as its words permit."""
+    """Split a name into two lines, as narrow as its words allow."""
     words = name.split(" ")
     lines = ((" ".join(words[:at]), " ".join(words[at:])) for at in range(1, len(words)))
     return "\n".join(min(lines, key=lambda pair: max(map(len, pair)), default=(name,)))
@@ -135,7 +135,7 @@ def bold(text: str) -> Line:
 
 
 def _open_console(**settings: Any) -> Console:
-    """A console that prints texts as they are: names of files may look like markup or emoji codes."""
+    """A console that prints texts unchanged: names of files may look like markup or emoji codes."""
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, **settings)

@@ -1,4 +1,4 @@
-"""`penstock trace report`, `compare` and `expect`: runs in one picture, side by side, and checked."""
+"""`penstock trace report`, `compare` and `expect`: runs on a page, side by side, and checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _PAGE = "report.html"
 _RUN_TEXT: Final = (
-    "A run: a directory, a quoted glob, a table, or NAME=any of them. Files side by side are one."
+    "Run: a directory, a quoted glob, a table, or NAME= and any of them. Files side by side are one run."
 )
 
 
@@ -50,10 +50,10 @@ def report(
         "--out", FILE, f"Write this page (default: {_PAGE}, or none with --json).", short="-o"
     ),
 ) -> None:
-    """Draw what runs did: who called when, bandwidth, sizes, durations, files, overlap with computation.
+    """Draw a page of what runs did: calls over time, bandwidth, sizes, durations, files, overlap.
 
-    The page is one file that loads nothing. It begins with what moved, how long it took and what was slow,
-    and with findings, those that cost most time first. --json prints the data of all figures.
+    The page is one file that loads nothing. It starts with what moved, how long it took and what was slow,
+    and with findings, the most costly first. --json prints the data of all figures.
 
     Examples:
 
@@ -90,7 +90,7 @@ def report(
 def _describe_runs(
     runs: Sequence[str], tiers: Sequence[str], classes: Sequence[str], phases: tuple[str, ...], where: str
 ) -> ComparisonSpec:
-    """The runs and how they are seen, as a file would describe them."""
+    """The comparison that these options describe."""
     from penstock.trace.compare.trace_study import ComparisonSpec, name_runs
 
     dimensions = parse_dimensions(tiers, classes, phases)
@@ -210,7 +210,7 @@ def _view_comparison(comparison: ComparisonResult) -> View:
 def _open_study(
     description: ComparisonSpec, folder: Path, dask: str, terminal: Terminal, *, strict: bool
 ) -> Iterator[tuple[Study, Progress]]:
-    """Load all traces of a comparison, and print what was lost of them."""
+    """Load all traces of a comparison, and print what was lost."""
     from penstock.trace.compare.trace_study import open_study
     from penstock.trace.trace_set import find_clock_mismatches
 

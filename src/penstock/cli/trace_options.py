@@ -1,4 +1,4 @@
-"""What the trace commands share: trace files as arguments, dimensions as options, and printed answers.
+"""Options that the trace commands share, and the answers that they print.
 
 What was lost of damaged traces is printed before any answer, and is an error with `--strict`.
 """
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from penstock.trace.trace_set import TraceSet
 
 _MAX_COLUMNS = 10
-"""A single row of more columns is shown as a column."""
+"""A single row with more columns than this is printed as a column."""
 
 
 DASK: Final = option(
     "--dask",
     TEXT,
-    "Read with the workers of Dask: local, or a scheduler's address.",
+    "Read with Dask workers: local, or a scheduler's address.",
     default="",
     metavar="ADDRESS",
 )
@@ -40,7 +40,7 @@ DASK: Final = option(
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How trace files are read."""
+    """The options for reading trace files."""
 
     where: str = option(
         "--where", TEXT, "Read only matching events, e.g. \"path LIKE '%ckpt%'\".", default="", metavar="SQL"
@@ -59,7 +59,7 @@ class TraceOptions(ReadOptions):
 
     @contextmanager
     def open(self, terminal: Terminal, *, rank_pattern: str | None = None) -> Iterator[TraceSet]:
-        """Open the traces: draws progress while they are read, then prints what was lost of them."""
+        """Open the traces: shows progress, then prints what was lost."""
         from penstock.trace.reading.event_batch import RANK_PATTERN
         from penstock.trace.trace_set import open_trace_set
 
@@ -117,7 +117,7 @@ class QuestionOptions(TraceOptions):
 
 
 def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callable[[Path], bool]) -> None:
-    """Before anything is read: refuse to write over a trace, or over a file that is not of this `kind`.
+    """Refuse to overwrite a trace, or a file that is not of this `kind`, before anything is read.
 
     An empty file has nothing to lose, and what is no file is not replaced: /dev/stdout.
     """
@@ -134,7 +134,7 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 
 
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
-    """Print what was lost of traces; with `strict` it is an error."""
+    """Print what was lost in damaged traces; `strict` makes it an error."""
     from penstock.trace.event_schema import refuse_damaged, refuse_lost
     from penstock.trace.reading.find_files import name_some
 
@@ -193,7 +193,7 @@ def parse_dimensions(
 
 
 def view_answer(answer: Answer) -> View:
-    """One answer as wide as it is, and its notes."""
+    """One answer at full width, and its notes."""
     from penstock.trace.questions import answer as rendering
 
     rows = rendering.as_records(answer)

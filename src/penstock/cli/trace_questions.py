@@ -1,4 +1,4 @@
-"""`penstock trace summary`, `ops`, `files`, ...: one question to traces each."""
+"""`penstock trace summary`, `ops`, `files`, ...: one question about traces each."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ranks(
     phases: tuple[str, ...] = PHASES,
     question: QuestionOptions = group(QuestionOptions),
 ) -> None:
-    """Compare ranks: skew, and stragglers.
+    """Compare ranks: skew and stragglers.
 
     Examples:
 

@@ -72,7 +72,7 @@ def load(
     """Convert trace files to a sorted event table, which answers questions much faster.
 
     Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, strace -f -ttt -T, and Darshan's logs.
-    What was lost or guessed of damaged files is printed first. The table is Parquet, which other tools read.
+    Prints first what was lost or guessed in damaged files. The table is Parquet, which other tools can read.
 
     Examples:
 

@@ -57,7 +57,7 @@ _OWN = "Your own loader"
 
 @dataclass(frozen=True, kw_only=True)
 class _MaybeWorkload(WorkloadOptions):
-    """A workload, which a user's own loader can do without."""
+    """A workload, optional with a loader of your own."""
 
     name: str = optional_argument(
         "WORKLOAD",
@@ -69,7 +69,7 @@ class _MaybeWorkload(WorkloadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _MaybeData(DataOptions):
-    """A data set's storage, which a user's own loader may not name."""
+    """The location of a data set, optional with a loader of your own."""
 
     uri: str = option(
         "--data",
@@ -82,7 +82,7 @@ class _MaybeData(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRunOptions:
-    """All options of a training run, with a loader of the user's or without."""
+    """All options of a training run, also with a loader of your own."""
 
     workload: WorkloadOptions = group(_MaybeWorkload)
     data: DataOptions = group(_MaybeData)
@@ -90,10 +90,10 @@ class TrainingRunOptions:
     loader: str | None = option(
         "--loader",
         NAME,
-        "Loader: native, pytorch, one of an extension, or your own, MODULE:FACTORY (default: native).",
+        "Data loader: native, pytorch, an extension's, or your own as MODULE:FACTORY (default: native).",
     )
     reader: str | None = option(
-        "--reader", NAME, "File format of an installed extension, with which all files are read."
+        "--reader", NAME, "Read all files with this format of an installed extension."
     )
     threads: int | None = option(
         "--threads",
@@ -106,7 +106,7 @@ class TrainingRunOptions:
     division: Remainder | None = option(
         "--division",
         DIVISION,
-        "What to do with samples that do not divide evenly among ranks (default: rotate).",
+        "Handling of samples that do not divide evenly among ranks (default: rotate).",
     )
     decode: bool = flag("--decode", "Decode samples, as a trainer does.")
     check: ContentCheck = option(
@@ -116,12 +116,12 @@ class TrainingRunOptions:
         "--checkpoints", URI, "Save checkpoints here (default: the workload's checkpoint_folder)."
     )
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES
-    batch_time_s: float | None = option("--batch-time", TIME, "Time that a step computes.", panel=_OWN)
+    batch_time_s: float | None = option("--batch-time", TIME, "Computation time of a step.", panel=_OWN)
     step: str | None = option(
         "--step", NAME, "Your own step, called with each batch.", metavar="MODULE:FUNCTION", panel=_OWN
     )
     epochs: int | None = option("--epochs", whole(1), "Number of epochs over the loader.", panel=_OWN)
-    max_steps: int | None = option("--steps", whole(1), "Maximum batches of an epoch.", panel=_OWN)
+    max_steps: int | None = option("--steps", whole(1), "Maximum number of batches per epoch.", panel=_OWN)
     batch_size: int | None = option(
         "--batch-size", whole(1), "Samples per batch (default: found in the batch).", panel=_OWN
     )
@@ -140,7 +140,7 @@ def run(
     r"""Run a training workload with emulated computation and report accelerator utilization (AU).
 
     One rank is one accelerator. The data set is evicted from the page cache before each epoch. With --loader
-    MODULE:FACTORY the loader is your own, as it is: the result says where each second of waiting goes.
+    MODULE:FACTORY your own loader runs unchanged, and the result says where each second of waiting went.
 
     Examples:
 
@@ -199,7 +199,7 @@ def run(
 def plan_training(
     options: TrainingRunOptions, *, comm: Comm, terminal: Terminal, written_bytes: int = 0
 ) -> tuple[TrainingRequest, ResultWriter | None] | None:
-    """The run that the options ask for, and the session of the submission tree that it belongs to, if any.
+    """The requested run, and the session of its submission tree, if it is submitted.
 
     Prints the workload's remarks and inspects the gates; None if a closed one forbids the run.
     `written_bytes` is what this rank will write to the data set's storage.
@@ -349,16 +349,16 @@ def sweep(
     *,
     workload: WorkloadOptions = group(WorkloadOptions),
     run_words: tuple[str, ...] = arguments(
-        "[-- OPTIONS]", TEXT, "More options for each `penstock training run`.", is_required=False
+        "[-- OPTIONS]", TEXT, "Options for each `penstock training run`.", is_required=False
     ),
     data: DataOptions = group(DataOptions),
-    results: str = required("--results", FOLDER_URI, "Directory below which each run has its own."),
+    results: str = required("--results", FOLDER_URI, "Create a directory for each run below DIR."),
     max_accelerators: int = required("--most", whole(1), "Maximum number of accelerators to try."),
     page: Path | None = PAGE,
 ) -> int:
-    """Find the largest number of accelerators that the storage feeds: 1, 2, 4, ..., then in between.
+    """Find the largest number of accelerators that the storage can feed: try 1, 2, 4, ..., then in between.
 
-    Each attempt is a whole run with results of its own. Exits with 1 if not even one accelerator is fed.
+    Each attempt is a complete run with its own results. Exits with 1 if not even one accelerator is fed.
 
     Examples:
 

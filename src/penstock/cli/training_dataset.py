@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """The data set: its place, and the settings that its bytes follow from."""
+    """The location of a data set, and the settings that determine its bytes."""
 
     workload: WorkloadOptions = group(WorkloadOptions)
     data: DataOptions = group(DataOptions)
@@ -34,7 +34,7 @@ class DatasetOptions:
     compressible: float = option(
         "--compressible",
         number(0, 1),
-        "Share of each 4 KiB block that is compressible, 0 to 1.",
+        "Compressible share of each 4 KiB block, 0 to 1.",
         default="0.0",
     )
 
@@ -60,8 +60,8 @@ def generate(
 ) -> None:
     """Generate a workload's data set; run the same command again to continue after an interruption.
 
-    Every byte follows from the seed, the file and the offset: contents are unique, incompressible unless
-    asked otherwise, and verifiable without stored checksums. Files have DLIO's names.
+    Every byte is derived from the seed, the file and the offset: contents are unique, incompressible unless
+    --compressible is given, and verifiable without stored checksums. Files have DLIO's names.
 
     Examples:
 
@@ -94,7 +94,7 @@ def verify(
 ) -> int:
     """Read a generated data set and compare every byte with its recipe; exits with 1 if a file is wrong.
 
-    Give the options that the data set was generated with: its bytes follow from them alone.
+    Give the same options as for `generate`: the expected bytes are derived from them alone.
 
     Examples:
 
@@ -137,9 +137,9 @@ def size(
         "--hosts", whole(1), "Number of hosts (default: as many as --host-memory has values)."
     ),
 ) -> None:
-    """Calculate how large the data set must be, with the proof, and print the command that makes it.
+    """Calculate the required size of a data set, with the proof, and print the command that generates it.
 
-    Two rules decide: 500 steps for every accelerator, and five times the memory of all hosts.
+    Two rules set the minimum: 500 steps per accelerator, and five times the memory of all hosts.
 
     Examples:
 
@@ -227,7 +227,7 @@ def whatif(
     workload: WorkloadOptions = group(WorkloadOptions),
     bandwidth: float = required("--bandwidth", RATE, "Read bandwidth of the storage, e.g. 40GiB/s."),
 ) -> None:
-    """Calculate how many accelerators a storage bandwidth can feed, with the proof.
+    """Calculate how many accelerators a read bandwidth can feed, with the proof.
 
     Examples:
 
@@ -266,14 +266,14 @@ def plan(
     terminal: Terminal,
     *,
     workload: WorkloadOptions = group(WorkloadOptions),
-    ranks: int = option("--ranks", whole(1), "Number of ranks; none is started.", default="1"),
-    rank: int = option("--rank", whole(0), "Rank whose samples are shown.", default="0"),
-    epoch: int = option("--epoch", whole(1), "Epoch, counted from 1.", default="1"),
-    head: int = option("--head", whole(0), "Number of samples to show.", default="10"),
+    ranks: int = option("--ranks", whole(1), "Number of ranks to plan for; none is started.", default="1"),
+    rank: int = option("--rank", whole(0), "Show the samples of this rank.", default="0"),
+    epoch: int = option("--epoch", whole(1), "Show this epoch; the first is 1.", default="1"),
+    head: int = option("--head", whole(0), "Show this many samples.", default="10"),
     division: Remainder = option(
         "--division",
         DIVISION,
-        "What to do with samples that do not divide evenly among ranks.",
+        "Handling of samples that do not divide evenly among ranks.",
         default="rotate",
     ),
     seed: int | None = option(
@@ -282,7 +282,7 @@ def plan(
 ) -> None:
     """Show the first samples that a rank reads in an epoch, and their files.
 
-    Takes no longer for large data sets: the order is computed, never stored.
+    The order is computed and never stored, so this is as fast for large data sets.
 
     Examples:
 
