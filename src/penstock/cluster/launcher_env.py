@@ -16,7 +16,7 @@ class Launcher(StrEnum):
     TORCHRUN = "torchrun"
     PALS = "PALS"
     OPEN_MPI = "Open MPI"
-    HYDRA = "MPICH hydra"
+    HYDRA = "mpiexec"
     SRUN = "srun"
 
 
