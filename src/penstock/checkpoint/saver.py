@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, cast, get_args
 from weakref import WeakKeyDictionary
@@ -50,7 +51,14 @@ from penstock.checkpoint.file_layout import (
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import MetadataWriter, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, WrittenFile, build_manifest, manifest_bytes
-from penstock.checkpoint.plan.save_plan import JobPlan, JobPlanner, SaveOptions, SavePlan, plan_files
+from penstock.checkpoint.plan.save_plan import (
+    JobPlan,
+    JobPlanner,
+    RankShare,
+    SaveOptions,
+    SavePlan,
+    plan_files,
+)
 from penstock.checkpoint.replicas import compare_replicas
 from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, StoredObject, StoredRegions
 from penstock.checkpoint.state.tensors import (
@@ -110,7 +118,8 @@ class Saver:
         self._options = options or SaveOptions()
         self._memory = StagingMemory(staging_bytes)
         self._metadata = MetadataWriter()
-        self._warned: set[str] = set()
+        self._warn = partial(warn_of_losses, warned=set(), checked=set())
+        self._laid_out: tuple[RankShare, SavePlan, tuple[FileLayout, ...]] | None = None
         self._planners: WeakKeyDictionary[Comm, JobPlanner] = WeakKeyDictionary()
 
     @paused_garbage_collection()
@@ -129,7 +138,6 @@ class Saver:
 
         share = planner.find(lambda: collect().holdings, self._options)
         local_state = collected[0]
-        warn_of_losses(local_state, comm.rank, self._warned)
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         is_new = share is None
         if share is None:
@@ -138,10 +146,17 @@ class Saver:
         job = planner.jobs.get(share.number)
         if is_new and job is not None:
             tell_of_entries(job.differing_parts, are_noted=bool(job.entries))
+        if self._laid_out is None or self._laid_out[0] is not share:
+            plan = plan_files(comm.rank, share.tensors, share.regions, share.objects.placed, self._options)
+            layouts = tuple(lay_out_file(bucket, plan.tensors) for bucket in plan.buckets)
+            self._laid_out = share, plan, layouts
+        _, plan, layouts = self._laid_out
         return PreparedTensors(
-            plan=plan_files(comm.rank, share.tensors, share.regions, share.objects.placed, self._options),
+            plan=plan,
+            layouts=layouts,
             numbers=share.numbers,
             job=job,
+            warn=partial(self._warn, local_state, comm.rank),
             local_state=local_state,
             dtype=choice.dtype,
             compare_s=compare_s,
@@ -164,10 +179,13 @@ class PreparedTensors:
     """A `PreparedSave` of tensors in this process."""
 
     plan: SavePlan
+    layouts: tuple[FileLayout, ...]
     numbers: Ints
     """By tensor of the plan, its number among the tensors of all ranks."""
     job: JobPlan | None
     """The plan of all ranks, on rank 0."""
+    warn: Callable[[], None]
+    """Names what a load will not bring back."""
     local_state: LocalState
     dtype: torch.dtype | None
     compare_s: float
@@ -206,7 +224,7 @@ class PreparedTensors:
                 )
             share = SaveShare(
                 rank=plan.rank,
-                layouts=tuple(lay_out_file(bucket, plan.tensors) for bucket in plan.buckets),
+                layouts=self.layouts,
                 payloads=payloads,
                 payload_bytes=plan.num_bytes,
                 contents=ShareContents(regions=tuple(regions), objects=tuple(objects)),
@@ -221,7 +239,10 @@ class PreparedTensors:
         if urgent == "copy":
             needed_bytes = sum(round_up(layout.size_bytes, settings.chunk_bytes) for layout in share.layouts)
             copies = "before all else" if needed_bytes <= settings.buffer_memory_bytes else "at once"
-        return StagedFiles(share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
+        staged = StagedFiles(share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
+        # While threads copy: training waits for these, and for nothing that could be done meanwhile.
+        self.warn()
+        return staged
 
     # A million items make millions of short-lived objects, and collecting among them doubles the time.
     @paused_garbage_collection()

@@ -506,7 +506,9 @@ class JobPlanner:
         share = self._shares[key]
         sizes = {each.name: each.size_bytes for each in held.objects}
         placed = tuple(replace(each, size_bytes=sizes[each.name]) for each in share.objects.placed)
-        return self._keep(key, replace(share, objects=replace(share.objects, placed=placed)))
+        if placed != share.objects.placed:
+            share = replace(share, objects=replace(share.objects, placed=placed))
+        return self._keep(key, share)
 
     def plan(
         self,

@@ -58,8 +58,6 @@ class LocalState:
     """By tensor name; empty if this rank has no part of a sharded tensor."""
     objects: Mapping[str, bytes]
     """Leaves that are not tensors, as torch saves them; empty for a load."""
-    more_than_data: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By leaf, the classes and functions for which a load will need `trust`."""
     key_types: Mapping[str, str] = field(default_factory=dict)
     """By name of a dict, the type of its keys: see `walk`."""
 
@@ -240,7 +238,6 @@ def _collect(
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: dict[str, list[LocalShard]] = {}
     objects: dict[str, bytes] = {}
-    packed: dict[tuple[type, str], bytes] = {}
     small: list[HeldObject] = []
     for leaf in leaves:
         if is_tensor(leaf.value):
@@ -253,7 +250,7 @@ def _collect(
             if is_saved and not is_copy and _may_be_own(leaf.value, most_bytes):
                 small.append(_held_tensor(leaf))
         elif is_saved:
-            objects[leaf.name] = _pack_leaf(leaf, packed)
+            objects[leaf.name] = _pack_leaf(leaf)
     held_objects = tuple(
         HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
         for name, content in objects.items()
@@ -261,8 +258,7 @@ def _collect(
     holdings = Holdings(
         tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects, small=tuple(small)
     )
-    beyond = {name: found for name, content in objects.items() if (found := names_beyond_data(content))}
-    return LocalState(tuple(leaves), holdings, shards, objects, beyond, key_types)
+    return LocalState(tuple(leaves), holdings, shards, objects, key_types)
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -451,14 +447,12 @@ class UnpicklableValue(UsageError, TypeError):
     """A value of the state is made so that it cannot be saved."""
 
 
-def _pack_leaf(leaf: Leaf, known: dict[tuple[type, str], bytes]) -> bytes:
-    """The value as torch saves it. `known` keeps plain ones: optimizers repeat them thousands of times."""
-    key = (type(leaf.value), repr(leaf.value)) if type(leaf.value) in _REPEATED else None
-    if key is not None and key in known:
-        return known[key]
-    archive = io.BytesIO()
+def _pack_leaf(leaf: Leaf) -> bytes:
+    """The value as torch saves it."""
     try:
-        torch.save(leaf.value, archive)
+        if type(leaf.value) in (type(None), bool, int, float, str) and len(text := repr(leaf.value)) < 100:
+            return _pack_plain(leaf.value, text)
+        return _pack(leaf.value)
     except (
         *(pickle.PicklingError, AttributeError, TypeError, ValueError),
         *(LookupError, RuntimeError, ImportError, OSError),
@@ -467,12 +461,18 @@ def _pack_leaf(leaf: Leaf, known: dict[tuple[type, str], bytes]) -> bytes:
             f"{leaf.name!r} cannot be saved: its {type(leaf.value).__name__} cannot be pickled ({error})",
             fix="Keep it out of the state, or put there what it is made of.",
         ) from error
-    if key is not None:
-        known[key] = archive.getvalue()
+
+
+def _pack(value: Any) -> bytes:
+    archive = io.BytesIO()
+    torch.save(value, archive)
     return archive.getvalue()
 
 
-_REPEATED: Final = (type(None), bool, int, float, str)
+@lru_cache(4096, typed=True)
+def _pack_plain(value: Any, text: str) -> bytes:  # noqa: ARG001 - tells 0.0 from -0.0
+    # Optimizers repeat the same options thousands of times, and from save to save.
+    return _pack(value)
 
 
 def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
@@ -487,17 +487,22 @@ def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
         )
 
 
-def warn_of_losses(local_state: LocalState, rank: int, warned: set[str]) -> None:
+def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked: set[bytes]) -> None:
     """Name once, when it is saved, what a load will not bring back as it is.
 
     These are objects that need `trust`, keys that come back as text, and what tensors of a class of their own
     have besides elements. Attributes of plain tensors and parameters, which trainers set by the thousand, are
-    not named.
+    not named. `checked` has the digests of the objects of the last save, whose pickles need no second look.
     """
-    for name, beyond in local_state.more_than_data.items():
-        if name not in warned:
+    objects = {held.name: held.digest for held in local_state.holdings.objects}
+    for name, digest in objects.items():
+        beyond = () if digest in checked else names_beyond_data(local_state.objects[name])
+        if beyond and name not in warned:
             level = logging.WARNING if rank == 0 else logging.INFO
             logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
+            warned.add(name)
+    checked.clear()
+    checked.update(objects.values())
     unknown = [name for name, kind in local_state.key_types.items() if kind == "unknown"]
     if rank == 0 and set(unknown) - warned:
         logger.warning(
@@ -515,4 +520,4 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str]) -> None
     ]
     if rank == 0 and set(found) - warned:
         logger.warning("Attributes of tensors are not saved: %s. Put them into the state", name_some(found))
-    warned.update(local_state.more_than_data, unknown, found)
+    warned.update(unknown, found)

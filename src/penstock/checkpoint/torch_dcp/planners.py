@@ -175,7 +175,7 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         # torch has replaced parts by their states, and has no names for empty dicts.
         self._local_state = collect_for_save(state_dict, owner_of=lambda _: Owner.FIXED)
-        warn_of_losses(self._local_state, dist.get_rank() if dist.is_initialized() else 0, self._told)
+        warn_of_losses(self._local_state, dist.get_rank() if dist.is_initialized() else 0, self._told, set())
 
     def create_local_plan(self) -> planner.SavePlan:
         """All ranks: send the coordinator what this rank holds."""
