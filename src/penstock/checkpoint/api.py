@@ -228,7 +228,12 @@ def _count_traffic(
 ) -> list[RankTraffic]:
     options = LoadOptions()
     wanted = [merged.regions.take(merged.rank == rank) for rank in range(shared.num_ranks)]
-    plan = plan_load(_as_stored(shared, element_bytes), element_bytes, wanted, options)
+    # The checkpoint that this plan would make, with one file per rank and no envelopes.
+    size = shared.regions.num_bytes(element_bytes)
+    begin = np.cumsum(size) - size
+    is_packed = np.zeros(len(size), dtype=np.bool_)
+    stored = StoredRegions(shared.regions, shared.rank, begin, size, begin, is_packed)
+    plan = plan_load(stored, element_bytes, wanted, options)
     parts = []
     for rank, regions in enumerate(wanted):
         own = plan_rank_load(plan, element_bytes, rank, options)
@@ -242,14 +247,6 @@ def _count_traffic(
             )
         )
     return parts
-
-
-def _as_stored(shared: save_plan.RankRegions, element_bytes: Ints) -> StoredRegions:
-    """The checkpoint that this plan would make, with one file per rank and no envelopes."""
-    size = shared.regions.num_bytes(element_bytes)
-    end = np.cumsum(size)
-    packed = np.zeros(len(size), dtype=np.bool_)
-    return StoredRegions(shared.regions, shared.rank, end - size, size, end - size, packed)
 
 
 def _sum(regions: Regions, element_bytes: Ints) -> int:

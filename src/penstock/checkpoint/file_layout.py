@@ -253,20 +253,15 @@ def pack_file(
     packed: list[Payload] = []
     position = 0
     for item, payload in zip(layout.items, payloads, strict=True):
-        content = apply_transforms(_whole(item, payload), transforms)
+        whole = bytearray(item.prefix) + bytearray(item.payload_bytes) + item.suffix
+        start = len(item.prefix)
+        if item.payload_bytes:
+            payload.copy_into(0, memoryview(whole)[start : start + item.payload_bytes])
+        content = apply_transforms(whole, transforms)
         items.append(FileItem(position, b"", len(content), b""))
         packed.append(payload_of_bytes(content))
         position += len(content)
     return FileLayout(layout.name, tuple(items)), packed
-
-
-def _whole(item: FileItem, payload: Payload) -> bytearray:
-    """An item with its envelope."""
-    content = bytearray(item.prefix) + bytearray(item.payload_bytes) + item.suffix
-    start = len(item.prefix)
-    if item.payload_bytes:
-        payload.copy_into(0, memoryview(content)[start : start + item.payload_bytes])
-    return content
 
 
 class _ItemChecksums:

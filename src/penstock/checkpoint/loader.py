@@ -53,7 +53,6 @@ from penstock.checkpoint.match import (
     require_lengths,
     require_matches,
     select_leaves,
-    untaken_error,
 )
 from penstock.checkpoint.place import (
     Destinations,
@@ -346,7 +345,7 @@ def _match_on_all_ranks(
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
     stored, adopted = parts.stored, parts.places.adopted
-    own_names = [*(leaf.name for leaf in matched.leaves), *parts.own_names()]
+    own_names = [*(leaf.name for leaf in matched.leaves), *filter(None, map(parts.own_name, stored.names))]
     matches = np.array(find_matches(choice, own_names, stored.names), dtype=np.bool_)
     untaken = parts.untaken(matched.selection.unused)
     # Nearly always all ranks take everything, and nothing else has to be compared.
@@ -369,7 +368,12 @@ def _match_on_all_ranks(
     is_taken, is_adopted, is_untaken, is_required = anywhere[len(matches) :].reshape(4, len(names))
     is_lost = is_untaken & ~is_taken & ~is_adopted
     if choice.strict and (is_lost & is_required).any():
-        raise untaken_error(names[is_lost & is_required].tolist())
+        lost_names = list(map(repr, names[is_lost & is_required].tolist()))
+        raise UsageError(
+            f"The checkpoint holds {name_some(lost_names)}, which no part of the state takes",
+            fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
+            " with exclude=, or leave it with a warning: strict=False.",
+        )
     if (lost := names[is_lost].tolist()) and comm.rank == 0:
         logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
     if not (is_taken & is_adopted).any():
@@ -560,7 +564,15 @@ def _move(
             reading = reader.start(context.buffers, readers, pin, streams=settings.streams)
             viewing = sharing.start(listeners) if sharing is not None else []
             futures = [*exchange, *reading, *viewing]
-            _wait(futures, stops, cancel_token)
+
+            def stop_all() -> None:
+                for stop in stops:
+                    stop()
+
+            cancel_token.on_cancel(stop_all)
+            for future in futures:
+                future.add_done_callback(lambda done: stop_all() if done.exception() is not None else None)
+            wait(futures)
     reader.close()
     for future in futures:
         future.result()
@@ -588,23 +600,6 @@ def _exchanging(
             run()
             raise no_thread(error) from error
         yield [exchange]
-
-
-def _wait(
-    futures: Sequence[Future[None]], stops: Sequence[Callable[[], None]], cancel_token: CancelToken
-) -> None:
-    """Wait for the threads, and stop all of them when one fails or the work is cancelled."""
-
-    def stop() -> None:
-        for each in stops:
-            each()
-
-    cancel_token.on_cancel(stop)
-    for future in futures:
-        future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
-    with ExitStack() as undo:
-        undo.callback(stop)
-        wait(futures)
 
 
 def _find_whole_items(

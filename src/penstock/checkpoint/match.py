@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
-from penstock.checkpoint.plan.load_plan import missing_elements, uncovered
+from penstock.checkpoint.plan.load_plan import missing_elements
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
@@ -297,20 +297,6 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
     )
 
 
-def untaken_error(names: Sequence[str]) -> UsageError:
-    """The error for names of the checkpoint that belong to a part of the state which does not take them."""
-    return UsageError(
-        f"The checkpoint holds {name_some([repr(name) for name in names])}, which no part of the state takes",
-        fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
-        " with exclude=, or leave it with a warning: strict=False.",
-    )
-
-
-def joined(path: Path) -> str:
-    """The name of a place below a part."""
-    return ".".join(map(str, path))
-
-
 def new_place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
     """A place to load into: for a tensor memory, like its parameter's where the shape is the same."""
     if facts is None:
@@ -342,7 +328,7 @@ class Places:
     """Before the names of the part's dicts in `key_types`."""
     parameter: torch.Tensor | None = None
     """Of which this is the state in an optimizer: there, all places are made at once."""
-    _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    emptied: Emptied = field(default_factory=list)
 
     def fit(self, own: Any, stored: StoredPlaces, at: Path = ()) -> None:
         """Let `own` have the containers and places that are stored and not skipped.
@@ -356,7 +342,11 @@ class Places:
         # Drop what a list, or a dict that numbers its entries, has beyond what is stored.
         if stored and isinstance(own, list):
             del own[1 + max((step for step in below if isinstance(step, int)), default=-1) :]
-        elif stored and isinstance(own, MutableMapping) and not any(map(_is_word, own)):
+        elif (
+            stored
+            and isinstance(own, MutableMapping)
+            and not any(isinstance(key, str) and not key.isdecimal() for key in own)
+        ):
             for key in [key for key in own if str(key) not in below]:
                 del own[key]
         for step, rests in below.items():
@@ -371,19 +361,13 @@ class Places:
                 if not _is_place(own, own[key], taken[()]):
                     if isinstance(own[key], MutableMapping):
                         own[key].clear()
-                        self._emptied.append((own, key, own[key]))
+                        self.emptied.append((own, key, own[key]))
                     set_entry(own, key, new_place(taken[()], self.parameter))
                 continue
             rests.pop((), None)
             if not isinstance(own[key], Mapping | list):
                 own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
             self.fit(own[key], rests, (*at, step))
-
-    def end(self) -> None:
-        """After the load: let dicts that are empty now be of the kinds that they were."""
-        for holder, key, emptied in self._emptied:
-            if type(holder[key]) is dict and not holder[key]:
-                holder[key] = emptied
 
     def put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
         """Put a value at a place; missing dicts and lists on the way are made."""
@@ -414,6 +398,17 @@ class Places:
         return literal_key(key) if kind == "literal" else key
 
 
+Emptied = list[tuple[Any, Any, Any]]
+"""Holders and keys of what was empty, or emptied for a load, and what was there."""
+
+
+def restore_empty(emptied: Emptied) -> None:
+    """After the load: let dicts that are empty now be the ones that were, which may be of another kind."""
+    for holder, key, value in emptied:
+        if isinstance(value, MutableMapping) and type(holder[key]) is dict and not holder[key]:
+            holder[key] = value
+
+
 def set_entry(holder: Any, key: Any, value: Any) -> None:
     """Set an entry. Lists whose entries have names are entered for a value that is to come, too."""
     holder[key] = Room() if value is None and isinstance(holder, list) else value
@@ -427,10 +422,6 @@ def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
         # Sharded tensors are checked against the checkpoint when they are requested, as those of modules.
         return isinstance(value, torch.Tensor)
     return tuple(value.shape) == facts.shape and str(value.dtype) == f"torch.{facts.dtype}"
-
-
-def _is_word(key: object) -> bool:
-    return isinstance(key, str) and not key.isdecimal()
 
 
 def own_key(holder: Any, step: str | int) -> Any:
@@ -464,7 +455,7 @@ class _StatefulPart(_Part):
 
     def take(self, loaded: Any) -> Any:
         """Load the state."""
-        self.places.end()
+        restore_empty(self.places.emptied)
         self.part.load_state_dict(loaded)
         return self.part
 
@@ -567,7 +558,7 @@ def begin_optimizer(
     for number, parameter in by_number.items():
         entry, own = shown.get(number, number), raw["state"].get(number, {})
         given = entries.get(str(entry), {})
-        skipped = [f"{entry}.{joined(path)}" for path, facts in given.items() if facts is SKIPPED]
+        skipped = [f"{entry}.{'.'.join(map(str, path))}" for path, facts in given.items() if facts is SKIPPED]
         if len(skipped) < len(given):
             state[entry] = copied(own)
             Places(stored.key_types, f"{prefix}state.{entry}.", parameter).fit(state[entry], given)
@@ -679,7 +670,7 @@ def _order_error(
             stored, own, number = misfits[0]
             return UsageError(
                 f"{key!r} has its parameters in another order than when it was saved:"
-                f" 'state.{number}.{joined(path)}' is {list(stored)} in the checkpoint,"
+                f" 'state.{number}.{'.'.join(map(str, path))}' is {list(stored)} in the checkpoint,"
                 f" parameter {number} is {list(own)} here",
                 fix="Make it with its parameters in the order of the save. Names instead of numbers, as"
                 " get_optimizer_state_dict saves them, allow any order.",
@@ -693,9 +684,8 @@ def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
     entries = {str(path[1]) for path in places if path[0] == "state" and len(path) > 2}
     numbers = {name: number for number, name in enumerate(names)}
     is_named = all(isinstance(name, str) for name in names)
-    if not (names and is_named and entries) or entries & numbers.keys():
-        return None
-    if not entries <= set(map(str, numbers.values())):
+    is_numbered = entries <= set(map(str, numbers.values())) and not entries & numbers.keys()
+    if not (names and is_named and entries and is_numbered):
         return None
     state = {numbers[name]: slots for name, slots in part["state"].items()}
     groups = [copied(own) | {"params": [numbers[n] for n in own["params"]]} for own in part["param_groups"]]
@@ -707,7 +697,7 @@ class _EmptyPlaces:
     """Fills what is empty in a plain state with places for what is stored there: dicts, lists and None."""
 
     stored: StoredNames
-    _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    emptied: Emptied = field(default_factory=list)
     _adopting: list[tuple[MutableMapping[Any, Any], set[str]]] = field(default_factory=list)
     """The dicts that were empty, with the stored names that got places in them."""
 
@@ -728,7 +718,9 @@ class _EmptyPlaces:
                 for path, facts in taken.items():
                     making.put(holder[key], path, new_place(facts, None))
                 if is_dict:
-                    self._adopting.append((holder[key], {f"{prefix}{joined(path)}" for path in taken}))
+                    self._adopting.append(
+                        (holder[key], {f"{prefix}{'.'.join(map(str, path))}" for path in taken})
+                    )
 
     @property
     def adopted(self) -> set[str]:
@@ -741,15 +733,9 @@ class _EmptyPlaces:
             if not adopted.isdisjoint(names):
                 adopting.clear()
 
-    def end(self) -> None:
-        """After the load: let dicts that are empty now be the ones that were."""
-        for holder, key, value in self._emptied:
-            if isinstance(value, MutableMapping) and type(holder[key]) is dict and not holder[key]:
-                holder[key] = value
-
     def undo(self) -> None:
         """Let everything be as empty as before."""
-        for holder, key, value in reversed(self._emptied):
+        for holder, key, value in reversed(self.emptied):
             if value is not None:
                 value.clear()
             holder[key] = value
@@ -775,7 +761,7 @@ class _EmptyPlaces:
                 self._find(empty, (value, step), f"{name}.{step}", f"{prefix}{step}.")
 
     def _begin(self, holder: Any, key: Any, value: Any) -> None:
-        self._emptied.append((holder, key, holder[key]))
+        self.emptied.append((holder, key, holder[key]))
         if not isinstance(holder[key], list):
             set_entry(holder, key, value)
 
@@ -790,14 +776,11 @@ class LoadedParts:
     stored: StoredNames
     places: _EmptyPlaces
     """The empty places of plain parts."""
-    state: dict[str, Any] = field(init=False)
+    state: dict[str, Any]
     filled: Collection[str] = ()
     """The names in the state of what the load has filled; set when it ends."""
     left: Collection[str] = ()
     """The names of what it has left unchanged."""
-
-    def __post_init__(self) -> None:
-        self.state = {key: part.inner for key, part in self.parts.items()}
 
     def require_fit(self) -> None:
         """Raise the `UsageError` of a part that cannot be loaded."""
@@ -828,10 +811,6 @@ class LoadedParts:
             else ()
         )
         return [name for name in found if name not in above]
-
-    def own_names(self) -> Iterator[str]:
-        """The names in this state of what the checkpoint has of its parts."""
-        return (own for name in self.stored.names if (own := self.own_name(name)) is not None)
 
     def own_name(self, stored_name: str) -> str | None:
         """The name in this state of a name of the checkpoint; None if it belongs to no part of the state."""
@@ -910,12 +889,13 @@ def loading_into(
     for key, inner in plain.items():
         parts[key].inner = inner
     asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
-    loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored, empty)
+    below = {key: prefix for key, prefix in asked.items() if prefix}
+    loading = LoadedParts(parts, below, stored, empty, {key: part.inner for key, part in parts.items()})
     with ExitStack() as after_failure:
         after_failure.callback(empty.undo)
         yield loading
         after_failure.pop_all()
-    empty.end()
+    restore_empty(empty.emptied)
     for key, part in parts.items():
         if loading.is_left(key):
             continue
@@ -946,9 +926,6 @@ def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping
         if numbered is not None:
             return NamedState(numbered, key, part)
     return None
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -1111,10 +1088,15 @@ def build_matched_requests(
 def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
     """Raise `DataDamaged` for the first wanted region whose elements are not all stored exactly once."""
     missing = missing_elements(index.stored.regions, regions)
-    rows = np.flatnonzero(missing)
-    if len(rows):
-        row = int(rows[0])
-        raise uncovered(index.tensors[int(regions.tensor[row])], regions, row, int(missing[row]), where)
+    for row in np.flatnonzero(missing)[:1].tolist():
+        facts = index.tensors[int(regions.tensor[row])]
+        offsets, sizes = regions.region(row, len(facts.shape))
+        raise DataDamaged(
+            f"{abs(missing[row])} elements of {facts.name!r} at {list(offsets)} of {list(sizes)} are"
+            f" {'in no piece' if missing[row] > 0 else 'in several pieces'} of the checkpoint",
+            where=where,
+            fix="Load an older checkpoint; this one was saved incompletely.",
+        )
 
 
 def with_payloads(index: CheckpointIndex, positions: Ints, rows: Ints) -> CheckpointIndex:

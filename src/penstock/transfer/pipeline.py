@@ -27,7 +27,7 @@ from penstock.errors import PenstockError, ShortTransfer, StorageTimeout, UsageE
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import no_thread
-from penstock.storage.protocol import Release, Sink, Storage
+from penstock.storage.protocol import Release, Storage
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.ledger import Measurement, Timestamps, now_ns
 
@@ -490,7 +490,16 @@ class WritePipeline:
             stamps.opening[number, 1] = now_ns()
             stamps.num_objects[stream.number] += 1
             for _ in stamps.chunks(number):
-                progress.advance(self._submit_next(stream, sink))
+                buffer = self._next_ready(stream)
+                if not isinstance(buffer, Buffer):
+                    raise PipelineStopped
+                # Read before submitting: after that, the buffer may already have its next owner.
+                chunk, size_bytes = buffer.chunk, buffer.size_bytes
+                buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
+                stamps.submitted[chunk] = now_ns()
+                sink.submit(buffer.filled, buffer.release)
+                stamps.returned[chunk] = now_ns()
+                progress.advance(size_bytes)
             stamps.ending[number, 0] = now_ns()
             info = sink.finish()
             stamps.ending[number, 1] = now_ns()
@@ -504,18 +513,6 @@ class WritePipeline:
                 )
             undo.pop_all()
         stamps.durable_bytes[stream.number] += info.size_bytes
-
-    def _submit_next(self, stream: _Stream, sink: Sink) -> int:
-        buffer = self._next_ready(stream)
-        if not isinstance(buffer, Buffer):
-            raise PipelineStopped
-        # Read before submitting: after that, the buffer may already have its next owner.
-        chunk, size_bytes = buffer.chunk, buffer.size_bytes
-        buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
-        self._stamps.submitted[chunk] = now_ns()
-        sink.submit(buffer.filled, buffer.release)
-        self._stamps.returned[chunk] = now_ns()
-        return size_bytes
 
     def _acknowledge(self, buffer: Buffer) -> None:
         """Note that the storage has released `buffer`; called from any of its threads."""

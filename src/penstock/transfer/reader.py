@@ -402,8 +402,14 @@ class BlockReader:
 
         Only a block that continues an item waits for a turn: until the block before is checksummed.
         """
+        part = self._blocks[number].parts[0]
+        item = self._spans[part.span].item
         with self._lock:
-            if self._blocks[number].continues and not self._is_turn(self._blocks[number].parts[0]):
+            if (
+                self._blocks[number].continues
+                and item is not None
+                and (self._items[item].begin + self._items[item].num_summed != part.begin)
+            ):
                 self._parked[number] = (buffer, content, is_in_place)
                 return
         while True:
@@ -419,12 +425,6 @@ class BlockReader:
         with self._lock:
             self._free.append(buffer)
             self._lock.notify_all()
-
-    def _is_turn(self, part: Part) -> bool:
-        number = self._spans[part.span].item
-        assert number is not None, "a block that continues an item begins with it"
-        item = self._items[number]
-        return item.begin + item.num_summed == part.begin
 
     def _pass_on(self, block: Block, content: memoryview, *, is_in_place: bool) -> None:
         # Threads that take the interpreter from each other at each of many small parts need thrice the CPU.

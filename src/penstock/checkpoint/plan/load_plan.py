@@ -19,7 +19,6 @@ from penstock.checkpoint.state.regions import (
     RankSets,
     Regions,
     StoredRegions,
-    TensorFacts,
     distinct,
     divide_among_ranks,
     expand_ranges,
@@ -31,7 +30,7 @@ from penstock.checkpoint.state.regions import (
     split_large,
 )
 from penstock.cluster.comm import Comm, divide_on_rank0
-from penstock.errors import DataDamaged, PenstockError
+from penstock.errors import PenstockError
 
 
 class UnreadableFile(PenstockError):
@@ -92,17 +91,6 @@ def missing_elements(stored: Regions, wanted: Regions) -> Ints:
     stored_elements = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(stored_elements, rows, common.num_elements)
     return wanted.num_elements - stored_elements
-
-
-def uncovered(facts: TensorFacts, regions: Regions, row: int, missing: int, where: str) -> DataDamaged:
-    """The error for a wanted region whose elements are not all stored exactly once."""
-    offsets, sizes = regions.region(row, len(facts.shape))
-    return DataDamaged(
-        f"{abs(missing)} elements of {facts.name!r} at {list(offsets)} of {list(sizes)} are"
-        f" {'in no piece' if missing > 0 else 'in several pieces'} of the checkpoint",
-        where=where,
-        fix="Load an older checkpoint; this one was saved incompletely.",
-    )
 
 
 def plan_load(

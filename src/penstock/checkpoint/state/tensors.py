@@ -244,7 +244,9 @@ def _collect(
             is_copy = leaf.owner is Owner.COPY
             shards[leaf.name] = [] if is_copy else local_shards(leaf.name, leaf.value)
             rows += [(len(tensors), shard.offsets, shard.sizes) for shard in shards[leaf.name]]
-            tensors.append(tensor_facts(leaf.name, leaf.value))
+            kind: torch.dtype = leaf.value.dtype
+            dtype, shape = str(kind).removeprefix("torch."), tuple(leaf.value.size())
+            tensors.append(TensorFacts(leaf.name, dtype, shape, kind.itemsize))
             # Ranks may have other values of data loaders and the like, or lack them.
             most_bytes = own_bytes if leaf.owner in (Owner.STATEFUL, Owner.EXTRA) else 0
             if is_saved and not is_copy and _may_be_own(leaf.value, most_bytes):
@@ -321,12 +323,6 @@ def _held_tensor(leaf: Leaf) -> HeldObject:
     digest = xxhash.xxh3_128(content)
     digest.update(repr((value.dtype, value.shape)).encode())
     return HeldObject(name=leaf.name, size_bytes=content.nbytes, digest=digest.digest())
-
-
-def tensor_facts(name: str, value: Any) -> TensorFacts:
-    """The properties of a tensor that are equal on all ranks."""
-    dtype = str(value.dtype).removeprefix("torch.")
-    return TensorFacts(name, dtype, tuple(value.size()), value.dtype.itemsize)
 
 
 def local_shards(name: str, value: Any) -> list[LocalShard]:
