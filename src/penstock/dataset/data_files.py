@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from penstock.cluster.comm import Comm
@@ -136,13 +136,6 @@ class NumberedFiles:
     suffix: str
     prefix: str = "img"
     num_subfolders: int = 0
-    _width: int = field(init=False, repr=False, compare=False)
-    _ending: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Made once, because names are made for every file.
-        object.__setattr__(self, "_width", len(str(self.count)))
-        object.__setattr__(self, "_ending", f"_of_{self.count}.{self.suffix}")
 
     def __len__(self) -> int:
         return self.count
@@ -151,7 +144,8 @@ class NumberedFiles:
         """The key of file `index`."""
         if not 0 <= index < self.count:
             raise IndexError(f"file {index} of {self.count}")
-        return f"{self._folder_of(index)}{self.prefix}_{index:0{self._width}}{self._ending}"
+        number = f"{index:0{len(str(self.count))}}"
+        return f"{self._folder_of(index)}{self.prefix}_{number}_of_{self.count}.{self.suffix}"
 
     def folders(self) -> tuple[str, ...]:
         """The folders that hold all of them."""

@@ -50,15 +50,14 @@ class DatasetRecipe:
     def document(self) -> dict[str, Any]:
         """The recipe as plain data: two are equal exactly when their files are."""
         described = asdict(self.dataset)
-        document: dict[str, Any] = {
+        document = {
             "content_version": CONTENT_VERSION,
             "seed": self.seed,
             "reduction": asdict(self.reduction),
             "dataset": {name: described[name] for name in _BYTES_FOLLOW_FROM},
         }
         # As a stored one is read: fractions as exact text, enums as their words, tuples as lists.
-        plain: dict[str, Any] = json.loads(json.dumps(document, default=str))
-        return plain
+        return dict(json.loads(json.dumps(document, default=str)))
 
 
 def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:

@@ -90,9 +90,8 @@ def generate(
     target = storage if tree is None else capabilities.defer_sync(storage, "names")
     pool = buffer_pool()
     # Small files become durable together, in groups of which each thread gets several.
-    together = target if isinstance(target, SupportsWritesAtOnce) else None
-    if size_bytes // max(1, len(files)) > _GROUP_BYTES // _GROUP_FILES:
-        together = None
+    are_small = size_bytes // max(1, len(files)) <= _GROUP_BYTES // _GROUP_FILES
+    together = target if are_small and isinstance(target, SupportsWritesAtOnce) else None
     group_files = max(1, min(_GROUP_FILES, len(files) // (comm.size * threads * _TASKS_A_THREAD)))
 
     def write_group(plans: Iterator[FilePlan]) -> list[tuple[FilePlan, int | None]]:
@@ -133,9 +132,8 @@ def generate(
         written_bytes += new_bytes or 0
         progress.advance(plan.num_samples * plan.sample_bytes)
     # Each rank makes the names that it has written, and those of their folders, survive a power cut.
-    train_folders = training_files(recipe.dataset).folders()
-    eval_folders = evaluation_files(recipe.dataset).folders()
-    for folder in sorted({"", "train", "valid", *train_folders, *eval_folders}):
+    folders = *training_files(recipe.dataset).folders(), *evaluation_files(recipe.dataset).folders()
+    for folder in sorted({"", "train", "valid", *folders}):
         with suppress(ObjectNotFound):
             capabilities.sync_names(storage, folder)
     total_files = comm.reduce(written_files, "sum", awaiting="all ranks to write their files")

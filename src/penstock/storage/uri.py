@@ -55,7 +55,7 @@ class Location:
         query = "&".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.uri}?{query}" if query else self.uri
 
-    def with_options(self, **options: str) -> Location:
+    def with_options(self, /, **options: str) -> Location:
         """The same place with more options, which replace those of the same names."""
         return Location(self.scheme, self.root, {**self.options, **options})
 
@@ -220,9 +220,8 @@ def open_storage(
 
     `options` override those of the same name in the URI.
     """
-    location = parse_uri(uri)
-    merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
-    storage = find_opener(merged)(merged, environment, rank)
+    location = parse_uri(uri).with_options(**(options or {}))
+    storage = find_opener(location)(location, environment, rank)
     for variable, wrapper in WRAPPERS.items():
         if environment.get(variable):
             wrap: Wrapper = resolve_name(wrapper)

@@ -5,7 +5,7 @@ and with it the library that it needs. What a data set asks for and its format c
 here, before the first byte.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 from penstock.dataset.formats.format_protocol import FileFormat
 from penstock.workload.spec import Dataset
@@ -16,8 +16,7 @@ def open_format(dataset: Dataset, seed: int, *, transfer_bytes: int | None = Non
 
     `transfer_bytes` is the workload's `transfer_size`; only formats that are read as streams use it.
     """
-    module, _, name = dataset.format.opener.partition(":")
-    opener = getattr(import_module(f"{__name__}.{module}"), name)
+    opener = resolve_name(f"{__name__}.{dataset.format.opener}")
     is_sized = dataset.format.is_stream and transfer_bytes is not None
     file_format: FileFormat = opener(dataset, seed, transfer_bytes) if is_sized else opener(dataset, seed)
     return file_format

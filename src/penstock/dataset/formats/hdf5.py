@@ -83,11 +83,12 @@ class Hdf5Format(fp.BaseFormat):
                             chunk = stored.id.get_chunk_info(index)
                             read = fp.RangeRead(offset=chunk.byte_offset, size_bytes=chunk.size)
                             blocks[chunk.chunk_offset[0] // plan.block_samples].append(read)
-                        continue
-                    for sample in range(len(stored)):
-                        step = stored.nbytes // len(stored)
-                        read = fp.RangeRead(offset=stored.id.get_offset() + sample * step, size_bytes=step)
-                        blocks[sample // plan.block_samples].append(read)
+                    else:
+                        step = stored.nbytes // max(1, len(stored))
+                        for sample in range(len(stored)):
+                            offset = stored.id.get_offset() + sample * step
+                            read = fp.RangeRead(offset=offset, size_bytes=step)
+                            blocks[sample // plan.block_samples].append(read)
         except (*_UNREADABLE, IndexError) as error:
             raise fp.make_damage_error(plan, str(error)) from error
         return fp.FileSurvey(

@@ -107,7 +107,14 @@ def column_type(column: ParquetColumn, *, as_bytes: bool = False) -> ColumnType:
     if column.dtype in _TEXT_TYPES:
         kind = _TEXT_TYPES[column.dtype]
     else:
-        kind = _number_type(column)
+        try:
+            kind = pa.from_numpy_dtype(np.dtype(column.dtype))
+        except (pa.ArrowNotImplementedError, TypeError) as error:
+            raise UsageError(
+                f"Parquet has no {column.dtype}",
+                where=f"dataset.parquet.columns, {column.name}",
+                fix="Use a bool, int, uint or float of a size that numpy has, string or binary.",
+            ) from error
         if kind in (pa.int8(), pa.uint8()) and (size > 1 or as_bytes):
             kind = pa.binary(size)
         elif size > 1:
@@ -115,17 +122,6 @@ def column_type(column: ParquetColumn, *, as_bytes: bool = False) -> ColumnType:
     return ColumnType(
         name=column.name, dtype=column.dtype, size=size, row_bytes=row_bytes, read=column.read, kind=kind
     )
-
-
-def _number_type(column: ParquetColumn) -> pa.DataType:
-    try:
-        return pa.from_numpy_dtype(np.dtype(column.dtype))
-    except (pa.ArrowNotImplementedError, TypeError) as error:
-        raise UsageError(
-            f"Parquet has no {column.dtype}",
-            where=f"dataset.parquet.columns, {column.name}",
-            fix="Use a bool, int, uint or float of a size that numpy has, string or binary.",
-        ) from error
 
 
 _CODECS: Final[Mapping[Compression, str]] = MappingProxyType(

@@ -166,8 +166,6 @@ class FileAccess:
         self.alignment_bytes = alignment_bytes
         self.bounces = BufferPool(bounce_bytes, NUM_IDLE_BOUNCES)
         self.is_direct = alignment_bytes > 1
-        self.name = "direct" if self.is_direct else "buffered"
-        self.open_flags = os.O_DIRECT if self.is_direct else 0
 
     def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; the caller has checked that the file is long enough."""

@@ -146,7 +146,10 @@ class FileStorage:
         self.uri = location.uri
         self.local_root = location.root
         self.uses_page_cache = not self._access.is_direct
-        self.options: Mapping[str, OptionValue] = {"access": self._access.name, **asdict(options)}
+        self.options: Mapping[str, OptionValue] = {
+            "access": "direct" if self._access.is_direct else "buffered",
+            **asdict(options),
+        }
         self.counters = Counters()
         self._options = options
         self._calls = calls
@@ -322,12 +325,12 @@ class FileStorage:
 
     def _open_path(self, path: str, flags: int, *, shown_as: str | None = None) -> int:
         try:
-            return self._open_descriptor(path, flags | self._access.open_flags)
+            return self._open_descriptor(path, flags | (os.O_DIRECT if self._access.is_direct else 0))
         except StorageError:
             raise
         except OSError as error:
             uri = self._folders.uri_of(shown_as or path)
-            if error.errno == errno.EINVAL and self._access.open_flags:
+            if error.errno == errno.EINVAL and self._access.is_direct:
                 # open(2) also fails with EINVAL where `path` is not a regular file: that error comes first.
                 if os.path.exists(path):
                     _require_regular(os.stat(path), uri)

@@ -94,11 +94,10 @@ class MinioClient(PartClient):
             response.release_conn()  # only a body read to its end leaves a connection to use again
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        found = self._own.get().list_objects(
-            bucket_name=self._bucket, prefix=prefix, recursive=True, start_after=after or None
-        )
         try:
-            for entry in found:
+            for entry in self._own.get().list_objects(
+                bucket_name=self._bucket, prefix=prefix, recursive=True, start_after=after or None
+            ):
                 yield _remote(cast("str", entry.object_name), entry)
         except (ValueError, ParseError) as error:
             raise RequestFailed.foreign(f"an invalid listing: {error}") from error

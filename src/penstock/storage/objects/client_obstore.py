@@ -132,8 +132,7 @@ class ObstoreClient(StreamClient):
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         """Objects under `prefix`; obstore asks for the next page when this one is used up."""
-        pages = obstore.list(self._store, prefix or None, offset=after or None, chunk_size=_LIST_CHUNK)
-        for page in pages:
+        for page in obstore.list(self._store, prefix or None, offset=after or None, chunk_size=_LIST_CHUNK):
             yield from map(_remote, page)
 
     def delete(self, key: str) -> None:

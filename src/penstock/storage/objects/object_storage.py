@@ -203,8 +203,7 @@ class ObjectStorage:
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
         """An object and what describes it: one request for a small one, if the client can."""
         if not self._requests.clients[0].gets_whole:
-            info = self.stat(key)
-            return info, _read(self.open(key))
+            return self.stat(key), _read(self.open(key))
         remote = self._remote(check_key(key, self.uri))
         found, content = self._requests.call(
             "GetObject",
