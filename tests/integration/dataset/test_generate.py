@@ -26,6 +26,7 @@ from penstock.dataset.verify import VerificationResult, verify
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage, open_storage
+from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.files.folders import VerifiedFolders
 from penstock.storage.in_memory import MemoryStorage
 from penstock.testing.faults import FailAfter
@@ -33,6 +34,8 @@ from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from tests.support.s3.server import S3Server
 
 SMALL = Dataset(
@@ -110,6 +113,28 @@ def test_each_folder_is_synced_once_after_its_files_and_before_the_manifest(
     for folder in ("train/0", "train/1", "train", "valid"):
         assert with_all.count(str(tmp_path / "made" / folder)) == 1
     assert synced[-1][0] == str(tmp_path / "made")  # the manifest's
+
+
+@pytest.mark.parametrize(("size_bytes", "are_together"), [(50_000, True), (1_000_000, False)])
+def test_only_small_files_are_made_in_memory_to_become_durable_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int, *, are_together: bool
+) -> None:
+    taken: list[str] = []
+    real = FileStorage.write_at_once
+
+    def write(storage: FileStorage, objects: Iterable[tuple[str, memoryview]]) -> None:
+        def noted() -> Iterator[tuple[str, memoryview]]:
+            for key, content in objects:
+                taken.append(key)
+                yield key, content
+
+        real(storage, noted())
+
+    monkeypatch.setattr(FileStorage, "write_at_once", write)
+    dataset = replace(SMALL, record_length_bytes=Fraction(size_bytes), record_length_bytes_stdev=Fraction(0))
+    made = _generate(_at(tmp_path), replace(RECIPE, dataset=dataset))
+    assert made.written_files == 15
+    assert bool(taken) is are_together
 
 
 def test_a_second_call_keeps_what_is_whole_and_writes_what_is_missing(tmp_path: Path) -> None:
