@@ -2,7 +2,7 @@
 
 There are three kinds in the whole project. `Progress` is what a piece of work reports, in this process. The
 status file of a run (`results.run_status`) shows it to other processes. The progress board of a checkpoint
-(`bench.progress_board`) adds up what all ranks of a host have moved.
+(`bench.checkpoint.checkpoint_rounds`) adds up what all ranks of a host have moved.
 """
 
 from dataclasses import dataclass
