@@ -23,7 +23,7 @@ from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import FoundTree, Submitter, require_results, search_tree
 from penstock.submission.parsed_file import MissingFact, read_description, relative
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
-from penstock.submission.result_files import CodeImagePool, SubmittedResult
+from penstock.submission.result_files import NO_POOL, CodeImagePool, SubmittedResult
 from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import Finding, Rule, Validity, Verdict, combine, not_checked
 from penstock.submission.rules.tree_rules import REHEARSAL_RULE, judge_schema
@@ -85,7 +85,7 @@ def read_tree(
     locations = require_results(search_tree(root), root)
     progress.begin("results", len(locations))
     # Each pool of code images is hashed once. Locations are sorted by submitter, whose files are read once.
-    pools: dict[Path | None, CodeImagePool] = {None: CodeImagePool()}
+    pools: dict[Path | None, CodeImagePool] = {None: NO_POOL}
     last: Submitter | None = None
     for location in locations:
         submitter = location.submitter

@@ -38,6 +38,8 @@ _KNOWN_FILES: Final = frozenset({RESULTS_FILE, "results.csv"})
 _RUN: Final = re.compile(r"(.*[_.-])?run[_-]?(\d+)", re.IGNORECASE)
 _NUMBERS: Final = re.compile(r"(\d+)")
 _RUNS: Final = "runs"
+_DIVISIONS: Final = {division.value: division for division in SubmissionDivision}
+_BENCHMARKS: Final = {benchmark.value: benchmark for benchmark in Benchmark}
 _DESCRIPTIONS: Final = "systems"
 _NEVER_RESULTS: Final = frozenset({"code", "datagen", "datasize", "generation_logs", _DESCRIPTIONS})
 """Copies of the benchmark's code have test data that look like runs, and so do logs of data generation."""
@@ -152,18 +154,20 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
     top = root.resolve()
     if find_folder(top, "results"):
         folders = [top]
-    elif _division(top):
+    elif top.name.lower() in _DIVISIONS:
         folders = list_subfolders(top)
     else:
-        divisions = [folder for folder in list_subfolders(top) if _division(folder)] or [
+        below = list_subfolders(top)
+        divisions = [folder for folder in below if folder.name.lower() in _DIVISIONS] or [
             folder
-            for round_ in list_subfolders(top)
+            for round_ in below
             for folder in list_subfolders(round_)
-            if _division(folder)
+            if folder.name.lower() in _DIVISIONS
         ]
         folders = [folder for division in divisions for folder in list_subfolders(division)]
     for folder in folders:
-        yield Submitter(organisation=folder.name, division=_division(folder.parent), folder=folder)
+        division = _DIVISIONS.get(folder.parent.name.lower())
+        yield Submitter(organisation=folder.name, division=division, folder=folder)
 
 
 def find_result_dirs(submitter: Submitter) -> list[Path]:
@@ -185,16 +189,8 @@ def list_benchmarks(results: Path) -> frozenset[Benchmark]:
         benchmark
         for system in list_subfolders(results)
         for folder in list_subfolders(system)
-        if (benchmark := _benchmark(folder))
+        if (benchmark := _BENCHMARKS.get(folder.name.lower()))
     )
-
-
-def _division(folder: Path) -> SubmissionDivision | None:
-    return next((division for division in SubmissionDivision if division.value == folder.name.lower()), None)
-
-
-def _benchmark(folder: Path) -> Benchmark | None:
-    return next((benchmark for benchmark in Benchmark if benchmark.value == folder.name.lower()), None)
 
 
 def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocation], list[Path]]:
@@ -227,7 +223,7 @@ def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[
         models = [
             (benchmark, model)
             for category in list_subfolders(system)
-            if (benchmark := _benchmark(category))
+            if (benchmark := _BENCHMARKS.get(category.name.lower()))
             for model in _list_models(category, benchmark)
         ]
         # Somebody claims a result here, by a result directory or by its figures.
@@ -326,14 +322,10 @@ def _search_numbered(folder: Path) -> tuple[list[_Numbered], list[Path]]:
     for entry in list_subfolders(folder):
         if entry.name.lower() == _DESCRIPTIONS:  # which some keep among their results
             continue
-        found, left = ([], []) if _is_never_result(entry) else _search_numbered(entry)
+        found, left = ([], []) if entry.name.lower() in _NEVER_RESULTS else _search_numbered(entry)
         results += found
         leftovers += left if found else [entry]
     return results, leftovers
-
-
-def _is_never_result(folder: Path) -> bool:
-    return folder.name.lower() in _NEVER_RESULTS
 
 
 def _numbered_result(folder: Path) -> _Numbered | None:
@@ -371,7 +363,9 @@ def _find_runs(folder: Path) -> tuple[Path, ...]:
             return tuple(run for _, run in sorted(named, key=lambda pair: (int(pair[0][2]), pair[1].name)))
     for place in places:
         runs = [
-            run for run in list_subfolders(place) if not _is_never_result(run) and find_file(run, SUMMARY)
+            run
+            for run in list_subfolders(place)
+            if run.name.lower() not in _NEVER_RESULTS and find_file(run, SUMMARY)
         ]
         if runs:
             return tuple(sorted(runs, key=_natural_order))

@@ -257,11 +257,6 @@ def tree_of(path: Path, base: Path) -> str:
     return os.path.realpath(base if path.is_relative_to(base) else path.parent)
 
 
-def leads_out(folder: Path, tree: Path) -> bool:
-    """Check whether links on the way lead a folder out of `tree`."""
-    return not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(tree))
-
-
 def parse_json(raw: bytes, *, is_lenient: bool = False) -> Parsed:
     """Parse JSON in UTF-8; a lenient parse allows a comma before a closing bracket, as people write it."""
     if is_lenient:
@@ -294,13 +289,10 @@ def parse_json(raw: bytes, *, is_lenient: bool = False) -> Parsed:
     return content, tuple(repeated)
 
 
+@lru_cache(maxsize=16)
 def parse_yaml(raw: bytes) -> Parsed:
     """Parse YAML in UTF-8. The runs of a result have equal configurations, which are parsed once."""
-    return _parse_yaml_text(raw.decode("utf-8-sig"))
-
-
-@lru_cache(maxsize=16)
-def _parse_yaml_text(text: str) -> Parsed:
+    text = raw.decode("utf-8-sig")
     _limit_yaml(text)
     loader = _TreeLoader(text)
     try:

@@ -23,7 +23,7 @@ from penstock.submission.recomputed_metrics import (
     samples_per_second,
     utilization_percent,
 )
-from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
+from penstock.submission.result_files import ResultRun, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
 
 CONFIDENCE: Final = 0.95
@@ -144,76 +144,48 @@ def _per_run(compute: Callable[[ResultRun], float], result: SubmittedResult) -> 
 
 
 def _training() -> Iterator[_Kind]:
-    def summed(read: Callable[[ResultDir], float]) -> Callable[[ResultRun], float]:
-        return lambda run: math.fsum(map(read, run.dirs))
-
-    yield "throughput", "samples/s", partial(_per_run, summed(samples_per_second))
-    yield "read bandwidth", "MiB/s", partial(_per_run, summed(mib_per_second))
-    yield (
-        "utilization",
-        "%",
-        partial(_per_run, lambda run: mean(tuple(map(utilization_percent, run.dirs)))),
-    )
-
-
-_Ranks = list[dict[str, float]]
-"""The seconds of each checkpoint, by rank."""
+    for name, unit, compute in (
+        ("throughput", "samples/s", lambda run: math.fsum(map(samples_per_second, run.dirs))),
+        ("read bandwidth", "MiB/s", lambda run: math.fsum(map(mib_per_second, run.dirs))),
+        ("utilization", "%", lambda run: mean(tuple(map(utilization_percent, run.dirs)))),
+    ):
+        yield name, unit, partial(_per_run, compute)
 
 
 def _checkpointing() -> Iterator[_Kind]:
     """By the first rank, as rounds publish it, and by the slowest one, for which all others wait."""
-
-    def first(ranks: _Ranks, name: str) -> float:
-        return ranks[0][name]
-
-    def slowest(ranks: _Ranks, name: str) -> float:
-        return max(rank.get(name, 0.0) for rank in ranks)
-
-    def bandwidth(run_dir: ResultDir, seconds: float) -> float:
-        return run_dir.summary.number("metric", "checkpoint_size_GB") / seconds
-
-    def duration(_: ResultDir, seconds: float) -> float:
-        return seconds
-
     for way, prefix in (("write", "save"), ("read", "load")):
-        for figure, unit, compute in (("bandwidth", "GiB/s", bandwidth), ("duration", "s", duration)):
-            by_first = partial(_per_checkpoint, prefix, compute, first)
-            by_slowest = partial(_per_checkpoint, prefix, compute, slowest)
+        for figure, unit in (("bandwidth", "GiB/s"), ("duration", "s")):
+            by_first = partial(_per_checkpoint, prefix, figure, is_slowest=False)
             yield f"{way} {figure}", unit, by_first
-            yield f"{way} {figure}, slowest rank", unit, partial(_if_different, by_slowest, by_first)
+            yield f"{way} {figure}, slowest rank", unit, partial(by_first, is_slowest=True)
 
 
 def _per_checkpoint(
-    prefix: str,
-    compute: Callable[[ResultDir, float], float],
-    seconds_of: Callable[[_Ranks, str], float],
-    result: SubmittedResult,
+    prefix: str, figure: str, result: SubmittedResult, *, is_slowest: bool
 ) -> dict[str, float]:
+    """A figure of each checkpoint; by the slowest ranks only where these are not the first ones."""
     run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
     if not run_dirs:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
     found = []
     for run_dir in run_dirs:
         ranks = [read_durations(stats, prefix) for stats in run_dir.stats]
-        for name in ranks[0]:
-            if (seconds := seconds_of(ranks, name)) <= 0:
+        for name, first_s in ranks[0].items():
+            value = max(rank.get(name, 0.0) for rank in ranks) if is_slowest else first_s
+            if value <= 0:
                 raise MissingFact(f"{name} took no time", where=run_dir.stats[0].file)
-            found.append((run_dir, name, compute(run_dir, seconds)))
+            if figure == "bandwidth":
+                value = run_dir.summary.number("metric", "checkpoint_size_GB") / value
+            found.append((run_dir, name, value))
     is_unique = len({name for _, name, _ in found}) == len(found)
-    return {
+    values = {
         name if is_unique else f"{run_dir.name.rpartition('/')[2]} {name}": value
         for run_dir, name, value in found
     }
-
-
-def _if_different(
-    slowest: Callable[[SubmittedResult], dict[str, float]],
-    first: Callable[[SubmittedResult], dict[str, float]],
-    result: SubmittedResult,
-) -> dict[str, float]:
-    """The slowest ranks' values, unless they are the first ranks' values."""
-    found = slowest(result)
-    return {} if found == first(result) else found
+    if is_slowest and values == _per_checkpoint(prefix, figure, result, is_slowest=False):
+        return {}
+    return values
 
 
 def _kv_cache() -> Iterator[_Kind]:
@@ -237,18 +209,17 @@ def _kv_cache() -> Iterator[_Kind]:
 
 
 def _vector_search() -> Iterator[_Kind]:
-    def recompute(run: ResultRun) -> float:
-        return recompute_run(run.dirs[0].aggregate)["throughput_qps"]
-
     def read(name: str, run: ResultRun) -> float:
         """By the summary; where there is none, tables are made of the figures over all ranks."""
         first = run.dirs[0]
+        if name == "throughput_qps":
+            return recompute_run(first.aggregate)[name]
         if not first.summary.is_missing:
             return first.summary.number(name)
         return first.aggregate.number(*(("recall", "mean_recall") if name == "recall" else (name,)))
 
-    yield "throughput", "queries/s", partial(_per_run, recompute)
     for figure, unit, name in (
+        ("throughput", "queries/s", "throughput_qps"),
         ("mean latency", "ms", "mean_latency_ms"),
         ("p95 latency", "ms", "p95_latency_ms"),
         ("p99 latency", "ms", "p99_latency_ms"),

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ from penstock.submission.parsed_file import (
     NO_FILE,
     MissingFact,
     ParsedFile,
-    leads_out,
     parse_json,
     read_bytes,
     read_description,
@@ -134,16 +133,12 @@ class ResultRun:
     is_warm_up: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeImagePool:
-    """All code images of a tree, and the digests that any submitter's result directories point to.
+CodeImagePool = tuple[str, Mapping[str, tuple[ParsedFile, str]], frozenset[str]]
+"""The name of a tree's pool, its images, and the digests that any submitter's result directories point to.
 
-    Each image has its own statement, and the digest of its files ("" if they cannot be read).
-    """
-
-    name: str = ""
-    images: Mapping[str, tuple[ParsedFile, str]] = field(default_factory=dict)
-    pointed: frozenset[str] = frozenset()
+Each image has its own statement, and the digest of its files ("" if they cannot be read).
+"""
+NO_POOL: Final[CodeImagePool] = ("", {}, frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +159,7 @@ class TreeContext:
     result_dirs: tuple[str, ...] = ()
     manifest: ParsedFile = _NOTHING
     public_ids: ParsedFile = _NOTHING
-    pool: CodeImagePool = field(default_factory=CodeImagePool)
+    pool: CodeImagePool = NO_POOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +302,7 @@ def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str,
 
     Contents are read only where rules need them.
     """
-    if folder.is_symlink() and leads_out(folder, base):
+    if folder.is_symlink() and not folder.resolve().is_relative_to(base.resolve()):
         return {}, f"its folder cannot be listed: {LEADS_OUT}"
     try:
         names = os.listdir(folder)  # noqa: PTH208 - thousands of folders, where a Path costs more
@@ -470,4 +465,4 @@ def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:
             pointed.add(parse_pointer(text, where=str(result_dir)))
         except (MissingFact, DataDamaged):  # the rule on pointers names it
             continue
-    return CodeImagePool(name=relative(folder, base), images=images, pointed=frozenset(pointed))
+    return relative(folder, base), images, frozenset(pointed)

@@ -162,7 +162,9 @@ def result_row(
             ("Dimension", "dimension"),
             ("Index Type", "index_type"),
         ):
-            cells[column] = partial(_common_value, result, key)
+            cells[column] = partial(
+                lambda name: _common(str(run_dir.summary.value(name)) for run_dir in result.run_dirs()), key
+            )
         recall = means.get("recall")
         cells["Queries per Sec"] = means.get("throughput")
         cells["Query Latency (ms)"] = means.get("p99 latency")
@@ -197,37 +199,33 @@ def _public_id(result: SubmittedResult, checked: CheckedResult, model: str) -> s
     return found.pop() if len(found) == 1 else None
 
 
-def _system(described: ParsedFile) -> dict[str, Callable[[], Cell]]:
+def _system(described: ParsedFile) -> dict[str, Cell | Callable[[], Cell]]:
     """The cells about the system; capacities and rack units as they are written in its description."""
+    architecture = (*_SOLUTION, "architecture")
 
     def as_written(*path: str) -> Cell:
         value = described.value("system_under_test", *path)
         return value if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
-    def protocol() -> Cell:
-        api = described.text(*_SOLUTION, "architecture", "benchmark_API")
-        return {"file": "POSIX", "object": "S3"}.get(api)
-
     def kind() -> Cell:
         """Access by several hosts, the place of the storage, and its API: `Shared remote and local file`."""
         is_shared = described.boolean(*_SOLUTION, "capabilities", "simultaneous_write")
-        place = described.text(*_SOLUTION, "architecture", "storage_location").replace("_", " ")
-        api = described.text(*_SOLUTION, "architecture", "product_API")
+        place = described.text(*architecture, "storage_location").replace("_", " ")
+        api = described.text(*architecture, "product_API")
         return f"{'Shared' if is_shared else 'Failover'} {place} {api}"
 
-    def power() -> Cell:
-        watts = provisioned_watts(described)
-        return int(watts) if watts is not None and float(watts).is_integer() else watts
-
+    watts = provisioned_watts(described)
     return {
         "Description": partial(as_written, "solution", "friendly_description"),
         "Type": kind,
-        "Access Protocol": protocol,
+        "Access Protocol": lambda: {"file": "POSIX", "object": "S3"}.get(
+            described.text(*architecture, "benchmark_API")
+        ),
         "Availability": partial(as_written, "solution", "availability"),
         "RU's": partial(as_written, "total_rack_units"),
         "Integrated Client Storage (TiB)": partial(as_written, "solution", "int_client_store_tib"),
         "Usable Capacity (TiB)": partial(as_written, "solution", "usable_capacity_tib"),
-        "Provisioned Power (W)": power,
+        "Provisioned Power (W)": int(watts) if watts is not None and watts.is_integer() else watts,
     }
 
 
@@ -244,10 +242,6 @@ def _common(values: Iterable[str]) -> str | None:
     """The value that all runs state; None if they differ."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
-
-
-def _common_value(result: SubmittedResult, name: str) -> str | None:
-    return _common(str(run_dir.summary.value(name)) for run_dir in result.run_dirs())
 
 
 def report_document(report: ResultReport) -> dict[str, Any]:

@@ -117,11 +117,6 @@ def _judge_counts(case: Case) -> Iterator[Finding]:
     )
 
 
-def _total_seconds(case: Case) -> float:
-    intervals = _intervals(case)
-    return (intervals[-1][1] - intervals[0][0]).total_seconds()
-
-
 def _judge_remap(case: Case) -> Iterator[Finding]:
     description, capabilities = require_description(case), (*SOLUTION, "capabilities")
     declared_s = description.number(*capabilities, "remap_time_in_seconds")
@@ -324,7 +319,7 @@ RULES: Final = (
         formula="end of the last invocation - begin of the first > 0 (else warning)",
         passes="36 minutes",
         fails="an invocation that ended before the first began (a warning)",
-        fact=_total_seconds,
+        fact=lambda case: (_intervals(case)[-1][1] - _intervals(case)[0][0]).total_seconds(),
         compare=">",
         limit=0,
         at=NAME,

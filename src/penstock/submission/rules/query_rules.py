@@ -348,10 +348,6 @@ def _extra_cache_settings(case: Case) -> list[str]:
     ]
 
 
-def _index(case: Case) -> str:
-    return case.run.summary.text("index_type").upper()
-
-
 def _judge_vector_files(case: Case) -> Iterator[Finding]:
     run = case.run
     if run.unlisted:
@@ -794,7 +790,7 @@ RULES: Final = (
         fails="DISKANN built, HNSW searched",
         facts=lambda case: {
             "built": require_datagen(case).summary.text("index_type").upper(),
-            "searched": _index(case),
+            "searched": case.run.summary.text("index_type").upper(),
             "folder": case.result.location.model.upper(),
         },
         holds=lambda it: it.built == it.searched == it.folder,
@@ -907,7 +903,7 @@ RULES: Final = (
         passes="DISKANN",
         fails="IVF_FLAT",
         unless=free_in_open,
-        fact=_index,
+        fact=lambda case: case.run.summary.text("index_type").upper(),
         compare="in",
         limit=lambda case: sorted(case.edition.vectors.closed_indexes),
         at=SUMMARY,
@@ -939,7 +935,7 @@ RULES: Final = (
         passes="IVF_FLAT in OPEN",
         fails="TREE in OPEN (a warning)",
         facts=lambda case: {
-            "index": _index(case),
+            "index": case.run.summary.text("index_type").upper(),
             "known": ", ".join(
                 sorted(case.edition.vectors.closed_indexes | case.edition.vectors.open_indexes)
             ),

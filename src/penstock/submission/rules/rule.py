@@ -388,10 +388,10 @@ def free_in_open(case: Case) -> str:
     return "" if case.is_closed else "OPEN leaves this free"
 
 
-def require_runs(result: SubmittedResult) -> tuple[ResultRun, ...]:
+def require_runs(result: SubmittedResult, problem: str = "there are no runs") -> tuple[ResultRun, ...]:
     """The runs; `MissingFact` if there are none."""
     if not result.runs:
-        raise MissingFact("there are no runs", where=result.name)
+        raise MissingFact(problem, where=result.name)
     return result.runs
 
 

@@ -560,7 +560,7 @@ RULES: Final = (
         formula="number of runs == num_runs; in v2.0 five runs without the warm-up are a warning",
         passes="run1 ... run5",
         fails="run1 ... run4",
-        fact=lambda case: len(require_runs(case.result)),
+        fact=lambda case: len(require_runs(case.result, "there is no folder of a run")),
         compare="==",
         limit=lambda case: case.edition.num_runs,
         at=NAME,

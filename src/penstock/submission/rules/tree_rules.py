@@ -86,11 +86,6 @@ def _judge_top_folder(case: Case) -> Iterator[Finding]:
     yield from _judge_entries("the top of the tree", entries, case.edition.timed.beside_divisions, of_folder)
 
 
-def _judge_submitter_folder(case: Case) -> Iterator[Finding]:
-    context = case.result.context
-    yield from _judge_entries(context.name, context.entries, case.edition.timed.beside_results, Verdict.FAIL)
-
-
 def _judge_entries(
     folder: str, entries: Iterable[str], known: frozenset[str], of_folder: Verdict
 ) -> Iterator[Finding]:
@@ -169,10 +164,6 @@ def _judge_system_files(case: Case) -> Iterator[Finding]:
 def _categories(case: Case) -> list[str]:
     prefix = f"{case.result.location.system}/"
     return [name.removeprefix(prefix) for name in case.result.context.categories if name.startswith(prefix)]
-
-
-def _unknown_categories(case: Case) -> list[str]:
-    return [name for name in _categories(case) if name.lower() not in case.edition.timed.categories]
 
 
 def _phase_problems(case: Case) -> list[str]:
@@ -290,7 +281,7 @@ def _pointed_digest(run: ResultDir) -> str:
 
 
 def _judge_pointers(case: Case) -> Iterator[Finding]:
-    images = case.result.context.pool.images
+    _, images, _ = case.result.context.pool
     for run in case.result.all_dirs():
         if run.pointer.is_missing:
             yield Finding(
@@ -320,7 +311,8 @@ def _judge_images(case: Case) -> Iterator[Finding]:
     for run in case.result.all_dirs():
         with suppress(MissingFact):  # the rule on pointers names it
             pointed.add(image_name(_pointed_digest(run)))
-    images = {name: image for name, image in case.result.context.pool.images.items() if name in pointed}
+    _, pool, _ = case.result.context.pool
+    images = {name: image for name, image in pool.items() if name in pointed}
     if not images:
         raise MissingFact("no result directory points to a code image that is there", where=case.result.name)
     for name, (statement, digest) in images.items():
@@ -342,9 +334,8 @@ def _judge_images(case: Case) -> Iterator[Finding]:
 
 
 def _unused_images(case: Case) -> list[str]:
-    pool = case.result.context.pool
-    used = {image_name(digest) for digest in pool.pointed}
-    return [name for name in pool.images if name not in used]
+    _, images, pointed = case.result.context.pool
+    return [name for name in images if name not in set(map(image_name, pointed))]
 
 
 def _judge_provenance(case: Case) -> Iterator[Finding]:
@@ -439,11 +430,6 @@ def _judge_metadata(case: Case) -> Iterator[Finding]:
         )
 
 
-def _unless_no_exit_status(case: Case) -> str:
-    is_there = case.run.metadata.problem or case.run.metadata.has("exit_status")
-    return "" if is_there else "its tool states no exit status"
-
-
 def _unless_no_verdict(case: Case) -> str:
     metadata = case.run.metadata
     is_there = case.run.benchmark in BOTH or metadata.problem or metadata.has("verification")
@@ -535,7 +521,12 @@ RULES: Final = (
         formula="every folder is in the edition's list (else fail), every file too (else warning)",
         passes="results/, systems/, submission.yaml",
         fails="results/, systems/, results_old/",
-        judge=_judge_submitter_folder,
+        judge=lambda case: _judge_entries(
+            case.result.context.name,
+            case.result.context.entries,
+            case.edition.timed.beside_results,
+            Verdict.FAIL,
+        ),
     ),
     Rule(
         id="structure.folders",
@@ -567,7 +558,9 @@ RULES: Final = (
         formula="each folder of results/SYSTEM/ is in the edition's list; case does not matter",
         passes="results/fast/training/",
         fails="results/fast/trainings/ next to it",
-        problems=_unknown_categories,
+        problems=lambda case: (
+            name for name in _categories(case) if name.lower() not in case.edition.timed.categories
+        ),
         at=lambda case: f"{case.result.context.name}/results/{case.result.location.system}/",
         show=("{problems}", lambda it: ", ".join(sorted(it.case.edition.timed.categories))),
         proof=lambda it: f"there are {', '.join(_categories(it.case))}",
@@ -707,7 +700,7 @@ RULES: Final = (
         passes="one image, and result directories that point to it",
         fails="a second image that no result directory points to (a warning)",
         problems=_unused_images,
-        at=lambda case: case.result.context.pool.name or case.name,
+        at=lambda case: case.result.context.pool[0] or case.name,
         proof="all images are pointed to",
         bad="nothing points to {}",
         join=", ".join,
@@ -772,7 +765,11 @@ RULES: Final = (
         formula="metadata.exit_status == 0; not applicable to metadata without it",
         passes="exit_status 0",
         fails="exit_status 1",
-        unless=_unless_no_exit_status,
+        unless=lambda case: (
+            ""
+            if case.run.metadata.problem or case.run.metadata.has("exit_status")
+            else "its tool states no exit status"
+        ),
         fact=lambda case: case.run.metadata.integer("exit_status"),
         compare="==",
         limit=0,
