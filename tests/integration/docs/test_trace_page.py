@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli import main
-from penstock.trace.compare.comparison import FINDING_RULES
+from penstock.trace.compare.findings import FINDING_RULES
 from penstock.trace.compare.expectations import Expectations
 from penstock.trace.compare.trace_study import ComparisonSpec
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO

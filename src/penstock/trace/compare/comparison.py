@@ -1,16 +1,14 @@
-"""Compares the runs of a study: how they differ, then tables, then findings. `compare` is the whole way.
+"""Compares the runs of a study: how they differ, then tables, then findings."""
 
-To add a finding, write a `FindingRule` into one of the `*_findings` modules and add it to `FINDING_RULES`.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.progress import Progress
-from penstock.trace.compare import findings, loop_findings, study_tables, work_findings, write_findings
+from penstock.trace.compare import study_tables
+from penstock.trace.compare.findings import find_all
 from penstock.trace.compare.study_tables import file_tables, followed_files
-from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, Weight, format_ranges
+from penstock.trace.compare.trace_study import Study, TraceFinding, format_ranges
 from penstock.trace.figures import bandwidth, measure_axis
 from penstock.trace.questions.answer import Answer, Column, Value, make_columns
 from penstock.trace.questions.breakdowns import ranks
@@ -91,34 +89,6 @@ def _find_losses(study: Study) -> list[Sequence[Value]]:
                 ("damaged files", run, len(damaged), None, loss, ", ".join(a.file for a in damaged[:2]))
             )
     return rows
-
-
-FINDING_RULES: Final[Mapping[str, FindingRule]] = {
-    "F1": findings.missing_ranks,
-    "F2": findings.extra_calls,
-    "F3": findings.summed_threads,
-    "F4": findings.cache_read_by_flush,
-    "F5": findings.slower_tier,
-    "F6": findings.small_writes,
-    "F7": findings.redundant_lookups,
-    "F8": work_findings.stragglers,
-    "F9": findings.unserved_reads,
-    "F10": loop_findings.changed_loop,
-    "F11": write_findings.changed_sizes,
-    "F12": write_findings.calls_after_close,
-    "F13": work_findings.uneven_work,
-}
-_WEIGHTS: Final = tuple(Weight)
-
-
-def find_all(study: Study) -> list[TraceFinding]:
-    """The findings of every rule, in the order of the report."""
-    return rank_findings([finding for rule in FINDING_RULES.values() for finding in rule(study)])
-
-
-def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """What misleads first, because the other numbers are read in its light; then by seconds lost."""
-    return sorted(findings, key=lambda finding: (_WEIGHTS.index(finding.weight), -(finding.lost_us or 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from penstock.errors import UsageError
-from penstock.trace.compare.comparison import FINDING_RULES, find_all
+from penstock.trace.compare.findings import FINDING_RULES, find_all
 from penstock.trace.compare.study_tables import APP_TIER, load_report, measures
 from penstock.trace.compare.trace_study import ComparisonSpec, QueryCheck, Study
 from penstock.trace.questions.events_view import answer_query

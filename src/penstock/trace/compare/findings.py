@@ -1,13 +1,16 @@
-"""The findings of a comparison that are about ranks, tiers and calls, one function each.
+"""All findings of a comparison, and those about ranks, threads, tiers and loops.
 
-Ranks and threads: missing ranks (F1), summed threads (F3). Tiers: a flush that reads a cache
-(F4), a slower tier (F5), reads from memory (F9). Calls: more per file than the baseline (F2), small writes
-(F6), repeated lookups (F7).
+These need more than one query each: missing ranks (F1), sums over threads (F3), slower tiers (F5), ranks that
+are busy longer than others (F8, F13) and loops that changed (F10). `query_findings` has the others. To add a
+finding, write a function here or there, and add it to `FINDING_RULES`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, Final
 
+from penstock.trace.compare import query_findings
 from penstock.trace.compare.trace_study import (
     PROCESS,
     Study,
@@ -15,375 +18,354 @@ from penstock.trace.compare.trace_study import (
     Weight,
     format_ranges,
     longest_process_sql,
-    match_rows,
-    spread_over_ranks,
 )
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
+from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, ranks
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
+_CONCURRENCY: Final = 1.5
+_ONE_TIER_SHARE: Final = 0.95
+_LIKE_FOR_LIKE: Final = 0.05
+_LATE_COLUMNS: Final = (
+    "run", "rank", "pid", "host", "num_events", "moved_bytes", "sum_us", "union_us", "to_median",
+    "work_to_median",
+)  # fmt: skip
+_LOOP_PARTS: Final = {
+    "wait": "waiting for data",
+    "compute": "computing",
+    "barrier": "waiting for other ranks",
+    "stall": "checkpointing",
+}
+"""The parts of a loop by the phases of their spans."""
+_READING: Final = "reading, beside them"
+_READ_BYTES: Final = "bytes read"
+_WORTH_SAYING: Final = 0.02
+_CHANGED: Final = 1.25
+
 
 def missing_ranks(study: Study) -> list[TraceFinding]:
-    """F1: traces of some ranks are missing, so totals are too small by as much."""
-    ranks: dict[str, set[int]] = {run: set() for run in study.runs}
+    """F1: traces of some ranks are missing, which makes totals too small."""
+    ranks_of: dict[str, set[int]] = {run: set() for run in study.runs}
     for run, rank in study.events.ask("SELECT DISTINCT run, rank FROM {events} WHERE rank IS NOT NULL"):
-        ranks[run].add(rank)
-    fullest = max(study.runs, key=lambda run: (len(ranks[run]), run == study.baseline))
+        ranks_of[run].add(rank)
+    fullest = max(study.runs, key=lambda run: (len(ranks_of[run]), run == study.baseline))
     findings = []
-    for run in study.runs:
-        missing = ranks[fullest] - ranks[run]
-        if missing and ranks[run]:
-            evidence = _writes(study, run, fullest)
-            findings.append(_missing_ranks_finding(run, fullest, ranks, missing, evidence))
+    for run, here in ranks_of.items():
+        missing = ranks_of[fullest] - here
+        if not (missing and here):
+            continue
+        says = [
+            (
+                f"{run} has traces of {len(here)} ranks ({format_ranges(here)}), {fullest} of "
+                f"{len(ranks_of[fullest])}: ranks {format_ranges(missing)} are missing "
+                f"({', '.join(map(str, sorted(missing)))})."
+            ),
+            "The totals of this run are smaller for that reason alone; compare it by rank and by file.",
+        ]
+        is_here, is_there = (f"run = {sql_literal(name)}" for name in (run, fullest))
+        rows = study.events.ask(f"""
+            SELECT file_class, count(*) FILTER (WHERE {is_here}) AS here,
+                   count(*) FILTER (WHERE {is_there}) AS there,
+                   count(DISTINCT rank) FILTER (WHERE {is_here}) AS ranks_here,
+                   count(DISTINCT rank) FILTER (WHERE {is_there}) AS ranks_there,
+                   here / ranks_here, there / ranks_there
+            FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND ({is_here} OR {is_there}) AND path IS NOT NULL
+            GROUP BY file_class HAVING count(DISTINCT run) = 2 ORDER BY there DESC, file_class""")
+        equal = next((row for row in rows if row[5] == row[6]), None)
+        if equal:
+            says.append(
+                f"It has {equal[1]} writes of {equal[0]}, not {equal[2]}, but as many per rank: {equal[5]:g}."
+            )
+        columns = make_columns(
+            "file_class", "num_writes", f"num_writes_{fullest}", "num_ranks", f"num_ranks_{fullest}",
+            Column("per_rank", Unit.NUMBER), Column(f"per_rank_{fullest}", Unit.NUMBER),
+        )  # fmt: skip
+        title = f"Writes of {run} and {fullest}, by the ranks that wrote"
+        evidence = Answer(name=f"f1_{run}", title=title, columns=columns, rows=rows)
+        title = f"{run}: traces of ranks {format_ranges(missing)} are missing"
+        findings.append(TraceFinding("F1", Weight.ALARM, title, [run], says, evidence))
     return findings
-
-
-def _missing_ranks_finding(
-    run: str, fullest: str, ranks: dict[str, set[int]], missing: set[int], evidence: Answer
-) -> TraceFinding:
-    num_here, num_there = len(ranks[run]), len(ranks[fullest])
-    counts = (
-        f"{run} has traces of {num_here} ranks ({format_ranges(ranks[run])}), {fullest} of {num_there}: "
-        f"ranks {format_ranges(missing)} are missing ({', '.join(map(str, sorted(missing)))})."
-    )
-    says = [
-        counts,
-        "The totals of this run are smaller for that reason alone; compare it by rank and by file.",
-    ]
-    equal = [row for row in evidence.records() if row["per_rank"] == row[f"per_rank_{fullest}"]]
-    if equal:
-        row = equal[0]
-        says.append(
-            f"It has {row['num_writes']} writes of {row['file_class']}, not {row[f'num_writes_{fullest}']}, "
-            f"but as many per rank: {row['per_rank']:g}."
-        )
-    title = f"{run}: traces of ranks {format_ranges(missing)} are missing"
-    return TraceFinding("F1", Weight.ALARM, title, [run], says, evidence)
-
-
-def _writes(study: Study, run: str, fullest: str) -> Answer:
-    writes = study.events.ask(f"""
-        SELECT file_class,
-               count(*) FILTER (WHERE run = {sql_literal(run)}), count(*) FILTER (WHERE run =
-               {sql_literal(fullest)}), count(DISTINCT rank) FILTER (WHERE run = {sql_literal(run)}),
-               count(DISTINCT rank) FILTER (WHERE run = {sql_literal(fullest)})
-        FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND run IN ({sql_literal(run)}, {sql_literal(fullest)})
-        AND path IS NOT NULL GROUP BY file_class HAVING count(DISTINCT run) = 2 ORDER BY 3 DESC, 1""")
-    rows: list[Sequence[Value]] = [
-        (name, here, there, ranks_here, ranks_there, here / ranks_here, there / ranks_there)
-        for name, here, there, ranks_here, ranks_there in writes
-    ]
-    columns = make_columns(
-        "file_class", "num_writes", f"num_writes_{fullest}", "num_ranks", f"num_ranks_{fullest}",
-        Column("per_rank", Unit.NUMBER), Column(f"per_rank_{fullest}", Unit.NUMBER),
-    )  # fmt: skip
-    title = f"Writes of {run} and {fullest}, by the ranks that wrote"
-    return Answer(name=f"f1_{run}", title=title, columns=columns, rows=rows)
-
-
-_CONCURRENCY = 1.5
 
 
 def summed_threads(study: Study) -> list[TraceFinding]:
     """F3: sums over threads that run side by side look like time, but are not."""
-    columns = make_columns(
-        "run", "tier", "pid", "num_threads", "sum_us", "union_us", "concurrency", "max_thread_us",
-    )  # fmt: skip
     busiest: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for row in measure_groups(
+    rows = measure_groups(
         study.events,
         ("run", "tier", "host", "pid"),
         where=f"{IS_IO} AND tier IS NOT NULL",
         extra=["count(DISTINCT tid)"],
-    ):
-        run, tier, host, pid, _, sum_us, union_us, concurrency, num_threads = row
-        found = (pid, num_threads, sum_us, union_us, concurrency, host)
-        best = busiest.get((run, tier))
-        is_busier = best is None or (-sum_us, pid) < (-best[2], best[0])
-        if (concurrency or 0) >= _CONCURRENCY and is_busier:
-            busiest[run, tier] = found
+    )
+    for run, tier, *row in sorted(rows, key=lambda row: (study.runs.index(row[0]), row[1], -row[5], row[3])):
+        if (row[5] or 0) >= _CONCURRENCY:
+            busiest.setdefault((run, tier), tuple(row))
+    columns = make_columns(
+        "run", "tier", "pid", "num_threads", "sum_us", "union_us", "concurrency", "max_thread_us",
+    )  # fmt: skip
     findings = []
-    for run, tier in sorted(busiest, key=lambda key: (study.runs.index(key[0]), key[1])):
-        pid, num_threads, total, union, concurrency, host = busiest[run, tier]
+    for (run, tier), (host, pid, _, sum_us, union_us, concurrency, num_threads) in busiest.items():
         is_host = "host IS NULL" if host is None else f"host = {sql_literal(host)}"
-        (longest,) = study.events.ask_one(f"""
+        (longest_us,) = study.events.ask_one(f"""
             SELECT max(total)::BIGINT FROM (
                 SELECT sum(dur_us) AS total FROM {{events}}
                 WHERE {IS_IO} AND run = {sql_literal(run)} AND tier = {sql_literal(tier)} AND pid = {pid}
                   AND {is_host} GROUP BY tid)""")
-        summed = (
-            f"The calls of process {pid} on {tier} add up to {format_seconds(total / 1e6)}, but it was busy "
-            f"with them for {format_seconds(union / 1e6)}: {concurrency:.1f} at a time, over {num_threads} "
-            "threads."
-        )
-        single = (
-            f"The longest single thread has {format_seconds(longest / 1e6)}, which is too little for the "
-            "same reason. Compare unions."
-        )
-        says = [summed, single]
-        row = (run, tier, pid, num_threads, total, union, concurrency, longest)
+        says = [
+            (
+                f"The calls of process {pid} on {tier} add up to {_seconds(sum_us)}, but it was busy with "
+                f"them for {_seconds(union_us)}: {concurrency:.1f} at a time, over {num_threads} threads."
+            ),
+            (
+                f"The longest single thread has {_seconds(longest_us)}, which is too little for the same "
+                "reason. Compare unions."
+            ),
+        ]
+        row = [run, tier, pid, num_threads, sum_us, union_us, concurrency, longest_us]
         evidence = Answer(name=f"f3_{run}_{tier}", title="The busiest process", columns=columns, rows=[row])
         title = f"{run}: time on {tier} is a sum over parallel threads"
         findings.append(TraceFinding("F3", Weight.ALARM, title, [run], says, evidence))
     return findings
 
 
-_READ_BACK_SHARE = 0.5
-_ONE_TIER_SHARE = 0.95
-_LIKE_FOR_LIKE = 0.05
-_MEMORY_RATE = 8e9
-"""Bytes per second of a single call beyond any device of one host, for tiers without a stated rate."""
-
-_LARGE_BYTES = 1 << 20
-
-
-def cache_read_by_flush(study: Study) -> list[TraceFinding]:
-    """F4: threads read back from one tier what others wrote to it, while they write to another tier."""
-    rows = study.events.ask(f"""
-        WITH writers AS (
-            SELECT run, tier, {PROCESS}, tid, true AS is_writer FROM {{events}}
-            WHERE {IS_IO} AND {IS_WRITE} GROUP BY ALL),
-        moved AS (
-            SELECT run, tier, coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT AS written,
-                   coalesce(sum(size_bytes) FILTER (WHERE {IS_READ} AND is_writer IS NULL), 0)::BIGINT
-                       AS read_back,
-                   coalesce(sum(dur_us) FILTER (WHERE {IS_READ} AND is_writer IS NULL), 0)::BIGINT AS read_us,
-                   sum(dur_us)::BIGINT AS sum_us
-            FROM (SELECT e.*, w.is_writer FROM {{events}} e LEFT JOIN writers w
-                  ON e.run = w.run AND e.tier = w.tier AND e.host IS NOT DISTINCT FROM w.host
-                     AND e.pid = w.pid AND e.tid = w.tid)
-            WHERE {IS_IO} AND tier IS NOT NULL GROUP BY run, tier)
-        SELECT run, tier, written, read_back, read_us, sum_us, read_us / sum_us,
-               (SELECT string_agg(o.tier, ', ' ORDER BY o.tier) FROM moved o
-                WHERE o.run = m.run AND o.tier <> m.tier
-                  AND o.written >= {_READ_BACK_SHARE} * m.written) AS other
-        FROM moved m
-        WHERE written > 0 AND read_back >= {_READ_BACK_SHARE} * written AND other IS NOT NULL
-        ORDER BY {study.in_order()}, tier""")
-    columns = make_columns(
-        "run", "tier", "written_bytes", "read_back_bytes", "read_back_us", "sum_us", "read_share",
-        "flushed_to",
-    )  # fmt: skip
-    findings = []
-    for row in rows:
-        run, tier, _, read_back, read_us, total, share, other = row
-        sentence = (
-            f"Threads that do not write to {tier} read {format_bytes(read_back)} back from it while "
-            f"{other} is written: {format_seconds(read_us / 1e6)} of the {format_seconds(total / 1e6)} "
-            f"on {tier}, summed over all ranks ({100 * share:.0f} %)."
-        )
-        says = [sentence, f"Time on {tier} is therefore not the time of checkpoints on {tier}."]
-        evidence = Answer(name=f"f4_{run}_{tier}", title="Read back", columns=columns, rows=[row])
-        title = f"{run}: the flush to {other} reads {tier}"
-        findings.append(TraceFinding("F4", Weight.ALARM, title, [run], says, evidence))
-    return findings
-
-
 def slower_tier(study: Study) -> list[TraceFinding]:
     """F5: a run that writes the same bytes to another tier than the baseline takes longer."""
-    app = dict(study.events.ask(longest_process_sql(("run",), where=study.is_app)))
+    app_us: Counter[str] = Counter(dict(study.events.ask(longest_process_sql(("run",), where=study.is_app))))
     written = measure_groups(
         study.events, ("run", "tier"), where=f"{IS_IO} AND {IS_WRITE}", extra=["sum(size_bytes)::BIGINT"]
     )
-    total: dict[str, int] = {}
-    for row in written:
-        total[row[0]] = total.get(row[0], 0) + (row[-1] or 0)
+    totals: Counter[str] = Counter()
+    for run, *_, moved in written:
+        totals[run] += moved or 0
     alone = {
-        run: (run, tier, moved, union_us, moved * 1e6 / union_us if union_us else None)
+        run: (run, tier, app_us[run], moved, union_us, moved * 1e6 / union_us if union_us else None)
         for run, tier, _, _, union_us, _, moved in sorted(written, key=lambda row: study.runs.index(row[0]))
-        if moved is not None and moved >= _ONE_TIER_SHARE * total[run]
+        if moved is not None and moved >= _ONE_TIER_SHARE * totals[run]
     }
     base = alone.get(study.baseline)
     columns = make_columns("run", "tier", "app_us", "written_bytes", "write_union_us", "busy_rate")
     findings = []
     for run, row in alone.items():
-        if base is None or row[1] == base[1] or abs(row[2] / base[2] - 1) > _LIKE_FOR_LIKE:
+        if (
+            base is None
+            or row[1] == base[1]
+            or abs(row[3] / base[3] - 1) > _LIKE_FOR_LIKE
+            or row[2] <= base[2]
+        ):
             continue
-        if app.get(run, 0) <= app.get(study.baseline, 0):
-            continue
-        pair = [(run_row[0], run_row[1], app[run_row[0]], *run_row[2:]) for run_row in (base, row)]
-        times = (
-            f"The application's event took {format_seconds(app[run] / 1e6)} on {row[1]} ({run}), and "
-            f"{format_seconds(app[study.baseline] / 1e6)} on {base[1]} ({study.baseline})."
-        )
-        rates = (
-            f"While busy, {row[1]} took {format_rate(row[4] or 0)}, {base[1]} {format_rate(base[4] or 0)}: "
-            "a nearer tier is not automatically faster."
-        )
-        says = [times, rates]
-        evidence = Answer(name=f"f5_{run}", title="One tier each", columns=columns, rows=pair)
+        says = [
+            (
+                f"The application's event took {_seconds(row[2])} on {row[1]} ({run}), and "
+                f"{_seconds(base[2])} on {base[1]} ({study.baseline})."
+            ),
+            (
+                f"While busy, {row[1]} took {format_rate(row[5] or 0)}, {base[1]} "
+                f"{format_rate(base[5] or 0)}: a nearer tier is not automatically faster."
+            ),
+        ]
+        evidence = Answer(name=f"f5_{run}", title="One tier each", columns=columns, rows=[base, row])
         title = f"{run}: checkpoints are slower on {row[1]} than on {base[1]}"
-        lost_us = app[run] - app[study.baseline]
-        findings.append(TraceFinding("F5", Weight.NOTE, title, [run], says, evidence, lost_us))
+        findings.append(TraceFinding("F5", Weight.NOTE, title, [run], says, evidence, row[2] - base[2]))
     return findings
 
 
-def unserved_reads(study: Study) -> list[TraceFinding]:
-    """F9: large reads faster than any device: the page cache served them."""
-    rates = study.spec.device_rates_bytes_per_s()
-    cases = "".join(f" WHEN tier = {sql_literal(tier)} THEN {rate}" for tier, rate in rates.items())
-    limit = f"CASE{cases} ELSE {_MEMORY_RATE} END" if cases else str(_MEMORY_RATE)
-    fast = f"size_bytes > {limit} * dur_us / 1e6"
-    rows = study.events.ask(f"""
-        SELECT run, tier, count(*), count(*) FILTER (WHERE {fast}) AS num_fast,
-               sum(size_bytes)::BIGINT AS total,
-               coalesce(sum(size_bytes) FILTER (WHERE {fast}), 0)::BIGINT AS unserved,
-               max(size_bytes * 1e6 / dur_us)
-        FROM {{events}}
-        WHERE {IS_IO} AND {IS_READ} AND tier IS NOT NULL AND size_bytes >= {_LARGE_BYTES}
-        GROUP BY run, tier HAVING unserved > 0 ORDER BY {study.in_order()}, tier""")
-    columns = make_columns(
-        "run", "tier", "num_reads", "num_unserved", "read_bytes", "unserved_bytes",
-        Column("fastest", Unit.RATE),
-    )  # fmt: skip
-    findings = []
-    for row in rows:
-        sentence = (
-            f"{format_bytes(row[5])} of {format_bytes(row[4])} read from {row[1]} in {row[0]} came faster "
-            "than its device can deliver: they came from the page cache."
-        )
-        evidence = Answer(
-            name=f"f9_{row[0]}_{row[1]}", title="Reads of 1 MiB and more", columns=columns, rows=[row]
-        )
-        title = f"{row[0]}: reads of {row[1]} that no device served"
-        findings.append(TraceFinding("F9", Weight.ALARM, title, [row[0]], [sentence], evidence))
-    return findings
+def stragglers(study: Study) -> list[TraceFinding]:
+    """F8: ranks that take longer than their work explains; a checkpoint waits for the slowest."""
+    return _find_late_ranks(study, "F8", "Stragglers", are_stragglers=True)
 
 
-_SMALL_BYTES = 64 << 10
-_SMALL_SHARE = 0.25
-_SMALL_COUNT = 100
-_EXTRA_A_FILE = 0.5
-_STATS_A_FILE = 3
-_OPENS_A_FILE = 2
-_FILES_FOR_A_HABIT = 10
-_LOOKUPS = "'stat', 'lstat', 'fstat', 'access'"
+def uneven_work(study: Study) -> list[TraceFinding]:
+    """F13: ranks that take longer because they do more; the others wait for them as well."""
+    return _find_late_ranks(study, "F13", "More work on some ranks", are_stragglers=False)
 
 
-def extra_calls(study: Study) -> list[TraceFinding]:
-    """F2: operations that a class of files takes here, on some tier, and not in the baseline."""
-    base = sql_literal(study.baseline)
+def _find_late_ranks(study: Study, code: str, title: str, *, are_stragglers: bool) -> list[TraceFinding]:
+    """One finding of all runs: the same ranks are busy much longer than the median in most of them."""
+    says, rows, lost_us, runs = [], [], 0.0, []
+    records: list[dict[str, Any]] = [
+        row for row in ranks(study.events).records() if row["to_median"] is not None
+    ]
+    for run in study.runs:
+        of_run = [row for row in records if row["run"] == run]
+        late = [
+            {**row, "busy_rate": row["moved_bytes"] * 1e6 / row["union_us"]}
+            for row in of_run
+            if row["to_median"] > STRAGGLER_RATIO and row["is_straggler"] == are_stragglers
+        ]
+        if not late:
+            continue
+        usual_us, usual_bytes = (median(row[name] for row in of_run) for name in ("union_us", "moved_bytes"))
+        worst = max(late, key=lambda row: row["to_median"])
+        numbers = [row["rank"] for row in late if row["rank"] is not None]
+        pids = [row["pid"] for row in late]
+        names = f"rank {format_ranges(numbers)}" if numbers else f"process {format_ranges(pids)}"
+        name = f"process {worst['pid']}" if worst["rank"] is None else f"rank {worst['rank']}"
+        rate = format_rate(worst["busy_rate"])
+        if are_stragglers:
+            says.append(
+                f"{run}: busy with I/O for more than {STRAGGLER_RATIO:g} times the median, and for longer "
+                f"than their work explains: {names}; longest {name}, {_seconds(worst['union_us'])} "
+                f"({worst['to_median']:.2f} times) for {worst['work_to_median']:.2f} times the work, at "
+                f"{rate}."
+            )
+        else:
+            work = f"makes {worst['work_to_median']:.2f} times the calls"
+            if usual_bytes:
+                moved, usual = format_bytes(worst["moved_bytes"]), format_bytes(round(usual_bytes))
+                work = f"moves {moved}, not {usual}"
+            says.append(
+                f"{run}: more work than on the median rank: {names}. {name.capitalize()} {work}, and is busy "
+                f"for {_seconds(worst['union_us'])}, not {_seconds(usual_us)}, at {rate}, not "
+                f"{format_rate(usual_bytes * 1e6 / usual_us)}: the others wait for it, but it is not slow."
+            )
+        runs.append(run)
+        rows += [[row[column] for column in (*_LATE_COLUMNS, "busy_rate")] for row in late]
+        lost_us = max(lost_us, *(row["union_us"] - usual_us for row in late))
+    if not runs:
+        return []
+    columns = make_columns(*_LATE_COLUMNS, "busy_rate")
+    evidence = Answer(name=code.lower(), title=title, columns=columns, rows=rows)
+    return [TraceFinding(code, Weight.COST, title, runs, says, evidence, round(lost_us))]
+
+
+def changed_loop(study: Study) -> list[TraceFinding]:
+    """F10: a rank spends longer, or shorter, in some part of its loop than in the baseline.
+
+    A step is waiting for data, computing, and waiting for other ranks; between steps stand checkpoints. These
+    parts follow one another on each rank, so their seconds add up. Reading runs at the same time: it costs
+    only the waiting that it causes, and is reported as the reason of that.
+    """
+    loops = _measure_loops(study)
     findings = []
     for run in study.runs:
-        rows = study.events.ask(f"""
-            WITH calls AS (
-                SELECT run, tier, file_class, op, count(*) AS num_calls, sum(dur_us)::BIGINT AS took
-                FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL AND run IN ({sql_literal(run)}, {base})
-                GROUP BY run, tier, file_class, op),
-            files AS (
-                SELECT run, tier, file_class, count(DISTINCT path) AS num_files
-                FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL AND run IN ({sql_literal(run)}, {base})
-                GROUP BY run, tier, file_class),
-            each AS (
-                SELECT *, num_calls / num_files AS a_file
-                FROM calls JOIN files USING (run, tier, file_class)),
-            usual AS (
-                SELECT file_class, op, sum(num_calls) / sum(num_files) AS a_file
-                FROM each WHERE run = {base} GROUP BY file_class, op)
-            SELECT e.tier, e.file_class, e.op, e.a_file, coalesce(u.a_file, 0), e.num_files,
-                   (e.took * (1 - coalesce(u.a_file, 0) / e.a_file))::BIGINT
-            FROM each e LEFT JOIN usual u USING (file_class, op)
-            WHERE e.run = {sql_literal(run)} AND e.file_class IN (SELECT file_class FROM usual)
-              AND e.op NOT IN ('read', 'write', 'pread', 'pwrite')
-              AND e.a_file - coalesce(u.a_file, 0) >= {_EXTRA_A_FILE}
-            ORDER BY e.tier, e.file_class, e.op""")
-        if rows and run != study.baseline:
-            findings.append(_extra(study, run, rows))
+        if run != study.baseline and {run, study.baseline} <= loops.keys():
+            findings += _compare_loops(study, run, *loops[run], *loops[study.baseline])
     return findings
 
 
-def _extra(study: Study, run: str, rows: Sequence[tuple[Any, ...]]) -> TraceFinding:
-    columns = make_columns(
-        "tier", "file_class", "op", Column("per_file", Unit.NUMBER),
-        Column(f"per_file_{study.baseline}", Unit.NUMBER), "num_files", "extra_us",
-    )  # fmt: skip
-    title = f"Calls by file, {run} and {study.baseline}"
-    evidence = Answer(name=f"f2_{run}", title=title, columns=columns, rows=rows)
-    says = []
-    for tier in dict.fromkeys(row[0] for row in rows):
-        here = [row for row in rows if row[0] == tier]
-        kinds = list(dict.fromkeys(row[1] for row in here))
-        extra = [f"+{row[3] - row[4]:g} {row[2]}" for row in here if row[1] == kinds[0]]
-        cost = sum(row[6] for row in here)
+def _measure_loops(study: Study) -> dict[str, tuple[float, dict[str, float]]]:
+    """The steps of an average rank, its time in each part of the loop, and what it read, by run.
+
+    Runs that recorded neither waiting nor computing have no loop.
+    """
+    is_checkpoint = "(phase = 'app_io' AND contains(cat, 'checkpoint'))"
+    spans: dict[str, dict[str, tuple[int, int, int]]] = {}
+    for run, part, took_us, num_spans, num_ranks in study.events.ask(f"""
+        SELECT run, CASE WHEN {is_checkpoint} THEN 'saving' ELSE phase END AS part, sum(dur_us)::BIGINT,
+               count(*), coalesce(nullif(count(DISTINCT rank), 0), count(DISTINCT ({PROCESS})))
+        FROM {{events}} WHERE phase IN {tuple(_LOOP_PARTS)} OR {is_checkpoint} GROUP BY run, part"""):
+        spans.setdefault(run, {})[part] = (took_us, num_spans, num_ranks)
+    reads: dict[str, Counter[str]] = {}
+    moved = "coalesce(sum(size_bytes), 0)::BIGINT"
+    for run, *_, busy_us, _, read_bytes in measure_groups(
+        study.events, ("run", "host", "pid"), where=f"{IS_IO} AND {IS_READ}", extra=[moved]
+    ):
+        reads.setdefault(run, Counter()).update({_READING: busy_us, _READ_BYTES: read_bytes})
+    loops = {}
+    for run, found in spans.items():
+        if {"wait", "compute"} & found.keys():
+            # A program that records no stalls may have waited for its checkpoints as they lasted.
+            found.setdefault("stall", found.get("saving", (0, 0, 0)))
+            num_ranks = max(part[2] for part in found.values())
+            num_steps = max(found[phase][1] for phase in ("wait", "compute") if phase in found)
+            amounts = {name: found[phase][0] for phase, name in _LOOP_PARTS.items() if phase in found}
+            amounts |= {_READING: 0, _READ_BYTES: 0} | reads.get(run, {})
+            of_rank = {name: amount / num_ranks for name, amount in amounts.items()}
+            loops[run] = (num_steps / num_ranks, of_rank)
+    return loops
+
+
+def _compare_loops(  # noqa: PLR0917 - two loops
+    study: Study,
+    run: str,
+    num_steps: float,
+    here: Mapping[str, float],
+    base_steps: float,
+    base: Mapping[str, float],
+) -> list[TraceFinding]:
+    """A finding if some part differs by a share of the baseline's loop that is worth saying."""
+    share = num_steps / base_steps if num_steps and base_steps else 1.0
+    base = {name: amount * share for name, amount in base.items()}
+    parts = [name for name in _LOOP_PARTS.values() if name in here or name in base]
+    changes = {name: here.get(name, 0.0) - base.get(name, 0.0) for name in parts}
+    least_us = _WORTH_SAYING * sum(base.get(name, 0.0) for name in parts)
+    notable = sorted(
+        (name for name in parts if abs(changes[name]) > least_us), key=lambda name: -changes[name]
+    )
+    if not notable:
+        return []
+    is_slower = changes[notable[0]] > 0
+    worst = notable[0] if is_slower else notable[-1]
+    each = [
+        f"{name} {_seconds(here.get(name, 0.0))}, not {_seconds(base.get(name, 0.0))} "
+        f"({changes[name] / 1e6:+.3f} s)"
+        for name in notable
+    ]
+    says = [f"Over {num_steps:,.0f} steps, a rank of {run} spent on {'; on '.join(each)}."]
+    if round(num_steps) != round(base_steps):
+        says.append(f"{study.baseline} took {base_steps:,.0f} steps; its seconds are those of as many steps.")
+    if worst == _LOOP_PARTS["wait"] and here[_READING] and base[_READING]:
+        # It waits for data because reading is slower, there is more to read, or less to hide it behind.
+        rate, base_rate = (loop[_READ_BYTES] * 1e6 / loop[_READING] for loop in (here, base))
+        computed = [loop.get(_LOOP_PARTS["compute"], 0.0) for loop in (here, base)]
+        why = ""
+        if rate * _CHANGED < base_rate:
+            why = " Reads are slower."
+        elif here[_READ_BYTES] > base[_READ_BYTES] * _CHANGED:
+            why = " There is more to read."
+        elif computed[0] * _CHANGED < computed[1]:
+            why = " Reads are as fast as before: there is less computation to hide them behind."
         says.append(
-            f"On {tier}, each file of {kinds[0]} takes {', '.join(extra)} calls more than in "
-            f"{study.baseline}; with the classes {', '.join(kinds)}, over all ranks, that is "
-            f"{format_seconds(cost / 1e6)}."
+            f"Reading kept it busy for {_seconds(here[_READING])} ({format_bytes(round(here[_READ_BYTES]))} "
+            f"at {format_rate(rate)}); in {study.baseline} for {_seconds(base[_READING])} "
+            f"({format_bytes(round(base[_READ_BYTES]))} at {format_rate(base_rate)}).{why}"
         )
-    title = f"{run}: more operations for each file than {study.baseline}"
-    calls = match_rows(("tier", "file_class", "op"), rows)
-    lost_us = spread_over_ranks(study, run, where=calls, sum_us=sum(row[6] for row in rows))
-    return TraceFinding("F2", Weight.COST, title, [run], says, evidence, lost_us)
-
-
-def small_writes(study: Study) -> list[TraceFinding]:
-    """F6: many writes so small that their number costs more than their bytes."""
-    rows = study.events.ask(f"""
-        SELECT run, file_class, count(*), count(*) FILTER (WHERE size_bytes < {_SMALL_BYTES}) AS small,
-               quantile_cont(size_bytes, 0.5),
-               coalesce(sum(size_bytes) FILTER (WHERE size_bytes < {_SMALL_BYTES}), 0)::BIGINT,
-               coalesce(sum(dur_us) FILTER (WHERE size_bytes < {_SMALL_BYTES}), 0)::BIGINT
-        FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL GROUP BY run, file_class
-        HAVING small >= {_SMALL_COUNT} AND small / count(*) >= {_SMALL_SHARE}
-        ORDER BY {study.in_order()}, small DESC, file_class""")
-    if not rows:
-        return []
+    rows: list[Sequence[Value]] = []
+    for name in [*sorted(parts, key=lambda part: -changes[part]), _READING]:
+        here_us, base_us = here.get(name, 0.0), base.get(name, 0.0)
+        if name != _READING or here_us or base_us:
+            per_step_us = round(here_us / num_steps) if num_steps else None
+            rows.append((name, round(here_us), round(base_us), round(here_us - base_us), per_step_us))
     columns = make_columns(
-        "run", "file_class", "num_writes", "num_small", "median_bytes", "small_bytes", "small_us",
+        "part", "here_us", Column(f"{study.baseline}_us", Unit.MICROSECONDS), "lost_us", "per_step_us",
     )  # fmt: skip
-    run, kind, num, small = max(rows, key=lambda row: int(row[6]))[:4]
-    says = [
-        f"In {run}, {small:,} of {num:,} writes of {kind} move less than {format_bytes(_SMALL_BYTES)}.",
-        "A writer that collects headers and small records in one buffer needs a fraction of the calls.",
-    ]
-    evidence = Answer(name="f6", title="Writes below 64 KiB", columns=columns, rows=rows)
-    names = list(dict.fromkeys(row[0] for row in rows))
-    lost_us = max(
-        spread_over_ranks(
-            study,
-            name,
-            where=f"{IS_WRITE} AND size_bytes < {_SMALL_BYTES}",
-            sum_us=sum(row[6] for row in rows if row[0] == name),
-        )
-        for name in names
-    )
-    return [TraceFinding("F6", Weight.COST, "Small writes", names, says, evidence, lost_us)]
+    title = f"The loops of {run} and {study.baseline}, of an average rank"
+    evidence = Answer(name=f"f10_{run}", title=title, columns=columns, rows=rows)
+    change = f"{_seconds(abs(changes[worst]))} {'more' if is_slower else 'less'}"
+    title = f"{run}: {worst} takes {change} than in {study.baseline}"
+    weight = Weight.COST if is_slower else Weight.NOTE
+    lost_us = round(changes[worst]) if is_slower else None
+    return [TraceFinding("F10", weight, title, [run], says, evidence, lost_us)]
 
 
-def redundant_lookups(study: Study) -> list[TraceFinding]:
-    """F7: files that one process looks up, or opens, again and again."""
-    rows = study.events.ask(f"""
-        WITH looked_up AS (
-            SELECT run, file_class, path, {PROCESS},
-                   count(*) FILTER (WHERE op IN ({_LOOKUPS})) AS stats,
-                   count(*) FILTER (WHERE op IN ('open', 'fopen')) AS opens,
-                   coalesce(sum(dur_us) FILTER (WHERE op IN ({_LOOKUPS})), 0) AS took
-            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, path, {PROCESS})
-        SELECT run, file_class, count(*), max(stats), max(opens), sum(stats)::BIGINT, sum(took)::BIGINT
-        FROM looked_up WHERE stats >= {_STATS_A_FILE} OR opens > {_OPENS_A_FILE}
-        GROUP BY run, file_class HAVING count(*) >= {_FILES_FOR_A_HABIT}
-        ORDER BY {study.in_order()}, 7 DESC, file_class""")
-    if not rows:
-        return []
-    columns = make_columns(
-        "run", "file_class", "num_files", Column("max_lookups", Unit.COUNT),
-        Column("max_opens", Unit.COUNT), "num_lookups", "lookup_us",
-    )  # fmt: skip
-    # By seconds, then by number: a habit on a fast tier costs less than a rarer one on a slow tier.
-    run, kind, files, stats, opens = max(rows, key=lambda row: (int(row[6]), int(row[5])))[:5]
-    does, most = ("looks up", stats) if stats >= _STATS_A_FILE else ("opens", opens)
-    says = [
-        f"In {run}, one process {does} each of {files:,} files of {kind} up to {most} times.",
-        "The first answer is known already; on a parallel file system each further one is a round trip.",
-    ]
-    evidence = Answer(name="f7", title="Files looked up repeatedly", columns=columns, rows=rows)
-    names = list(dict.fromkeys(row[0] for row in rows))
-    lost_us = max(
-        spread_over_ranks(
-            study, name, where=f"op IN ({_LOOKUPS})", sum_us=sum(row[6] for row in rows if row[0] == name)
-        )
-        for name in names
-    )
-    title = "Redundant opens and stats"
-    return [TraceFinding("F7", Weight.COST, title, names, says, evidence, lost_us)]
+def _seconds(elapsed_us: float) -> str:
+    return format_seconds(elapsed_us / 1e6)
+
+
+FINDING_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
+    "F1": missing_ranks,
+    "F2": query_findings.extra_calls,
+    "F3": summed_threads,
+    "F4": query_findings.cache_read_by_flush,
+    "F5": slower_tier,
+    "F6": query_findings.small_writes,
+    "F7": query_findings.redundant_lookups,
+    "F8": stragglers,
+    "F9": query_findings.unserved_reads,
+    "F10": changed_loop,
+    "F11": query_findings.changed_sizes,
+    "F12": query_findings.calls_after_close,
+    "F13": uneven_work,
+}
+
+
+def find_all(study: Study) -> list[TraceFinding]:
+    """The findings of every rule, in the order of the report."""
+    return rank_findings([finding for rule in FINDING_RULES.values() for finding in rule(study)])
+
+
+def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
+    """What misleads first, because the other numbers are read in its light; then by seconds lost."""
+    weights = list(Weight)
+    return sorted(findings, key=lambda finding: (weights.index(finding.weight), -(finding.lost_us or 0)))

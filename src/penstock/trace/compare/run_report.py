@@ -16,7 +16,8 @@ from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.reports.report import Cell, Chart, Kind, Report, Section, Series, Table, Tone
 from penstock.trace import figures
-from penstock.trace.compare.comparison import find_all, rank_findings
+from penstock.trace.compare.findings import find_all, rank_findings
+from penstock.trace.compare.query_findings import RUN_RULES
 from penstock.trace.compare.report import (
     TONES,
     Row,
@@ -29,7 +30,6 @@ from penstock.trace.compare.report import (
     times_of,
 )
 from penstock.trace.compare.run_overview import overview, say_answer
-from penstock.trace.compare.single_run_findings import RUN_RULES
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
 from penstock.trace.event_schema import name_process
 from penstock.trace.figures import PlacedCalls

@@ -6,7 +6,7 @@ Tables, mismatches and findings know this and nothing of where events come from.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,7 +26,7 @@ from penstock.trace.dimensions import (
 )
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.questions.answer import Answer, Column, Unit, Value
-from penstock.trace.questions.events_view import IS_IO, EventsView, measure_groups, view_events
+from penstock.trace.questions.events_view import IS_IO, EventsView, view_events
 from penstock.trace.trace_set import RELATION, open_trace_set, read_facts
 from penstock.trace.yaml_documents import YamlDocument
 from penstock.units import parse_rate
@@ -97,34 +97,6 @@ def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
 def of_processes(aggregate: str) -> str:
     """SQL of an aggregate over processes without the sums of all ranks, unless there is nothing else."""
     return f"coalesce({aggregate} FILTER (pid <> {ALL_RANKS}), {aggregate})"
-
-
-def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> int:
-    """What a sum over the threads of all ranks is to one rank, on average, on the clock of the wall.
-
-    `where` chooses the calls that it is a part of: as many of them as ran side by side share one second.
-    """
-    chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
-    busy = measure_groups(study.events, ("host", "pid"), where=chosen)
-    total_us, busy_us = (sum(row[place] for row in busy) for place in (3, 4))
-    return round(sum_us * busy_us / total_us / count_ranks(study, run)) if total_us else 0
-
-
-def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """SQL condition of the events whose texts in `columns` are those that one of the rows begins with."""
-    each = (
-        " AND ".join(f"{column} = {sql_literal(value)}" for column, value in zip(columns, row, strict=False))
-        for row in rows
-    )
-    return " OR ".join(f"({condition})" for condition in each)
-
-
-def count_ranks(study: Study, run: str) -> int:
-    """The ranks of a run; where none is known, its processes. At least 1."""
-    (num_ranks, num_processes) = study.events.ask_one(f"""
-        SELECT count(DISTINCT rank), count(DISTINCT ({PROCESS})) FROM {{events}}
-        WHERE run = {sql_literal(run)}""")
-    return int(num_ranks or num_processes or 1)
 
 
 _IN_MEMORY_EVENTS: Final = 500_000
@@ -243,9 +215,6 @@ class TraceFinding:
     evidence: Answer
     lost_us: int | None = None
     fix: str = ""
-
-
-FindingRule = Callable[[Study], list[TraceFinding]]
 
 
 def format_ranges(values: Iterable[Any]) -> str:

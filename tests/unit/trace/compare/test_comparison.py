@@ -6,7 +6,8 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.comparison import compare_runs, find_mismatches, rank_findings
+from penstock.trace.compare.comparison import compare_runs, find_mismatches
+from penstock.trace.compare.findings import rank_findings
 from penstock.trace.compare.trace_study import TraceFinding, Weight, format_ranges
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.questions.answer import Answer

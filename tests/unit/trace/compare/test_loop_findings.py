@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.loop_findings import changed_loop
+from penstock.trace.compare.findings import changed_loop
 from penstock.trace.compare.trace_study import TraceFinding
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.comparison import FINDING_RULES, find_all
+from penstock.trace.compare.findings import FINDING_RULES, find_all
 from penstock.trace.compare.trace_study import TraceFinding
 
 KIB, MIB = 1 << 10, 1 << 20

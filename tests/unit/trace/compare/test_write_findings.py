@@ -5,8 +5,8 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
+from penstock.trace.compare.query_findings import calls_after_close, changed_sizes
 from penstock.trace.compare.trace_study import TraceFinding
-from penstock.trace.compare.write_findings import calls_after_close, changed_sizes
 
 MIB = 1 << 20
 SECOND = 1_000_000

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.single_run_findings import RUN_RULES
+from penstock.trace.compare.query_findings import RUN_RULES
 from penstock.trace.compare.trace_study import TraceFinding
 
 KIB, MIB = 1 << 10, 1 << 20

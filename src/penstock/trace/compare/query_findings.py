@@ -1,0 +1,586 @@
+"""Findings from one query each: calls whose number, size, place or tier costs time or misleads.
+
+    query -> rows of a run -> a title and sentences about them -> TraceFinding, with the rows as its evidence
+
+F rules compare runs, or doubt their numbers; R rules look at each run alone. Times are sums over threads,
+of which `spread_over_ranks` makes seconds of one rank.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, measure_groups, union_times
+from penstock.units import format_bytes, format_seconds
+
+Rows = Sequence[tuple[Any, ...]]
+
+_SMALL_BYTES: Final = 64 << 10
+_PAGE_BYTES: Final = 4096
+"""Offsets between pages make a file system read, and for a write read and change, the pages at both ends."""
+_LARGE_BYTES: Final = 1 << 20
+"""A transfer of this size takes the same time wherever it begins."""
+_ENOUGH_CALLS: Final = 100
+_ENOUGH_FILES: Final = 10
+"""Fewer files, or calls, are no habit of a program."""
+_READ_BACK_SHARE: Final = 0.5
+_MEMORY_RATE: Final = 8e9
+"""Bytes per second of a single call beyond any device of one host, for tiers without a stated rate."""
+_EXTRA_A_FILE: Final = 0.5
+_STATS_A_FILE: Final = 3
+_OPENS_A_FILE: Final = 2
+_OTHER_SIZE: Final = 2.0
+"""A size that differs by less is a matter of headers and alignment."""
+_LONG_AFTER_US: Final = 1_000_000
+_METADATA_SHARE: Final = 0.25
+_LOOKUPS: Final = "op IN ('stat', 'lstat', 'fstat', 'access')"
+_LOOKS: Final = f"({_LOOKUPS} OR op IN ('chmod', 'chown', 'utime', 'truncate', 'ftruncate', 'readlink'))"
+"""Calls that move no bytes, and that a closed file no longer needs; it may be renamed or removed."""
+_MOVES: Final = f"({IS_READ} OR {IS_WRITE} OR op IN ('sendfile', 'copy_file_range', 'splice'))"
+_SYNCS: Final = "op IN ('fsync', 'fdatasync', 'sync', 'syncfs', 'msync', 'sync_file_range')"
+_IS_SMALL: Final = f"size_bytes < {_SMALL_BYTES}"
+_IS_UNALIGNED: Final = f'"offset" % {_PAGE_BYTES} <> 0'
+
+
+def _find(  # noqa: PLR0917 - what every rule has
+    study: Study,
+    code: str,
+    evidence: str,
+    columns: Sequence[str | Column],
+    says: Callable[[Rows], Sequence[str]],
+    sql: str,
+    *,
+    by: int = 1,
+    weight: Weight = Weight.COST,
+    where: str | Callable[[Rows], str] = "",
+    fix: str = "",
+) -> list[TraceFinding]:
+    """A finding for each group of the query's rows, which begin with their run and end with their time.
+
+    A group has equal values in the first `by` columns. `says` gives its title and sentences. `where` is the
+    SQL condition of the calls in which it lost time. `{run}` in the title of the evidence is the run, whose
+    column is left out if `columns` lack it.
+    """
+    findings = []
+    for key, rows in _group(study, sql, by).items():
+        title, *sentences = says(rows)
+        runs = list(dict.fromkeys(row[0] for row in rows))
+        lost_us = None
+        if where:
+            lost_us = max(
+                spread_over_ranks(
+                    study,
+                    run,
+                    where=where if isinstance(where, str) else where(rows),
+                    sum_us=sum(row[-1] for row in rows if row[0] == run),
+                )
+                for run in runs
+            )
+        answer = Answer(
+            name="_".join([code.lower(), *map(str, key)]),
+            title=evidence.replace("{run}", runs[0]),
+            columns=make_columns(*columns),
+            rows=rows if columns[0] == "run" else [row[1:] for row in rows],
+        )
+        findings.append(TraceFinding(code, weight, title, runs, sentences, answer, lost_us, fix))
+    return findings
+
+
+def _group(study: Study, sql: str, by: int) -> dict[tuple[Any, ...], list[tuple[Any, ...]]]:
+    """The rows of a query by their first `by` columns, in the order of the runs, which are the first."""
+    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    for row in sorted(study.events.ask(sql), key=lambda row: study.runs.index(row[0])):
+        groups.setdefault(row[:by], []).append(row)
+    return groups
+
+
+def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> int:
+    """Seconds on the wall clock of an average rank for a sum over the threads of all ranks.
+
+    `where` chooses the calls that the sum is a part of: those that ran at the same time share their seconds.
+    """
+    chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
+    busy = measure_groups(study.events, ("host", "pid"), where=chosen)
+    total_us, busy_us = (sum(row[place] for row in busy) for place in (3, 4))
+    return round(sum_us * busy_us / total_us / count_ranks(study, run)) if total_us else 0
+
+
+def count_ranks(study: Study, run: str) -> int:
+    """The ranks of a run, or its processes if no rank is known; at least 1."""
+    (num_ranks, num_processes) = study.events.ask_one(f"""
+        SELECT count(DISTINCT rank), count(DISTINCT ({PROCESS})) FROM {{events}}
+        WHERE run = {sql_literal(run)}""")
+    return int(num_ranks or num_processes or 1)
+
+
+def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """SQL condition of the events whose `columns` have the texts of one of the rows, behind its run."""
+    each = (
+        " AND ".join(
+            f"{column} = {sql_literal(value)}" for column, value in zip(columns, row[1:], strict=False)
+        )
+        for row in rows
+    )
+    return " OR ".join(f"({condition})" for condition in each)
+
+
+def extra_calls(study: Study) -> list[TraceFinding]:
+    """F2: operations that a class of files takes here, on some tier, and not in the baseline."""
+    base = study.baseline
+
+    def says(rows: Rows) -> Sequence[str]:
+        sentences = [f"{rows[0][0]}: more operations for each file than {base}"]
+        for tier in dict.fromkeys(row[1] for row in rows):
+            here = [row for row in rows if row[1] == tier]
+            kinds = list(dict.fromkeys(row[2] for row in here))
+            extra = [f"+{row[4] - row[5]:g} {row[3]}" for row in here if row[2] == kinds[0]]
+            cost = format_seconds(sum(row[7] for row in here) / 1e6)
+            sentences.append(
+                f"On {tier}, each file of {kinds[0]} takes {', '.join(extra)} calls more than in {base}; "
+                f"with the classes {', '.join(kinds)}, over all ranks, that is {cost}."
+            )
+        return sentences
+
+    return _find(
+        study,
+        "F2",
+        f"Calls by file, {{run}} and {base}",
+        ("tier", "file_class", "op", Column("per_file", Unit.NUMBER), Column(f"per_file_{base}", Unit.NUMBER),
+         "num_files", "extra_us"),
+        says,
+        f"""
+        WITH files AS (
+            SELECT run, tier, file_class, count(DISTINCT path) AS num_files
+            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY ALL),
+        each AS (
+            SELECT run, tier, file_class, op, count(*) AS num_calls, sum(dur_us)::BIGINT AS took,
+                   num_files, num_calls / num_files AS a_file
+            FROM {{events}} JOIN files USING (run, tier, file_class) WHERE {IS_IO} AND path IS NOT NULL
+            GROUP BY run, tier, file_class, op, num_files),
+        usual AS (
+            SELECT file_class, op, sum(num_calls) / sum(num_files) AS a_file
+            FROM each WHERE run = {sql_literal(base)} GROUP BY file_class, op)
+        SELECT e.run, e.tier, e.file_class, e.op, e.a_file, coalesce(u.a_file, 0), e.num_files,
+               (e.took * (1 - coalesce(u.a_file, 0) / e.a_file))::BIGINT
+        FROM each e LEFT JOIN usual u USING (file_class, op)
+        WHERE e.run <> {sql_literal(base)} AND e.file_class IN (SELECT file_class FROM usual)
+          AND e.op NOT IN ('read', 'write', 'pread', 'pwrite')
+          AND e.a_file - coalesce(u.a_file, 0) >= {_EXTRA_A_FILE}
+        ORDER BY e.tier, e.file_class, e.op""",
+        where=partial(match_rows, ("tier", "file_class", "op")),
+    )  # fmt: skip
+
+
+def cache_read_by_flush(study: Study) -> list[TraceFinding]:
+    """F4: threads read back from one tier what others wrote to it, while they write to another tier."""
+
+    def says(rows: Rows) -> Sequence[str]:
+        ((run, tier, _, read_back, read_us, total, share, other),) = rows
+        return (
+            f"{run}: the flush to {other} reads {tier}",
+            (
+                f"Threads that do not write to {tier} read {format_bytes(read_back)} back from it while "
+                f"{other} is written: {format_seconds(read_us / 1e6)} of the {format_seconds(total / 1e6)} "
+                f"on {tier}, summed over all ranks ({100 * share:.0f} %)."
+            ),
+            f"Time on {tier} is therefore not the time of checkpoints on {tier}.",
+        )
+
+    return _find(
+        study,
+        "F4",
+        "Read back",
+        ("run", "tier", "written_bytes", "read_back_bytes", "read_back_us", "sum_us", "read_share",
+         "flushed_to"),
+        says,
+        f"""
+        WITH writers AS (
+            SELECT run, tier, {PROCESS}, tid, true AS is_writer FROM {{events}}
+            WHERE {IS_IO} AND {IS_WRITE} GROUP BY ALL),
+        moved AS (
+            SELECT run, tier, coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT AS written,
+                   coalesce(sum(size_bytes) FILTER (WHERE {IS_READ} AND is_writer IS NULL), 0)::BIGINT
+                       AS read_back,
+                   coalesce(sum(dur_us) FILTER (WHERE {IS_READ} AND is_writer IS NULL), 0)::BIGINT AS read_us,
+                   sum(dur_us)::BIGINT AS sum_us
+            FROM (SELECT e.*, w.is_writer FROM {{events}} e LEFT JOIN writers w
+                  ON e.run = w.run AND e.tier = w.tier AND e.host IS NOT DISTINCT FROM w.host
+                     AND e.pid = w.pid AND e.tid = w.tid)
+            WHERE {IS_IO} AND tier IS NOT NULL GROUP BY run, tier)
+        SELECT run, tier, written, read_back, read_us, sum_us, read_us / sum_us,
+               (SELECT string_agg(o.tier, ', ' ORDER BY o.tier) FROM moved o
+                WHERE o.run = m.run AND o.tier <> m.tier
+                  AND o.written >= {_READ_BACK_SHARE} * m.written) AS other
+        FROM moved m
+        WHERE written > 0 AND read_back >= {_READ_BACK_SHARE} * written AND other IS NOT NULL
+        ORDER BY tier""",
+        by=2,
+        weight=Weight.ALARM,
+    )  # fmt: skip
+
+
+def _small_sql(is_wanted: str, share: float, order: str) -> str:
+    """Classes of files of whose calls this share, and enough of them, move few bytes."""
+    return f"""
+        SELECT run, file_class, count(*) AS num_calls, count(*) FILTER (WHERE {_IS_SMALL}) AS num_small,
+               quantile_cont(size_bytes, 0.5),
+               coalesce(sum(size_bytes) FILTER (WHERE {_IS_SMALL}), 0)::BIGINT,
+               coalesce(sum(dur_us) FILTER (WHERE {_IS_SMALL}), 0)::BIGINT AS small_us
+        FROM {{events}} WHERE {IS_IO} AND {is_wanted} AND size_bytes > 0 AND path IS NOT NULL
+        GROUP BY run, file_class
+        HAVING num_small >= {_ENOUGH_CALLS} AND num_small >= {share} * num_calls
+        ORDER BY {order} DESC, file_class"""
+
+
+def small_writes(study: Study) -> list[TraceFinding]:
+    """F6: many writes so small that their number costs more than their bytes."""
+
+    def says(rows: Rows) -> Sequence[str]:
+        run, kind, num, small = max(rows, key=lambda row: int(row[6]))[:4]
+        return (
+            "Small writes",
+            f"In {run}, {small:,} of {num:,} writes of {kind} move less than {format_bytes(_SMALL_BYTES)}.",
+            "A writer that collects headers and small records in one buffer needs a fraction of the calls.",
+        )
+
+    return _find(
+        study,
+        "F6",
+        "Writes below 64 KiB",
+        ("run", "file_class", "num_writes", "num_small", "median_bytes", "small_bytes", "small_us"),
+        says,
+        _small_sql(IS_WRITE, 0.25, "num_small"),
+        by=0,
+        where=f"{IS_WRITE} AND {_IS_SMALL}",
+    )
+
+
+def redundant_lookups(study: Study) -> list[TraceFinding]:
+    """F7: files that one process looks up, or opens, again and again."""
+
+    def says(rows: Rows) -> Sequence[str]:
+        # By seconds, then by number: a habit on a fast tier costs less than a rarer one on a slow tier.
+        run, kind, files, stats, opens = max(rows, key=lambda row: (int(row[6]), int(row[5])))[:5]
+        does, most = ("looks up", stats) if stats >= _STATS_A_FILE else ("opens", opens)
+        return (
+            "Redundant opens and stats",
+            f"In {run}, one process {does} each of {files:,} files of {kind} up to {most} times.",
+            "The first answer is known already; on a parallel file system each further one is a round trip.",
+        )
+
+    return _find(
+        study,
+        "F7",
+        "Files looked up repeatedly",
+        ("run", "file_class", "num_files", Column("max_lookups", Unit.COUNT), Column("max_opens", Unit.COUNT),
+         "num_lookups", "lookup_us"),
+        says,
+        f"""
+        WITH looked_up AS (
+            SELECT run, file_class, path, {PROCESS}, count(*) FILTER (WHERE {_LOOKUPS}) AS stats,
+                   count(*) FILTER (WHERE op IN ('open', 'fopen')) AS opens,
+                   coalesce(sum(dur_us) FILTER (WHERE {_LOOKUPS}), 0) AS took
+            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, path, {PROCESS})
+        SELECT run, file_class, count(*), max(stats), max(opens), sum(stats)::BIGINT, sum(took)::BIGINT
+        FROM looked_up WHERE stats >= {_STATS_A_FILE} OR opens > {_OPENS_A_FILE}
+        GROUP BY run, file_class HAVING count(*) >= {_ENOUGH_FILES} ORDER BY 7 DESC, file_class""",
+        by=0,
+        where=_LOOKUPS,
+    )  # fmt: skip
+
+
+def unserved_reads(study: Study) -> list[TraceFinding]:
+    """F9: large reads faster than any device: the page cache served them."""
+    rates = study.spec.device_rates_bytes_per_s()
+    cases = "".join(f" WHEN {sql_literal(tier)} THEN {rate}" for tier, rate in rates.items())
+    limit = f"CASE tier{cases} ELSE {_MEMORY_RATE} END" if cases else str(_MEMORY_RATE)
+    fast = f"size_bytes > {limit} * dur_us / 1e6"
+
+    def says(rows: Rows) -> Sequence[str]:
+        ((run, tier, _, _, total, unserved, _),) = rows
+        return (
+            f"{run}: reads of {tier} that no device served",
+            (
+                f"{format_bytes(unserved)} of {format_bytes(total)} read from {tier} in {run} came faster "
+                "than its device can deliver: they came from the page cache."
+            ),
+        )
+
+    return _find(
+        study,
+        "F9",
+        "Reads of 1 MiB and more",
+        ("run", "tier", "num_reads", "num_unserved", "read_bytes", "unserved_bytes",
+         Column("fastest", Unit.RATE)),
+        says,
+        f"""
+        SELECT run, tier, count(*), count(*) FILTER (WHERE {fast}), sum(size_bytes)::BIGINT,
+               coalesce(sum(size_bytes) FILTER (WHERE {fast}), 0)::BIGINT AS unserved,
+               max(size_bytes * 1e6 / dur_us)
+        FROM {{events}}
+        WHERE {IS_IO} AND {IS_READ} AND tier IS NOT NULL AND size_bytes >= {_LARGE_BYTES}
+        GROUP BY run, tier HAVING unserved > 0 ORDER BY tier""",
+        by=2,
+        weight=Weight.ALARM,
+    )  # fmt: skip
+
+
+def _typical_sql(keys: str) -> str:
+    """SELECT `keys`, writes, bytes, and the size at which half of the bytes are written.
+
+    Headers are most of the writes, but next to nothing of the bytes.
+    """
+    return f"""
+        SELECT {keys}, sum(num_writes)::BIGINT AS num_writes, any_value(whole)::BIGINT AS written,
+               min(size_bytes) FILTER (WHERE upto >= whole / 2) AS typical
+        FROM (SELECT {keys}, size_bytes, count(*) AS num_writes, sum(size_bytes) AS moved,
+                     sum(moved) OVER (PARTITION BY {keys} ORDER BY size_bytes) AS upto,
+                     sum(moved) OVER (PARTITION BY {keys}) AS whole
+              FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND size_bytes > 0 AND path IS NOT NULL
+              GROUP BY {keys}, size_bytes)
+        GROUP BY {keys}"""
+
+
+def changed_sizes(study: Study) -> list[TraceFinding]:
+    """F11: the bytes of a class of files are written in pieces of another size than in the baseline."""
+    base = study.baseline
+    groups = _group(
+        study,
+        f"""
+        WITH typical AS ({_typical_sql("run, tier, file_class")}),
+        usual AS ({_typical_sql("run, file_class")})
+        SELECT t.run, t.tier, t.file_class, t.num_writes, t.written, t.typical, u.num_writes, u.written,
+               u.typical, t.typical / u.typical
+        FROM typical t JOIN usual u ON t.file_class = u.file_class AND u.run = {sql_literal(base)}
+        WHERE t.run <> u.run AND t.written >= {_LARGE_BYTES}
+          AND greatest(t.typical / u.typical, u.typical / t.typical) >= {_OTHER_SIZE}
+        ORDER BY t.tier, t.written DESC, t.file_class""",
+        by=1,
+    )
+
+    def busy_us(run: str, where: str) -> float:
+        """The time in which an average rank wrote."""
+        chosen = f"run = {sql_literal(run)} AND {IS_IO} AND {IS_WRITE} AND ({where})"
+        return (
+            sum(us for (us,) in union_times(study.events, ("host", "pid"), chosen).values()) / num_ranks[run]
+        )
+
+    num_ranks = {run: count_ranks(study, run) for run in (base, *(run for (run,) in groups))}
+    findings = []
+    for (run,), rows in groups.items():
+        _, tier, kind, num, _, typical, num_base, _, typical_base, ratio = max(
+            rows, key=lambda row: int(row[4])
+        )
+        says = [
+            (
+                f"{kind} is written to {tier} in pieces of {format_bytes(typical)}, in {base} of "
+                f"{format_bytes(typical_base)} (half of the bytes are in larger ones): {num:,} writes, not "
+                f"{num_base:,}."
+            )
+        ]
+        # What the baseline's ranks would take for as many bytes.
+        written = sum(row[4] for row in rows) / num_ranks[run]
+        usual = sum({row[2]: row[7] for row in rows}.values()) / num_ranks[base]
+        same_kinds = match_rows(("file_class",), (row[1:] for row in rows))
+        usual_us = busy_us(base, same_kinds) * written / usual
+        lost_us = round(busy_us(run, match_rows(("tier", "file_class"), rows)) - usual_us)
+        if lost_us > 0:
+            says.append(
+                f"A rank is busy with the writes of these classes for {format_seconds(lost_us / 1e6)} longer "
+                f"than in {base} for as many bytes; whether their size is the reason, only a measurement "
+                "with that size shows."
+            )
+        columns = make_columns(
+            "tier", "file_class", "num_writes", "written_bytes", "typical_bytes", f"num_writes_{base}",
+            Column(f"written_{base}", Unit.BYTES), Column(f"typical_{base}", Unit.BYTES),
+            Column("to_base", Unit.RATIO),
+        )  # fmt: skip
+        evidence = Answer(
+            name=f"f11_{run}",
+            title=f"Sizes at which half of the bytes are written, {run} and {base}",
+            columns=columns,
+            rows=[row[1:] for row in rows],
+        )
+        weight = Weight.COST if lost_us > 0 else Weight.NOTE
+        title = f"{run}: {'smaller' if ratio < 1 else 'larger'} writes than in {base}"
+        findings.append(TraceFinding("F11", weight, title, [run], says, evidence, max(lost_us, 0) or None))
+    return findings
+
+
+def calls_after_close(study: Study) -> list[TraceFinding]:
+    """F12: written files that are looked at, or changed, long after they were closed."""
+
+    def says(rows: Rows) -> Sequence[str]:
+        run, tier, kind, op, num_files, num_calls, after_us, _ = max(rows, key=lambda row: int(row[5]))
+        latest, after = (format_seconds(us / 1e6) for us in (max(row[6] for row in rows), after_us))
+        sum_us = sum(row[7] for row in rows)
+        return (
+            f"{run}: files are looked at up to {latest} after their close",
+            (
+                f"On {tier}, {num_calls:,} calls of {op} on {num_files:,} files of {kind} come {after} after "
+                "the file was closed (median)."
+            ),
+            (
+                f"All calls of this kind take {format_seconds(sum_us / 1e6)}, summed over all ranks: a later "
+                "step of the program goes over all files once more."
+            ),
+        )
+
+    return _find(
+        study,
+        "F12",
+        "Calls after the close",
+        ("tier", "file_class", "op", "num_files", "num_calls", "median_after_us", "sum_us"),
+        says,
+        f"""
+        WITH written AS (
+            SELECT DISTINCT run, path FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL),
+        looks AS (
+            SELECT run, tier, file_class, path, op, ts_us, dur_us FROM {{events}}
+            SEMI JOIN written USING (run, path) WHERE {IS_IO} AND {_LOOKS}),
+        closes AS (SELECT run, path, end_us AS closed_us FROM {{events}} WHERE {IS_IO} AND op = 'close'),
+        opens AS (
+            SELECT run, path, ts_us AS opened_us FROM {{events}} WHERE {IS_IO} AND op IN ('open', 'fopen')),
+        late AS (
+            SELECT looks.*, closed_us FROM looks ASOF JOIN closes
+            ON looks.run = closes.run AND looks.path = closes.path AND looks.ts_us >= closes.closed_us
+            WHERE ts_us - closed_us >= {_LONG_AFTER_US})
+        SELECT late.run, tier, file_class, op, count(DISTINCT late.path) AS num_files, count(*),
+               median(ts_us - closed_us)::BIGINT, sum(dur_us)::BIGINT
+        FROM late ASOF LEFT JOIN opens
+        ON late.run = opens.run AND late.path = opens.path AND late.ts_us >= opens.opened_us
+        WHERE coalesce(opened_us < closed_us, true)
+        GROUP BY late.run, tier, file_class, op HAVING num_files >= {_ENOUGH_FILES}
+        ORDER BY tier, file_class, op""",
+        where=partial(match_rows, ("tier", "file_class", "op")),
+    )
+
+
+def small_reads(study: Study) -> list[TraceFinding]:
+    """R1: most reads are so small that their number costs more than their bytes."""
+    return _find(
+        study,
+        "R1",
+        f"Reads below {format_bytes(_SMALL_BYTES)}",
+        ("run", "file_class", "num_reads", "num_small", "median_bytes", "small_bytes", "small_us"),
+        lambda rows: (
+            f"{rows[0][0]}: small reads",
+            (
+                f"{rows[0][3]:,} of {rows[0][2]:,} reads of {rows[0][1]} move less than "
+                f"{format_bytes(_SMALL_BYTES)}, half of them {format_bytes(round(rows[0][4]))} or less; "
+                f"together {format_bytes(rows[0][5])}."
+            ),
+        ),
+        _small_sql(IS_READ, 0.5, "small_us"),
+        where=f"{IS_READ} AND {_IS_SMALL}",
+        fix="Read through a larger buffer, or put many samples into one file and read blocks of it: "
+        "1 MiB a read keeps most storage busy.",
+    )
+
+
+def random_reads(study: Study) -> list[TraceFinding]:
+    """R2: reads below a MiB that do not begin where the one before in their file ended."""
+    return _find(
+        study,
+        "R2",
+        "Reads below 1 MiB that follow another of their file",
+        ("run", "file_class", "num_reads", "num_random", "num_backwards", "median_bytes", "random_us"),
+        lambda rows: (
+            f"{rows[0][0]}: reads at random offsets",
+            (
+                f"{rows[0][3]:,} of {rows[0][2]:,} reads below 1 MiB of {rows[0][1]} begin elsewhere than "
+                f"the read before them in the same file ended, {rows[0][4]:,} of them before it; read-ahead "
+                "fetches bytes that nobody asks for."
+            ),
+        ),
+        f"""
+        WITH ordered AS (
+            SELECT run, file_class, dur_us, "offset" AS begins, size_bytes,
+                   lag("offset" + size_bytes) OVER one_file AS ended
+            FROM {{events}} WHERE {IS_IO} AND {IS_READ} AND size_bytes > 0 AND "offset" IS NOT NULL
+              AND path IS NOT NULL
+            WINDOW one_file AS (PARTITION BY run, host, pid, path ORDER BY ts_us, "offset"))
+        SELECT run, file_class, count(*) AS num_reads, count(*) FILTER (WHERE begins <> ended) AS num_random,
+               count(*) FILTER (WHERE begins < ended), quantile_cont(size_bytes, 0.5),
+               coalesce(sum(dur_us) FILTER (WHERE begins <> ended), 0)::BIGINT AS random_us
+        FROM ordered WHERE ended IS NOT NULL AND size_bytes < {_LARGE_BYTES} GROUP BY run, file_class
+        HAVING num_random >= {_ENOUGH_CALLS} AND num_random >= 0.5 * num_reads
+        ORDER BY random_us DESC, file_class""",
+        where=f'{IS_READ} AND size_bytes < {_LARGE_BYTES} AND "offset" IS NOT NULL',
+        fix="Shuffle the order of files or of large blocks instead of samples, or turn read-ahead off "
+        "(posix_fadvise with POSIX_FADV_RANDOM, or O_DIRECT).",
+    )
+
+
+def unaligned_transfers(study: Study) -> list[TraceFinding]:
+    """R3: reads and writes below a MiB that begin between two pages."""
+    return _find(
+        study,
+        "R3",
+        "Transfers below 1 MiB",
+        ("run", "file_class", "direction", "num_calls", "num_unaligned", "unaligned_bytes", "unaligned_us"),
+        lambda rows: (
+            f"{rows[0][0]}: unaligned offsets",
+            (
+                f"{rows[0][4]:,} of {rows[0][3]:,} {rows[0][2]}s below 1 MiB of {rows[0][1]} begin between "
+                f"two pages of {format_bytes(_PAGE_BYTES)}: the pages at their ends are moved more than once."
+            ),
+        ),
+        f"""
+        SELECT run, file_class, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS direction,
+               count(*) AS num_calls, count(*) FILTER (WHERE {_IS_UNALIGNED}) AS num_unaligned,
+               coalesce(sum(size_bytes) FILTER (WHERE {_IS_UNALIGNED}), 0)::BIGINT,
+               coalesce(sum(dur_us) FILTER (WHERE {_IS_UNALIGNED}), 0)::BIGINT AS unaligned_us
+        FROM {{events}} WHERE {IS_IO} AND ({IS_READ} OR {IS_WRITE}) AND "offset" IS NOT NULL
+          AND size_bytes > 0 AND size_bytes < {_LARGE_BYTES} AND path IS NOT NULL
+        GROUP BY run, file_class, direction
+        HAVING num_unaligned >= {_ENOUGH_CALLS} AND num_unaligned >= 0.5 * num_calls
+        ORDER BY unaligned_us DESC, file_class, direction""",
+        where=f"({IS_READ} OR {IS_WRITE}) AND size_bytes < {_LARGE_BYTES} AND {_IS_UNALIGNED}",
+        fix=f"Begin records at multiples of {format_bytes(_PAGE_BYTES)}, or of the stripe of a parallel file "
+        "system, and pad them.",
+    )
+
+
+def metadata_time(study: Study) -> list[TraceFinding]:
+    """R4: much of the time with I/O goes to calls that move no bytes."""
+    return _find(
+        study,
+        "R4",
+        "Calls that move no bytes",
+        ("run", "op", "num_calls", Column("share", Unit.SHARE), "metadata_share", "metadata_us", "sum_us"),
+        lambda rows: (
+            f"{rows[0][0]}: much time for metadata",
+            (
+                f"{100 * rows[0][4]:.0f} % of the time in I/O calls ({format_seconds(rows[0][5] / 1e6)}, "
+                f"summed over all ranks) goes to calls that move no bytes, most of it to {rows[0][2]:,} "
+                f"calls of {rows[0][1]}."
+            ),
+        ),
+        f"""
+        WITH kinds AS (
+            SELECT run, op, count(*) AS num_calls, sum(dur_us)::BIGINT AS took,
+                   sum(took) OVER (PARTITION BY run) AS whole, {_MOVES} OR {_SYNCS} AS is_transfer
+            FROM {{events}} WHERE {IS_IO} GROUP BY run, op),
+        others AS (
+            SELECT *, sum(took) OVER of_run AS metadata, sum(num_calls) OVER of_run AS num_others
+            FROM kinds WHERE NOT is_transfer WINDOW of_run AS (PARTITION BY run))
+        SELECT run, op, num_calls, took / whole, metadata / whole, metadata::BIGINT, took FROM others
+        WHERE whole > 0 AND metadata >= {_METADATA_SHARE} * whole AND num_others >= {_ENOUGH_CALLS}
+        ORDER BY took DESC, op""",
+        where=f"NOT ({_MOVES} OR {_SYNCS})",
+        fix="Put many samples into one file, keep files open between reads, and remember sizes instead of "
+        "asking for them.",
+    )
+
+
+RUN_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
+    "R1": small_reads,
+    "R2": random_reads,
+    "R3": unaligned_transfers,
+    "R4": metadata_time,
+}
+"""What costs time in a single run."""
