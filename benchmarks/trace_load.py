@@ -24,8 +24,8 @@ from tests.support.trace_files import Writing, write_trace
 
 from harness import Ratio, interleave
 from penstock.progress import Progress
-from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
-from penstock.trace.reading.find_files import find_trace_files
+from penstock.trace.event_schema import BATCH_SCHEMA, TEXT_COLUMNS
+from penstock.trace.reading.trace_files import find_trace_files
 from penstock.trace.trace_set import GatheredEvents, convert, name_trace_files, write_table
 
 NUM_FILES = 4

@@ -8,8 +8,8 @@ import duckdb
 from tests.support.trace_events import events_table
 
 from penstock.trace.compare.trace_study import ComparisonSpec, Study
+from penstock.trace.dimensions import view_events
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.questions.events_view import view_events
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -132,8 +131,7 @@ def compare(
     """
     from penstock.trace.compare.comparison import compare_runs
     from penstock.trace.compare.report import REPORT_FILES, is_report_file, write_comparison
-    from penstock.trace.compare.trace_study import ComparisonSpec
-    from penstock.trace.yaml_documents import load_document
+    from penstock.trace.compare.trace_study import ComparisonSpec, load_document
 
     file, folder = Path(runs[0]), Path()
     if len(runs) == 1 and file.suffix in (".yaml", ".yml"):
@@ -168,19 +166,7 @@ def compare(
             "runs": list(comparison.runs),
             "baseline": comparison.baseline,
             "mismatches": answer_document(comparison.mismatches),
-            "findings": [
-                {
-                    "code": finding.code,
-                    "weight": finding.weight.value,
-                    "title": finding.title,
-                    "runs": list(finding.runs),
-                    "says": list(finding.says),
-                    "lost_us": finding.lost_us,
-                    "fix": finding.fix,
-                    "evidence": answer_document(finding.evidence),
-                }
-                for finding in comparison.findings
-            ],
+            "findings": [finding.document() for finding in comparison.findings],
             "tables": {
                 answer.name: answer_document(answer) for answer in (*comparison.tables, *comparison.charts)
             },
@@ -241,17 +227,14 @@ def expect(
       penstock trace expect checks.yaml --json
     """
     from penstock.trace.compare.expectations import Expectations, check_all
-    from penstock.trace.yaml_documents import load_document
+    from penstock.trace.compare.trace_study import load_document
 
     description = load_document(Expectations, file)
     with _open_study(description, file.parent, dask, terminal, strict=False) as (study, _):
         checks = check_all(study, description)
-    failed = [check for check in checks if not check.holds]
-    document = {"holds": not failed, "checks": [asdict(check) for check in checks]}
-    rows = [
-        {"check": check.check, "holds": "yes" if check.holds else "NO", "seen": check.seen}
-        for check in checks
-    ]
+    failed = [check for check in checks if not check["holds"]]
+    document = {"holds": not failed, "checks": checks}
+    rows = [{**check, "holds": "yes" if check["holds"] else "NO"} for check in checks]
     terminal.result(document, table("Checks", rows))
-    terminal.notes(f"does not hold: {check.check} ({check.seen})" for check in failed)
+    terminal.notes(f"does not hold: {check['check']} ({check['seen']})" for check in failed)
     return 1 if failed else 0

@@ -17,12 +17,11 @@ from penstock.cli.options import arguments, flag, option, repeated
 from penstock.cli.parsers import TEXT, URI, Parser, choice
 from penstock.cli.terminal import Terminal, TextTable, View, print_json
 from penstock.errors import UsageError
-from penstock.trace import dimensions as trace_dimensions
 from penstock.trace.questions.answer import Answer
 
 if TYPE_CHECKING:
+    from penstock.trace.dimensions import Dimensions, EventsView
     from penstock.trace.event_schema import FileAccount
-    from penstock.trace.questions.events_view import EventsView
     from penstock.trace.trace_set import TraceSet
 
 _MAX_COLUMNS = 10
@@ -60,7 +59,7 @@ class TraceOptions(ReadOptions):
     @contextmanager
     def open(self, terminal: Terminal, *, rank_pattern: str | None = None) -> Iterator[TraceSet]:
         """Open the traces: shows progress, then prints what was lost."""
-        from penstock.trace.reading.event_batch import RANK_PATTERN
+        from penstock.trace.event_schema import RANK_PATTERN
         from penstock.trace.trace_set import open_trace_set
 
         with ExitStack() as resources:
@@ -91,11 +90,11 @@ class QuestionOptions(TraceOptions):
         self,
         question: Callable[[EventsView], Sequence[Answer]],
         terminal: Terminal,
-        dimensions: trace_dimensions.Dimensions,
+        dimensions: Dimensions,
     ) -> None:
         """Ask the traces and print the answers: the first is the main one, at the top level of a document."""
+        from penstock.trace.dimensions import view_events
         from penstock.trace.questions import answer as rendering
-        from penstock.trace.questions.events_view import view_events
         from penstock.trace.trace_set import RELATION
 
         with self.open(terminal) as traces:
@@ -121,7 +120,7 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 
     An empty file has nothing to lose, and what is no file is not replaced: /dev/stdout.
     """
-    from penstock.trace.reading.find_files import find_trace_files
+    from penstock.trace.reading.trace_files import find_trace_files
     from penstock.trace.trace_set import refuse_overwriting
 
     if out.exists() and (out.is_dir() or out.is_file()):
@@ -136,7 +135,7 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
     """Print what was lost in damaged traces; `strict` makes it an error."""
     from penstock.trace.event_schema import refuse_damaged, refuse_lost
-    from penstock.trace.reading.find_files import name_some
+    from penstock.trace.reading.trace_files import name_some
 
     alike: dict[str, list[Path]] = {}
     for account in accounts:
@@ -170,8 +169,10 @@ PHASES: Final = repeated(
 
 def parse_dimensions(
     tiers: Sequence[str] = (), classes: Sequence[str] = (), phases: Sequence[str] = ()
-) -> trace_dimensions.Dimensions:
+) -> Dimensions:
     """The dimensions of these options; without tiers, each mount point of this machine is one."""
+    from penstock.trace import dimensions as trace_dimensions
+
     prefixes: dict[str, list[str]] = {}
     for text in tiers:
         name, prefix = trace_dimensions.parse_tier(text)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 from penstock.cli.options import argument, group, option, verb
 from penstock.cli.parsers import TEXT, TIME, several, whole
 from penstock.cli.terminal import Terminal
@@ -16,12 +13,6 @@ from penstock.cli.trace_options import (
     parse_dimensions,
 )
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.trace.questions.answer import Answer
-    from penstock.trace.questions.events_view import EventsView
 
 _COLUMNS = several(TEXT)
 _BY_TEXT = "Group by these columns: rank, host, op, tier, ..."
@@ -42,14 +33,9 @@ def summary(
 
       penstock trace summary run.events --json
     """
-    from penstock.trace.questions.breakdowns import describe_runs
     from penstock.trace.questions.breakdowns import summary as ask
 
-    def ask_with_runs(events: EventsView) -> Sequence[Answer]:
-        facts, functions = ask(events)
-        return replace(facts, notes=[*describe_runs(events), *facts.notes]), functions
-
-    question.ask(ask_with_runs, terminal, parse_dimensions(phases=phases))
+    question.ask(ask, terminal, parse_dimensions(phases=phases))
 
 
 @verb

@@ -80,19 +80,25 @@ def load(
 
       penstock trace load traces -o writes.events --where "op = 'write'" --strict --json
     """
-    from penstock.trace.reading.event_batch import RANK_PATTERN
-    from penstock.trace.reading.find_files import find_trace_files
-    from penstock.trace.trace_set import convert, find_clock_mismatches, load_with_dask, name_trace_files
+    from penstock.trace.event_schema import RANK_PATTERN
+    from penstock.trace.reading.trace_files import find_trace_files
+    from penstock.trace.trace_set import convert, find_clock_mismatches, name_trace_files
 
     sources = name_trace_files(
         find_trace_files(source.files),
         run=run,
         rank_pattern=rank_pattern or RANK_PATTERN,
     )
-    make_table = partial(load_with_dask, source.dask) if source.dask else convert
     path = Path(out)
     with terminal.progress() as progress:
-        facts = make_table(sources, path, progress=progress, where=source.where, strict=source.strict)
+        facts = convert(
+            sources,
+            path,
+            progress=progress,
+            where=source.where,
+            strict=source.strict,
+            dask=source.dask,
+        )
     report_losses(facts.accounts, terminal, strict=source.strict)
     mismatches = find_clock_mismatches(facts.accounts)
     terminal.notes(mismatches)
@@ -152,7 +158,7 @@ def sql(
 
       penstock trace sql "SELECT max(end_us) - min(ts_us) AS span_us FROM events" run.events --json
     """
-    from penstock.trace.questions.events_view import check_query, run_query
+    from penstock.trace.questions.sql import check_query, run_query
 
     check_query(query)
     with source.open(terminal, rank_pattern=rank_pattern) as traces:
@@ -179,9 +185,9 @@ def export(
 
       penstock trace export run.events -o writes.json --where "op = 'write'"
     """
+    from penstock.trace.dimensions import view_events
     from penstock.trace.perfetto_export import export_perfetto
-    from penstock.trace.questions.events_view import view_events
-    from penstock.trace.reading.find_files import is_export
+    from penstock.trace.reading.trace_files import is_export
     from penstock.trace.trace_set import RELATION
 
     dimensions = parse_dimensions(tiers)

@@ -13,11 +13,11 @@ from penstock.optional_libraries import explained_imports
 
 if TYPE_CHECKING:
     from penstock.trace.api import load
-    from penstock.trace.capture.spans import span, steps, traced, tracing_to
+    from penstock.trace.capture.recorder import span, steps, traced, tracing_to
 
 __all__ = ["load", "span", "steps", "traced", "tracing_to"]
 
-_SPANS = "penstock.trace.capture.spans"
+_SPANS = "penstock.trace.capture.recorder"
 _HOMES = {
     "load": "penstock.trace.api",
     "span": _SPANS,

@@ -7,34 +7,31 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
-from penstock.trace.dimensions import Dimensions
-from penstock.trace.event_schema import FileAccount
-from penstock.trace.questions.events_view import EventsView, view_events
-from penstock.trace.reading.event_batch import RANK_PATTERN
+from penstock.trace.dimensions import Dimensions, EventsView, view_events
+from penstock.trace.event_schema import RANK_PATTERN
 from penstock.trace.trace_set import RELATION, TraceSet, open_trace_set
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from duckdb import DuckDBPyConnection, DuckDBPyRelation
+    from duckdb import DuckDBPyRelation
 
 
-@dataclass(frozen=True, slots=True)
 class EventRelation:
-    """The events of a run, with `tier`, `file_class` and `phase` beside the columns of the event schema.
+    """The events of a run, with the columns of the event schema and `tier`, `file_class` and `phase`.
 
     It has all methods of a DuckDB relation: `events.filter("op = 'write'").aggregate("sum(size_bytes)")`.
     """
 
-    relation: DuckDBPyRelation
-    name: str
+    def __init__(self, relation: DuckDBPyRelation, name: str) -> None:
+        self.relation = relation
+        self.name = name
 
     def arrow(self) -> pa.Table:
         """The events as an Arrow table."""
@@ -51,58 +48,39 @@ class EventRelation:
         return frames.from_pandas(self.pandas(), npartitions=max(1, -(-len(self) // rows_per_partition)))
 
     def __len__(self) -> int:
-        """The number of events."""
         return len(self.relation)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of the relation."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.relation, name)
 
 
-class TraceRun:
-    """Traces that stay open until `close`, or the end of a `with` block."""
+class TraceRun(ExitStack):
+    """Traces that stay open until `close`, or the end of a `with` block.
 
-    def __init__(self, opened: TraceSet, dimensions: Dimensions, resources: ExitStack) -> None:
-        self._opened = opened
+    `connection` is DuckDB's, on which `events` has the columns of the event schema. `accounts` have the fate
+    of every line of every file, and `losses()` what was lost or guessed, one line each.
+    """
+
+    def __init__(self, traces: AbstractContextManager[TraceSet], dimensions: Dimensions) -> None:
+        super().__init__()
+        opened = self.enter_context(traces)
+        self.connection = opened.connection
+        self.accounts = opened.accounts
+        self.losses = opened.losses
         self._dimensions = dimensions
-        self._resources = resources
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection, and remove the table that raw files were read into."""
-        self._resources.close()
 
     @cached_property
     def events(self) -> EventRelation:
         """The events with their dimensions."""
-        relation = self.connection.sql(f"SELECT * FROM {self.view.relation}")
-        return EventRelation(relation=relation, name=self.view.relation)
+        name = self.view.relation
+        return EventRelation(self.connection.sql(f"SELECT * FROM {name}"), name)
 
     @cached_property
     def view(self) -> EventsView:
         """The events as the functions of `penstock.trace.questions` take them."""
         return view_events(self.connection, RELATION, self._dimensions)
-
-    @property
-    def connection(self) -> DuckDBPyConnection:
-        """The DuckDB connection on which `events` has the columns of the event schema."""
-        return self._opened.connection
-
-    @property
-    def accounts(self) -> Sequence[FileAccount]:
-        """What became of every line of every file."""
-        return self._opened.accounts
-
-    def losses(self) -> list[str]:
-        """What was lost or guessed, one line each; empty if nothing was."""
-        return self._opened.losses()
 
     def sql(self, query: str) -> DuckDBPyRelation:
         """Run an SQL query over a table `events`."""
@@ -128,19 +106,12 @@ def load(
     `progress` advances with every file. Raises UsageError for a name that matches no
     file.
     """
-    runs = files if isinstance(files, Mapping) else {run: files}
-    resources = ExitStack()
-    opened = resources.enter_context(
-        open_trace_set(
-            {name: _patterns(paths) for name, paths in runs.items()},
-            progress=progress or Progress(),
-            where=where,
-            rank_pattern=rank_pattern,
-            dask=dask,
-        )
+    given = files if isinstance(files, Mapping) else {run: files}
+    runs = {
+        name: [str(paths)] if isinstance(paths, str | Path) else list(map(str, paths))
+        for name, paths in given.items()
+    }
+    traces = open_trace_set(
+        runs, progress=progress or Progress(), where=where, rank_pattern=rank_pattern, dask=dask
     )
-    return TraceRun(opened, dimensions or Dimensions(), resources)
-
-
-def _patterns(files: str | Path | Sequence[str | Path]) -> list[str]:
-    return [str(files)] if isinstance(files, str | Path) else [str(path) for path in files]
+    return TraceRun(traces, dimensions or Dimensions())

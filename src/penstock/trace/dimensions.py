@@ -1,14 +1,24 @@
 """Dimensions of events, as derived columns in SQL: tiers of storage, classes of files, phases.
 
-Pure. Invariant: text of users enters SQL only through `sql_literal`.
+    relation of events + `Dimensions` -> `EventsView`, which questions ask
+
+Invariant: text of users enters SQL only through `sql_literal`.
 """
 
+from __future__ import annotations
+
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import UsageError
+from penstock.trace.event_schema import SCHEMA
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
 
 PhaseOf = Callable[[str, str, Mapping[str, Any]], str | None]
 """Gives the phase of an event from its name, cat and args; None leaves it to the rules."""
@@ -17,25 +27,20 @@ OTHER: Final = "other"
 """The tier of files below none of the prefixes, and the phase of events that match no rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseRule:
-    """Events that meet all `conditions` (`name~text`, `cat=POSIX|STDIO`, `args.key=value`) have `phase`."""
+PhaseRule = tuple[str, tuple[str, ...]]
+"""A phase, and the conditions (`name~text`, `cat=POSIX|STDIO`, `args.key=value`) that all its events meet."""
 
-    phase: str
-    conditions: tuple[str, ...]
-
-
-DEFAULT_PHASES: Final = (
-    PhaseRule("compute", ("name~compute",)),
-    PhaseRule("compute", ("cat=compute",)),
-    PhaseRule("wait", ("cat=wait",)),
-    PhaseRule("barrier", ("cat=barrier",)),
-    PhaseRule("stall", ("cat=stall",)),
-    PhaseRule("loop", ("cat=step|epoch|run",)),
-    PhaseRule("app_io", ("cat~reader|checkpoint",)),
-    PhaseRule("io", ("cat=POSIX|STDIO|OBJECT",)),
-    PhaseRule("compute", ("cat=kernel|cpu_op",)),
-    PhaseRule("device_copy", ("cat=gpu_memcpy|gpu_memset",)),
+DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
+    ("compute", ("name~compute",)),
+    ("compute", ("cat=compute",)),
+    ("wait", ("cat=wait",)),
+    ("barrier", ("cat=barrier",)),
+    ("stall", ("cat=stall",)),
+    ("loop", ("cat=step|epoch|run",)),
+    ("app_io", ("cat~reader|checkpoint",)),
+    ("io", ("cat=POSIX|STDIO|OBJECT",)),
+    ("compute", ("cat=kernel|cpu_op",)),
+    ("device_copy", ("cat=gpu_memcpy|gpu_memset",)),
 )
 """The application's own spans of I/O contain the calls that they make, so the two are never added.
 
@@ -88,8 +93,8 @@ class Dimensions:
     def phase_sql(self) -> str:
         """Never NULL."""
         cases = "".join(
-            f" WHEN {' AND '.join(map(_condition_sql, rule.conditions))} THEN {sql_literal(rule.phase)}"
-            for rule in self.phases
+            f" WHEN {' AND '.join(map(_condition_sql, conditions))} THEN {sql_literal(phase)}"
+            for phase, conditions in self.phases
         )
         return f"CASE{cases} ELSE {sql_literal(OTHER)} END" if cases else sql_literal(OTHER)
 
@@ -97,12 +102,12 @@ class Dimensions:
 def parse_phase(text: str) -> PhaseRule:
     """Parse a rule of the command line: `flush=name~flush,cat=POSIX`."""
     phase, equals, rest = text.partition("=")
-    rule = PhaseRule(phase.strip(), tuple(part.strip() for part in rest.split(",") if part.strip()))
-    if not equals or not rule.phase or not rule.conditions:
+    phase, conditions = phase.strip(), tuple(part.strip() for part in rest.split(",") if part.strip())
+    if not equals or not phase or not conditions:
         raise UsageError(f"{text!r} is not a phase rule", fix="Example: --phase flush=name~flush,cat=POSIX.")
-    for condition in rule.conditions:
+    for condition in conditions:
         _condition_sql(condition)
-    return rule
+    return phase, conditions
 
 
 def parse_tier(text: str) -> tuple[str, str]:
@@ -160,3 +165,90 @@ def _condition_sql(condition: str) -> str:
         return f"coalesce({tests}, false)"
     inside = f"coalesce({column} IN ({', '.join(map(sql_literal, alternatives))}), false)"
     return f"NOT {inside}" if comparison == "!=" else inside
+
+
+IS_IO: Final = "phase = 'io'"
+IS_WRITE: Final = "op IN ('write', 'pwrite', 'writev', 'pwritev', 'fwrite')"
+IS_READ: Final = "op IN ('read', 'pread', 'readv', 'preadv', 'fread')"
+
+
+@dataclass(frozen=True, slots=True)
+class EventsView:
+    """Events with the columns of the event schema and the derived columns, on a connection."""
+
+    connection: duckdb.DuckDBPyConnection
+    relation: str
+
+    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+        """The rows of a query in which `{events}` stands for the relation."""
+        return self.connection.execute(self.fill_in(sql)).fetchall()
+
+    def ask_one(self, sql: str) -> tuple[Any, ...]:
+        """The only row of a query."""
+        (row,) = self.ask(sql)
+        return row
+
+    def read(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a query in Arrow batches, for answers that do not fit in memory."""
+        yield from self.connection.sql(self.fill_in(sql)).to_arrow_reader(batch_rows)
+
+    def fill_in(self, sql: str) -> str:
+        """The query with the relation in place of `{events}`."""
+        return sql.replace("{events}", self.relation)
+
+
+def view_events(
+    connection: duckdb.DuckDBPyConnection,
+    source: str,
+    dimensions: Dimensions,
+    *,
+    relation: str = "penstock_events",
+    is_stored: bool = False,
+) -> EventsView:
+    """The events of `source` with tier, file class and phase as `dimensions` define them.
+
+    Stored events have these columns worked out once, in memory; otherwise each query works out what it needs.
+    """
+    phase, join = dimensions.phase_sql(), ""
+    if dimensions.phase_of is not None:
+        # The user's function is called once for each combination that occurs.
+        connection.execute(
+            "CREATE OR REPLACE TEMP TABLE penstock_phases"
+            " (name VARCHAR, cat VARCHAR, args VARCHAR, own_phase VARCHAR)"
+        )
+        kinds = connection.execute(f"SELECT DISTINCT name, cat, args FROM {source}").fetchall()
+        if kinds:
+            connection.executemany(
+                "INSERT INTO penstock_phases VALUES (?, ?, ?, ?)",
+                [(*kind, dimensions.phase_of(kind[0], kind[1], json.loads(kind[2]))) for kind in kinds],
+            )
+        phase, join = f"coalesce(own_phase, {phase})", " LEFT JOIN penstock_phases USING (name, cat, args)"
+    columns = ", ".join(f'{source}."{name}"' for name in SCHEMA.names)
+    connection.execute(
+        f"CREATE OR REPLACE TEMP {'TABLE' if is_stored else 'VIEW'} {relation} AS"
+        f" SELECT {columns}, {dimensions.tier_sql()} AS tier, {dimensions.file_class_sql()} AS file_class,"
+        f" {phase} AS phase FROM {source}{join}"
+    )
+    return EventsView(connection, relation)
+
+
+def check_keys(by: Sequence[str]) -> Sequence[str]:
+    """Columns to group by; UsageError for one that does not exist.
+
+    The same pid on two hosts is two processes, so `pid` brings `host` with it.
+    """
+    for key in by:
+        if key not in GROUPINGS:
+            raise UsageError(f"Cannot group by {key!r}", fix=f"Choose from: {', '.join(GROUPINGS)}.")
+    if "pid" in by and "host" not in by:
+        place = list(by).index("pid")
+        return [*by[:place], "host", *by[place:]]
+    return by
+
+
+GROUPINGS: Final = (
+    *(name for name in SCHEMA.names if name not in ("ts_us", "dur_us", "end_us", "args", "offset")),
+    "tier",
+    "file_class",
+    "phase",
+)

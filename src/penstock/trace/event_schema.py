@@ -2,15 +2,19 @@
 
     trace files -> reading -> events (this schema) -> table -> questions -> comparison, findings
 
-Readers make rows of this schema, questions ask them; neither knows the other. Invariants: times are whole
-microseconds with `end_us = ts_us + dur_us`, and every line of a file is counted exactly once.
+Readers make rows of this schema, and `batch_rows` makes Arrow batches of them; questions ask the table, and
+know no reader. Invariants: times are whole microseconds with `end_us = ts_us + dur_us`, and every line of a
+file is counted exactly once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -20,17 +24,12 @@ from penstock.errors import TraceDamaged
 
 @dataclass(frozen=True, slots=True)
 class EventColumn:
-    """One column: its Arrow type, what it means, and whether a value may be missing."""
+    """One column: its Arrow type, its meaning, and whether a value may be missing."""
 
     name: str
     type: pa.DataType
     meaning: str
     may_be_missing: bool = False
-
-    @property
-    def type_sql(self) -> str:
-        """Its type in SQL."""
-        return {pa.int64(): "BIGINT", pa.int32(): "INTEGER"}.get(self.type, "VARCHAR")
 
 
 COLUMNS: Final = (
@@ -56,18 +55,72 @@ COLUMNS: Final = (
 )
 
 SCHEMA: Final = pa.schema([pa.field(column.name, column.type, column.may_be_missing) for column in COLUMNS])
-
-ALL_COLUMNS: Final = frozenset(SCHEMA.names)
+TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "args", "run", "file")
+"""Columns whose texts repeat within a file, so batches have them as dictionaries."""
+BATCH_SCHEMA: Final = pa.schema(
+    field.with_type(pa.dictionary(pa.int32(), pa.string())) if field.name in TEXT_COLUMNS else field
+    for field in SCHEMA
+)
+_BATCH_ROWS: Final = 1 << 15
+"""Rows that readers of text dialects gather into one batch."""
 
 ALL_RANKS: Final = -1
 """The process of what a tracer has as sums of all ranks only: Darshan, of files that they share."""
-SAMPLES_KEPT: Final = 5
+_SAMPLES_KEPT: Final = 5
 """Damaged lines that a file's account shows; all are counted."""
 
+BYTE_LAYERS: Final = ("POSIX", "OBJECT")
+"""Categories whose reads and writes return bytes: system calls on files, requests to object stores."""
+BYTE_MOVERS: Final = frozenset((
+    "read", "pread", "readv", "preadv", "write", "pwrite", "writev", "pwritev",
+    "sendfile", "copy_file_range", "splice", "recv", "send",
+))  # fmt: skip
+"""Operations of these layers that return the number of bytes moved."""
+ITEM_MOVERS: Final = frozenset(("fread", "fwrite"))
+"""Operations of STDIO that return a number of items; the size of an item is an argument."""
+SIZE_LIMIT: Final = 1 << 50
+"""No call moves a pebibyte: such a number is damage, and sums of sizes stay within 64 bits without it."""
 
-def name_process(pid: int) -> str:
-    """What figures call a process that has no rank."""
-    return "all ranks" if pid == ALL_RANKS else f"pid {pid}"
+RANK_PATTERN: Final = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
+"""Finds the rank in a file's name: `trace-3-of-16.pfw`, `run_rank3.pfw`; not digits of a longer word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFile:
+    """A file to read: its path, its name in tables, its run, and the pattern of the rank in its file name."""
+
+    path: Path
+    name: str = ""
+    run: str = ""
+    rank_pattern: str = RANK_PATTERN
+
+    @property
+    def rank(self) -> int | None:
+        """The rank in the file's name, if it has one."""
+        match = re.search(self.rank_pattern, self.path.name, re.IGNORECASE)
+        return int(match[1]) if match else None
+
+
+class LineFate(StrEnum):
+    """The outcome of reading a line, by its counter in the account. Every line has exactly one."""
+
+    EVENT = "events"
+    SALVAGED = "salvaged"
+    METADATA = "metadata"
+    BLANK = "blank"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedLine:
+    """A parsed line: its fate, the event's row or the metadata's document, and what is wrong with it."""
+
+    fate: LineFate
+    row: Mapping[str, Any] | None = None
+    document: Mapping[str, Any] | None = None
+    reason: str = ""
+    begun: tuple[int, str] | None = None
+    """The number and the text of the line, if it is not the one that was parsed last."""
 
 
 def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
@@ -90,15 +143,6 @@ def refuse_lost(accounts: Sequence[FileAccount]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedLine:
-    """A damaged line: its number, what is wrong with it, how it begins."""
-
-    line: int
-    reason: str
-    text: str
-
-
 @dataclass(slots=True, kw_only=True)
 class FileAccount:
     """The fate of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
@@ -106,9 +150,10 @@ class FileAccount:
     `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
     explains other lines, `blank` lines are empty or a bracket; no reader skips lines today.
     `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
-    writer counted, in the file's last event or beside it, None without such a count; `missing` of them are
-    not in the file. `faults` concern the file as a whole, as a torn end does; `notes` say what a reader of
-    answers must know of a whole file. Events begin from `first_us` to `last_us`.
+    writer counted, in the file's last event or in the file `.count` next to it, None without such a count;
+    `missing` of them are not in the file. `samples` are the number, reason and beginning of damaged lines.
+    `faults` concern the file as a whole, as a torn end does; `notes` say what a reader of answers must know
+    of a whole file. Events begin from `first_us` to `last_us`.
     """
 
     file: str
@@ -121,11 +166,11 @@ class FileAccount:
     dropped: int = 0
     skipped: int = 0
     unwanted: int = 0
-    salvaged_reasons: Counter[str] = field(default_factory=Counter)
-    dropped_reasons: Counter[str] = field(default_factory=Counter)
+    salvaged_reasons: dict[str, int] = field(default_factory=dict)
+    dropped_reasons: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    samples: list[DamagedLine] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     announced_events: int | None = None
     missing: int = 0
     first_us: int | None = None
@@ -144,44 +189,29 @@ class FileAccount:
         """Not one event was read, wanted or not."""
         return not (self.events or self.salvaged or self.skipped or self.unwanted)
 
-    def count_damage(self, line: int, reason: str, text: str, *, salvaged: bool) -> None:
-        """Count a damaged line, and keep the first few as samples."""
-        if salvaged:
-            self.salvaged += 1
-            self.salvaged_reasons[reason] += 1
-        else:
-            self.dropped += 1
-            self.dropped_reasons[reason] += 1
-        if len(self.samples) < SAMPLES_KEPT:
-            self.samples.append(DamagedLine(line, reason, text[:200]))
+    def count(self, parsed: ParsedLine, line: bytes = b"") -> None:
+        """Count a line by its fate, and keep the first damaged ones as samples."""
+        setattr(self, parsed.fate, getattr(self, parsed.fate) + 1)
+        if parsed.reason:
+            is_salvaged = parsed.fate is LineFate.SALVAGED
+            reasons = self.salvaged_reasons if is_salvaged else self.dropped_reasons
+            reasons[parsed.reason] = reasons.get(parsed.reason, 0) + 1
+            if len(self.samples) < _SAMPLES_KEPT:
+                text = line.rstrip(b"\r\n")[:400].decode(errors="backslashreplace")
+                number, text = parsed.begun or (self.lines, text)
+                self.samples.append({"line": number, "reason": parsed.reason, "text": text[:200]})
 
     def document(self) -> Mapping[str, Any]:
         """The account as JSON."""
-        return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
-            "faults": list(self.faults),
-            "notes": list(self.notes),
-            "samples": list(map(asdict, self.samples)),
-            "salvaged_reasons": dict(self.salvaged_reasons),
-            "dropped_reasons": dict(self.dropped_reasons),
-            "hosts": sorted(self.hosts),
-            "ranks": sorted(self.ranks),
-        }
+        return {**asdict(self), "hosts": sorted(self.hosts), "ranks": sorted(self.ranks)}
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Read an account from its JSON document."""
-        parsed = {
-            "salvaged_reasons": Counter(document["salvaged_reasons"]),
-            "dropped_reasons": Counter(document["dropped_reasons"]),
-            "samples": [DamagedLine(**line) for line in document["samples"]],
-            "hosts": set(document["hosts"]),
-            "ranks": set(document["ranks"]),
-        }
-        return cls(**{**document, **parsed})
+        return cls(**{**document, "hosts": set(document["hosts"]), "ranks": set(document["ranks"])})
 
     def losses(self) -> list[str]:
-        """What was lost or guessed, for people, one line each."""
+        """Losses and guesses for people, one line each."""
         losses = [f"{self.file}: {what}" for what in (*self.faults, *self.notes)]
         if self.dropped or self.salvaged:
             counts = {f"{reason}, dropped": count for reason, count in self.dropped_reasons.items()}
@@ -190,7 +220,7 @@ class FileAccount:
             losses.append(
                 f"{self.file}: {self.dropped + self.salvaged:,} of {self.lines:,} lines damaged: {kinds}"
             )
-            losses.extend(f"  line {one.line}: {one.reason}: {one.text!r}" for one in self.samples)
+            losses += [f"  line {one['line']}: {one['reason']}: {one['text']!r}" for one in self.samples]
         return losses
 
 
@@ -247,3 +277,46 @@ def canonical(name: str) -> str:
 def spellings_of(operations: Iterable[str]) -> list[str]:
     """The names of these operations, and all their other spellings."""
     return [name for one in sorted(operations) for name in (one, *_SPELLINGS.get(one, "").split())]
+
+
+def batch_rows(rows: Iterator[Mapping[str, Any]], file: TraceFile) -> Iterator[pa.RecordBatch]:
+    """Rows that Python parsed, batch by batch. Each has at least the columns that must not be missing."""
+    while gathered := list(islice(rows, _BATCH_ROWS)):
+        filled: dict[str, list[Any]] = {name: [row.get(name) for row in gathered] for name in SCHEMA.names}
+        filled["end_us"] = [row["ts_us"] + row["dur_us"] for row in gathered]
+        filled["op"] = [row.get("op") or canonical(row["name"]) for row in gathered]
+        # A rank in the event itself, even None, takes precedence over the file's name.
+        rank = file.rank
+        filled["rank"] = [row.get("rank", rank) for row in gathered]
+        # Readers of Darshan take sizes from its own counters.
+        filled["size_bytes"] = [size if (size or 0) < SIZE_LIMIT else None for size in filled["size_bytes"]]
+        filled["run"] = [file.run] * len(gathered)
+        filled["file"] = [file.name or file.path.name] * len(gathered)
+        arrays = [pa.array(filled[column.name], column.type) for column in BATCH_SCHEMA]
+        yield pa.RecordBatch.from_arrays(arrays, schema=BATCH_SCHEMA)
+
+
+def transfer_size(name: str, cat: str, arguments: Mapping[str, Any]) -> int | None:
+    """The bytes that an event moved; the query of `json_lines` applies the same rule to columns."""
+    moved, op = parse_int64(arguments.get("ret")), canonical(name)
+    if cat == "STDIO" and op in ITEM_MOVERS and moved is not None:
+        item_bytes = parse_int64(arguments.get("size"))
+        moved = None if item_bytes is None or moved < 0 else moved * item_bytes
+    elif cat not in BYTE_LAYERS or op not in BYTE_MOVERS:
+        return None
+    return moved if moved is not None and 0 <= moved < SIZE_LIMIT else None
+
+
+def parse_int64(value: Any) -> int | None:
+    """A whole number of 64 bits, quoted or not, however it is written; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return int(value) if isinstance(value, int) and -(1 << 63) < value < 1 << 63 else None

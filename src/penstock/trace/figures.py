@@ -8,44 +8,39 @@ where it began. Sums over all buckets are those of the events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from penstock.trace.dimensions import case_sql, sql_literal
-from penstock.trace.event_schema import ALL_RANKS
-from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, EventsView, case_sql, sql_literal
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.timeline import cut_sql, round_up, share_sql
 from penstock.units import format_seconds
 
 KIND = f"""CASE WHEN phase = 'compute' THEN 'compute' WHEN phase <> 'io' THEN NULL
                 WHEN {IS_READ} THEN 'read' WHEN {IS_WRITE} THEN 'write' ELSE 'metadata' END"""
-"""SQL expression: which kind of call or computation an event is in a drawing, else NULL."""
+"""SQL expression: the kind of call or computation that an event is in a drawing, else NULL."""
 LOOP_PART = """CASE WHEN phase IN ('wait', 'barrier') THEN phase WHEN phase = 'stall' THEN 'checkpoint'
                      WHEN phase = 'app_io' AND contains(cat, 'checkpoint') THEN 'checkpoint'
                      WHEN phase = 'loop' AND cat = 'step' THEN 'step' END"""
-"""SQL expression: which part of a program's own loop an event is in a drawing, else NULL."""
+"""SQL expression: the part of a program's own loop that an event is in a drawing, else NULL."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunExtent:
-    """What a run has to draw, and when it began."""
+    """The beginning and the span of a run, and the number of events that some figures draw."""
 
     origin_us: int
     span_us: int
-    num_events: int
-    num_io: int
     num_compute: int
     num_offsets: int
-    num_processes: int
-    num_threads: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TimeAxis:
     """Runs that have events, in their order, and the span of the longest."""
 
+    events: EventsView
     runs: Mapping[str, RunExtent]
     span_us: int
 
@@ -61,29 +56,13 @@ class TimeAxis:
 def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
     """Measure the runs; those without events are left out."""
     rows = events.ask(f"""
-        SELECT run, min(ts_us), max(end_us) - min(ts_us), count(*), count(*) FILTER (WHERE {IS_IO}),
+        SELECT run, min(ts_us), max(end_us) - min(ts_us),
                count(*) FILTER (WHERE phase = 'compute' AND dur_us > 0),
                count(*) FILTER (WHERE {IS_IO} AND "offset" IS NOT NULL AND size_bytes > 0)
         FROM {{events}} GROUP BY run""")
-    threads = events.ask(f"""
-        SELECT run, count(DISTINCT (host, pid)) FILTER (pid <> {ALL_RANKS}), count(*)
-        FROM (SELECT DISTINCT run, host, pid, tid FROM {{events}}) GROUP BY run""")
-    counted = {run: (num_processes, num_threads) for run, num_processes, num_threads in threads}
-    extents = {
-        row[0]: RunExtent(
-            origin_us=row[1],
-            span_us=row[2],
-            num_events=row[3],
-            num_io=row[4],
-            num_compute=row[5],
-            num_offsets=row[6],
-            num_processes=counted[row[0]][0],
-            num_threads=counted[row[0]][1],
-        )
-        for row in rows
-    }
+    extents = {run: RunExtent(*measured) for run, *measured in rows}
     ordered = {run: extents[run] for run in runs if run in extents}
-    return TimeAxis(runs=ordered, span_us=max((extent.span_us for extent in ordered.values()), default=1))
+    return TimeAxis(events, ordered, max((extent.span_us for extent in ordered.values()), default=1))
 
 
 THREADS: Final = "penstock_threads"
@@ -98,16 +77,9 @@ LOOP_PARTS: Final = "penstock_loop_parts"
 """Table: thread, kind, since_us, until_us of the steps, waits and checkpoints that a program records."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedCalls:
-    """The tables, on the connection of the events they are made from."""
-
-    events: EventsView
-    axis: TimeAxis
-
-
-def place_calls(events: EventsView, axis: TimeAxis) -> PlacedCalls:
+def place_calls(axis: TimeAxis) -> None:
     """Make the tables, over those of an earlier report on this connection."""
+    events = axis.events
     process = "rank NULLS LAST, host, CASE WHEN rank IS NULL THEN pid END"
     events.ask(f"""
         CREATE OR REPLACE TEMP TABLE {THREADS} AS
@@ -138,7 +110,6 @@ def place_calls(events: EventsView, axis: TimeAxis) -> PlacedCalls:
         FROM {{events}} e JOIN {THREADS} t ON {_SAME_THREAD}
         -- The first condition is cheap, and holds for few events.
         WHERE phase NOT IN ('io', 'compute') AND {LOOP_PART} IS NOT NULL""")
-    return PlacedCalls(events, axis)
 
 
 _SAME_THREAD: Final = (
@@ -161,7 +132,7 @@ MOST_OPERATIONS: Final = 6
 _MOVED: Final = share_sql("size_bytes")
 
 
-def bandwidth(events: EventsView, axis: TimeAxis) -> Answer:
+def bandwidth(axis: TimeAxis) -> Answer:
     """Bytes read and written in each fine bucket, by run and tier; buckets without bytes are left out."""
     width_us = axis.bucket_us(BANDWIDTH_BUCKETS)
     since = axis.since_sql()
@@ -169,7 +140,7 @@ def bandwidth(events: EventsView, axis: TimeAxis) -> Answer:
         SELECT run, tier, size_bytes, {IS_READ} AS is_read, dur_us AS whole_us, {since} AS since_us,
                since_us + dur_us AS until_us
         FROM {{events}} WHERE {IS_IO} AND size_bytes > 0 AND ({IS_READ} OR {IS_WRITE})"""
-    rows = events.ask(f"""
+    rows = axis.events.ask(f"""
         SELECT run, tier, bucket * {width_us}, {width_us},
                coalesce(sum({_MOVED}) FILTER (WHERE is_read), 0),
                coalesce(sum({_MOVED}) FILTER (WHERE NOT is_read), 0)
@@ -179,18 +150,18 @@ def bandwidth(events: EventsView, axis: TimeAxis) -> Answer:
     return Answer(name="bandwidth", title="Bandwidth over time", columns=columns, rows=rows)
 
 
-def rank_cells(placed: PlacedCalls) -> Answer:
+def rank_cells(axis: TimeAxis) -> Answer:
     """Bytes and busy time of each rank in each bucket; of many ranks, several neighbours are one row.
 
     Busy is the time in which a rank had at least one call under way; of a row of several, the sum of them.
     """
-    width_us = placed.axis.bucket_us(HEAT_BUCKETS)
-    (num_rows,) = placed.events.ask_one(f"SELECT coalesce(max(row), 0) + 1 FROM {THREADS}")
+    width_us = axis.bucket_us(HEAT_BUCKETS)
+    (num_rows,) = axis.events.ask_one(f"SELECT coalesce(max(row), 0) + 1 FROM {THREADS}")
     together = -(-num_rows // MOST_RANK_ROWS)
     source = f"""
         SELECT process, kind, size_bytes, until_us - since_us AS whole_us, io_from_us, since_us, until_us
         FROM {CALLS} WHERE kind <> 'compute'"""
-    rows = placed.events.ask(f"""
+    rows = axis.events.ask(f"""
         WITH cells AS (
             SELECT process, bucket,
                    coalesce(sum({_MOVED}) FILTER (WHERE kind = 'read'), 0) AS read_bytes,
@@ -220,15 +191,15 @@ def rank_cells(placed: PlacedCalls) -> Answer:
     return Answer(name="rank_cells", title="I/O by rank and time", columns=columns, rows=rows, notes=notes)
 
 
-def overlap_lanes(placed: PlacedCalls) -> Answer:
+def overlap_lanes(axis: TimeAxis) -> Answer:
     """Time of computation, of I/O, and of both at once in each bucket: sums over the ranks of a run."""
-    width_us = placed.axis.bucket_us(OVERLAP_BUCKETS)
+    width_us = axis.bucket_us(OVERLAP_BUCKETS)
     source = " UNION ALL ".join(
         f"SELECT process, '{what}' AS what, {what}_from_us AS since_us, until_us FROM {CALLS} "
         f"WHERE {what}_from_us < until_us AND any_from_us IS NOT NULL"
         for what in ("io", "compute", "any")
     )
-    rows = placed.events.ask(f"""
+    rows = axis.events.ask(f"""
         WITH spent AS (
             SELECT process, bucket, {", ".join(map(_spent, ("compute", "io", "any")))}
             FROM ({cut_sql(source, width_us, "process, what")}) GROUP BY process, bucket),
@@ -254,14 +225,14 @@ def _spent(what: str) -> str:
     return f"coalesce(sum(finish_us - begin_us) FILTER (WHERE what = '{what}'), 0) AS {what}_us"
 
 
-def metadata_calls(events: EventsView, axis: TimeAxis) -> Answer:
+def metadata_calls(axis: TimeAxis) -> Answer:
     """Calls that move no data (open, stat, seek, close, sync) in each bucket, by run and operation.
 
     The most frequent operations have their names, the others are `other`.
     """
     width_us = axis.bucket_us(HEAT_BUCKETS)
     is_metadata = f"{IS_IO} AND NOT ({IS_READ} OR {IS_WRITE})"
-    rows = events.ask(f"""
+    rows = axis.events.ask(f"""
         WITH frequent AS (
             SELECT op FROM {{events}} WHERE {is_metadata} GROUP BY op ORDER BY count(*) DESC, op
             LIMIT {MOST_OPERATIONS})
@@ -284,23 +255,22 @@ STEP_PIXELS: Final = 4
 
 
 def lanes_of_each(num_runs: int) -> int:
-    """The most lanes that one of so many runs has, so that a page of many runs can still be read."""
+    """The most lanes of a run, fewer for each of many, so that a page of them can still be read."""
     return max(16, MOST_LANES // max(1, num_runs))
 
 
-def call_bars(placed: PlacedCalls) -> Answer:
+def call_bars(axis: TimeAxis) -> Answer:
     """Bars of calls, and parts of a loop, by thread: neighbours that no drawing could tell apart are one bar.
 
     A run of more threads than lanes has a lane for each process; of more processes than lanes, those with the
     most I/O are drawn. The notes tell.
     """
-    axis = placed.axis
     most_lanes = lanes_of_each(len(axis.runs))
     pixel_us = max(1, axis.span_us // PIXELS)
-    threads = placed.events.ask(f"SELECT run, count(*) FROM {THREADS} GROUP BY run")
+    threads = axis.events.ask(f"SELECT run, count(*) FROM {THREADS} GROUP BY run")
     of_processes = [run for run, num_threads in threads if num_threads > most_lanes]
     runs = ", ".join(map(sql_literal, of_processes)) or "NULL"
-    rows = placed.events.ask(f"""
+    rows = axis.events.ask(f"""
         WITH busy AS (
             SELECT thread, coalesce(sum(until_us - since_us) FILTER (WHERE kind <> 'compute'), 0) AS sum_us
             FROM {CALLS} GROUP BY thread),
@@ -319,11 +289,11 @@ def call_bars(placed: PlacedCalls) -> Answer:
         FROM drawn JOIN lanes USING (lane)
         ORDER BY run, rank NULLS LAST, host, pid, tid, kind, since_us""")
     most = max(1, MOST_BARS // max(1, len(axis.runs)))
-    merged: list[tuple[Value, ...]] = []
+    merged: Bars = []
     notes: list[str] = []
     for run in axis.runs:
-        bars, gap_us = _thin([row for row in rows if row[0] == run], pixel_us, most, axis.span_us)
-        merged += [(*row[:5], *row[6:]) for row in bars]
+        bars, gap_us = _thin([list(row) for row in rows if row[0] == run], pixel_us, most, axis.span_us)
+        merged += [[*row[:5], *row[6:]] for row in bars]
         notes.append(_explain(run, bars, gap_us, most_lanes, is_of_processes=run in of_processes))
     columns = make_columns(
         "run", Column("rank", Unit.COUNT), "host", Column("pid", Unit.COUNT), Column("tid", Unit.COUNT),
@@ -343,71 +313,48 @@ def _drawn_sql(table: str, pixel_us: int) -> str:
         GROUP BY lane, {table}.kind, since_us // {pixel_us}, until_us // {pixel_us}"""
 
 
-Bars = list[tuple[Value, ...]]
+Bars = list[list[Any]]
 
 
 def _thin(rows: Bars, gap_us: int, most: int, span_us: int) -> tuple[Bars, int]:
     """Merge neighbours of one lane and kind that are closer than `gap_us`, which grows until bars are few."""
-    bars = list(_merge(rows, gap_us))
+    bars = _merge(rows, gap_us)
     while len(bars) > most and gap_us < span_us:
         gap_us *= 2
-        bars = list(_merge(bars, gap_us))
+        bars = _merge(bars, gap_us)
     return bars, gap_us
 
 
-def _merge(rows: Sequence[tuple[Value, ...]], gap_us: int) -> Iterator[tuple[Value, ...]]:
-    """Rows end in start, end, number and sum; what is before them names lane and kind."""
-    last: _Bar | None = None
+def _merge(rows: Bars, gap_us: int) -> Bars:
+    """Rows end in start, end, number and sum; the columns before them are their lane and kind."""
+    bars: Bars = []
     for row in rows:
         *lane, since_us, until_us, num_events, sum_us = row
-        bar = _Bar(tuple(lane), since_us, until_us, num_events, sum_us)  # type: ignore[arg-type]
-        if last is not None and last.meets(bar, gap_us):
-            last.until_us = max(last.until_us, bar.until_us)
-            last.num_events += bar.num_events
-            last.sum_us += bar.sum_us
-            continue
-        if last is not None:
-            yield last.row()
-        last = bar
-    if last is not None:
-        yield last.row()
-
-
-@dataclass(slots=True)
-class _Bar:
-    lane: tuple[Value, ...]
-    since_us: int
-    until_us: int
-    num_events: int
-    sum_us: int
-
-    def meets(self, bar: _Bar, gap_us: int) -> bool:
-        """Whether the next bar is of the same lane and kind, and so near that the two are one."""
-        if bar.lane != self.lane or bar.since_us > self.until_us + gap_us:
-            return False
-        longest_us = max(self.sum_us / self.num_events, bar.sum_us / bar.num_events)
-        return self.lane[-1] != "step" or longest_us < STEP_PIXELS * gap_us
-
-    def row(self) -> tuple[Value, ...]:
-        """The bar as it came from the query."""
-        return (*self.lane, self.since_us, self.until_us, self.num_events, self.sum_us)
+        last: list[Any] = bars[-1] if bars else [None] * len(row)
+        if last[:-4] == lane and since_us <= last[-3] + gap_us:
+            longest_us = max(last[-1] / last[-2], sum_us / num_events)
+            if lane[-1] != "step" or longest_us < STEP_PIXELS * gap_us:
+                last[-3:] = [max(last[-3], until_us), last[-2] + num_events, last[-1] + sum_us]
+                continue
+        bars.append(list(row))
+    return bars
 
 
 def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_processes: bool) -> str:
-    """What the drawing of a run leaves out or puts together."""
+    """The sentence on what the drawing of a run leaves out or puts together."""
     num_events, num_bars = sum(int(bar[-2] or 0) for bar in bars), len(bars)
     num_lanes = int(bars[0][5] or 0) if bars else 0
     lanes = "processes" if is_of_processes else "threads"
-    said = [f"{num_lanes:,} {lanes}"]
+    parts = [f"{num_lanes:,} {lanes}"]
     if num_lanes > most_lanes:
-        said = [f"the {most_lanes} of {num_lanes:,} {lanes} with the most I/O"]
+        parts = [f"the {most_lanes} of {num_lanes:,} {lanes} with the most I/O"]
     if num_events > num_bars:
         gap = format_seconds(gap_us / 1e6)
-        said.append(f"{num_events:,} events as {num_bars:,} bars: those less than {gap} apart are one")
-    return f"{run}: {', '.join(said)}"
+        parts.append(f"{num_events:,} events as {num_bars:,} bars: those less than {gap} apart are one")
+    return f"{run}: {', '.join(parts)}"
 
 
-def file_offsets(events: EventsView, axis: TimeAxis) -> Answer:
+def file_offsets(axis: TimeAxis) -> Answer:
     """Where in the busiest files each run reads and writes over time, on a grid as fine as a drawing.
 
     The busiest files of a run are those with the most bytes among calls whose offset is known.
@@ -419,7 +366,7 @@ def file_offsets(events: EventsView, axis: TimeAxis) -> Answer:
         FROM {{events}}
         WHERE {IS_IO} AND ({IS_READ} OR {IS_WRITE}) AND "offset" IS NOT NULL AND path IS NOT NULL
           AND size_bytes > 0"""
-    rows = events.ask(f"""
+    rows = axis.events.ask(f"""
         WITH placed AS ({placed}),
         busiest AS (
             SELECT run, path, sum(size_bytes) AS total, max(begins + size_bytes) AS length FROM placed

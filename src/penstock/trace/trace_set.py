@@ -20,9 +20,11 @@ import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Lock
@@ -39,14 +41,35 @@ from penstock.progress import Progress
 from penstock.storage.files.durable import replace_durably
 from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.event_schema import SCHEMA, FileAccount, refuse_damaged, refuse_lost
-from penstock.trace.reading.event_batch import RANK_PATTERN, TraceFile
-from penstock.trace.reading.find_files import find_trace_files, name_some
-from penstock.trace.reading.trace_file import Dialect, read_trace_file
+from penstock.trace.event_schema import (
+    RANK_PATTERN,
+    SCHEMA,
+    FileAccount,
+    TraceFile,
+    batch_rows,
+    refuse_damaged,
+    refuse_lost,
+)
+from penstock.trace.reading.chrome import ChromeDocument
+from penstock.trace.reading.json_lines import QUERY_LINES, JsonLines
+from penstock.trace.reading.strace import read_strace
+from penstock.trace.reading.trace_files import (
+    UTF8_MARK,
+    Dialect,
+    detect_dialect,
+    find_trace_files,
+    guess_content,
+    name_some,
+    read_event_count,
+    read_pieces,
+    split_lines,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_overwriting(
-    path: Path, inputs: Iterable[Path], *, kind: str, is_kind: Callable[[Path], bool]
+    path: Path, inputs: Iterable[Path], *, kind: str, is_kind: Callable[[Path], object]
 ) -> None:
     """Raise UsageError if writing `path` would destroy an input, or a file that is not of this `kind`."""
     if not path.exists():
@@ -71,52 +94,25 @@ COLUMNS_SQL: Final = ", ".join(f'"{name}"' for name in SCHEMA.names)
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A trace file as it was when the table was made."""
-
-    path: str
-    name: str
-    run: str
-    rank_pattern: str
-    size_bytes: int
-    mtime_ns: int
-
-    @classmethod
-    def from_file(cls, file: TraceFile) -> SourceFile:
-        """The file as it is now."""
-        facts = file.path.stat()
-        path = str(file.path.absolute())
-        return cls(path, file.name, file.run, file.rank_pattern, facts.st_size, facts.st_mtime_ns)
-
-    @property
-    def file(self) -> TraceFile:
-        """What to read to get the same events again."""
-        return TraceFile(path=Path(self.path), name=self.name, run=self.run, rank_pattern=self.rank_pattern)
-
-    def has_changed(self) -> bool:
-        """Whether the file has changed since it was read; a missing file has not."""
-        try:
-            facts = os.stat(self.path)  # noqa: PTH116 - text in the table, used as it stands
-        except FileNotFoundError:
-            return False
-        return (facts.st_size, facts.st_mtime_ns) != (self.size_bytes, self.mtime_ns)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EventTableFacts:
-    """The origin of a table, stored in it."""
+    """The origin of a table, stored in it: its files as they were, and what became of their lines."""
 
-    sources: tuple[SourceFile, ...]
-    accounts: tuple[FileAccount, ...]
+    sources: tuple[Mapping[str, Any], ...] = ()
+    accounts: tuple[FileAccount, ...] = ()
     where: str = ""
 
-    def is_stale(self) -> bool:
-        """Whether a source has changed since the table was made."""
-        return any(source.has_changed() for source in self.sources)
 
-    def can_be_rebuilt(self) -> bool:
-        """Whether all sources still exist."""
-        return all(Path(source.path).exists() for source in self.sources)
+def _describe_source(file: TraceFile) -> Mapping[str, Any]:
+    """A file as it is now, as tables have it."""
+    facts = file.path.stat()
+    return {
+        "path": str(file.path.absolute()),
+        "name": file.name,
+        "run": file.run,
+        "rank_pattern": file.rank_pattern,
+        "size_bytes": facts.st_size,
+        "mtime_ns": facts.st_mtime_ns,
+    }
 
 
 def convert(
@@ -127,21 +123,34 @@ def convert(
     where: str = "",
     strict: bool = False,
     threads: int = 0,
+    dask: str = "",
 ) -> EventTableFacts:
     """Make the table `target` of these files, replacing an older one in one step; returns its facts.
 
-    Files are read by `threads` at once (0: one per core, at most four). With `strict`, damaged files are an
-    error, and there is no table. An older table is not replaced by one without any events.
+    Files are read by `threads` at once (0: one per core, at most four), or by the workers of `dask`, which
+    must share the target's folder. With `strict`, damaged files are an error, and there is no table. An older
+    table is not replaced by one without any events.
     """
-    check_target(target, files)
-    sources = tuple(SourceFile.from_file(file) for file in files)
-    with publishing(target) as (draft, scratch), duckdb.connect() as connection:
-        gathered = GatheredEvents(scratch)
-        accounts = read_events(files, gathered, progress=progress, where=where, threads=threads)
+    inputs = [file.path for file in files]
+    refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_read_facts_text)
+    sources = tuple(map(_describe_source, files))
+    with _publishing(target) as (draft, scratch), duckdb.connect() as connection:
+        if dask:
+            accounts = read_with_dask(dask, files, scratch, progress=progress, where=where)
+            made = sql_literal(str(scratch / "*.events"))
+            tables = f"read_parquet({made}, filename = true, file_row_number = true)"
+            query = f"SELECT {COLUMNS_SQL} FROM {tables} ORDER BY ts_us, filename, file_row_number"
+        else:
+            gathered = GatheredEvents(scratch)
+            accounts = read_events(files, gathered, progress=progress, where=where, threads=threads)
+            query = gathered.source(connection)
+        if strict:
+            refuse_damaged(accounts)
+        if target.exists():
+            refuse_lost(accounts)
         facts = EventTableFacts(sources=sources, accounts=accounts, where=where)
-        refuse_facts(facts, target, strict=strict)
         progress.begin("writing the table", 1)
-        write_table(connection, gathered.source(connection), draft, facts)
+        write_table(connection, query, draft, facts)
         progress.advance(1)
     return facts
 
@@ -187,6 +196,70 @@ def read_events(
     return tuple(future.result() for future in futures)
 
 
+@dataclass(slots=True)
+class TraceReading:
+    """A file that is being read: iterate over `batches`, then look at `account`."""
+
+    account: FileAccount
+    batches: Iterator[pa.RecordBatch] = field(repr=False)
+
+
+def read_trace_file(
+    file: TraceFile, advance: Callable[[int], None] = lambda _: None, query_lines: int = QUERY_LINES
+) -> TraceReading:
+    """Begin to read a file; `advance` is called with the number of bytes that were taken from disk.
+
+    After the last batch the account is complete, and what is wrong with the file stands in it. Only a file
+    that cannot be read at all is an error. Fewer lines than `query_lines` are parsed by Python, which changes
+    nothing but the speed.
+    """
+    account = FileAccount(file=file.name or file.path.name, size_bytes=file.path.stat().st_size)
+    return TraceReading(account, _read_batches(file, account, advance, query_lines))
+
+
+def _read_batches(
+    file: TraceFile, account: FileAccount, advance: Callable[[int], None], query_lines: int
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches by the reader of the file's dialect. To add a dialect, add a case here."""
+    # Read before the trace: what a program that still runs records meanwhile must not count as missing.
+    account.announced_events = read_event_count(file.path)
+    pieces = read_pieces(file.path, account.faults.append, advance)
+    head = next(pieces, b"").removeprefix(UTF8_MARK)
+    pieces = chain([head], pieces)
+    dialect = detect_dialect(head)
+    account.dialect = dialect.value
+    if dialect is Dialect.JSON_LINES:
+        batches = JsonLines(file, account, query_lines).read(split_lines(pieces))
+    elif dialect is Dialect.CHROME:
+        batches = batch_rows(ChromeDocument(account, file.rank).read(pieces), file)
+    elif dialect is Dialect.STRACE:
+        batches = batch_rows(read_strace(file.path, head, split_lines(pieces), account), file)
+    else:
+        from penstock.trace.reading import darshan  # noqa: PLC0415 - few have such logs
+
+        is_log = dialect is Dialect.DARSHAN_LOG
+        rows = (
+            darshan.read_darshan_log(file.path, account)
+            if is_log
+            else darshan.read_darshan_text(split_lines(pieces), account)
+        )
+        batches = batch_rows(rows, file)
+    for batch in batches:
+        account.hosts |= {host for host in batch["host"].dictionary.to_pylist() if host is not None}
+        account.ranks |= {rank for rank in batch["rank"].unique().to_pylist() if rank is not None}
+        starts = batch["ts_us"].to_numpy()
+        first_us, last_us = int(starts.min()), int(starts.max())
+        account.first_us = first_us if account.first_us is None else min(account.first_us, first_us)
+        account.last_us = last_us if account.last_us is None else max(account.last_us, last_us)
+        yield batch
+    if not head:
+        account.notes.append("it is empty")
+    # Damaged JSON explains itself, line by line; Darshan's text without segments is known.
+    is_damaged = account.dropped or (account.faults and dialect is not Dialect.DARSHAN)
+    if is_damaged and account.is_without_events and head and not head.lstrip().startswith((b"{", b"[")):
+        account.faults.append(f"not one event: it seems to be {guess_content(file.path.name, head)}")
+
+
 class _Stopped(Exception):
     """Another file's failure, or an interrupt, ended the conversion."""
 
@@ -221,16 +294,8 @@ class GatheredEvents:
         self._most_in_memory = most_in_memory
         self._lock = Lock()
         self._pending: list[pa.Table] = []
-        self._num_pending = self._num_parts = 0
+        self._num_pending = self.num_parts = 0
         self._num_of_file: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return sum(self._num_of_file.values())
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether there were more events than are kept in memory."""
-        return self._num_parts > 0
 
     def add(self, number: int, batch: pa.RecordBatch) -> None:
         """Add events of the file of this number, in the order of its lines."""
@@ -249,7 +314,7 @@ class GatheredEvents:
     def source(self, connection: duckdb.DuckDBPyConnection) -> str:
         """A query for all events in the order of time."""
         relation = f"read_parquet({sql_literal(str(self._scratch / 'part-*.parquet'))})"
-        if self.has_parts:
+        if self.num_parts:
             self._write_part()
         else:
             empty = pa.schema([*SCHEMA, ("file_number", pa.int32()), ("line", pa.int64())]).empty_table()
@@ -263,10 +328,10 @@ class GatheredEvents:
 
     def _write_part(self) -> None:
         if self._pending:
-            part = self._scratch / f"part-{self._num_parts:05d}.parquet"
+            part = self._scratch / f"part-{self.num_parts:05d}.parquet"
             pq.write_table(pa.concat_tables(self._pending).unify_dictionaries(), part, compression="lz4")
             self._pending, self._num_pending = [], 0
-            self._num_parts += 1
+            self.num_parts += 1
 
 
 def write_table(
@@ -280,7 +345,7 @@ def write_table(
     document = {
         "version": _VERSION,
         "where": facts.where,
-        "sources": [asdict(source) for source in facts.sources],
+        "sources": facts.sources,
         "accounts": [account.document() for account in facts.accounts],
     }
     connection.execute("SET memory_limit = ?", [_SORT_MEMORY])
@@ -292,58 +357,40 @@ def write_table(
     connection.execute("RESET memory_limit")
 
 
-def check_target(target: Path, files: Sequence[TraceFile]) -> None:
-    """Raise UsageError unless a table of these files may be written to `target`."""
-    refuse_overwriting(
-        target, (file.path for file in files), kind="a Penstock event table", is_kind=_is_table
-    )
-
-
-def refuse_facts(facts: EventTableFacts, target: Path, *, strict: bool) -> None:
-    """Raise TraceDamaged if a table of these facts must not be written to `target`."""
-    if strict:
-        refuse_damaged(facts.accounts)
-    if target.exists():
-        refuse_lost(facts.accounts)
-
-
-def _is_table(path: Path) -> bool:
-    """Return whether a file is an event table, of whatever version."""
+def _read_facts_text(path: Path) -> bytes | None:
+    """The facts in a Parquet file; empty if it has none, None if it is no Parquet file."""
     try:
-        return _KEY.encode() in (pq.read_metadata(path).metadata or {})
+        metadata: Mapping[bytes, bytes] = pq.read_metadata(path).metadata or {}
     except (pa.ArrowInvalid, OSError):
-        return False
+        return None
+    return metadata.get(_KEY.encode(), b"")
 
 
 def read_facts(path: Path) -> EventTableFacts | None:
     """The facts of a table; None if the file is not a Parquet file."""
-    try:
-        metadata = pq.read_metadata(path).metadata or {}
-    except (pa.ArrowInvalid, OSError):
+    text = _read_facts_text(path)
+    if text is None:
         return None
-    if _KEY.encode() not in metadata:
+    if not text:
         raise UsageError(
             "This Parquet file is not an event table",
             where=str(path),
             fix="Create one with penstock trace load.",
         )
-    document = json.loads(metadata[_KEY.encode()])
+    document = json.loads(text)
     if document["version"] not in _READABLE:
         raise UsageError(
             f"Another version of Penstock wrote this table (format {document['version']}, not {_VERSION})",
             where=str(path),
             fix="Create it again with penstock trace load.",
         )
-    return EventTableFacts(
-        sources=tuple(SourceFile(**source) for source in document["sources"]),
-        accounts=tuple(FileAccount.from_document(account) for account in document["accounts"]),
-        where=document["where"],
-    )
+    accounts = tuple(map(FileAccount.from_document, document["accounts"]))
+    return EventTableFacts(tuple(document["sources"]), accounts, document["where"])
 
 
 @contextmanager
-def publishing(target: Path) -> Iterator[tuple[Path, Path]]:
-    """A file to write to, which becomes `target` when the block ends, and a folder beside it to work in."""
+def _publishing(target: Path) -> Iterator[tuple[Path, Path]]:
+    """A file to write to, which becomes `target` when the block ends, and a folder next to it to work in."""
     target.parent.mkdir(parents=True, exist_ok=True)
     # A killed conversion into the same table leaves its folder.
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*"):
@@ -462,18 +509,16 @@ def open_trace_set(
             made = folder / str(len(selected))
             made.mkdir()
             if dask:
-                with connect_dask(dask) as client:
-                    all_facts = convert_with_dask(client, files, made, progress=progress, where=where)
-                of_runs[run] += [account for facts in all_facts for account in facts.accounts]
+                of_runs[run] += read_with_dask(dask, files, made, progress=progress, where=where)
                 source = f"read_parquet({sql_literal(str(made / '*.events'))})"
                 tables += sorted(made.iterdir())
             else:
                 gathered = GatheredEvents(made)
                 of_runs[run] += read_events(files, gathered, progress=progress, where=where)
                 query = gathered.source(connection)
-                if gathered.has_parts:
+                if gathered.num_parts:
                     table = made / "run.events"
-                    write_table(connection, query, table, EventTableFacts(sources=(), accounts=()), "lz4")
+                    write_table(connection, query, table, EventTableFacts(), "lz4")
                     source = f"read_parquet({sql_literal(str(table))})"
                     tables.append(table)
                 else:
@@ -494,184 +539,138 @@ def open_trace_set(
 
 
 def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTableFacts:
-    """The facts of a table, rebuilt if its sources have changed."""
-    if not any(source.has_changed() for source in facts.sources):
+    """The facts of a table, rebuilt if its sources have changed; those that are gone have not."""
+    files = [
+        TraceFile(path=Path(one["path"]), name=one["name"], run=one["run"], rank_pattern=one["rank_pattern"])
+        for one in facts.sources
+    ]
+    there = [file.path.exists() for file in files]
+    if all(
+        _describe_source(file) == source
+        for file, source, is_there in zip(files, facts.sources, there, strict=True)
+        if is_there
+    ):
         return facts
-    if not all(Path(source.path).exists() for source in facts.sources):
+    if not all(there):
         raise UsageError(
             "This event table is out of date, and some of its trace files are gone",
             where=str(path),
             fix="Load the remaining files into a new table: penstock trace load.",
         )
     logger.info("%s is older than its trace files: rebuilding it", path)
-    return convert([source.file for source in facts.sources], path, progress=progress, where=facts.where)
+    return convert(files, path, progress=progress, where=facts.where)
 
 
-@contextmanager
-def connect_dask(scheduler: str) -> Iterator[Any]:
-    """A Dask client of `scheduler` (`local`, or an address as tcp://host:8786).
+def read_with_dask(
+    scheduler: str, files: Sequence[TraceFile], folder: Path, *, progress: Progress, where: str
+) -> tuple[FileAccount, ...]:
+    """Make one table per file in `folder`, which the workers must share; returns the files' accounts.
 
-    Raises Unavailable if Dask is not installed, UsageError if no scheduler answers.
+    `scheduler` is `local`, or an address as tcp://host:8786. Raises Unavailable if Dask is not installed,
+    UsageError if no scheduler answers.
     """
     with explained_imports("dask"):
         distributed = importlib.import_module("distributed")
     with ExitStack() as resources:
+        address = scheduler
         if scheduler == LOCAL:
             cluster = distributed.LocalCluster(
                 dashboard_address="127.0.0.1:0", threads_per_worker=1, host="127.0.0.1"
             )
-            resources.enter_context(cluster)
-            scheduler = cluster.scheduler_address
+            address = resources.enter_context(cluster).scheduler_address
         try:
-            client = resources.enter_context(distributed.Client(scheduler, timeout=_TIMEOUT))
+            client = resources.enter_context(distributed.Client(address, timeout=_TIMEOUT))
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"No Dask scheduler answers: {error}",
                 where=f"--dask {scheduler}",
                 fix="Write --dask local, or the address that dask scheduler printed, as tcp://host:8786.",
             ) from error
-        yield client
+        progress.begin("reading traces", float(len(files)))
+        targets = [folder / f"{number:06d}.events" for number in range(len(files))]
+        convert_one = partial(_convert_one, where=where)
+        futures = client.map(convert_one, files, targets, pure=False)
+        accounts: dict[Any, FileAccount] = {}
+        for future, result in distributed.as_completed(futures, with_results=True):
+            accounts[future.key] = result
+            progress.advance(1)
+        return tuple(accounts[future.key] for future in futures)
 
 
-def convert_with_dask(
-    client: Any, files: Sequence[TraceFile], folder: Path, *, progress: Progress, where: str
-) -> list[EventTableFacts]:
-    """Make one table per file in `folder`, which the workers must share; returns the tables' facts."""
-    distributed = importlib.import_module("distributed")
-    progress.begin("reading traces", float(len(files)))
-    targets = [folder / f"{number:06d}.events" for number in range(len(files))]
-    futures = client.map(_convert_one, files, targets, [where] * len(files), pure=False)
-    facts: dict[Any, EventTableFacts] = {}
-    for future, result in distributed.as_completed(futures, with_results=True):
-        facts[future.key] = result
-        progress.advance(1)
-    return [facts[future.key] for future in futures]
-
-
-def load_with_dask(
-    scheduler: str,
-    files: Sequence[TraceFile],
-    target: Path,
-    *,
-    progress: Progress,
-    where: str = "",
-    strict: bool = False,
-) -> EventTableFacts:
-    """Make the table that `convert` would make; the workers must share the target's folder."""
-    check_target(target, files)
-    with (
-        publishing(target) as (draft, folder),
-        connect_dask(scheduler) as client,
-        duckdb.connect() as connection,
-    ):
-        parts = convert_with_dask(client, files, folder, progress=progress, where=where)
-        joined = EventTableFacts(
-            sources=tuple(source for part in parts for source in part.sources),
-            accounts=tuple(account for part in parts for account in part.accounts),
-            where=where,
-        )
-        refuse_facts(joined, target, strict=strict)
-        tables = f"read_parquet({sql_literal(f'{folder}/*.events')}, filename = true, file_row_number = true)"
-        query = f"SELECT {COLUMNS_SQL} FROM {tables} ORDER BY ts_us, filename, file_row_number"
-        write_table(connection, query, draft, joined)
-    return joined
-
-
-def _convert_one(file: TraceFile, target: Path, where: str) -> EventTableFacts:
-    return convert([file], target, progress=Progress(), where=where, threads=1)
-
-
-logger = logging.getLogger(__name__)
+def _convert_one(file: TraceFile, target: Path, where: str) -> FileAccount:
+    facts = convert([file], target, progress=Progress(), where=where, threads=1)
+    return facts.accounts[0]
 
 
 APART_US: Final = 30 * 86_400 * 1_000_000
 """Files of one run that are further apart than this were not recorded by clocks that agree."""
-
 _YEAR_US: Final = 31_556_952 * 1_000_000
-_PLAUSIBLE_US: Final = (30 * _YEAR_US, 130 * _YEAR_US)
-"""From 2000 to 2100."""
+_FROM_2000_US, _TO_2100_US = 30 * _YEAR_US, 130 * _YEAR_US
 
 
 def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
-    """Files whose times cannot be right, alone or beside each other; one sentence each."""
-    timed = sorted((account for account in accounts if account.first_us is not None), key=_first)
-    return [*_find_wrong_units(timed), *_find_gaps(timed), *_find_copies(timed)]
-
-
-def _first(account: FileAccount) -> int:
-    return account.first_us or 0
-
-
-def _find_wrong_units(timed: Sequence[FileAccount]) -> Iterator[str]:
+    """Sentences about files whose times cannot be right, alone or together."""
+    timed = sorted(
+        ((account.first_us, account) for account in accounts if account.first_us is not None),
+        key=itemgetter(0),
+    )
+    sentences = []
     for unit, ratio in (("nanoseconds", 1000), ("milliseconds", 1 / 1000), ("seconds", 1 / 1_000_000)):
-        wrong = [account for account in timed if _is_in_unit(account, ratio)]
+        # Documents of Chrome often count from the start of the machine: small times are no mistake there.
+        wrong = [
+            (first_us, account)
+            for first_us, account in timed
+            if not _FROM_2000_US <= first_us < _TO_2100_US
+            and _FROM_2000_US <= first_us / ratio < _TO_2100_US
+            and (ratio > 1 or account.dialect == Dialect.JSON_LINES)
+        ]
         if wrong:
-            yield (
-                f"Times of {_name(wrong)} look like {unit} that were read as microseconds (the first is of"
-                f" {_date(_first(wrong[0]))}): durations are wrong, too. A line of metadata time_metric tells"
-                " DFTracer's unit"
+            sentences.append(
+                f"Times of {_name_files(wrong)} look like {unit} that were read as microseconds (the first is"
+                f" of {_format_date(wrong[0][0])}): durations are wrong, too. A line of metadata time_metric"
+                " tells DFTracer's unit"
             )
-
-
-def _is_in_unit(account: FileAccount, ratio: float) -> bool:
-    """Whether a first time is no date in our years, but one in this unit.
-
-    Documents of Chrome often count from the start of the machine, so that small times are no mistake there.
-    """
-    if ratio < 1 and account.dialect != "json lines":
-        return False
-    low_us, high_us = _PLAUSIBLE_US
-    first_us = _first(account)
-    return not low_us <= first_us < high_us and low_us <= first_us / ratio < high_us
-
-
-def _find_gaps(timed: Sequence[FileAccount]) -> Iterator[str]:
-    groups: list[list[FileAccount]] = []
+    groups: list[list[tuple[int, FileAccount]]] = []
     last_us = 0
-    for account in timed:
-        if not groups or _first(account) - last_us > APART_US:
+    copies: dict[Hashable, list[tuple[int, FileAccount]]] = {}
+    for first_us, account in timed:
+        if not groups or first_us - last_us > APART_US:
             groups.append([])
-        groups[-1].append(account)
+        groups[-1].append((first_us, account))
         last_us = max(last_us, account.last_us or 0)
-    if len(groups) > 1:
-        told = "; ".join(f"{_name(group)} from {_date(_first(group[0]))} on" for group in groups)
-        yield (
-            f"The clocks or units of these files do not agree, so spans, timelines and overlaps over all of"
-            f" them are wrong: {told}"
-        )
-
-
-def _find_copies(timed: Sequence[FileAccount]) -> Iterator[str]:
-    """Files whose events seem to be the same, so that each question counts them several times."""
-    alike: dict[Hashable, list[FileAccount]] = {}
-    for account in timed:
         num_events = account.events + account.salvaged
-        if num_events < 2 or _first(account) < _PLAUSIBLE_US[0]:
-            # Many times since the start of a job begin with nought.
-            continue
-        who = account.dialect, _first(account), frozenset(account.hosts), frozenset(account.ranks)
-        # A copy that was cut ends earlier: where ranks are known, the first microsecond is enough.
-        rest = () if account.ranks else (account.last_us, num_events)
-        alike.setdefault((*who, *rest), []).append(account)
-    for copies in alike.values():
-        if len(copies) > 1:
-            yield (
-                f"{_name(copies)} begin in the same microsecond and do not differ in host or rank: if they"
-                " are copies, their events count several times"
-            )
+        # Many times since the start of a job begin with nought.
+        if num_events >= 2 and first_us >= _FROM_2000_US:
+            # A copy that was cut ends earlier: where ranks are known, the first microsecond is enough.
+            rest = () if account.ranks else (account.last_us, num_events)
+            who = (account.dialect, first_us, frozenset(account.hosts), frozenset(account.ranks), *rest)
+            copies.setdefault(who, []).append((first_us, account))
+    if len(groups) > 1:
+        each = "; ".join(f"{_name_files(group)} from {_format_date(group[0][0])} on" for group in groups)
+        sentences.append(
+            "The clocks or units of these files do not agree, so spans, timelines and overlaps over all of"
+            f" them are wrong: {each}"
+        )
+    sentences += [
+        f"{_name_files(files)} begin in the same microsecond and do not differ in host or rank: if they are"
+        " copies, their events count several times"
+        for files in copies.values()
+        if len(files) > 1
+    ]
+    return sentences
 
 
-def _name(accounts: Sequence[FileAccount]) -> str:
+def _name_files(timed: Sequence[tuple[int, FileAccount]]) -> str:
     """The first files of several, with their hosts."""
     names = []
-    for account in accounts[:3]:
+    for _, account in timed[:3]:
         hosts = ", ".join(sorted(account.hosts)[:3])
         names.append(f"{account.file} (host {hosts})" if hosts else account.file)
-    more = f" and {len(accounts) - 3} more" if len(accounts) > 3 else ""
+    more = f" and {len(timed) - 3} more" if len(timed) > 3 else ""
     return ", ".join(names) + more
 
 
-def _date(time_us: int) -> str:
+def _format_date(time_us: int) -> str:
     year = 1970 + time_us // _YEAR_US
     if not 1 <= year <= 9998:
         return f"the year {year:,}"

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli import main
-from penstock.trace.compare.findings import FINDING_RULES
 from penstock.trace.compare.expectations import Expectations
-from penstock.trace.compare.trace_study import ComparisonSpec
+from penstock.trace.compare.findings import FINDING_RULES
+from penstock.trace.compare.trace_study import ComparisonSpec, parse_document
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO
-from penstock.trace.yaml_documents import parse_document
 
 if TYPE_CHECKING:
     import pytest

@@ -18,8 +18,8 @@ from tests.support.command_line import run_command
 from tests.support.reference_trace_parser import READERS, Event
 
 from penstock.environment import process_environment
-from penstock.trace.reading.event_batch import TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import TraceFile
+from penstock.trace.trace_set import read_trace_file
 
 
 def asked(*words: object) -> Mapping[str, Any]:

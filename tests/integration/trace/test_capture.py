@@ -28,10 +28,9 @@ from penstock.trace.capture.trace_writer import (
     Layer,
     TraceFileWriter,
 )
-from penstock.trace.reading.chunks import COUNT_SUFFIX, read_event_count
-from penstock.trace.reading.event_batch import TraceFile
-from penstock.trace.reading.find_files import find_trace_files
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import TraceFile
+from penstock.trace.reading.trace_files import COUNT_SUFFIX, find_trace_files, read_event_count
+from penstock.trace.trace_set import read_trace_file
 
 WORK = EventKind("work", "app", Layer.PYTHON)
 PROGRAMS = Path(__file__).parent / "programs"
@@ -106,7 +105,7 @@ def num_missing(trace: Path) -> int:
 
 def test_events_lost_with_a_killed_process_are_counted(tmp_path: Path) -> None:
     segments = TraceFileWriter(tmp_path, "trace")
-    segments.event_count.counts[0], segments.event_count.counts[5] = 7, 3
+    segments.counts[0], segments.counts[5] = 7, 3
     segments.close(complete=False)
     assert num_missing(segments.path) == 10
     assert find_trace_files([str(tmp_path)]) == find_trace_files([f"{tmp_path}/*"]) == [segments.path]

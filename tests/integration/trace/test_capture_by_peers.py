@@ -8,8 +8,8 @@ import pytest
 
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns
 from penstock.trace.capture.trace_writer import EventKind, Layer
-from penstock.trace.reading.event_batch import TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import TraceFile
+from penstock.trace.trace_set import read_trace_file
 
 TOOLS = Path(sysconfig.get_path("scripts"))
 

@@ -15,10 +15,9 @@ import pytest
 from penstock.cli.app import main
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress
-from penstock.trace.reading.event_batch import TraceFile
-from penstock.trace.reading.find_files import find_trace_files
-from penstock.trace.reading.trace_file import read_trace_file
-from penstock.trace.trace_set import open_trace_set
+from penstock.trace.event_schema import TraceFile
+from penstock.trace.reading.trace_files import find_trace_files
+from penstock.trace.trace_set import open_trace_set, read_trace_file
 
 TS_US = 1_700_000_000_000_000
 EVENT = {"name": "read", "cat": "POSIX", "ts": TS_US, "dur": 5, "pid": 1, "tid": 1, "ph": "X"}

@@ -16,10 +16,9 @@ from tests.support.open_files import open_below
 from tests.support.trace_files import Writing, lines_of, write_trace
 
 from penstock.cli.app import main
-from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.chunks import read_pieces
-from penstock.trace.reading.event_batch import BATCH_SCHEMA, TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import BATCH_SCHEMA, FileAccount, TraceFile
+from penstock.trace.reading.trace_files import read_pieces
+from penstock.trace.trace_set import read_trace_file
 
 NUM_EVENTS = 60
 
@@ -133,7 +132,7 @@ def test_a_damaged_line_with_its_event_still_in_it_is_salvaged(
     rows, account = read(file)
     assert account.salvaged_reasons == {reason: 1}
     assert account.events == NUM_EVENTS
-    assert (account.samples[0].line, account.samples[0].reason) == (21, reason)
+    assert (account.samples[0]["line"], account.samples[0]["reason"]) == (21, reason)
     damaged = next(
         row for row in rows if row["dur_us"] == 7 and (row["ts_us"] == 5 or row["host"] == "corona171")
     )

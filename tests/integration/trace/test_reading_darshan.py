@@ -15,11 +15,10 @@ import pyarrow as pa
 import pytest
 
 from penstock.errors import Unavailable
-from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.content_guess import LOG_MAGIC
-from penstock.trace.reading.darshan_log import DarshanLog
-from penstock.trace.reading.event_batch import BATCH_SCHEMA, TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import BATCH_SCHEMA, FileAccount, TraceFile
+from penstock.trace.reading.darshan import rows_of_log
+from penstock.trace.reading.trace_files import LOG_MAGIC
+from penstock.trace.trace_set import read_trace_file
 
 FIXTURES = Path(os.environ.get("PENSTOCK_TRACE_FIXTURES", "/nowhere")) / "darshan"
 needs_fixtures = pytest.mark.skipif(not FIXTURES.is_dir(), reason="PENSTOCK_TRACE_FIXTURES is not set")
@@ -190,10 +189,8 @@ def test_log_without_the_library_names_the_extra_to_install(
 @contextmanager
 def _parsing(records: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], FileAccount]]:
     account = FileAccount(file="x.darshan")
-    log = DarshanLog(TraceFile(path=Path("x.darshan"), run="r"), account)
     job = {"start_us": START_US, "nprocs": 4, "modules": ["POSIX"], "partial": []}
-    rows = [dict(row) for record in (job, *records) for row in log._parse(record)]
-    log._find_faults(0, [])
+    rows = [dict(row) for row in rows_of_log((job, *records), account)]
     yield rows, account
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.event_batch import BATCH_SCHEMA, TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import BATCH_SCHEMA, FileAccount, TraceFile
+from penstock.trace.trace_set import read_trace_file
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:
@@ -65,8 +64,8 @@ def test_strace_resolves_descriptors_and_joins_interrupted_calls(tmp_path: Path)
     assert account.dialect == "strace"
     assert (account.metadata, account.dropped_reasons["not a line of strace"]) == (3, 1)
     assert account.salvaged_reasons == {"never returned": 1}
-    (lost,) = [one for one in account.samples if one.reason == "never returned"]
-    assert lost.text == STRACE.splitlines()[lost.line - 1]
+    (lost,) = [one for one in account.samples if one["reason"] == "never returned"]
+    assert lost["text"] == STRACE.splitlines()[lost["line"] - 1]
 
 
 KILLED = """7 1727387307.000100 clone3({flags=CLONE_VM|CLONE_THREAD} => {parent_tid=[8]}, 88) = 8 <0.000040>
@@ -93,7 +92,7 @@ def test_each_call_of_a_thread_that_was_killed_within_it_is_told_once(tmp_path: 
         *((9, 9, "read"), (9, 9, "read"), (9, 9, "write")),
     ]
     assert account.salvaged_reasons == {"never returned": 2}
-    assert [one.line for one in account.samples] == [7, 9]
+    assert [one["line"] for one in account.samples] == [7, 9]
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="no strace here")

@@ -5,9 +5,8 @@ import pyarrow as pa
 import pytest
 from tests.support.trace_files import Writing, make_events, write_trace
 
-from penstock.trace.event_schema import COLUMNS, FileAccount, canonical
-from penstock.trace.reading.event_batch import TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import COLUMNS, FileAccount, TraceFile, canonical
+from penstock.trace.trace_set import read_trace_file
 
 
 def read(path: Path, *, query_lines: int = 0) -> tuple[pa.Table, FileAccount]:

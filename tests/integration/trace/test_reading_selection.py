@@ -7,8 +7,7 @@ from tests.support.trace_files import Writing, write_trace
 
 from penstock.errors import UsageError
 from penstock.progress import Progress
-from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.event_batch import TraceFile
+from penstock.trace.event_schema import FileAccount, TraceFile
 from penstock.trace.trace_set import GatheredEvents, check_where, read_events
 
 

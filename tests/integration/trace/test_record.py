@@ -12,7 +12,7 @@ import pytest
 import penstock.trace
 from penstock.errors import Unavailable, UsageError
 from penstock.trace.capture.external_tracers import dftracer_preload, plan_recording
-from penstock.trace.reading.hash_names import find_name_in_siblings
+from penstock.trace.reading.json_lines import find_name_in_siblings
 
 PROGRAMS = Path(__file__).parent / "programs"
 needs_dftracer = pytest.mark.skipif(dftracer_preload() is None, reason="dftracer is not installed")

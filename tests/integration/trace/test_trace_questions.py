@@ -10,7 +10,7 @@ import pytest
 from tests.support.synthesize import SynthesisSpec, synthesize
 
 from penstock.cli import main
-from penstock.trace.yaml_documents import parse_document
+from penstock.trace.compare.trace_study import parse_document
 
 SPEC = """
 generation: 3

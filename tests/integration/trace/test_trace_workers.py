@@ -7,8 +7,8 @@ from tests.support.trace_files import Writing, write_trace
 from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.trace import load
-from penstock.trace.reading.find_files import find_trace_files
-from penstock.trace.trace_set import convert, load_with_dask, name_trace_files, read_facts
+from penstock.trace.reading.trace_files import find_trace_files
+from penstock.trace.trace_set import convert, name_trace_files, read_facts
 
 distributed = pytest.importorskip("distributed")
 
@@ -34,7 +34,7 @@ def test_workers_make_the_table_that_threads_make(tmp_path: Path) -> None:
     alone, many = tmp_path / "alone.events", tmp_path / "many.events"
     convert(files, alone, progress=Progress())
     with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address="127.0.0.1:0") as cluster:
-        facts = load_with_dask(cluster.scheduler_address, files, many, progress=Progress())
+        facts = convert(files, many, progress=Progress(), dask=cluster.scheduler_address)
     assert pq.read_table(alone).equals(pq.read_table(many))
     assert facts == read_facts(many) == read_facts(alone)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from penstock.errors import UsageError
-from penstock.trace.yaml_documents import YamlDocument, load_document, parse_document
+from penstock.trace.compare.trace_study import YamlDocument, load_document, parse_document
 
 Count = Annotated[int, Field(ge=0)]
 Ranks = Literal["all", "others"] | tuple[Count, ...]

@@ -8,8 +8,14 @@ import pytest
 from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
-from penstock.trace.dimensions import DEFAULT_PHASES, Dimensions, parse_mounts, parse_phase, parse_tier
-from penstock.trace.questions.events_view import view_events
+from penstock.trace.dimensions import (
+    DEFAULT_PHASES,
+    Dimensions,
+    parse_mounts,
+    parse_phase,
+    parse_tier,
+    view_events,
+)
 
 
 def seen(dimensions: Dimensions, *rows: Mapping[str, Any]) -> list[tuple[Any, ...]]:

@@ -70,6 +70,12 @@ def axis(study: Study) -> TimeAxis:
     return measure_axis(study.events, study.runs)
 
 
+def placed(study: Study) -> TimeAxis:
+    axis = measure_axis(study.events, study.runs)
+    place_calls(axis)
+    return axis
+
+
 def records(answer: Answer) -> list[dict[str, Any]]:
     return list(answer.records())
 
@@ -117,9 +123,6 @@ def test_the_axis_has_the_runs_with_events_and_the_longest_span(events: list[Eve
         origin = min(event["ts_us"] for event in own)
         assert extent.origin_us == origin
         assert extent.span_us == max(event["ts_us"] + event["dur_us"] for event in own) - origin
-        assert extent.num_io == sum(map(is_io, own))
-        assert extent.num_processes == len({(event["host"], event["pid"]) for event in own})
-        assert extent.num_threads == len({(event["host"], event["pid"], event["tid"]) for event in own})
     assert axis.span_us == max(extent.span_us for extent in axis.runs.values())
 
 
@@ -133,7 +136,7 @@ def test_buckets_are_round_and_not_more_than_asked_for(axis: TimeAxis, most: int
 def test_bandwidth_divides_bytes_by_the_time_in_each_bucket(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = figures.bandwidth(study.events, axis)
+    answer = figures.bandwidth(axis)
     width = axis.bucket_us(figures.BANDWIDTH_BUCKETS)
     expected: dict[tuple[Any, ...], float] = defaultdict(float)
     for event in events:
@@ -154,7 +157,7 @@ def test_bandwidth_divides_bytes_by_the_time_in_each_bucket(
 def test_cells_of_ranks_have_their_bytes_and_the_exact_time_they_were_busy(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = figures.rank_cells(place_calls(study.events, axis))
+    answer = figures.rank_cells(placed(study))
     width = axis.bucket_us(figures.HEAT_BUCKETS)
     for run in axis.runs:
         rows = [row for row in records(answer) if row["run"] == run]
@@ -179,7 +182,7 @@ def test_many_ranks_share_rows_and_no_byte_is_lost() -> None:
         for rank in range(150)
     ]  # fmt: skip
     with small_study(events, runs=["base"]) as study:
-        answer = figures.rank_cells(place_calls(study.events, measure_axis(study.events, study.runs)))
+        answer = figures.rank_cells(placed(study))
     rows = records(answer)
     assert {row["row"] for row in rows} == set(range(50))
     assert {(row["first_rank"], row["last_rank"]) for row in rows if row["row"] == 49} == {(147, 149)}
@@ -191,7 +194,7 @@ def test_many_ranks_share_rows_and_no_byte_is_lost() -> None:
 def test_computation_io_and_both_are_measured_in_each_process(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = figures.overlap_lanes(place_calls(study.events, axis))
+    answer = figures.overlap_lanes(placed(study))
     width = axis.bucket_us(figures.OVERLAP_BUCKETS)
     for run in axis.runs:
         expected: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -219,7 +222,7 @@ def test_computation_io_and_both_are_measured_in_each_process(
 def test_metadata_calls_count_where_they_begin_and_rare_ones_are_other(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = figures.metadata_calls(study.events, axis)
+    answer = figures.metadata_calls(axis)
     width = axis.bucket_us(figures.HEAT_BUCKETS)
     starts: dict[tuple[str, int], int] = defaultdict(int)
     for event in events:
@@ -235,7 +238,7 @@ def test_metadata_calls_count_where_they_begin_and_rare_ones_are_other(
 
 
 def test_bars_hold_every_event_within_their_ends(events: list[Event], study: Study, axis: TimeAxis) -> None:
-    bars = records(figures.call_bars(place_calls(study.events, axis)))
+    bars = records(figures.call_bars(placed(study)))
     drawn = [event for event in events if event["kind"] != "app"]
     assert sum(bar["num_events"] for bar in bars) == len(drawn)
     assert sum(bar["sum_us"] for bar in bars) == sum(event["dur_us"] for event in drawn)
@@ -254,7 +257,7 @@ def test_too_many_events_become_fewer_bars_and_the_note_says_so(monkeypatch: pyt
     monkeypatch.setattr(figures, "MOST_BARS", 200)
     events = make_events(3000, span_us=400_000)
     with small_study(plain(events), runs=RUNS) as study:
-        answer = figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
+        answer = figures.call_bars(placed(study))
     assert len(answer.rows) <= 200
     drawn = sum(event["kind"] != "app" for event in events)
     assert sum(row["num_events"] for row in records(answer)) == drawn
@@ -266,7 +269,7 @@ def test_each_lane_keeps_a_bar_of_each_kind_however_few_are_wanted(
     events: list[Event], study: Study, axis: TimeAxis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "MOST_BARS", 1)
-    rows = records(figures.call_bars(place_calls(study.events, axis)))
+    rows = records(figures.call_bars(placed(study)))
     lanes = [(row["run"], row["host"], row["pid"], row["tid"], row["kind"]) for row in rows]
     assert len(lanes) == len(set(lanes))
     assert set(lanes) == {
@@ -281,12 +284,12 @@ def test_more_threads_than_lanes_become_processes_and_then_the_busiest() -> None
 
     of_threads = [write(pid, tid, 5) for pid in range(4) for tid in range(30)]
     with small_study(of_threads, runs=["base"]) as study:
-        answer = figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
+        answer = figures.call_bars(placed(study))
     assert {row["pid"] for row in records(answer)} == {0, 1, 2, 3}
     assert "4 processes" in answer.notes[0]
     of_processes = [write(pid, tid, pid) for pid in range(1, 61) for tid in range(2)]
     with small_study(of_processes, runs=["base"]) as study:
-        answer = figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
+        answer = figures.call_bars(placed(study))
     assert {row["pid"] for row in records(answer)} == set(range(61 - figures.MOST_LANES, 61))
     assert f"the {figures.MOST_LANES} of 60 processes with the most I/O" in answer.notes[0]
 
@@ -320,7 +323,7 @@ def loop_spans(num_steps: int, step_us: int) -> list[dict[str, Any]]:
 
 def test_steps_waits_barriers_and_checkpoints_of_a_loop_are_bars_of_its_thread() -> None:
     with small_study(loop_spans(10, 10_000), runs=["base"]) as study:
-        rows = records(figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
+        rows = records(figures.call_bars(placed(study)))
     assert {row["tid"] for row in rows} == {7}
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
@@ -335,16 +338,16 @@ def test_steps_waits_barriers_and_checkpoints_of_a_loop_are_bars_of_its_thread()
 
 def test_steps_too_narrow_to_be_told_apart_are_one_bar() -> None:
     with small_study(loop_spans(1000, 40), runs=["base"]) as study:
-        rows = records(figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
+        rows = records(figures.call_bars(placed(study)))
     (steps,) = [row for row in rows if row["kind"] == "step"]
     assert (steps["num_events"], steps["sum_us"], steps["until_us"]) == (1000, 40_000, 40_000)
 
 
 def test_spans_of_a_loop_are_no_calls_in_other_figures() -> None:
     with small_study(loop_spans(10, 10_000), runs=["base"]) as study:
-        placed = place_calls(study.events, measure_axis(study.events, study.runs))
-        assert figures.rank_cells(placed).rows == []
-        overlap = records(figures.overlap_lanes(placed))
+        axis = placed(study)
+        assert figures.rank_cells(axis).rows == []
+        overlap = records(figures.overlap_lanes(axis))
     assert sum(row["compute_us"] for row in overlap) == 50_000
     assert sum(row["io_us"] for row in overlap) == 0
 
@@ -352,7 +355,7 @@ def test_spans_of_a_loop_are_no_calls_in_other_figures() -> None:
 def test_offsets_of_the_busiest_files_hold_all_their_bytes(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    rows = records(figures.file_offsets(study.events, axis))
+    rows = records(figures.file_offsets(axis))
     for run in axis.runs:
         totals: dict[str, int] = defaultdict(int)
         ends: dict[str, int] = defaultdict(int)
@@ -452,9 +455,8 @@ def test_operations_have_their_median_and_their_longest_call(events: list[Event]
 
 def test_runs_without_any_event_have_figures_without_rows() -> None:
     with small_study([], runs=["base"]) as study:
-        axis = measure_axis(study.events, study.runs)
-        placed = place_calls(study.events, axis)
+        axis = placed(study)
         for of_calls in (figures.rank_cells, figures.overlap_lanes, figures.call_bars):
-            assert of_calls(placed).rows == []
+            assert of_calls(axis).rows == []
         for ask in (figures.bandwidth, figures.metadata_calls, figures.file_offsets):
-            assert ask(study.events, axis).rows == []
+            assert ask(axis).rows == []

@@ -11,9 +11,8 @@ from tests.support.trace_events import events_table
 
 from penstock.errors import StorageError
 from penstock.progress import Progress
-from penstock.trace.dimensions import Dimensions
+from penstock.trace.dimensions import Dimensions, view_events
 from penstock.trace.perfetto_export import export_perfetto
-from penstock.trace.questions.events_view import view_events
 
 ROWS = [
     {"name": "write", "ts_us": 5, "dur_us": 3, "pid": 1, "tid": 7, "rank": 0, "host": "a", "size_bytes": 9,

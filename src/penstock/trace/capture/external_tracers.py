@@ -11,6 +11,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -34,12 +35,12 @@ BLIND_SPOTS: Mapping[str, str] = {
     ),
     "strace": "strace does not see what is read or written through a mapped file (mmap), nor io_uring",
 }
-"""What each tracer misses, for those who wonder where their bytes are."""
+"""I/O that each tracer misses, for those who wonder where their bytes are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingPlan:
-    """How a program will be run."""
+    """A program's command line and environment under its tracer."""
 
     tracer: str
     argv: tuple[str, ...]
@@ -50,7 +51,7 @@ class RecordingPlan:
 def plan_recording(
     command: Sequence[str], folder: Path, *, tracer: Tracer = "auto", data: Sequence[str] = ()
 ) -> RecordingPlan:
-    """How to run `command` to write its trace to `folder`. `data` limits dftracer to some folders."""
+    """Plan to run `command` with its trace in `folder`. `data` limits dftracer to some folders."""
     if not command:
         raise UsageError(
             "There is no command to record", fix="Write it after --: penstock trace record -- python train.py"
@@ -81,15 +82,11 @@ def plan_recording(
     name = f"trace{HOST_MARK}{socket.gethostname()}.strace"
     # One file per thread (-ff), so that none waits for another, and descriptors with their paths (-y).
     options = ["-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / name)]
-    if _has_seccomp_filter(strace):
+    # Since 5.3 strace can leave calls that are not watched at full speed.
+    described = subprocess.run([strace, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    if "--seccomp-bpf" in described.stdout:
         options.insert(0, "--seccomp-bpf")
     return RecordingPlan(tracer="strace", argv=(strace, *options, "--", *command), environment={})
-
-
-def _has_seccomp_filter(strace: str) -> bool:
-    """Whether this strace can leave calls that are not watched at full speed (since 5.3)."""
-    said = subprocess.run([strace, "--help"], capture_output=True, text=True, check=False, timeout=60)
-    return "--seccomp-bpf" in said.stdout
 
 
 def dftracer_preload() -> Path | None:
@@ -112,7 +109,7 @@ def record(recording: RecordingPlan, folder: Path) -> int:
             recording.argv,
             env=environment,
             check=False,
-            preexec_fn=_restore_interrupts,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     except FileNotFoundError:
         raise UsageError(
@@ -121,7 +118,3 @@ def record(recording: RecordingPlan, folder: Path) -> int:
     finally:
         signal.signal(signal.SIGINT, usual)
     return completed.returncode if completed.returncode >= 0 else 128 - completed.returncode
-
-
-def _restore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,5 +1,12 @@
 """Records a process's events: an append to memory in the traced thread, the rest in the background.
 
+    with penstock.trace.span("evaluate", step=12): ...
+    @penstock.trace.traced(cat="compute")
+    for batch in penstock.trace.steps(loader, "train"): ...
+
+These spans trace if `PENSTOCK_TRACE` names a folder, or into the one given to `tracing_to`; otherwise they
+cost one look-up. A span never changes what it wraps, and exceptions pass through.
+
 Recording takes no lock: each thread has a queue of its own and a count of its own, in memory that survives
 the process. Four times a second the background thread writes the queues as a segment of the trace. A forked
 child begins a trace of its own. Invariant: an event is in the trace, or the count says that it is missing.
@@ -14,13 +21,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from multiprocessing import util as multiprocessing_ends
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
+from penstock.environment import TRACE, TRACE_RANK, process_environment
 from penstock.errors import PenstockError
 from penstock.storage.capabilities import SpanValue
 from penstock.trace.capture.trace_writer import (
@@ -35,7 +45,7 @@ from penstock.trace.capture.trace_writer import (
 logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.25
-"""How long events stay in memory: what a killed process loses at most; the count includes them."""
+"""Time that events stay in memory: a killed process loses those at most, and the count includes them."""
 BATCH_EVENTS: Final = 20_000
 MOST_WAITING: Final = 2_000_000
 """Events kept in memory while the disk refuses them; more are dropped, and counted."""
@@ -138,7 +148,13 @@ class TraceRecorder:
             try:
                 self._segments.append(lines)
             except PenstockError as error:
-                self._keep(lines, error)
+                num_events = lines.count(b'"ph":1')
+                if num_events <= MOST_WAITING:
+                    self._unwritten = lines
+                    return
+                self._num_lost += num_events
+                self._lines.num_events -= num_events
+                logger.warning("%d events are not in the trace: %s", num_events, error)
 
     def close(self) -> None:
         """Write what is left and close the trace. May be called twice; later events begin another trace."""
@@ -169,7 +185,7 @@ class TraceRecorder:
                 self._start()
             assert self._segments is not None
             place = min(len(self._queues), COUNTED_THREADS - 1)
-            counts = self._segments.event_count.counts
+            counts = self._segments.counts
             own = counts if place < COUNTED_THREADS - 1 else SharedCount(counts, self._counting)
             queue = ThreadQueue(threading.get_native_id(), place, own)
             self._queues.append(queue)
@@ -199,18 +215,11 @@ class TraceRecorder:
         with self._lock:
             queues = list(self._queues)
         for queue in queues:
-            while batch := _take_batch(queue.waiting):
+            waiting = queue.waiting
+            # Other threads only append, so all that are counted are there.
+            while batch := [waiting.popleft() for _ in range(min(len(waiting), BATCH_EVENTS))]:
                 parts.append(self._lines.events(queue.thread, batch))
         return b"".join(parts)
-
-    def _keep(self, lines: bytes, error: PenstockError) -> None:
-        num_events = lines.count(b'"ph":1')
-        if num_events <= MOST_WAITING:
-            self._unwritten = lines
-            return
-        self._num_lost += num_events
-        self._lines.num_events -= num_events
-        logger.warning("%d events are not in the trace: %s", num_events, error)
 
     def _after_fork(self) -> None:
         """In a forked child: events, files and thread so far belong to the parent."""
@@ -219,6 +228,82 @@ class TraceRecorder:
         self._begin()
 
 
-def _take_batch(waiting: deque[RecordedEvent]) -> list[RecordedEvent]:
-    """Up to a batch of waiting events. Other threads only append, so all that are counted are there."""
-    return [waiting.popleft() for _ in range(min(len(waiting), BATCH_EVENTS))]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+Value = int | float | str | bool
+
+_CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
+    """Trace the spans of this thread or task into `folder`; the trace is complete when the block ends.
+
+    A program of several processes gives each its `rank` of `size`.
+    """
+    recorder = get_recorder(str(folder), "" if rank is None else f"{rank}/{size}")
+    chosen = _CHOSEN.set(recorder)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(chosen)
+        recorder.flush()
+
+
+@contextmanager
+def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
+    """Trace the block as one event `name` of category `cat`, with `args` such as `step=` and `epoch=`."""
+    recorder = _CHOSEN.get() or _from_environment()
+    if recorder is None:
+        yield
+        return
+    began_ns = clock_ns()
+    try:
+        yield
+    finally:
+        recorder.record(span_kind(name, cat), began_ns, args=args or None)
+
+
+def traced(
+    name: str | None = None, *, cat: str = "app"
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """A decorator: every call is a span of category `cat` with the name of the function, or `name`."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            with span(name or function.__qualname__, cat=cat):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def steps(
+    items: Iterable[Item], name: str = "loop", *, cat: str = "compute", **args: Value
+) -> Iterator[Item]:
+    """Iterate over `items` with two spans per step, which begin with `name`.
+
+    `NAME.wait` is the wait for the next item, `NAME.step` the loop's body, of category `cat`.
+    """
+    source = iter(items)
+    number = 0
+    while True:
+        with span(f"{name}.wait", cat="wait", step=number, **args):
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+        with span(f"{name}.step", cat=cat, step=number, **args):
+            yield item
+        number += 1
+
+
+@cache
+def _from_environment() -> TraceRecorder | None:
+    """The recorder of the folder in `PENSTOCK_TRACE`, if it is set."""
+    environment = process_environment()
+    folder = environment.get(TRACE)
+    return get_recorder(folder, environment.get(TRACE_RANK, "")) if folder else None

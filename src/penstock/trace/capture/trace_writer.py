@@ -1,8 +1,8 @@
-"""Writes the trace of one process: recorded events as lines of JSON, in gzip segments, beside an event count.
+"""Writes the trace of one process: recorded events as lines of JSON, in gzip segments, and an event count.
 
 Lines are of the third generation of DFTracer's format: files and hosts are named once per process, in lines
 of their own, and by hash after that. A segment is a whole gzip member, or is not there: a write that fails is
-taken back. The event count is a memory-mapped file beside the trace, so the kernel keeps it however the
+taken back. The event count is a memory-mapped file next to the trace, so the kernel keeps it however the
 process ends; it is removed when the trace is closed in good order. Invariants: whatever a path contains, a
 line is one line of valid JSON; trace and count together tell how many events are missing.
 """
@@ -21,14 +21,14 @@ import xxhash
 from isal import igzip
 
 from penstock.errors import OutOfSpace, PenstockError, StorageError
-from penstock.trace.reading.chunks import COUNT_SUFFIX
+from penstock.trace.reading.trace_files import COUNT_SUFFIX
 
 COMPLETE: Final = 1
 METADATA: Final = 4
 
 
 class Layer(IntEnum):
-    """Which part of a process an event belongs to, as the format numbers them."""
+    """The part of a process that an event belongs to, as the format numbers it."""
 
     TRACER = 1
     LIBC_IO = 3
@@ -37,7 +37,7 @@ class Layer(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventKind:
-    """What all events of one kind share. Compared by identity, so a table look-up costs nothing."""
+    """The facts that all events of a kind share. Compared by identity, so a look-up costs nothing."""
 
     name: str
     cat: str
@@ -117,7 +117,7 @@ class LineFormatter:
         return xxhash.xxh3_64_hexdigest(self.host.encode())
 
     def _head(self, kind: EventKind) -> str:
-        """What all lines of a kind have in common; formatted once."""
+        """The beginning of all lines of a kind; formatted once."""
         name, cat = json.dumps(kind.name), json.dumps(kind.cat)
         head = f'"name":{name},"cat":{cat},"type":{kind.layer:d},"pid":{self.pid}'
         self._heads[kind] = head
@@ -149,33 +149,15 @@ COUNTED_THREADS: Final = 4096
 _FAST = 1
 
 
-class EventCount:
-    """How many events each thread has recorded, in a memory-mapped file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            # On a full disk, writing to a page without a block would end the process with SIGBUS.
-            os.posix_fallocate(descriptor, 0, COUNTED_THREADS * 8)
-            shared = mmap.mmap(descriptor, COUNTED_THREADS * 8)
-        except OSError:
-            path.unlink()
-            raise
-        finally:
-            os.close(descriptor)
-        # Never closed: a thread may record until the process ends.
-        self.counts = memoryview(shared).cast("q")
-
-
 class TraceFileWriter:
-    """The trace file of one process, open for appending."""
+    """The trace file of one process, open for appending; `counts` are those of its threads' events."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.path, self._descriptor = _create(folder, stem)
+        self._count_path = self.path.with_name(self.path.name + COUNT_SUFFIX)
         self._size_bytes = 0
         try:
-            self.event_count = EventCount(self.path.with_name(self.path.name + COUNT_SUFFIX))
+            self.counts = _map_counts(self._count_path)
         except OSError as error:
             os.close(self._descriptor)
             self.path.unlink()
@@ -198,11 +180,26 @@ class TraceFileWriter:
         """Close the file; the count is removed if everything it counts is in the trace."""
         os.close(self._descriptor)
         if complete:
-            self.event_count.path.unlink(missing_ok=True)
+            self._count_path.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Close a parent's file in a forked child."""
         os.close(self._descriptor)
+
+
+def _map_counts(path: Path) -> memoryview:
+    """The number of events that each thread has recorded, in a new memory-mapped file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        # On a full disk, writing to a page without a block would end the process with SIGBUS.
+        os.posix_fallocate(descriptor, 0, COUNTED_THREADS * 8)
+        # Never closed: a thread may record until the process ends.
+        return memoryview(mmap.mmap(descriptor, COUNTED_THREADS * 8)).cast("q")
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:

@@ -78,7 +78,7 @@ class TracedStorage(protocol.WrappedStorage):
     def record_span(
         self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
     ) -> None:
-        """Record what the caller did between two moments, beside the requests that it made meanwhile."""
+        """Record what the caller did between two moments, as well as the requests that it made meanwhile."""
         self._recorder.record_span(name, cat, began_ns, ended_ns, args)
 
     def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:

@@ -8,16 +8,16 @@ Python.
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from penstock.errors import UsageError
+from penstock.trace.compare.comparison import APP_TIER, load_report, measures
 from penstock.trace.compare.findings import FINDING_RULES, find_all
-from penstock.trace.compare.study_tables import APP_TIER, load_report, measures
 from penstock.trace.compare.trace_study import ComparisonSpec, QueryCheck, Study
-from penstock.trace.questions.events_view import answer_query
+from penstock.trace.questions.sql import answer_query
 
 _UNUSED_TIER: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
 
@@ -31,34 +31,26 @@ class Expectations(ComparisonSpec):
     checks: Annotated[tuple[str | QueryCheck, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
-    """One check: whether it holds, and the figures it was evaluated with."""
-
-    check: str
-    holds: bool
-    seen: str
+CheckResult = dict[str, Any]
+"""A `check`, whether it `holds`, and the figures `seen` when it was evaluated."""
 
 
 def check_all(study: Study, expectations: Expectations) -> list[CheckResult]:
     """Evaluate every check, in order. Raises UsageError for one with an unknown name."""
     figures = _collect_figures(study)
-    return [
-        _run_query_check(study, check)
-        if isinstance(check, QueryCheck)
-        else _Comparison(check, figures).evaluate()
-        for check in expectations.checks
-    ]
-
-
-def _run_query_check(study: Study, check: QueryCheck) -> CheckResult:
-    """`events` has the columns of `trace sql` and the derived ones."""
-    with_events = f"WITH events AS (SELECT * FROM {study.events.relation})"
-    rows = answer_query(
-        study.events.connection, f"{with_events} SELECT * FROM ({check.sql.rstrip().rstrip(';')})"
-    ).rows
-    value = rows[0][0] if rows and rows[0] else None
-    return CheckResult(check=check.name, holds=value is True, seen=f"the query returned {value}")
+    results = []
+    for check in expectations.checks:
+        if isinstance(check, str):
+            results.append(_evaluate(check, figures))
+            continue
+        # `events` has the columns of `trace sql` and the derived ones.
+        query = check.sql.rstrip().rstrip(";")
+        sql = f"WITH events AS (SELECT * FROM {study.events.relation}) SELECT * FROM ({query})"
+        rows = answer_query(study.events.connection, sql).rows
+        value = rows[0][0] if rows and rows[0] else None
+        result = f"the query returned {value}"
+        results.append({"check": check.name, "holds": value is True, "seen": result})
+    return results
 
 
 def _collect_figures(study: Study) -> dict[str, Any]:
@@ -76,63 +68,50 @@ def _collect_figures(study: Study) -> dict[str, Any]:
     return tree
 
 
-class _Comparison:
-    """One comparison, walked as a syntax tree."""
+def _evaluate(text: str, figures: Mapping[str, Any]) -> CheckResult:
+    """Evaluate one comparison, which is walked as a syntax tree."""
+    used: dict[str, Any] = {}
 
-    def __init__(self, text: str, figures: Mapping[str, Any]) -> None:
-        self._text = text
-        self._figures = figures
-        self._seen: dict[str, Any] = {}
-
-    def evaluate(self) -> CheckResult:
-        """Whether it holds."""
-        try:
-            body = ast.parse(self._text.strip(), mode="eval").body
-        except SyntaxError as error:
-            raise self._refused("is not a comparison") from error
-        if not isinstance(body, ast.Compare):
-            raise self._refused("has no comparison operator")
-        values = [self._number(operand) for operand in (body.left, *body.comparators)]
-        holds = all(
-            self._comparison(op)(a, b) for op, a, b in zip(body.ops, values[:-1], values[1:], strict=True)
-        )
-        seen = ", ".join(f"{name} = {value:,.10g}" for name, value in self._seen.items())
-        return CheckResult(check=self._text, holds=holds, seen=seen)
-
-    def _comparison(self, op: ast.cmpop) -> Callable[[Any, Any], Any]:
-        if type(op) not in _COMPARISONS:
-            raise self._refused("uses a comparison other than <, <=, >, >=, ==, !=")
-        return _COMPARISONS[type(op)]
-
-    def _number(self, node: ast.expr) -> float:
+    def number(node: ast.expr) -> float:
         match node:
             case ast.Constant(value=int() | float() as value):
                 return value
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                return float(_ARITHMETIC[type(op)](self._number(left), self._number(right)))
+                return float(_ARITHMETIC[type(op)](number(left), number(right)))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._number(operand)
+                return -number(operand)
             case ast.Attribute() | ast.Name() | ast.Subscript():
-                return self._figure(_steps(node))
-        raise self._refused(f"uses {ast.unparse(node)!r}")
+                steps = _steps(node)
+                here: Any = figures
+                for count, step in enumerate(steps, 1):
+                    if not isinstance(here, Mapping) or step not in here:
+                        known = ", ".join(here) if isinstance(here, Mapping) else "nothing below it"
+                        raise _refuse(text, f"names {'.'.join(steps[:count])!r}; known: {known}")
+                    here = here[step]
+                if isinstance(here, Mapping):
+                    raise _refuse(text, f"needs one of {', '.join(here)} after {'.'.join(steps)!r}")
+                used[".".join(steps)] = 0 if here is None else here
+                return float(here or 0)
+        raise _refuse(text, f"uses {ast.unparse(node)!r}")
 
-    def _figure(self, steps: list[str]) -> float:
-        here: Any = self._figures
-        for number, step in enumerate(steps):
-            if not isinstance(here, Mapping) or step not in here:
-                known = ", ".join(here) if isinstance(here, Mapping) else "nothing below it"
-                raise self._refused(f"names {'.'.join(steps[: number + 1])!r}; known: {known}")
-            here = here[step]
-        if isinstance(here, Mapping):
-            raise self._refused(f"needs one of {', '.join(here)} after {'.'.join(steps)!r}")
-        self._seen[".".join(steps)] = here = 0 if here is None else here
-        return float(here)
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise _refuse(text, "is not a comparison") from error
+    if not isinstance(body, ast.Compare):
+        raise _refuse(text, "has no comparison operator")
+    if any(type(op) not in _COMPARISONS for op in body.ops):
+        raise _refuse(text, "uses a comparison other than <, <=, >, >=, ==, !=")
+    values = [number(operand) for operand in (body.left, *body.comparators)]
+    holds = all(_COMPARISONS[type(op)](a, b) for op, (a, b) in zip(body.ops, pairwise(values), strict=True))
+    figures_used = ", ".join(f"{name} = {value:,.10g}" for name, value in used.items())
+    return {"check": text, "holds": holds, "seen": figures_used}
 
-    def _refused(self, why: str) -> UsageError:
-        return UsageError(
-            f"The check {self._text!r} {why}",
-            fix="Example: new.ssd.max_union_us <= 1.1 * base.ssd.max_union_us.",
-        )
+
+def _refuse(check: str, why: str) -> UsageError:
+    return UsageError(
+        f"The check {check!r} {why}", fix="Example: new.ssd.max_union_us <= 1.1 * base.ssd.max_union_us."
+    )
 
 
 def _steps(node: ast.expr) -> list[str]:

@@ -19,10 +19,9 @@ from penstock.trace.compare.trace_study import (
     format_ranges,
     longest_process_sql,
 )
-from penstock.trace.dimensions import sql_literal
+from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, ranks
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, measure_groups
+from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, measure_groups, ranks
 from penstock.units import format_bytes, format_rate, format_seconds
 
 _CONCURRENCY: Final = 1.5
@@ -39,7 +38,7 @@ _LOOP_PARTS: Final = {
     "stall": "checkpointing",
 }
 """The parts of a loop by the phases of their spans."""
-_READING: Final = "reading, beside them"
+_READING: Final = "reading, at the same time"
 _READ_BYTES: Final = "bytes read"
 _WORTH_SAYING: Final = 0.02
 _CHANGED: Final = 1.25
@@ -366,6 +365,6 @@ def find_all(study: Study) -> list[TraceFinding]:
 
 
 def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """What misleads first, because the other numbers are read in its light; then by seconds lost."""
+    """Sort findings: first those that mislead, in whose light others are read; then by seconds lost."""
     weights = list(Weight)
     return sorted(findings, key=lambda finding: (weights.index(finding.weight), -(finding.lost_us or 0)))

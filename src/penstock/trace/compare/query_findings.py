@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Final
 
 from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight
-from penstock.trace.dimensions import sql_literal
+from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, measure_groups, union_times
+from penstock.trace.questions.breakdowns import measure_groups, union_times
 from penstock.units import format_bytes, format_seconds
 
 Rows = Sequence[tuple[Any, ...]]
@@ -294,7 +294,7 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
 
 def unserved_reads(study: Study) -> list[TraceFinding]:
     """F9: large reads faster than any device: the page cache served them."""
-    rates = study.spec.device_rates_bytes_per_s()
+    rates = study.spec.device_rates
     cases = "".join(f" WHEN {sql_literal(tier)} THEN {rate}" for tier, rate in rates.items())
     limit = f"CASE tier{cases} ELSE {_MEMORY_RATE} END" if cases else str(_MEMORY_RATE)
     fast = f"size_bytes > {limit} * dur_us / 1e6"

@@ -3,11 +3,13 @@
     study -> overview, findings, rows of figures -> page, JSON
 
 Each figure has a function that asks for its rows and makes a section of them; a figure without rows is a
-sentence that gives the reason. Page and `--json` have the same rows, so they cannot disagree.
+sentence that gives the reason. Page and `--json` have the same rows, so they cannot disagree. Invariant: a
+number that a finding of the same report calls misleading is left out, with the reason.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,11 +31,12 @@ from penstock.trace.compare.report import (
     findings_section,
     times_of,
 )
-from penstock.trace.compare.run_overview import overview, say_answer
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
-from penstock.trace.event_schema import name_process
-from penstock.trace.figures import PlacedCalls
-from penstock.trace.questions.answer import Answer, document
+from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.event_schema import ALL_RANKS
+from penstock.trace.figures import TimeAxis
+from penstock.trace.questions.answer import Answer, Column, Unit, document, make_columns
+from penstock.trace.questions.breakdowns import measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 _FILES_SHOWN: Final = 8
@@ -62,19 +65,7 @@ class RunReport:
             "says": list(self.says),
             "losses": list(self.losses),
             "overview": document(self.overview),
-            "findings": [
-                {
-                    "code": finding.code,
-                    "weight": finding.weight.value,
-                    "title": finding.title,
-                    "runs": list(finding.runs),
-                    "lost_us": finding.lost_us,
-                    "says": list(finding.says),
-                    "fix": finding.fix,
-                    "evidence": document(finding.evidence),
-                }
-                for finding in self.findings
-            ],
+            "findings": [finding.document() for finding in self.findings],
             "figures": {
                 name: {**document(answer), "why_empty": section.why_empty}
                 for name, (answer, section) in self.figures.items()
@@ -128,7 +119,8 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     """Ask a study all that its report shows."""
     progress = progress or Progress()
     progress.begin("drawing the report", len(_FIGURES) + 3)
-    placed = figures.place_calls(study.events, figures.measure_axis(study.events, study.runs))
+    axis = figures.measure_axis(study.events, study.runs)
+    figures.place_calls(axis)
     progress.advance(1)
     alone = [finding for rule in RUN_RULES.values() for finding in rule(study)]
     findings = rank_findings([*find_all(study), *alone])
@@ -137,7 +129,7 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     progress.advance(1)
     made = {}
     for name, make in _FIGURES.items():
-        answer, section = make(study, placed)
+        answer, section = make(study, axis)
         made[name] = (answer, replace(section, name=name))
         progress.advance(1)
     return RunReport(
@@ -161,32 +153,191 @@ def write_run_report(report: RunReport, path: Path) -> None:
         raise StorageError(f"Cannot write the report: {error}", uri=str(path), errno=error.errno) from error
 
 
-def _timeline(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.call_bars(placed)
+PARTIAL: Final = "F1"
+"""The finding that traces of ranks are missing: totals are too small."""
+FROM_CACHE: Final = "F9"
+"""The finding that the page cache served reads: their rate is not the storage's."""
+
+_MENTIONED: Final = 0.001
+
+
+def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFinding]) -> Answer:
+    """A row for each run: its span, calls, bytes, busy time, and the operation that was under way longest."""
+    # The runs of which an alarm says that a number misleads.
+    doubts = {(one.code, run) for one in findings if one.weight is Weight.ALARM for run in one.runs}
+    extra = (
+        f"coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT",
+        f"coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT",
+        "count(DISTINCT path)",
+    )
+    busy = {row[0]: row[1:] for row in measure_groups(events, ("run",), where=IS_IO, extra=extra)}
+    # The operation that was under way longest in each run: its busy time, its longest call, and on what.
+    slow: dict[str, tuple[Any, ...]] = {}
+    longest_call = ("max(dur_us)", "arg_min(path, row(-dur_us, path))")
+    for run, op, _, _, union_us, _, longest_us, path in measure_groups(
+        events, ("run", "op"), where=IS_IO, extra=longest_call
+    ):
+        if union_us > slow.get(run, (None, 0))[1]:
+            slow[run] = (op, union_us, longest_us, path)
+    who = events.ask(f"""
+        SELECT run, max(last_us) - min(first_us), count(DISTINCT host), count(DISTINCT rank),
+               count(*) FILTER (pid <> {ALL_RANKS})
+        FROM (SELECT run, host, pid, min(rank) AS rank, min(ts_us) AS first_us, max(end_us) AS last_us
+              FROM {{events}} GROUP BY run, host, pid) GROUP BY run""")
+    counted = {row[0]: row[1:] for row in who}
+    rows = []
+    for run in runs:
+        span_us, num_hosts, num_ranks, num_processes = counted.get(run, (0, 0, 0, 0))
+        num_calls, _, union_us, concurrency, read, written, num_files = busy.get(
+            run, (0, 0, 0, None, 0, 0, 0)
+        )
+        is_partial = (PARTIAL, run) in doubts
+        rate = (read + written) * 1e6 / union_us if union_us else None
+        has_rate = not (is_partial or (FROM_CACHE, run) in doubts)
+        rows.append(
+            (run, span_us, union_us, union_us / span_us if span_us else None, concurrency,
+             None if is_partial else read, None if is_partial else written,
+             (read + written) // num_processes if num_processes else None, rate if has_rate else None,
+             num_calls, num_files, num_processes, num_ranks, num_hosts, *slow.get(run, (None,) * 4))
+        )  # fmt: skip
+    columns = make_columns(
+        "run", "span_us", Column("union_us", Unit.MICROSECONDS, "busy s"),
+        Column("busy_share", Unit.SHARE, "busy"), Column("concurrency", Unit.RATIO, "calls at a time"),
+        "read_bytes", "written_bytes",
+        Column("per_process_bytes", Unit.BYTES, "moved by a process"),
+        Column("busy_rate", Unit.RATE, "rate while busy"), "num_calls", "num_files", "num_processes",
+        "num_ranks", "num_hosts", Column("slowest_op", Unit.TEXT, "longest under way"),
+        Column("slowest_op_us", Unit.MICROSECONDS, "its busy s"),
+        Column("longest_call_us", Unit.MICROSECONDS, "its longest call s"),
+        Column("longest_call_path", Unit.TEXT, "on"),
+    )  # fmt: skip
+    notes = []
+    for run in runs:
+        if (PARTIAL, run) in doubts:
+            notes.append(f"{run}: traces of ranks are missing, so its totals and its rate are left out (F1).")
+        elif (FROM_CACHE, run) in doubts:
+            notes.append(f"{run}: the page cache served reads, so its rate is left out (F9).")
+    return Answer(name="overview", title="Runs", columns=columns, rows=rows, notes=notes)
+
+
+def say_answer(answer: Answer, overlap: Answer) -> list[str]:
+    """The first sentences of a report of these runs."""
+    rows = answer.records()
+    if len(rows) == 1:
+        return [*_say_run(rows[0]), *_say_overlap(overlap.records())]
+    return [*_say_runs(rows), *_say_overlap(overlap.records())]
+
+
+def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
+    if not row["num_calls"]:
+        yield f"{row['run']} has no I/O in its trace, which spans {_seconds(row['span_us'])}."
+        return
+    who = f"{_count(row['num_processes'], 'process', 'processes')} on {_count(row['num_hosts'] or 1, 'host')}"
+    if row["num_ranks"]:
+        who = f"{_count(row['num_ranks'], 'rank')}, {who}"
+    moved = f"moved {format_bytes(row['per_process_bytes'])} a process"
+    if row["read_bytes"] is not None:
+        moved = f"read {format_bytes(row['read_bytes'])} and wrote {format_bytes(row['written_bytes'])}"
+    yield (
+        f"In {_seconds(row['span_us'])}, {row['run']} {moved}, "
+        f"with {_count(row['num_calls'], 'call')} on {_count(row['num_files'], 'file')} ({who})."
+    )
+    rate = f", at {format_rate(row['busy_rate'])}" if row["busy_rate"] else ""
+    yield (
+        f"At least one call was under way for {_seconds(row['union_us'])}, "
+        f"{_share(row['busy_share'] or 0)} of that{rate}; "
+        f"while so, {row['concurrency'] or 0:.1f} ran at a time."
+    )
+    yield (
+        f"Longest under way was {row['slowest_op']}: {_seconds(row['slowest_op_us'])}. Its longest call took "
+        f"{_seconds(row['longest_call_us'])}{_on(row['longest_call_path'])}."
+    )
+
+
+def _say_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    busiest = max(rows, key=lambda row: row["union_us"])
+    idlest = min(rows, key=lambda row: row["union_us"])
+    longest = max(rows, key=lambda row: row["span_us"])
+    yield (
+        f"{busiest['run']} was busy with I/O longest, {_seconds(busiest['union_us'])}, and "
+        f"{idlest['run']} shortest, {_seconds(idlest['union_us'])}; "
+        f"the longest trace is that of {longest['run']}, {_seconds(longest['span_us'])}."
+    )
+    whole = [row for row in rows if row["read_bytes"] is not None]
+    if whole:
+        most = max(whole, key=lambda row: row["read_bytes"] + row["written_bytes"])
+        least = min(whole, key=lambda row: row["read_bytes"] + row["written_bytes"])
+        yield (
+            f"{most['run']} read {format_bytes(most['read_bytes'])} and wrote "
+            f"{format_bytes(most['written_bytes'])}; "
+            f"{least['run']} moved least, {format_bytes(least['read_bytes'] + least['written_bytes'])}."
+        )
+    slow = max(rows, key=lambda row: row["longest_call_us"] or 0)
+    if slow["slowest_op"]:
+        yield (
+            f"In {busiest['run']}, {busiest['slowest_op']} was under way for "
+            f"{_seconds(busiest['slowest_op_us'])}. The longest {slow['slowest_op']} of all took "
+            f"{_seconds(slow['longest_call_us'])}, in {slow['run']}{_on(slow['longest_call_path'])}."
+        )
+
+
+def _say_overlap(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    spent: dict[str, list[int]] = {}
+    for row in rows:
+        sums = spent.setdefault(row["run"], [0, 0])
+        sums[0] += row["io_us"]
+        sums[1] += row["both_us"]
+    shares = {run: both_us / io_us for run, (io_us, both_us) in spent.items() if io_us}
+    if len(spent) == 1:
+        yield from (
+            f"{_share(share)} of the I/O was under way while its process computed."
+            for share in shares.values()
+        )
+    elif shares:
+        hidden = sorted((run for run in shares if shares[run] >= _MENTIONED), key=lambda run: -shares[run])
+        parts = [f"{_share(shares[run])} in {run}" for run in hidden]
+        if len(hidden) < len(shares):
+            parts.append(f"less than {_share(_MENTIONED)} in the others")
+        yield f"I/O that was under way while its process computed: {', '.join(parts)}."
+
+
+def _seconds(elapsed_us: int) -> str:
+    return format_seconds(elapsed_us / 1e6)
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _on(path: str | None) -> str:
+    return f", on {path.rsplit('/', 1)[-1]}" if path else ""
+
+
+def _count(number: int, noun: str, nouns: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def _timeline(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
+    answer = figures.call_bars(axis)
     charts, has_loops = [], False
     for run, rows in by_run(study.runs, answer.records()):
         lanes: list[tuple[Any, ...]] = list(
             dict.fromkeys((row["rank"], row["host"], row["pid"], row["tid"]) for row in rows)
         )
         places = {lane: place for place, lane in enumerate(lanes)}
-        series = []
-        for kind in (*_CALLS, *_LOOP_PARTS):
-            of_kind = [row for row in rows if row["kind"] == kind]
-            if of_kind:
-                x, ends = times_of(of_kind)
-                y = [places[row["rank"], row["host"], row["pid"], row["tid"]] for row in of_kind]
-                series.append(Series(name=kind, tone=TONES[kind], x=x, ends=ends, y=y))
-                has_loops |= kind in _LOOP_PARTS
+        placed = [{**row, "y": places[row["rank"], row["host"], row["pid"], row["tid"]]} for row in rows]
+        series = _series_of_kinds(placed, (*_CALLS, *_LOOP_PARTS), "y")
+        has_loops |= any(row["kind"] in _LOOP_PARTS for row in rows)
         # A lane is named by its rank, or its process; further threads of the same by their own id.
         names, last = [], None
         for rank, host, pid, tid in lanes:
-            own = f"rank {rank}" if rank is not None else name_process(pid)
+            own = f"rank {rank}" if rank is not None else _name_process(pid)
             names.append(f"thread {tid}" if (rank, host, pid) == last else own)
             last = (rank, host, pid)
         charts.append(
             Chart(
                 kind=Kind.LANES, title=run, run=run, series=series, names=names, is_wide=True,
-                x_end=placed.axis.span_us / 1e6,
+                x_end=axis.span_us / 1e6,
                 note="; ".join(
                     note.removeprefix(f"{run}: ") for note in answer.notes if note.startswith(f"{run}: ")
                 ),
@@ -205,49 +356,16 @@ def _timeline(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
     )
 
 
-def _rank_bytes(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.rank_cells(placed).without("busy_us")
-    return answer, _rank_heat(
-        study,
-        placed,
-        answer,
-        title="Bytes by rank and time",
-        value_of=lambda row: row["read_bytes"] + row["written_bytes"],
-        format_full=lambda largest, width: f"{format_bytes(largest)} in {width}",
-        says="the more it moved, the fuller its tone.",
-        why_empty=_MISSING_BYTES,
-    )
-
-
-def _rank_busy(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.rank_cells(placed).without("read_bytes", "written_bytes")
-    return answer, _rank_heat(
-        study,
-        placed,
-        answer,
-        title="Busy time by rank and time",
-        value_of=lambda row: row["busy_us"] / (row["bucket_us"] * row["num_processes"]),
-        format_full=lambda largest, width: f"busy for {largest:.0%} of {width}",
-        says="the share in which at least one call was under way.",
-        why_empty="No call of these traces took any time.",
-    )
-
-
-def _rank_heat(
-    study: Study,
-    placed: PlacedCalls,
-    answer: Answer,
-    *,
-    title: str,
-    value_of: Callable[[Row], float],
-    format_full: Callable[[float, str], str],
-    says: str,
-    why_empty: str,
-) -> Section:
-    """A heat map of ranks: a cell has the tone of its value, and `format_full` describes the full tone."""
-    width = format_seconds(placed.axis.bucket_us(figures.HEAT_BUCKETS) / 1e6)
-    rows: list[Row] = list(answer.records())
-    largest = max(map(value_of, rows), default=0.0)
+def _rank_heat(study: Study, axis: TimeAxis, *, is_busy: bool) -> tuple[Answer, Section]:
+    """A heat map of ranks: a cell has the tone of its bytes, or of the share of time in which it was busy."""
+    answer = figures.rank_cells(axis).without(*(("read_bytes", "written_bytes") if is_busy else ("busy_us",)))
+    width = format_seconds(axis.bucket_us(figures.HEAT_BUCKETS) / 1e6)
+    rows: list[dict[str, Any]] = list(answer.records())
+    for row in rows:
+        time_us = row["bucket_us"] * row["num_processes"]
+        row["value"] = row["busy_us"] / time_us if is_busy else row["read_bytes"] + row["written_bytes"]
+    largest = max((row["value"] for row in rows), default=0.0)
+    full = f"busy for {largest:.0%} of {width}" if is_busy else f"{format_bytes(largest)} in {width}"
     charts = []
     for run, of_run in by_run(study.runs, rows) if largest else ():
         # Ranks that made no call, but computed, have no row.
@@ -255,51 +373,68 @@ def _rank_heat(
         for number in dict.fromkeys(row["row"] for row in of_run):
             of_rank = [row for row in of_run if row["row"] == number]
             x, ends = times_of(of_rank)
-            series.append(
-                Series(name=_name_ranks(of_rank[0]), x=x, ends=ends, y=list(map(value_of, of_rank)))
-            )
-        charts.append(_heat(run, series, placed, largest, format_full(largest, width)))
-    return Section(
-        title=title,
-        text=[f"Each cell is {width} of a rank: {says}"],
-        charts=charts,
-        notes=answer.notes,
-        why_empty=why_empty,
-    )
+            y = [row["value"] for row in of_rank]
+            series.append(Series(name=_name_ranks(of_rank[0]), x=x, ends=ends, y=y))
+        charts.append(_heat(run, series, axis, largest, full))
+    if is_busy:
+        title, why_empty = "Busy time by rank and time", "No call of these traces took any time."
+        says = "the share in which at least one call was under way."
+    else:
+        title, why_empty = "Bytes by rank and time", _MISSING_BYTES
+        says = "the more it moved, the fuller its tone."
+    text = [f"Each cell is {width} of a rank: {says}"]
+    return answer, Section(title=title, text=text, charts=charts, notes=answer.notes, why_empty=why_empty)
+
+
+def _series_of_kinds(rows: Sequence[Row], kinds: Sequence[str], y: str, top: str = "") -> list[Series]:
+    """A series for each kind of call that there is: where it is in time, and its columns `y` and `top`."""
+    made = []
+    for kind in kinds:
+        of_kind = [row for row in rows if row["kind"] == kind]
+        x, ends = times_of(of_kind)
+        tops = [row[top] for row in of_kind] if top else []
+        if of_kind:
+            values = [row[y] for row in of_kind]
+            made.append(Series(name=kind, tone=TONES[kind], x=x, ends=ends, y=values, tops=tops))
+    return made
+
+
+def _name_process(pid: int) -> str:
+    return "all ranks" if pid == ALL_RANKS else f"pid {pid}"
 
 
 def _name_ranks(row: Row) -> str:
     if row["first_rank"] is None:
         more = f" +{row['num_processes'] - 1}" if row["num_processes"] > 1 else ""
-        return f"{name_process(row['pid'])}{more}"
+        return f"{_name_process(row['pid'])}{more}"
     first, last = row["first_rank"], row["last_rank"]
     return f"rank {first}" if first == last else f"rank {first}-{last}"
 
 
-def _heat(run: str, series: Sequence[Series], placed: PlacedCalls, largest: float, full: str) -> Chart:
+def _heat(run: str, series: Sequence[Series], axis: TimeAxis, largest: float, full: str) -> Chart:
     return Chart(
         kind=Kind.HEAT,
         title=run,
         run=run,
         series=series,
-        x_end=placed.axis.span_us / 1e6,
+        x_end=axis.span_us / 1e6,
         y_end=largest,
         note=f"full tone: {full}",
-        is_wide=len(placed.axis.runs) <= 2,
+        is_wide=len(axis.runs) <= 2,
     )
 
 
-def _bandwidth(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.bandwidth(study.events, placed.axis)
-    width = format_seconds(placed.axis.bucket_us(figures.BANDWIDTH_BUCKETS) / 1e6)
+def _bandwidth(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
+    answer = figures.bandwidth(axis)
+    width = format_seconds(axis.bucket_us(figures.BANDWIDTH_BUCKETS) / 1e6)
     text = f"Bytes in each {width}, on one axis for all runs of a tier: reads rise, writes hang from zero."
-    charts = bandwidth_charts(study.runs, answer.records(), placed.axis.span_us / 1e6)
+    charts = bandwidth_charts(study.runs, answer.records(), axis.span_us / 1e6)
     return answer, Section(title="Bandwidth over time", text=[text], charts=charts, why_empty=_MISSING_BYTES)
 
 
-def _overlap(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.overlap_lanes(placed)
-    without = _runs_without(study, placed, "num_compute")
+def _overlap(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
+    answer = figures.overlap_lanes(axis)
+    without = _runs_without(study, axis, "num_compute")
     missing = (
         f"No event of {without} is computation: its name would contain `compute`; --phase names others."
         if without
@@ -327,57 +462,48 @@ def _overlap(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
         charts.append(
             Chart(
                 kind=Kind.LAYERS, title=run, run=run, unit="%", series=series, y_end=100.0, note=note,
-                x_end=placed.axis.span_us / 1e6,
+                x_end=axis.span_us / 1e6,
             )
         )  # fmt: skip
     text = f"The share of processes that compute, do both, or only I/O. {missing}".strip()
     return answer, Section(title="Computation and I/O", text=[text], charts=charts, why_empty=missing)
 
 
-def _runs_without(study: Study, placed: PlacedCalls, wanted: str) -> str:
+def _runs_without(study: Study, axis: TimeAxis, wanted: str) -> str:
     """The runs with none of what `wanted` counts, for a sentence; empty if there is none."""
-    runs = placed.axis.runs
+    runs = axis.runs
     missing = [run for run in study.runs if run not in runs or not getattr(runs[run], wanted)]
     return "these traces" if len(missing) == len(study.runs) else ", ".join(missing)
 
 
-def _sizes(study: Study, _: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.size_bins(study.events)
-    counted = (("num_calls", "calls"), ("total_bytes", "bytes"))
-    text = "A bin is from its label to twice of that: how many calls, and which of them carry the bytes."
-    charts = bin_charts(study.runs, answer.records(), "from_bytes", "to_bytes", counted)
-    return answer, Section(title="Sizes of transfers", text=[text], charts=charts, why_empty=_MISSING_BYTES)
+def _bins(study: Study, _: TimeAxis, *, is_sizes: bool) -> tuple[Answer, Section]:
+    if is_sizes:
+        answer, title, why_empty = figures.size_bins(study.events), "Sizes of transfers", _MISSING_BYTES
+        text = "A bin is from its label to twice of that: how many calls, and which of them carry the bytes."
+        unit, total = "bytes", ("total_bytes", "bytes")
+    else:
+        answer, title = figures.latency_bins(study.events), "Durations of calls"
+        why_empty = "These traces have no I/O."
+        text = "Bins begin at 1, 2 and 5 times powers of ten: how many calls, and which take the time."
+        unit, total = "us", ("sum_us", "time, summed over threads")
+    counted = (("num_calls", "calls"), total)
+    charts = bin_charts(study.runs, answer.records(), f"from_{unit}", f"to_{unit}", counted)
+    return answer, Section(title=title, text=[text], charts=charts, why_empty=why_empty)
 
 
-def _latencies(study: Study, _: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.latency_bins(study.events)
-    counted = (("num_calls", "calls"), ("sum_us", "time, summed over threads"))
-    text = "Bins begin at 1, 2 and 5 times powers of ten: how many calls, and which of them take the time."
-    charts = bin_charts(study.runs, answer.records(), "from_us", "to_us", counted)
-    return answer, Section(
-        title="Durations of calls", text=[text], charts=charts, why_empty="These traces have no I/O."
-    )
-
-
-def _offsets(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.file_offsets(study.events, placed.axis)
-    without = _runs_without(study, placed, "num_offsets")
+def _offsets(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
+    answer = figures.file_offsets(axis)
+    without = _runs_without(study, axis, "num_offsets")
     missing = f"No read or write of {without} says at which offset it was." if without else ""
     charts = []
     for run, rows in by_run(study.runs, answer.records()):
         for path in dict.fromkeys(row["path"] for row in rows):
             of_path = [row for row in rows if row["path"] == path]
-            series = []
-            for kind in ("read", "write"):
-                of_kind = [row for row in of_path if row["kind"] == kind]
-                if of_kind:
-                    x, ends = times_of(of_kind)
-                    y, tops = ([row[column] for row in of_kind] for column in ("from_bytes", "to_bytes"))
-                    series.append(Series(name=kind, tone=TONES[kind], x=x, ends=ends, y=y, tops=tops))
+            series = _series_of_kinds(of_path, ("read", "write"), "from_bytes", "to_bytes")
             charts.append(
                 Chart(
                     kind=Kind.SPANS, title=f"{run}: {path.rsplit('/', 1)[-1]}", run=run, unit="B", note=path,
-                    series=series, x_end=placed.axis.span_us / 1e6, y_end=of_path[0]["length_bytes"],
+                    series=series, x_end=axis.span_us / 1e6, y_end=of_path[0]["length_bytes"],
                 )
             )  # fmt: skip
     text = (
@@ -387,7 +513,7 @@ def _offsets(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
     return answer, Section(title="Offsets over time", text=[text.strip()], charts=charts, why_empty=missing)
 
 
-def _files(study: Study, _: PlacedCalls) -> tuple[Answer, Section]:
+def _files(study: Study, _: TimeAxis) -> tuple[Answer, Section]:
     answer = figures.busiest_files(study.events)
     parts = []
     for run, rows in by_run(study.runs, answer.records()):
@@ -418,9 +544,9 @@ def _files(study: Study, _: PlacedCalls) -> tuple[Answer, Section]:
     )
 
 
-def _metadata(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
-    answer = figures.metadata_calls(study.events, placed.axis)
-    width = format_seconds(placed.axis.bucket_us(figures.HEAT_BUCKETS) / 1e6)
+def _metadata(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
+    answer = figures.metadata_calls(axis)
+    width = format_seconds(axis.bucket_us(figures.HEAT_BUCKETS) / 1e6)
     rows: list[Row] = list(answer.records())
     largest = max((row["num_calls"] for row in rows), default=0)
     totals: dict[str, int] = {}
@@ -434,7 +560,7 @@ def _metadata(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
             of_op = [row for row in of_run if row["op"] == op]
             x, ends = times_of(of_op)
             series.append(Series(name=op, x=x, ends=ends, y=[row["num_calls"] for row in of_op]))
-        charts.append(_heat(run, series, placed, largest, f"{largest:,} calls in {width}"))
+        charts.append(_heat(run, series, axis, largest, f"{largest:,} calls in {width}"))
     return answer, Section(
         title="Metadata operations over time",
         text=[f"Calls that move no data. Each cell is {width}: more calls, fuller tone."],
@@ -443,7 +569,7 @@ def _metadata(study: Study, placed: PlacedCalls) -> tuple[Answer, Section]:
     )
 
 
-def _operations(study: Study, _: PlacedCalls) -> tuple[Answer, Section]:
+def _operations(study: Study, _: TimeAxis) -> tuple[Answer, Section]:
     answer = figures.operations(study.events)
     return answer, Section(
         title="Operations",
@@ -453,14 +579,14 @@ def _operations(study: Study, _: PlacedCalls) -> tuple[Answer, Section]:
     )
 
 
-_FIGURES: Final[Mapping[str, Callable[[Study, PlacedCalls], tuple[Answer, Section]]]] = {
+_FIGURES: Final[Mapping[str, Callable[[Study, TimeAxis], tuple[Answer, Section]]]] = {
     "timeline": _timeline,
-    "rank_bytes": _rank_bytes,
-    "rank_busy": _rank_busy,
+    "rank_bytes": partial(_rank_heat, is_busy=False),
+    "rank_busy": partial(_rank_heat, is_busy=True),
     "bandwidth": _bandwidth,
     "overlap": _overlap,
-    "sizes": _sizes,
-    "latencies": _latencies,
+    "sizes": partial(_bins, is_sizes=True),
+    "latencies": partial(_bins, is_sizes=False),
     "offsets": _offsets,
     "files": _files,
     "metadata": _metadata,

@@ -8,60 +8,61 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
+from penstock.did_you_mean import nearest
+from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.trace.dimensions import (
     DEFAULT_PHASES,
+    IS_IO,
     Dimensions,
-    PhaseRule,
+    EventsView,
     check_pattern,
     parse_phase,
     sql_literal,
+    view_events,
 )
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
-from penstock.trace.questions.answer import Answer, Column, Unit, Value
-from penstock.trace.questions.events_view import IS_IO, EventsView, view_events
+from penstock.trace.questions.answer import Answer, Column, Unit, Value, document
 from penstock.trace.trace_set import RELATION, open_trace_set, read_facts
-from penstock.trace.yaml_documents import YamlDocument
 from penstock.units import parse_rate
+from penstock.workload.strict_yaml import parse_yaml
 
 PROCESS = "host, pid"
 """Key of a process: the same pid may occur on every host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The events of all runs in one relation, whose column `run` says which run an event belongs to."""
+    """The events of all runs in one relation, whose column `run` says which run an event belongs to.
 
-    events: EventsView
-    accounts: Mapping[str, Sequence[FileAccount]]
-    spec: ComparisonSpec
+    `runs` and `tiers` are names, in the order of the description. `baseline` is the run that others are
+    compared with, `is_app` the SQL condition of the application's own event, such as its checkpoint.
+    """
 
-    @property
-    def runs(self) -> list[str]:
-        """Names of the runs, in the order of the description."""
-        return list(self.spec.runs)
-
-    @property
-    def baseline(self) -> str:
-        """The run that others are compared with."""
-        return self.spec.baseline_run
-
-    @property
-    def tiers(self) -> list[str]:
-        """Names of the tiers, in the order of the description."""
-        return list(self.spec.tiers)
-
-    @property
-    def is_app(self) -> str:
-        """SQL condition of the application's own event, such as its checkpoint."""
-        return f"contains(name, {sql_literal(self.spec.app_event)})"
+    def __init__(
+        self, events: EventsView, accounts: Mapping[str, Sequence[FileAccount]], spec: ComparisonSpec
+    ) -> None:
+        self.events = events
+        self.accounts = accounts
+        self.spec = spec
+        self.runs = list(spec.runs)
+        self.baseline = spec.baseline_run
+        self.tiers = list(spec.tiers)
+        self.is_app = f"contains(name, {sql_literal(spec.app_event)})"
 
     def run_columns(self, unit: Unit) -> list[Column]:
         """A column for each run, with the run's name."""
@@ -120,20 +121,75 @@ def open_study(
         yield Study(events=events, accounts=traces.accounts_of_runs, spec=spec)
 
 
-def _phase(text: str) -> str:
+def _check_phase(text: str) -> str:
     parse_phase(text)
     return text
 
 
-def _rate(text: str) -> str:
-    parse_rate(text)
-    return text
-
-
-Phase = Annotated[str, AfterValidator(_phase)]
+Phase = Annotated[str, AfterValidator(_check_phase)]
 Pattern = Annotated[str, AfterValidator(check_pattern)]
-Rate = Annotated[str, AfterValidator(_rate)]
+Rate = Annotated[float, BeforeValidator(lambda text: parse_rate(str(text)))]
 Globs = str | tuple[str, ...]
+
+
+class YamlDocument(BaseModel):
+    """A section of such a document: immutable, and without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+AnyDocument = TypeVar("AnyDocument", bound=YamlDocument)
+
+
+def load_document(model: type[AnyDocument], path: Path) -> AnyDocument:
+    """Read and validate a YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"Cannot read {path}: {error}", fix="Check that it is a readable YAML file."
+        ) from error
+    return parse_document(model, text, source=str(path))
+
+
+def parse_document(model: type[AnyDocument], text: str, *, source: str) -> AnyDocument:
+    """Validate YAML text; `source` is its name in errors."""
+    tree = parse_yaml(text, source=source, kind="A description of runs", page="trace")
+    try:
+        return model.model_validate(tree)
+    except ValidationError as refused:
+        problems = [_problem(model, error) for error in refused.errors(include_url=False)]
+        raise UsageError("; ".join(problems), where=source, fix="See `penstock docs trace`.") from refused
+
+
+def _problem(model: type[YamlDocument], error: Any) -> str:
+    path = tuple(error["loc"])
+    shown = ".".join(str(step) for step in path) or "the document"
+    if error["type"] == "extra_forbidden":
+        known = sorted(_keys_at(model, path[:-1]))
+        meant = nearest(str(path[-1]), known, cutoff=0.5)
+        return f"unknown key {shown}: " + (
+            f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
+        )
+    if error["type"] == "missing":
+        return f"{shown} is missing"
+    return f"{shown} is {error['input']!r:.60}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _keys_at(model: type[YamlDocument], path: Sequence[Any]) -> list[str]:
+    """The keys of the section at `path`; steps that are not fields (list positions, names) are skipped."""
+    here: type[YamlDocument] | None = model
+    for step in path:
+        fields = here.model_fields if here else {}
+        if step in fields:
+            here = _section_in(fields[step].annotation)
+    return [entry.alias or name for name, entry in here.model_fields.items()] if here else []
+
+
+def _section_in(annotation: Any) -> type[YamlDocument] | None:
+    if isinstance(annotation, type) and issubclass(annotation, YamlDocument):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 class QueryCheck(YamlDocument):
@@ -157,6 +213,7 @@ class ComparisonSpec(YamlDocument):
     phases: tuple[Phase, ...] = ()
     files: tuple[str, ...] = ()
     device_rates: dict[str, Rate] = Field(default_factory=dict)
+    """The most that the devices of a tier give one host, in bytes a second."""
     where: str = ""
     checks: tuple[str | QueryCheck, ...] = ()
     """For `expectations`; a comparison takes no notice of them."""
@@ -179,20 +236,15 @@ class ComparisonSpec(YamlDocument):
 
     def dimensions(self) -> Dimensions:
         """The dimensions; phase rules of the document come before the default ones."""
-        own: tuple[PhaseRule, ...] = tuple(map(parse_phase, self.phases))
         return Dimensions(
             tiers={name: (some,) if isinstance(some, str) else some for name, some in self.tiers.items()},
             file_classes={} if self.file_classes == "strip-digits" else self.file_classes,
-            phases=(*own, *DEFAULT_PHASES),
+            phases=(*map(parse_phase, self.phases), *DEFAULT_PHASES),
         )
-
-    def device_rates_bytes_per_s(self) -> Mapping[str, float]:
-        """The most that the devices of a tier give one host, for tiers with a stated rate."""
-        return {tier: parse_rate(text) for tier, text in self.device_rates.items()}
 
 
 class Weight(StrEnum):
-    """How much a finding matters to readers of the tables."""
+    """The importance of a finding to readers of the tables."""
 
     ALARM = "alarm"  # numbers of this comparison mislead
     COST = "cost"  # time or bytes that could be saved
@@ -215,6 +267,12 @@ class TraceFinding:
     evidence: Answer
     lost_us: int | None = None
     fix: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The finding as JSON."""
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        lists = {"runs": list(self.runs), "says": list(self.says)}
+        return {**shown, **lists, "weight": self.weight.value, "evidence": document(self.evidence)}
 
 
 def format_ranges(values: Iterable[Any]) -> str:

@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from penstock.units import format_bytes, format_rate
 
@@ -19,7 +19,7 @@ Value = int | float | str | bool | None
 
 
 class Unit(StrEnum):
-    """What a column's numbers are; rendering formats them accordingly."""
+    """The unit of a column's numbers, by which rendering formats them."""
 
     TEXT = "text"
     COUNT = "count"
@@ -43,17 +43,14 @@ class Column:
 
 def make_columns(*columns: str | Column) -> list[Column]:
     """Columns from names that carry their unit, as `num_events` and `union_us`, or as they are given."""
-    return [_infer_column(column) if isinstance(column, str) else column for column in columns]
-
-
-def _infer_column(name: str) -> Column:
-    if name.startswith("num_"):
-        return Column(name, Unit.COUNT)
-    if name == "concurrency" or name.endswith("to_median"):
-        return Column(name, Unit.RATIO)
-    return Column(
-        name, next((unit for suffix, unit in _SUFFIXES.items() if name.endswith(suffix)), Unit.TEXT)
-    )
+    made = []
+    for column in columns:
+        if isinstance(column, str):
+            unit = next((unit for suffix, unit in _SUFFIXES.items() if column.endswith(suffix)), Unit.TEXT)
+            made.append(Column(column, Unit.COUNT if column.startswith("num_") else unit))
+        else:
+            made.append(column)
+    return made
 
 
 _SUFFIXES: Final = {
@@ -62,6 +59,8 @@ _SUFFIXES: Final = {
     "_gib": Unit.GIB,
     "_rate": Unit.RATE,
     "_share": Unit.SHARE,
+    "concurrency": Unit.RATIO,
+    "to_median": Unit.RATIO,
 }
 
 
@@ -81,7 +80,7 @@ class Answer:
         names = [column.name for column in self.columns]
         return [dict(zip(names, row, strict=True)) for row in self.rows]
 
-    def without(self, *names: str) -> "Answer":
+    def without(self, *names: str) -> Self:
         """The same rows without the columns `names`."""
         kept = [place for place, column in enumerate(self.columns) if column.name not in names]
         return replace(
@@ -116,9 +115,10 @@ def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
     shown = answer.rows if most_rows is None else answer.rows[:most_rows]
     lines = [f"### {answer.title}", ""]
     if answer.rows:
+        rules = ["---" if column.unit is Unit.TEXT else "---:" for column in answer.columns]
+        texts = [[text.replace("|", "\\|") for text in cells(answer, row)] for row in shown]
         heads = [heading(column) for column in answer.columns]
-        lines += [_line(heads), _line(["---" if c.unit is Unit.TEXT else "---:" for c in answer.columns])]
-        lines += [_line([text.replace("|", "\\|") for text in cells(answer, row)]) for row in shown]
+        lines += [f"| {' | '.join(line)} |" for line in (heads, rules, *texts)]
     else:
         lines.append("(no rows)")
     left = len(answer.rows) - len(shown)
@@ -153,10 +153,6 @@ def cells(answer: Answer, row: Sequence[Value]) -> list[str]:
 
 def _text(value: Any) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
-
-
-def _line(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(texts)} |"
 
 
 _FORMATS: Final[Mapping[Unit, Callable[[Any], str]]] = {

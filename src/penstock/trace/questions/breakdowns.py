@@ -1,36 +1,176 @@
 """Tables of a trace: summary, breakdowns by operation, file, class, size and rank, overlap with compute.
 
-Each row has calls, bytes and measures of time. In `overlap`, `union_us`, `sum_us` and `concurrency` are those
-of the I/O; its overlap with computation is one of intervals, not a difference of totals.
+Each row has calls, bytes and measures of time. Three measures always stand side by side, because each alone
+misleads: the sum of durations counts parallel threads many times, the longest thread forgets the others, the
+union does not show how many ran at once. Unions are exact, in whole microseconds, and never larger than sums.
+In `overlap`, `union_us`, `sum_us` and `concurrency` are those of the I/O; its overlap with computation is one
+of intervals, not a difference of totals.
+
+DuckDB reads ten million events in a second; its window functions would take ten. So numpy measures unions in
+the order of time, a batch at a time: an event adds its part behind the furthest end so far.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from operator import itemgetter
 from statistics import median
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import UsageError
-from penstock.trace.dimensions import NO_IO, sql_literal
+from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, NO_IO, EventsView, check_keys, sql_literal
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import (
-    IS_IO,
-    IS_READ,
-    IS_WRITE,
-    EventsView,
-    check_keys,
-    measure_groups,
-    union_times,
-)
+
+_BATCH_ROWS: Final = 1 << 19
+_NEVER: Final = np.iinfo(np.int64).min // 2
+
+Numbers = npt.NDArray[np.int64]
+Key = tuple[Any, ...]
+Totals = defaultdict[Any, list[int]]
+
+
+def measure_groups(
+    events: EventsView, by: Sequence[str], *, where: str, extra: Sequence[str] = ()
+) -> list[Key]:
+    """Rows of `by`, num_events, sum_us, union_us, concurrency, and the SQL aggregates `extra`."""
+    grouping = f"GROUP BY {', '.join(by)}" if by else ""
+    selected = ", ".join([*by, "count(*)", "coalesce(sum(dur_us), 0)::BIGINT", *extra])
+    unions = union_times(events, by, where)
+    rows = []
+    for row in events.ask(f"SELECT {selected} FROM {{events}} WHERE {where} {grouping}"):
+        key, (num_events, sum_us, *more) = row[: len(by)], row[len(by) :]
+        (union_us,) = unions.get(key, (0,))
+        rows.append((*key, num_events, sum_us, union_us, sum_us / union_us if union_us else None, *more))
+    return rows
+
+
+def union_times(events: EventsView, by: Sequence[str], *sets: str) -> dict[Key, tuple[int, ...]]:
+    """The time in which an event of each set was under way, by the values of `by`; sets are SQL conditions.
+
+    Groups none of whose events takes any time are left out.
+    """
+
+    def add(  # noqa: PLR0917 - the arrays of a batch
+        totals: Totals, keys: list[Key], place: int, groups: Numbers, begins: Numbers, ends: Numbers
+    ) -> None:
+        firsts = np.flatnonzero(np.concatenate((np.ones(1, bool), groups[1:] != groups[:-1])))
+        sums = np.add.reduceat(ends - begins, firsts).tolist()
+        for group, total_us in zip(groups[firsts].tolist(), sums, strict=True):
+            totals[keys[group]][place] += total_us
+
+    times = {key: tuple(total) for key, total in _add_up(events, by, sets, add).items()}
+    # Without keys all events are one group, even if there are none.
+    return times if by else {(): (0,) * len(sets), **times}
+
+
+def union_in_buckets(
+    events: EventsView, by: Sequence[str], *sets: str, width_us: int, origin_of: Callable[[Key], int]
+) -> dict[tuple[Key, int], list[int]]:
+    """The same in each bucket of time: by key and number of the bucket, counted from the key's origin."""
+
+    def add(  # noqa: PLR0917 - the arrays of a batch
+        totals: Totals, keys: list[Key], place: int, groups: Numbers, begins: Numbers, ends: Numbers
+    ) -> None:
+        origins = np.array([origin_of(key) for key in keys], dtype=np.int64)[groups]
+        begins, ends = begins - origins, ends - origins
+        while len(groups):
+            buckets = begins // width_us
+            edges = np.minimum(ends, (buckets + 1) * width_us)
+            changes = np.flatnonzero((np.diff(groups) != 0) | (np.diff(buckets) != 0)) + 1
+            firsts = np.concatenate((np.zeros(1, np.int64), changes))
+            sums = np.add.reduceat(edges - begins, firsts)
+            found = zip(groups[firsts].tolist(), buckets[firsts].tolist(), sums.tolist(), strict=True)
+            for group, bucket, total_us in found:
+                totals[keys[group], bucket][place] += total_us
+            # Pieces that reach into the next bucket go on there.
+            is_longer = ends > edges
+            groups, begins, ends = groups[is_longer], edges[is_longer], ends[is_longer]
+
+    return _add_up(events, by, sets, add)
+
+
+def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Callable[..., None]) -> Totals:
+    """The totals that `add` makes of the pieces of time whose lengths add up to unions.
+
+    The pieces of a group and set do not overlap; `add` gets the keys, the place of the set, and the group (a
+    place among the keys), begin and end of each piece. Pieces of a group stand together, in order.
+    """
+    is_member = " OR ".join(f"({one})" for one in sets)
+    members = " + ".join(f"(coalesce({one}, false)::UTINYINT << {place})" for place, one in enumerate(sets))
+    where = f"WHERE dur_us > 0 AND ({is_member})"
+    numbered, keys, number_of = "0", [()], {0: 0}
+    if by:
+        names = ", ".join(by)
+        # A hash stands for the values of a group: a join with a table of groups would lose the order.
+        numbered = f"hash({names})"
+        found = events.ask(f"SELECT {numbered}, {names} FROM {{events}} {where} GROUP BY {names}")
+        keys = [row[1:] for row in found]
+        number_of = {row[0]: number for number, row in enumerate(found)}
+        assert len(number_of) == len(keys), "two groups have the same hash of 64 bits"
+    query = f"SELECT {numbered} AS numbered, {members} AS members, ts_us, end_us FROM {{events}} {where}"
+    # A table has its events in the order of time. Several tables may not, and conditions that DuckDB makes a
+    # join of lose the order; then events are sorted, which takes longer than all the rest.
+    for order in ("", " ORDER BY ts_us"):
+        totals: Totals = defaultdict(lambda: [0] * len(sets))
+        reach = np.full((len(sets), len(keys)), _NEVER)
+        last_us = _NEVER
+        for batch in events.read(query + order, _BATCH_ROWS):
+            members_of, starts, ends = (batch.column(place).to_numpy() for place in (1, 2, 3))
+            if len(starts) and (starts[0] < last_us or np.any(starts[1:] < starts[:-1])):
+                break
+            last_us = starts[-1] if len(starts) else last_us
+            codes = np.zeros(len(starts), dtype=np.int64)
+            if by:
+                encoded = batch.column(0).dictionary_encode()
+                numbers = [number_of[value] for value in encoded.dictionary.to_pylist()]
+                codes = np.array(numbers, dtype=np.int64)[encoded.indices.to_numpy()]
+                # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
+                sortable = codes.astype(np.int16 if len(keys) < 1 << 15 else np.int32)
+                by_group = np.argsort(sortable, kind="stable")
+                codes, members_of, starts, ends = (one[by_group] for one in (codes, members_of, starts, ends))
+            for place in range(len(sets)):
+                chosen = (members_of & (1 << place)) != 0
+                if chosen.any():
+                    groups, begins, until = codes[chosen], starts[chosen], ends[chosen]
+                    begins = _cut_covered(groups, begins, until, reach[place])
+                    is_left = until > begins
+                    if is_left.any():
+                        add(totals, keys, place, groups[is_left], begins[is_left], until[is_left])
+        else:
+            return totals
+    raise AssertionError("sorted events are out of order")
+
+
+def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers) -> Numbers:
+    """Where each event begins to add to its group's union; `reach` is moved to the groups' furthest ends.
+
+    For example, of 0-10, 5-12 and 6-8 the first adds from 0 on, the second from 10 on, the third nothing.
+    """
+    is_first = np.concatenate((np.ones(1, bool), groups[1:] != groups[:-1]))
+    firsts = np.flatnonzero(is_first)
+    of_firsts = groups[firsts]
+    furthest = ends.copy()
+    furthest[firsts] = np.maximum(ends[firsts], reach[of_firsts])
+    lowest, span = int(furthest.min()), int(furthest.max()) - int(furthest.min()) + 1
+    if span * len(firsts) < 1 << 62:
+        # Lifted above all groups before it, a group is not reached by their ends: one pass serves all.
+        lift = (np.cumsum(is_first) - 1) * span - lowest
+        furthest = np.maximum.accumulate(furthest + lift) - lift
+    else:
+        for begin, end in pairwise([*firsts.tolist(), len(groups)]):
+            furthest[begin:end] = np.maximum.accumulate(furthest[begin:end])
+    before = np.concatenate((furthest[:1], furthest[:-1]))
+    before[firsts] = reach[of_firsts]
+    reach[of_firsts] = furthest[np.append(firsts[1:], len(groups)) - 1]
+    return np.maximum(starts, before)
 
 
 def summary(events: EventsView) -> tuple[Answer, Answer]:
-    """The facts, and a row for each function."""
-    return _facts(events), _functions(events)
-
-
-def _facts(events: EventsView) -> Answer:
+    """The facts, with a note on each run that the events name, and a row for each function."""
     # The bytes of MPI-IO are traced again in the calls below it.
     counts = events.ask_one(f"""
         SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)) FILTER (is_one),
@@ -43,7 +183,6 @@ def _facts(events: EventsView) -> Answer:
                      sum(size_bytes) FILTER (WHERE cat <> 'MPIIO') AS moved,
                      sum(dur_us) FILTER (WHERE {IS_IO}) AS io_us
               FROM {{events}} GROUP BY host, rank, pid, tid)""")
-    sum_us = counts[8]
     is_compute = "phase = 'compute'"
     sets = (IS_IO, is_compute, f"{IS_IO} OR {is_compute}", "phase = 'app_io'")
     io_us, compute_us, either_us, app_us = union_times(events, (), *sets)[()]
@@ -57,23 +196,29 @@ def _facts(events: EventsView) -> Answer:
         ("span_us", Unit.MICROSECONDS, counts[6]),
         ("moved_bytes", Unit.BYTES, counts[7]),
         ("io_union_us", Unit.MICROSECONDS, io_us),
-        ("io_sum_us", Unit.MICROSECONDS, sum_us),
-        ("io_concurrency", Unit.RATIO, sum_us / io_us if io_us else None),
+        ("io_sum_us", Unit.MICROSECONDS, counts[8]),
+        ("io_concurrency", Unit.RATIO, counts[8] / io_us if io_us else None),
         ("app_io_union_us", Unit.MICROSECONDS, app_us),
         ("compute_union_us", Unit.MICROSECONDS, compute_us),
         ("overlap_us", Unit.MICROSECONDS, io_us + compute_us - either_us),
         ("io_alone_us", Unit.MICROSECONDS, either_us - compute_us),
         ("compute_alone_us", Unit.MICROSECONDS, either_us - io_us),
     ]
-    return Answer(
+    runs = events.ask("""
+        SELECT json_extract_string(args, '$.run') AS traced, json_extract_string(args, '$.results') AS results
+        FROM {events} WHERE cat = 'run' AND name = 'run' AND traced IS NOT NULL AND results IS NOT NULL
+        GROUP BY ALL ORDER BY min(ts_us), traced""")
+    answer = Answer(
         name="facts",
         title="Summary",
         columns=[Column(name, unit, _OVER_ALL.get(name, "")) for name, unit, _ in facts],
         rows=[[value for _, _, value in facts]],
         notes=[
-            "Overlaps are of intervals over all processes; `penstock trace overlap` shows them by process."
+            *(f"Trace of the run {run}; its results: {results}" for run, results in runs),
+            "Overlaps are of intervals over all processes; `penstock trace overlap` shows them by process.",
         ],
     )
+    return answer, _functions(events)
 
 
 _OVER_ALL = {
@@ -181,15 +326,10 @@ _MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
     """How large transfers are: a description for each group, and its `top` most frequent sizes."""
     by = check_keys(by)
-    return describe(events, by), value_counts(events, by, top=top)
-
-
-def describe(events: EventsView, by: Sequence[str]) -> Answer:
-    """Count, mean, sample deviation and exact quantiles, interpolated as in pandas."""
     keys = ", ".join(by)
-    quantiles = map(_quantile_sql, (0.25, 0.5, 0.75, 0.99))
+    # Deviations are those of samples; quantiles are interpolated, as in pandas.
     measures = (
-        _NUM_EVENTS, _TOTAL, _MEAN, _DEVIATION, _SMALLEST, *quantiles,
+        _NUM_EVENTS, _TOTAL, _MEAN, _DEVIATION, _SMALLEST, *map(_quantile_sql, (0.25, 0.5, 0.75, 0.99)),
         _LARGEST,
     )  # fmt: skip
     rows = _measure_sizes(events, by, measures, where=_MOVES, order=keys)
@@ -197,18 +337,14 @@ def describe(events: EventsView, by: Sequence[str]) -> Answer:
     columns = make_columns(
         *map(Column, by), "num_events", *(Column(f"{name}_bytes", Unit.BYTES) for name in names),
     )  # fmt: skip
-    return Answer(name="sizes", title=f"Sizes of transfers by {keys}", columns=columns, rows=rows)
-
-
-def value_counts(events: EventsView, by: Sequence[str], *, top: int) -> Answer:
-    """How often each size occurs."""
-    keys = ", ".join(by)
+    description = Answer(name="sizes", title=f"Sizes of transfers by {keys}", columns=columns, rows=rows)
     rows = events.ask(f"""
         SELECT {keys}, size, num FROM ({_count_sizes(by, _MOVES)})
         QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY num DESC, size) <= {top}
         ORDER BY {keys}, num DESC, size""")
     columns = make_columns(*map(Column, by), "size_bytes", "num_events")
-    return Answer(name="size_counts", title=f"Most frequent sizes by {keys}", columns=columns, rows=rows)
+    title = f"Most frequent sizes by {keys}"
+    return description, Answer(name="size_counts", title=title, columns=columns, rows=rows)
 
 
 _MOVED_BYTES = "coalesce(sum(size_bytes), 0)::BIGINT"
@@ -306,12 +442,3 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str 
         "io_alone_us", "compute_alone_us",
     )  # fmt: skip
     return Answer(name="overlap", title=f"I/O and compute by {keys}", columns=columns, rows=rows, notes=notes)
-
-
-def describe_runs(events: EventsView) -> list[str]:
-    """A sentence for each run that these events name, in the order of their starts."""
-    rows = events.ask("""
-        SELECT json_extract_string(args, '$.run') AS traced, json_extract_string(args, '$.results') AS results
-        FROM {events} WHERE cat = 'run' AND name = 'run' AND traced IS NOT NULL AND results IS NOT NULL
-        GROUP BY ALL ORDER BY min(ts_us), traced""")
-    return [f"Trace of the run {run}; its results: {results}" for run, results in rows]

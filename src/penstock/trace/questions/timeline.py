@@ -5,9 +5,9 @@ it began. A bucket's concurrency is the mean over the whole bucket.
 """
 
 from penstock.errors import UsageError
-from penstock.trace.dimensions import case_sql, sql_literal
+from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, EventsView, case_sql, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView, union_in_buckets
+from penstock.trace.questions.breakdowns import union_in_buckets
 
 _BUCKETS_WANTED = 100
 _MOST_BUCKETS = 100_000

@@ -7,7 +7,7 @@ first line is the job, each other line one record: the segments of a file, or it
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, TextIO
 
 SEGMENT_MODULES: Final = {"DXT_POSIX": "POSIX", "DXT_MPIIO": "MPIIO"}
@@ -22,44 +22,35 @@ def dump(path: str, out: TextIO) -> int:
     log = backend.log_open(path)
     if not log["handle"]:
         return 1
-    job, modules = backend.log_get_job(log), backend.log_get_modules(log)
-    names = backend.log_get_name_records(log)
-    partial = [name for name, module in modules.items() if module["partial_flag"]]
-    start_us = job["start_time_sec"] * 1_000_000 + job["start_time_nsec"] // 1000
-    head = {"start_us": start_us, "nprocs": job["nprocs"], "modules": list(modules), "partial": partial}
-    _print(head, out)
-    for module, cat in SEGMENT_MODULES.items():
-        for record in _records(backend.log_get_dxt_record, log, module):
-            _print({"cat": cat, "path": names.get(record["id"]), **_segments(record)}, out)
-    for module, cat in COUNTER_MODULES.items():
-        for record in _records(backend.log_get_generic_record, log, module, "dict"):
-            _print({"cat": cat, "path": names.get(record["id"]), **_counters(record)}, out)
+    out.writelines(
+        json.dumps(document, separators=(",", ":")) + "\n" for document in _documents(backend, log)
+    )
     backend.log_close(log)
     return 0
 
 
-def _records(get: Callable[..., Mapping[str, Any] | None], *arguments: Any) -> Iterator[Mapping[str, Any]]:
-    while (record := get(*arguments)) is not None:
-        yield record
-
-
-def _segments(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A file's reads and writes: offset, length, begin and end in seconds since the job's start."""
-    moves = {
-        verb: [[part[key] for key in ("offset", "length", "start_time", "end_time")] for part in record[key]]
-        for verb, key in (("write", "write_segments"), ("read", "read_segments"))
-    }
-    return {"rank": record["rank"], "host": record["hostname"], "segments": moves}
-
-
-def _counters(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    counters = {name: int(value) for name, value in record["counters"].items()}
-    times = {name: float(value) for name, value in record["fcounters"].items()}
-    return {"rank": int(record["rank"]), "counters": {**counters, **times}}
-
-
-def _print(document: Mapping[str, Any], out: TextIO) -> None:
-    out.write(json.dumps(document, separators=(",", ":")) + "\n")
+def _documents(backend: Any, log: Any) -> Iterator[Mapping[str, Any]]:
+    job, modules = backend.log_get_job(log), backend.log_get_modules(log)
+    names = backend.log_get_name_records(log)
+    partial = [name for name, module in modules.items() if module["partial_flag"]]
+    start_us = job["start_time_sec"] * 1_000_000 + job["start_time_nsec"] // 1000
+    yield {"start_us": start_us, "nprocs": job["nprocs"], "modules": list(modules), "partial": partial}
+    keys = ("offset", "length", "start_time", "end_time")
+    for module, cat in SEGMENT_MODULES.items():
+        while (record := backend.log_get_dxt_record(log, module)) is not None:
+            # Times are seconds since the job's start.
+            moves = {
+                verb: [[part[key] for key in keys] for part in record[f"{verb}_segments"]]
+                for verb in ("write", "read")
+            }
+            facts = {"rank": record["rank"], "host": record["hostname"], "segments": moves}
+            yield {"cat": cat, "path": names.get(record["id"]), **facts}
+    for module, cat in COUNTER_MODULES.items():
+        while (record := backend.log_get_generic_record(log, module, "dict")) is not None:
+            counters = {name: int(value) for name, value in record["counters"].items()}
+            counters |= {name: float(value) for name, value in record["fcounters"].items()}
+            facts = {"rank": int(record["rank"]), "counters": counters}
+            yield {"cat": cat, "path": names.get(record["id"]), **facts}
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, lru_cache
 from itertools import pairwise
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
@@ -27,57 +28,46 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.trace.event_schema import FileAccount, canonical, spellings_of
-from penstock.trace.reading.chunks import Chunk
-from penstock.trace.reading.event_batch import (
+from penstock.trace.event_schema import (
     BATCH_SCHEMA,
     BYTE_LAYERS,
     BYTE_MOVERS,
     ITEM_MOVERS,
     SIZE_LIMIT,
+    FileAccount,
     LineFate,
     ParsedLine,
     TraceFile,
-    count_line,
+    canonical,
     parse_int64,
+    spellings_of,
     transfer_size,
 )
+from penstock.trace.reading.trace_files import find_lines
 
-HASH_KINDS: Final = {"FH": "fhash", "HH": "hhash"}
+_HASH_KINDS: Final = {"FH": "fhash", "HH": "hhash"}
 """Names of the lines of metadata that explain hashes, and the arguments that have such a hash."""
-UNEXPLAINED: Final = "hash:"
+_GLOBAL_HASH: Final = re.compile(r"[0-9a-f]{16}")
+_UNEXPLAINED: Final = "hash:"
 """Prefix of a path or host whose hash its file never explains."""
 
+Hash = tuple[str, str]
+"""The argument that has a hash (`fhash`, `hhash`), and the hash."""
 NameFile = Callable[[str], str]
 """Returns the name of the file that a hash stands for, as far as the lines so far have explained it."""
-
 
 METADATA_PHASES: Final = ("M", "4")
 COMPLETE_PHASES: Final = ("X", "1")
 PASSING_PHASES: Final = ("2", "3", *"CiIstfbneNODPRcvV(),")
 """Counters, marks and flows: they take no time, and the table holds what does."""
 
-TAKEN_ARGUMENTS: Final = ("fname", "fhash", "hostname", "hhash", "ret", "offset", "epoch", "step")
-"""Arguments that have columns of their own."""
 _SALVAGE_TEXT: Final = {
     key: re.compile(rf'"{key}"\s*:\s*"(.*?)"\s*(?=,\s*"|\}}|$)', re.DOTALL)
     for key in ("name", "cat", "fname", "hostname", "fhash", "hhash")
 }
 _SALVAGE_NUMBER: Final = {
     key: re.compile(rf'"{key}"\s*:\s*"?(-?\d{{1,20}})"?\s*(?=[,}}])')
-    for key in (
-        "pid",
-        "tid",
-        "ts",
-        "dur",
-        "ret",
-        "offset",
-        "epoch",
-        "step",
-        "size",
-        "fhash",
-        "hhash",
-    )
+    for key in ("pid", "tid", "ts", "dur", "ret", "offset", "epoch", "step", "size", "fhash", "hhash")
 }
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
@@ -97,7 +87,17 @@ def parse_line(line: bytes, name_file: NameFile, ns_per_tick: int, base_ns: int 
     try:
         document = load_json(bare.decode())
     except (ValueError, RecursionError) as error:
-        return _salvage(bare, _describe_damage(bare, error), name_file, ns_per_tick, base_ns)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "bad UTF-8"
+        elif isinstance(error, RecursionError):
+            reason = "nested too deeply"
+        elif _CONTROL.search(bare.decode(errors="replace")):
+            reason = "control character"
+        elif not bare.startswith(b"{"):
+            reason = "not JSON"
+        else:
+            reason = "malformed" if bare.endswith(b"}") else "cut short"
+        return _salvage(bare, reason, name_file, ns_per_tick, base_ns)
     if not isinstance(document, dict):
         return ParsedLine(LineFate.DROPPED, reason="not an object")
     return parse_event(document, name_file, ns_per_tick, base_ns)
@@ -106,7 +106,7 @@ def parse_line(line: bytes, name_file: NameFile, ns_per_tick: int, base_ns: int 
 def parse_event(
     document: Mapping[str, Any], name_file: NameFile, ns_per_tick: int, base_ns: int = 0
 ) -> ParsedLine:
-    """Tell what a JSON object is."""
+    """Parse a JSON object: an event, metadata, or damage."""
     phase = str(document.get("ph", "X"))
     if phase in METADATA_PHASES:
         return ParsedLine(LineFate.METADATA, document=document)
@@ -115,21 +115,9 @@ def parse_event(
     if phase not in COMPLETE_PHASES:
         return ParsedLine(LineFate.DROPPED, reason="unknown phase")
     row = _build_row(document, name_file, ns_per_tick, base_ns)
-    if row is None:
-        return ParsedLine(LineFate.DROPPED, reason=_describe_lack(document, ns_per_tick))
+    if isinstance(row, str):
+        return ParsedLine(LineFate.DROPPED, reason=row)
     return ParsedLine(LineFate.EVENT, row=row, document=document)
-
-
-def _describe_lack(document: Mapping[str, Any], ns_per_tick: int) -> str:
-    """Why an object of a complete event is none, in the words of accounts."""
-    if not isinstance(document.get("name"), str) or document.get("ts") is None:
-        return "no name or no time"
-    if _parse_ns(document["ts"], ns_per_tick) is None:
-        return "ts is no time"
-    dur_ns = _parse_ns(document.get("dur", 0), ns_per_tick)
-    if dur_ns is None:
-        return "dur is no time"
-    return "dur is negative" if dur_ns < 0 else "time out of range"
 
 
 def load_json(text: str) -> Any:
@@ -147,19 +135,6 @@ def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The members of an object; of those with the same key the first counts, as for DuckDB."""
     members = dict(pairs)
     return members if len(members) == len(pairs) else dict(reversed(pairs))
-
-
-def _describe_damage(bare: bytes, error: Exception) -> str:
-    """The kind of damage, in the words of accounts."""
-    if isinstance(error, UnicodeDecodeError):
-        return "bad UTF-8"
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if _CONTROL.search(bare.decode(errors="replace")):
-        return "control character"
-    if not bare.startswith(b"{"):
-        return "not JSON"
-    return "malformed" if bare.endswith(b"}") else "cut short"
 
 
 def _salvage(bare: bytes, reason: str, name_file: NameFile, ns_per_tick: int, base_ns: int) -> ParsedLine:
@@ -182,29 +157,39 @@ def _salvage(bare: bytes, reason: str, name_file: NameFile, ns_per_tick: int, ba
         key: found.pop(key) for key in ("name", "cat", "pid", "tid", "ts", "dur") if key in found
     }
     row = _build_row({**top, "args": found}, name_file, ns_per_tick, base_ns)
-    if row is None:
+    if isinstance(row, str):
         return ParsedLine(LineFate.DROPPED, reason=reason)
     return ParsedLine(LineFate.SALVAGED, row=row, reason=reason)
 
 
 def _build_row(
     document: Mapping[str, Any], name_file: NameFile, ns_per_tick: int, base_ns: int
-) -> dict[str, Any] | None:
-    """An event's row; None if the document has no name or no time that fits."""
-    given = document.get("args")
-    arguments: Mapping[str, Any] = given if isinstance(given, dict) else {}
+) -> dict[str, Any] | str:
+    """An event's row; the reason why there is none if the document has no name or no time that fits."""
     name, cat = document.get("name"), document.get("cat", "")
-    ts_ns, dur_ns = _parse_ns(document.get("ts"), ns_per_tick), _parse_ns(document.get("dur", 0), ns_per_tick)
-    if not isinstance(name, str) or ts_ns is None or dur_ns is None or dur_ns < 0:
-        return None
+    if not isinstance(name, str) or document.get("ts") is None:
+        return "no name or no time"
+    ts_ns, dur_ns = (_parse_ns(document.get(key, 0), ns_per_tick) for key in ("ts", "dur"))
+    if ts_ns is None:
+        return "ts is no time"
+    if dur_ns is None:
+        return "dur is no time"
+    if dur_ns < 0:
+        return "dur is negative"
     ts_ns += base_ns
     # Starts and ends are cut to the microsecond, so that contiguous calls add up to the time of all of them.
     ts_us = ts_ns // 1000
     dur_us = (ts_ns + dur_ns) // 1000 - ts_us
     if abs(ts_us) >= _TIME_LIMIT_US or dur_us >= _TIME_LIMIT_US:
-        return None
-    pid = parse_int64(document.get("pid")) or 0
-    tid = parse_int64(document.get("tid"))
+        return "time out of range"
+    given = document.get("args")
+    arguments: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    taken = {key: take(arguments.get(key)) for key, take in _TAKEN.items()}
+    # What no column holds stays among the arguments.
+    rest = {key: value for key, value in arguments.items() if taken.get(key) is None}
+    if "newpath_hash" in rest:
+        rest["newpath"] = name_file(clean_text(str(rest.pop("newpath_hash"))))
+    pid, tid = parse_int64(document.get("pid")) or 0, parse_int64(document.get("tid"))
     name, cat = clean_text(name), clean_text(cat if isinstance(cat, str) else str(cat))
     return {
         "ts_us": ts_us,
@@ -213,55 +198,18 @@ def _build_row(
         "cat": cat,
         "pid": pid,
         "tid": pid if tid is None else tid,
-        "host": _find_text(arguments, "hostname", str),
-        "hhash": _find_text(arguments, "hhash", str | int | float),
-        "path": _find_text(arguments, "fname", str),
-        "fhash": _find_text(arguments, "fhash", str | int | float),
+        "host": taken.pop("hostname"),
+        "path": taken.pop("fname"),
         "size_bytes": transfer_size(name, cat, arguments),
-        "offset": parse_int64(arguments.get("offset")),
-        "ret": parse_int64(arguments.get("ret")),
-        "epoch": _parse_int32(arguments.get("epoch")),
-        "step": _parse_int32(arguments.get("step")),
-        "args": format_arguments(arguments, name_file),
+        "args": _dump_arguments(rest),
+        **taken,
     }
 
 
-def format_arguments(arguments: Mapping[str, Any], name_file: NameFile | None = None) -> str:
-    """JSON text of the arguments without a column of their own."""
-    rest: Mapping[str, Any] = {
-        key: value for key, value in arguments.items() if key not in TAKEN_ARGUMENTS or not _fits(key, value)
-    }
-    rest = rest if name_file is None else name_new_path(rest, name_file)
-    return clean_text(dump_arguments(rest))
-
-
-def dump_arguments(arguments: Mapping[str, Any]) -> str:
-    """JSON text of these arguments, in the order of their keys: DuckDB does not tell another."""
-    return json.dumps(dict(sorted(arguments.items())), separators=(",", ":"), ensure_ascii=False)
-
-
-def name_new_path(arguments: Mapping[str, Any], name_file: NameFile) -> Mapping[str, Any]:
-    """The arguments of a rename, with the new name in place of its hash."""
-    if "newpath_hash" not in arguments:
-        return arguments
-    rest = dict(arguments)
-    value = clean_text(str(rest.pop("newpath_hash")))
-    return {**rest, "newpath": name_file(value)}
-
-
-def _fits(key: str, value: Any) -> bool:
-    """Whether a column holds the value; what it doesn't hold stays among the arguments."""
-    if key in ("fname", "hostname"):
-        return isinstance(value, str)
-    if key in ("fhash", "hhash"):
-        return isinstance(value, str | int | float)
-    return (_parse_int32(value) if key in ("epoch", "step") else parse_int64(value)) is not None
-
-
-def _find_text(arguments: Mapping[str, Any], key: str, kinds: Any) -> str | None:
-    """The text of an argument of one of these types; None for another."""
-    value = arguments.get(key)
-    return clean_text(str(value)) if isinstance(value, kinds) else None
+def _dump_arguments(arguments: Mapping[str, Any]) -> str:
+    """JSON text of these arguments, in the order of their keys, because DuckDB keeps no other."""
+    ordered = dict(sorted(arguments.items()))
+    return clean_text(json.dumps(ordered, separators=(",", ":"), ensure_ascii=False))
 
 
 def clean_text(text: str) -> str:
@@ -269,9 +217,24 @@ def clean_text(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def _take_text(value: Any) -> str | None:
+    return clean_text(value) if isinstance(value, str) else None
+
+
+def _take_hash(value: Any) -> str | None:
+    return clean_text(str(value)) if isinstance(value, str | int | float) else None
+
+
 def _parse_int32(value: Any) -> int | None:
     number = parse_int64(value)
     return number if number is not None and -(1 << 31) <= number < 1 << 31 else None
+
+
+_TAKEN: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "fname": _take_text, "fhash": _take_hash, "hostname": _take_text, "hhash": _take_hash,
+    "ret": parse_int64, "offset": parse_int64, "epoch": _parse_int32, "step": _parse_int32,
+}  # fmt: skip
+"""Arguments that have columns of their own, and the value of that column; None for what it cannot hold."""
 
 
 def _parse_ns(value: Any, ns_per_tick: int) -> int | None:
@@ -291,7 +254,7 @@ def _parse_ns(value: Any, ns_per_tick: int) -> int | None:
 
 
 BLOCK_BYTES: Final = 16 << 20
-"""Bytes that are parsed at a time: so many that a query's fixed cost does not count."""
+"""Bytes that are parsed at a time: enough to make a query's fixed cost negligible."""
 QUERY_LINES: Final = 400
 """Python parses fewer lines than these sooner than DuckDB plans a query."""
 _UNITS_NS: Final = {"NS": 1, "US": 1000, "MS": 1_000_000, "SEC": 1_000_000_000}
@@ -309,28 +272,17 @@ _BLOCK_SCHEMA: Final = pa.schema(
 )
 """Events of a block, from either parser: hashes have no names yet. `line` counts from the file's start."""
 
-Hash = tuple[str, str]
-"""The argument that has a hash (`fhash`, `hhash`), and the hash."""
-
 
 class JsonLines:
     """Reads the chunks of one file; `account` then has the fate of its lines.
 
     Blocks of fewer than `query_lines` lines are parsed in Python, which changes nothing but the speed.
-    `find_elsewhere` gives names of hashes that this file does not explain.
     """
 
-    def __init__(
-        self,
-        file: TraceFile,
-        account: FileAccount,
-        query_lines: int = QUERY_LINES,
-        find_elsewhere: Callable[[str, str], str | None] = lambda _kind, _value: None,
-    ) -> None:
+    def __init__(self, file: TraceFile, account: FileAccount, query_lines: int) -> None:
         self._file = file
         self._account = account
         self._query_lines = query_lines
-        self._find_elsewhere = find_elsewhere
         self._ranks: dict[int, int] = {}
         self._ns_per_tick = 1000
         # The names that lines have given to a hash, each with the number of its line.
@@ -340,7 +292,7 @@ class JsonLines:
         self._num_endings = self._num_announced = 0
         self._counts_metadata: bool | None = None
 
-    def read(self, chunks: Iterator[Chunk]) -> Iterator[pa.RecordBatch]:
+    def read(self, chunks: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """Yield the file's events in the order of its lines."""
         for block in _gather_blocks(chunks):
             # A line that names another unit of time ends a block, so that all times of one have the same.
@@ -365,7 +317,7 @@ class JsonLines:
             line = block[starts[number] : ends[number]]
             account.lines = first + number + 1
             parsed = parse_line(line, self._name_new_file, self._ns_per_tick)
-            count_line(parsed, line, account)
+            account.count(parsed, line)
             self._learn(parsed, account.lines)
             if parsed.row is not None:
                 rows.append({**parsed.row, "line": account.lines})
@@ -383,26 +335,26 @@ class JsonLines:
         try:
             block.decode()
         except UnicodeDecodeError:
-            lines = [_decode_or_none(line) for line in block.split(b"\n")[:-1]]
-            texts = pa.array(lines, pa.string())
+            # Lines that are no UTF-8 are left to Python, and to DuckDB no JSON.
+            lines = block.decode(errors="replace").split("\n")[:-1]
+            texts = pa.array([None if "\ufffd" in line else line for line in lines], pa.string())
         else:
             # The lines of a block are an Arrow array as they stand, newlines included: JSON ignores them.
             offsets = pa.py_buffer(starts.astype(np.int32))
             texts = pa.StringArray.from_buffers(len(starts) - 1, offsets, pa.py_buffer(block))
-        with _database().cursor() as cursor:
+        with _open_database().cursor() as cursor:
             cursor.register("block", pa.table({"line": numbers, "text": texts}))
             # Some writers end each line as an element of an array: {...},
             has_commas = b"},\n" in block or b"},\r" in block
             query = _write_query("rtrim(text, ', \r\n')" if has_commas else "text", self._ns_per_tick)
             found = cursor.sql(query).to_arrow_table()
             cursor.unregister("block")
-        events = found.filter(found["is_plain"])
+        events = found.filter(found["is_plain"]).select(_BLOCK_SCHEMA.names)
         args = events["args"].combine_chunks().dictionary_encode()
         # DuckDB leaves the members in the order of the line; the same arguments have the same text here.
-        rest = [clean_text(dump_arguments(load_json(text))) for text in args.dictionary.to_pylist()]
-        columns = {name: events[name] for name in _BLOCK_SCHEMA.names}
-        columns["args"] = pa.array(rest, pa.string()).take(args.indices)
-        return pa.table(list(columns.values()), names=list(columns)).cast(_BLOCK_SCHEMA)
+        rest = [_dump_arguments(load_json(text)) for text in args.dictionary.to_pylist()]
+        texts = pa.array(rest, pa.string()).take(args.indices)
+        return events.set_column(events.column_names.index("args"), "args", texts).cast(_BLOCK_SCHEMA)
 
     def _build_batch(self, events: pa.Table) -> pa.RecordBatch:
         """Events of a block with their operations, names, ranks, run and file."""
@@ -441,10 +393,18 @@ class JsonLines:
         counts = np.bincount(encoded.indices.drop_null().to_numpy(), minlength=len(hashes)).tolist()
         texts, rebound = [], []
         for number, (value, num_events) in enumerate(zip(hashes, counts, strict=True)):
-            self._num_named[hashed, value] += num_events
-            texts.append(self._name_hash((hashed, value), num_events))
-            if len(self._names.get((hashed, value), ())) > 1:
+            named = (hashed, value)
+            self._num_named[named] += num_events
+            if named not in self._names:
+                name = find_name_in_siblings(self._file.path, *named)
+                if name is not None:
+                    self._names[named] = [(0, name)]
+            bindings = self._names.get(named, [])
+            if not bindings:
+                self._unexplained[named] += num_events
+            if len(bindings) > 1:
                 rebound.append(number)
+            texts.append(bindings[-1][1] if bindings else _UNEXPLAINED + value)
         if names.null_count == len(names) and not rebound:
             return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(texts, pa.string()))
         of_hashes = pa.array(texts, pa.string()).take(encoded.indices)
@@ -458,21 +418,11 @@ class JsonLines:
             of_hashes = pa.array(found, pa.string())
         return pa.compute.coalesce(names, of_hashes).dictionary_encode()
 
-    def _name_hash(self, named: Hash, num_events: int) -> str:
-        """The last name of a hash so far; events of a hash without one are counted."""
-        if named not in self._names:
-            elsewhere = self._find_elsewhere(*named)
-            if elsewhere is None:
-                self._unexplained[named] += num_events
-                return UNEXPLAINED + named[1]
-            self._names[named] = [(0, elsewhere)]
-        return self._names[named][-1][1]
-
     def _name_new_file(self, value: str) -> str:
         """The new name of a renamed file, which stands among the arguments."""
         self._num_named["fhash", value] += 1
         names = self._names.get(("fhash", value))
-        return names[-1][1] if names else UNEXPLAINED + value
+        return names[-1][1] if names else _UNEXPLAINED + value
 
     def _learn(self, parsed: ParsedLine, line: int) -> None:
         """Learn units, ranks and names from metadata, and the writer's count from its last event."""
@@ -491,7 +441,7 @@ class JsonLines:
         arguments = document.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
         name, value = arguments.get("name"), str(arguments.get("value"))
-        kind = HASH_KINDS.get(str(document.get("name")))
+        kind = _HASH_KINDS.get(str(document.get("name")))
         if kind is not None and isinstance(name, str):
             text = clean_text(name)
             bindings = self._names.setdefault((kind, clean_text(value)), [])
@@ -523,7 +473,7 @@ class JsonLines:
             num_events = sum(self._unexplained.values())
             yield f"{num_events} events name files or hosts by hashes that no line explains"
         if self._num_endings:
-            # A count beside the file is older than the ending: its process was killed between the two.
+            # A count next to the file is older than the ending: its process was killed between the two.
             account.announced_events = self._num_announced
         if account.announced_events is None:
             return
@@ -537,13 +487,13 @@ class JsonLines:
             )
 
 
-def _gather_blocks(chunks: Iterator[Chunk]) -> Iterator[bytes]:
+def _gather_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Whole lines that are parsed together."""
-    parts: list[bytes | memoryview] = []
+    parts: list[bytes] = []
     num_bytes = 0
     for chunk in chunks:
-        parts.append(memoryview(chunk.content)[chunk.start : chunk.stop])
-        num_bytes += len(parts[-1])
+        parts.append(chunk)
+        num_bytes += len(chunk)
         if num_bytes >= BLOCK_BYTES:
             yield b"".join(parts)
             parts, num_bytes = [], 0
@@ -551,24 +501,9 @@ def _gather_blocks(chunks: Iterator[Chunk]) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _decode_or_none(line: bytes) -> str | None:
-    try:
-        return line.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-_database_lock: Final = Lock()
-
-
-def _database() -> duckdb.DuckDBPyConnection:
-    """One database for all readers, because opening one takes longer than reading a small trace."""
-    with _database_lock:
-        return _open_database()
-
-
 @cache
 def _open_database() -> duckdb.DuckDBPyConnection:
+    """One database for all readers, because opening one takes longer than reading a small trace."""
     # Files are read side by side; a block is too small to be divided.
     return duckdb.connect(config={"threads": 1})
 
@@ -581,7 +516,7 @@ def _write_query(text: str, ns_per_tick: int) -> str:
     and back changes nothing, which `1.5`, `1e3` and `007` do not survive.
     """
     top = ("name", "cat", "ph", "pid", "tid", "ts", "dur", "args")
-    inner = (*TAKEN_ARGUMENTS, "size")
+    inner = (*_TAKEN, "size")
     numbers = ("pid", "tid", "ts", "dur", "ret", "offset", "epoch", "step", "size")
     texts = ("name", "cat", "fname", "hostname")
 
@@ -624,7 +559,7 @@ def _write_query(text: str, ns_per_tick: int) -> str:
     moves_bytes = f"cat IN {BYTE_LAYERS} AND {names(BYTE_MOVERS)}"
     moves_items = f"cat = 'STDIO' AND {names(ITEM_MOVERS)}"
     size = f"CASE WHEN {moves_bytes} THEN ret WHEN {moves_items} THEN ret::HUGEINT * n_size END"
-    taken = json.dumps(dict.fromkeys(TAKEN_ARGUMENTS))
+    taken = json.dumps(dict.fromkeys(_TAKEN))
     phases = ", ".join(f"'\"{phase}\"', '{phase}'" for phase in COMPLETE_PHASES)
     return f"""
         WITH members AS (
@@ -661,3 +596,38 @@ def _write_query(text: str, ns_per_tick: int) -> str:
                           CASE WHEN is_plain THEN step END::INTEGER AS step),
                CASE WHEN moved BETWEEN 0 AND {SIZE_LIMIT - 1} THEN moved END::BIGINT AS size_bytes
         FROM sized"""
+
+
+_searching: Final = Lock()
+
+
+def find_name_in_siblings(path: Path, kind: str, value: str) -> str | None:
+    """The name that files in the folder of `path` give a hash; None if none does, or two disagree.
+
+    A forked worker writes a file of its own and does not repeat what its parent's file has explained. Hashes
+    of 16 digits are the same in every process; shorter ones, of early versions, mean nothing in others.
+    """
+    if _GLOBAL_HASH.fullmatch(value) is None:
+        return None
+    # Only one of the threads that read files searches; a file that appears meanwhile makes it search again.
+    with _searching:
+        return _find_names(path.parent, path.parent.stat().st_mtime_ns).get((kind, value))
+
+
+@lru_cache(maxsize=8)
+def _find_names(folder: Path, _mtime_ns: int) -> Mapping[Hash, str | None]:
+    """The names of all hashes that the folder's files explain; None where they disagree."""
+    names: dict[Hash, str | None] = {}
+    for path in (*sorted(folder.glob("*.pfw")), *sorted(folder.glob("*.pfw.gz"))):
+        for line in find_lines(path, b'"FH"', b'"HH"'):
+            # A damaged line explains nothing, and others only mention such a name.
+            try:
+                document = json.loads(line.strip(b" \t\r\n,[]"))
+                kind, arguments = _HASH_KINDS[document["name"]], document["args"]
+                name, value = arguments["name"], str(arguments["value"])
+            except (ValueError, LookupError, TypeError, RecursionError):
+                continue
+            if isinstance(name, str) and _GLOBAL_HASH.fullmatch(value):
+                text = name.encode(errors="backslashreplace").decode()
+                names[kind, value] = text if names.get((kind, value), text) == text else None
+    return names

@@ -6,8 +6,7 @@ import pytest
 from tests.support.synthesize import read_description, synthesize
 
 from penstock.trace.compare.comparison import ComparisonResult, compare_runs
-from penstock.trace.compare.trace_study import ComparisonSpec, open_study
-from penstock.trace.yaml_documents import load_document
+from penstock.trace.compare.trace_study import ComparisonSpec, load_document, open_study
 
 
 @pytest.fixture(scope="session")

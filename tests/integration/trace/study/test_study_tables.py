@@ -9,9 +9,8 @@ from tests.support.synthesize import read_description, synthesize
 
 from penstock.trace.compare import report
 from penstock.trace.compare.comparison import ComparisonResult, compare_runs
-from penstock.trace.compare.trace_study import ComparisonSpec, open_study
+from penstock.trace.compare.trace_study import ComparisonSpec, load_document, open_study
 from penstock.trace.questions.answer import as_markdown
-from penstock.trace.yaml_documents import load_document
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "trace" / "seven_runs.md"
 

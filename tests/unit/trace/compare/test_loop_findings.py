@@ -72,7 +72,11 @@ def test_slower_reads_are_named_as_the_cause_of_waiting() -> None:
     assert finding.lost_us == 590
     assert finding.says[-1].endswith("Reads are slower.")
     reading = finding.evidence.records()[-1]
-    assert (reading["part"], reading["here_us"], reading["base_us"]) == ("reading, beside them", 1500, 500)
+    assert (reading["part"], reading["here_us"], reading["base_us"]) == (
+        "reading, at the same time",
+        1500,
+        500,
+    )
 
 
 def test_more_to_read_is_named_as_the_cause_of_waiting() -> None:

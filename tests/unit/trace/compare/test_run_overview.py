@@ -7,8 +7,7 @@ from tests.support.trace_studies import small_study
 
 from penstock.reports.page import render_report
 from penstock.trace.compare.findings import rank_findings
-from penstock.trace.compare.run_overview import overview, say_answer
-from penstock.trace.compare.run_report import report_runs
+from penstock.trace.compare.run_report import overview, report_runs, say_answer
 from penstock.trace.compare.trace_study import TraceFinding, Weight
 from penstock.trace.questions.answer import Answer, make_columns
 

@@ -3,8 +3,7 @@
 import pytest
 
 from penstock.errors import UsageError
-from penstock.trace.compare.trace_study import ComparisonSpec
-from penstock.trace.yaml_documents import parse_document
+from penstock.trace.compare.trace_study import ComparisonSpec, parse_document
 
 GOOD = """
 runs: {a: a/*.pfw.gz, b: [b/1.pfw, b/2.pfw]}
@@ -24,9 +23,9 @@ def test_a_description_becomes_a_lens_in_which_own_phases_come_first() -> None:
     asked = read(GOOD)
     dimensions = asked.dimensions()
     assert dimensions.tiers == {"ssd": ("/l/ssd",), "pfs": ("/p/one", "/p/two")}
-    assert dimensions.phases[0].phase == "flush"
+    assert dimensions.phases[0][0] == "flush"
     assert asked.baseline_run == "b"
-    assert asked.device_rates_bytes_per_s() == {"ssd": 2.5e9}
+    assert asked.device_rates == {"ssd": 2.5e9}
 
 
 def test_the_first_run_is_the_baseline_unless_one_is_named() -> None:

@@ -8,11 +8,10 @@ import pytest
 from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
-from penstock.trace.dimensions import Dimensions
+from penstock.trace.dimensions import Dimensions, EventsView, view_events
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, as_records
 from penstock.trace.questions.breakdowns import classes, files, ops, overlap, ranks, sizes, summary
-from penstock.trace.questions.events_view import EventsView, view_events
 from penstock.trace.questions.timeline import file_events, timeline
 
 A, B = {"rank": 0, "host": "a"}, {"rank": 1, "host": "b", "pid": 2}

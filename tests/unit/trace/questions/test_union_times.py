@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trace_events import events_table
 
-from penstock.trace.dimensions import Dimensions
-from penstock.trace.questions import events_view as measuring
-from penstock.trace.questions.events_view import (
-    EventsView,
-    measure_groups,
-    union_in_buckets,
-    union_times,
-    view_events,
-)
+from penstock.trace.dimensions import Dimensions, EventsView, view_events
+from penstock.trace.questions import breakdowns as measuring
+from penstock.trace.questions.breakdowns import measure_groups, union_in_buckets, union_times
 from penstock.trace.questions.timeline import timeline
 
 ROWS = st.lists(

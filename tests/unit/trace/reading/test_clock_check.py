@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.event_batch import TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
-from penstock.trace.trace_set import APART_US, find_clock_mismatches
+from penstock.trace.event_schema import FileAccount, TraceFile
+from penstock.trace.trace_set import APART_US, find_clock_mismatches, read_trace_file
 
 NOW_US = 1_700_000_000_000_000  # 2023-11-14
 

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from penstock.trace.reading.content_guess import guess_content, is_of_recorder
+from penstock.trace.reading.trace_files import guess_content, is_of_recorder
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from penstock.trace.reading.content_guess import guess_content, is_of_recorder
     ],
 )
 def test_content_is_named_by_how_it_begins(head: bytes, content: str) -> None:
-    assert guess_content(head).startswith(content)
+    assert guess_content("x", head).startswith(content)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.trace.reading.hash_names import find_name_in_siblings
+from penstock.trace.reading.json_lines import find_name_in_siblings
 
 HASH, OTHER_HASH = "6131be361c9b6234", "fe1090480b848aa1"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.trace.reading.event_batch import LineFate, ParsedLine
+from penstock.trace.event_schema import LineFate, ParsedLine
 from penstock.trace.reading.json_lines import parse_line
 
 

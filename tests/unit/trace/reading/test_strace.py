@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from penstock.trace.reading.event_batch import LineFate
-from penstock.trace.reading.strace import FIRST_LINE, Strace, Task
+from penstock.trace.event_schema import LineFate
+from penstock.trace.reading.strace import Strace
+from penstock.trace.reading.trace_files import STRACE_LINE
 
 
 def rows(*calls: str) -> list[dict[str, Any]]:
@@ -104,7 +105,7 @@ def test_offsets_sizes_errors_and_flags_are_kept() -> None:
     assert (pread["op"], pread["offset"], pread["size_bytes"], pread["ret"]) == ("pread", 8192, 4000, 4000)
     assert pread["args"] == '{"fd":3}'
     assert failed["ret"] == -1
-    assert '"errno": "EACCES"' in failed["args"]
+    assert '"errno":"EACCES"' in failed["args"]
     assert "O_RDWR|O_CREAT" in failed["args"]
 
 
@@ -260,7 +261,7 @@ def test_number_of_an_ended_process_may_be_another_process_later() -> None:
 
 
 def test_lines_without_a_number_belong_to_the_files_thread() -> None:
-    listing = Strace(Task(tid=12, pid=10))
+    listing = Strace((12, 10))
     row = listing.parse("1700000000.000001 fsync(3</d/a>) = 0 <0.000001>").row
     assert row is not None
     assert (row["pid"], row["tid"]) == (10, 12)
@@ -283,7 +284,7 @@ def test_what_strace_says_about_itself_is_no_damage() -> None:
     ],
 )
 def test_lines_of_any_option_beside_the_time_are_calls(line: str, ts_us: int, dur_us: int) -> None:
-    assert FIRST_LINE.match(line.encode())
+    assert STRACE_LINE.match(line.encode())
     row = Strace().parse(line).row
     assert row is not None
     assert (row["tid"], row["ts_us"], row["dur_us"], row["size_bytes"]) == (41, ts_us, dur_us, 9)

@@ -3,7 +3,7 @@
 import gzip
 from pathlib import Path
 
-from penstock.trace.reading.strace import UNKNOWN_TASK, Task, find_host, find_task
+from penstock.trace.reading.strace import find_host, find_task
 
 HEAD = b"1700000000.000001 getpid() = 10 <0.000001>\n"
 
@@ -24,25 +24,25 @@ def test_thread_belongs_to_the_process_that_made_its_maker(tmp_path: Path) -> No
     _write(tmp_path)
     tasks = {name: find_task(tmp_path / name, HEAD) for name in ("t.10", "t.11.gz", "t.12", "t.20", "t.21")}
     assert tasks == {
-        "t.10": Task(10, 10), "t.11.gz": Task(11, 10), "t.12": Task(12, 10),
-        "t.20": Task(20, 20), "t.21": Task(21, 20),
+        "t.10": (10, 10), "t.11.gz": (11, 10), "t.12": (12, 10),
+        "t.20": (20, 20), "t.21": (21, 20),
     }  # fmt: skip
 
 
 def test_files_of_another_recording_say_nothing(tmp_path: Path) -> None:
     _write(tmp_path)
-    assert find_task(tmp_path / "other.21", HEAD) == Task(21, 21)
+    assert find_task(tmp_path / "other.21", HEAD) == (21, 21)
 
 
 def test_listing_whose_lines_have_numbers_needs_no_name(tmp_path: Path) -> None:
-    assert find_task(tmp_path / "t.10", b"7 " + HEAD) == UNKNOWN_TASK
-    assert find_task(tmp_path / "t.strace", HEAD) == UNKNOWN_TASK
+    assert find_task(tmp_path / "t.10", b"7 " + HEAD) == (0, 0)
+    assert find_task(tmp_path / "t.strace", HEAD) == (0, 0)
 
 
 def test_threads_that_made_each_other_end_the_search(tmp_path: Path) -> None:
     (tmp_path / "t.10").write_bytes(_clone(11, "CLONE_THREAD"))
     (tmp_path / "t.11").write_bytes(_clone(10, "CLONE_THREAD"))
-    assert find_task(tmp_path / "t.10", HEAD).tid == 10
+    assert find_task(tmp_path / "t.10", HEAD)[0] == 10
 
 
 def test_name_of_a_recording_has_the_host() -> None:

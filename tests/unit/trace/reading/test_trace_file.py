@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tests.support.trace_files import START_US, Writing, make_events, write_trace
 
-from penstock.trace.reading.event_batch import TraceFile
-from penstock.trace.reading.trace_file import read_trace_file
+from penstock.trace.event_schema import TraceFile
+from penstock.trace.trace_set import read_trace_file
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""Users' SQL over traces: one statement that reads events, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final
+
+import duckdb
+
+from penstock.errors import UsageError
+from penstock.trace.event_schema import SCHEMA
+
+if TYPE_CHECKING:
+    from penstock.trace.trace_set import TraceSet
+
+
+@dataclass(frozen=True, slots=True)
+class SqlAnswer:
+    """The result of a user's query, as JSON can carry it: integers stay integers, of any size."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def document(self) -> Mapping[str, Any]:
+        """The result as JSON."""
+        return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
+
+    def texts(self) -> list[dict[str, str]]:
+        """The result as rows of a table for people; columns of the same name are numbered."""
+        heads: list[str] = []
+        for column in self.columns:
+            names = (column, *(f"{column} ({number})" for number in range(2, len(self.columns) + 1)))
+            heads.append(next(name for name in names if name not in heads))
+        return [
+            {head: "-" if value is None else str(value) for head, value in zip(heads, row, strict=True)}
+            for row in self.rows
+        ]
+
+
+_ALLOWED: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+_FIX: Final = "Run penstock trace sql --help for the columns."
+
+
+def check_query(query: str) -> None:
+    """Raise UsageError unless a query is one statement that only reads `events`; no trace is read."""
+    with duckdb.connect(config={"enable_external_access": False}) as connection:
+        try:
+            statements = connection.extract_statements(query)
+        except duckdb.Error as error:
+            raise UsageError(str(error).strip(), where="the query") from error
+        if len(statements) != 1:
+            raise UsageError(
+                f"There are {len(statements)} statements", where="the query", fix="Write a single SELECT."
+            )
+        if statements[0].type not in _ALLOWED:
+            kind = statements[0].type.name.lower().replace("_", " ")
+            raise UsageError(
+                f"A query may only read events; this is a statement of the kind {kind}",
+                where="the query",
+                fix="Write a SELECT; --json prints its answer for files and programs.",
+            )
+        connection.from_arrow(SCHEMA.empty_table()).create("events")
+        try:
+            connection.execute(query)
+        except duckdb.Error as error:
+            raise UsageError(str(error).strip(), where="the query", fix=_FIX) from error
+
+
+def run_query(traces: TraceSet, query: str) -> SqlAnswer:
+    """Run a user's query on `events`; it reads no other files and writes nothing. UsageError if it fails."""
+    check_query(query)
+    connection = traces.connection
+    if traces.files:
+        connection.execute("SET allowed_paths = ?", [[str(path) for path in traces.files]])
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return answer_query(connection, query)
+
+
+def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer:
+    """Run a query on a connection as it is."""
+    try:
+        cursor = connection.execute(query)
+        columns = [column[0] for column in cursor.description or ()]
+        return SqlAnswer(columns, [[_plain(value) for value in row] for row in cursor.fetchall()])
+    except duckdb.Error as error:
+        raise UsageError(str(error).strip(), where="the query", fix=_FIX) from error
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: whole decimals become integers, what JSON cannot express becomes text."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case Decimal():
+            return int(value) if value == value.to_integral_value() else float(value)
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case _:
+            return str(value)

@@ -1,0 +1,257 @@
+"""Darshan's logs (`.darshan`), and its extended traces (DXT) as text of `darshan-dxt-parser`.
+
+DXT recorded every read and write of each rank; each becomes one event. Of everything else a log has sums
+only: one event per file, rank and direction stands for all its calls, and the account says so. MPI-IO's
+segments have a category of their own, because the same bytes are recorded again as POSIX below it.
+Invariant: a damaged log ends another process, never this one (`darshan_dump.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final
+
+from penstock.optional_libraries import explained_imports
+from penstock.trace.event_schema import ALL_RANKS, FileAccount, LineFate, ParsedLine, parse_int64
+
+_FILE: Final = re.compile(r"#\s*DXT,\s*file_id:\s*\d+,\s*file_name:\s*(.*?)\s*")
+_PLACE: Final = re.compile(r"#\s*DXT,\s*rank:\s*(-?\d+),\s*hostname:\s*(\S+)\s*")
+_START: Final = re.compile(r"#\s*start_time:\s*(\d+)(?:\.(\d+))?.*")
+_SEGMENT: Final = re.compile(
+    r"\s*X_(\w+)\s+(-?\d+)\s+(read|write)\s+(\d+)\s+(-?\d+)\s+(\d+)\s+(\d+\.?\d*)\s+(\d+\.?\d*)"
+    r"(?:\s+\[.*\])?(?:\s+(N/A|\d+))?\s*"
+)
+
+
+def read_darshan_text(chunks: Iterable[bytes], account: FileAccount) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a text; its times are seconds since the job began, whose start is in its head."""
+    start_us = path = host = None
+    num_relative = num_segments = 0
+    for line in (line for chunk in chunks for line in chunk.split(b"\n")[:-1]):
+        text = line.decode(errors="backslashreplace")
+        parsed = _parse_segment(text, start_us or 0, path, host)
+        account.lines += 1
+        account.count(parsed, line)
+        if parsed.row is not None:
+            num_segments += 1
+            num_relative += start_us is None
+            yield parsed.row
+        elif match := _FILE.fullmatch(text):
+            path = match[1]
+        elif match := _PLACE.fullmatch(text):
+            host = match[2]
+        elif (match := _START.fullmatch(text)) and len(match[1]) < 12:
+            start_us = int(match[1]) * 1_000_000 + int((match[2] or "0").ljust(6, "0")[:6])
+    if not num_segments:
+        account.faults.append("it has no segments: Darshan traced no reads and no writes")
+    if num_relative:
+        account.faults.append(f"{num_relative} events have times since the job began: there is no start_time")
+
+
+def _parse_segment(line: str, start_us: int, path: str | None, host: str | None) -> ParsedLine:
+    if not line.strip():
+        return ParsedLine(LineFate.BLANK)
+    if line.lstrip().startswith("#"):
+        return ParsedLine(LineFate.METADATA)
+    segment_line = _SEGMENT.fullmatch(line)
+    if segment_line is None:
+        return ParsedLine(LineFate.DROPPED, reason="not a segment")
+    module, rank, verb, segment, offset, length, begin, end, thread = segment_line.groups()
+    size_bytes, begins = parse_int64(length), parse_int64(offset)
+    if not float(begin) <= float(end) < 1e12 or size_bytes is None or begins is None or len(rank) > 9:
+        return ParsedLine(LineFate.DROPPED, reason="impossible numbers")
+    begin_us, end_us = (round(float(seconds) * 1e6) for seconds in (begin, end))
+    # Since 3.5 Darshan records the thread; without it there is one for each rank.
+    tid = parse_int64(thread) if thread else None
+    return ParsedLine(
+        LineFate.EVENT,
+        row={
+            "ts_us": start_us + begin_us,
+            "dur_us": end_us - begin_us,
+            "name": verb,
+            "cat": module,
+            "pid": int(rank),
+            "tid": int(rank) if tid is None else tid,
+            "rank": int(rank) if int(rank) >= 0 else None,
+            "host": host,
+            "path": path,
+            "size_bytes": size_bytes,
+            "offset": begins if begins >= 0 else None,
+            "ret": size_bytes,
+            "args": f'{{"segment":{int(segment)}}}',
+        },
+    )
+
+
+_CALLS: Final = {
+    "POSIX": {
+        "read": ("READS",),
+        "write": ("WRITES",),
+        "metadata": ("OPENS", "STATS", "SEEKS", "FSYNCS", "FDSYNCS"),
+    },
+    "STDIO": {
+        "read": ("READS",),
+        "write": ("WRITES",),
+        "metadata": ("OPENS", "SEEKS", "FLUSHES"),
+    },
+    "MPIIO": {
+        "read": ("INDEP_READS", "COLL_READS", "SPLIT_READS", "NB_READS"),
+        "write": ("INDEP_WRITES", "COLL_WRITES", "SPLIT_WRITES", "NB_WRITES"),
+        "metadata": ("INDEP_OPENS", "COLL_OPENS", "SYNCS"),
+    },
+}  # fmt: skip
+"""The counters whose sum is the number of calls, by category and direction."""
+_BYTES: Final = {"read": "BYTES_READ", "write": "BYTES_WRITTEN"}
+_SPANS: Final = {
+    "read": ("F_READ_TIME", ("F_READ_START_TIMESTAMP",), ("F_READ_END_TIMESTAMP",)),
+    "write": ("F_WRITE_TIME", ("F_WRITE_START_TIMESTAMP",), ("F_WRITE_END_TIMESTAMP",)),
+    "metadata": (
+        "F_META_TIME",
+        ("F_OPEN_START_TIMESTAMP", "F_CLOSE_START_TIMESTAMP"),
+        ("F_OPEN_END_TIMESTAMP", "F_CLOSE_END_TIMESTAMP"),
+    ),
+}
+"""The counters of the time that all calls took, of their first beginnings, and of their last ends."""
+_UNREAD: Final = frozenset(("H5F", "H5D", "PNETCDF_FILE", "PNETCDF_VAR", "DFS", "DAOS", "BG/Q", "MDHIM"))
+"""Modules with I/O that has no events here."""
+
+
+def read_darshan_log(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a log; Unavailable without PyDarshan."""
+    with explained_imports():
+        if find_spec("darshan") is None:
+            raise ModuleNotFoundError("No module named 'darshan'", name="darshan")
+    yield from rows_of_log(_dump_records(path, account), account)
+
+
+def _dump_records(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
+    """Yield the records that another process reads, then add what went wrong there to the account."""
+    dump = [sys.executable, "-m", "penstock.trace.reading.darshan_dump", str(path)]
+    # The library's complaints go to a file: a pipe that nobody reads meanwhile would fill up.
+    with TemporaryFile() as complaints:
+        with subprocess.Popen(dump, stdout=subprocess.PIPE, stderr=complaints) as process:
+            assert process.stdout is not None
+            try:
+                yield from (json.loads(line) for line in process.stdout if line.endswith(b"\n"))
+                process.wait()
+            finally:
+                process.kill()
+        complaints.seek(0)
+        lines = complaints.read().decode(errors="replace").strip().splitlines()
+    account.faults += [f"Darshan's library: {line.removeprefix('Error: ')}" for line in lines[-3:]]
+    if process.returncode > 0 and not lines:
+        account.faults.append("Darshan's library cannot open it")
+    if process.returncode < 0:
+        account.faults.append(f"it is damaged: reading it was ended by signal {-process.returncode}")
+
+
+def rows_of_log(records: Iterable[Mapping[str, Any]], account: FileAccount) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of the records of `darshan_dump`: the job, then segments, then counters."""
+    start_us = num_processes = num_sums = num_of_all = num_summed = 0
+    hosts: dict[int, str] = {}
+    traced: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
+
+    for record in records:
+        if "start_us" in record:
+            start_us, num_processes = record["start_us"], record["nprocs"]
+            unread = sorted(_UNREAD.intersection(record["modules"]))
+            if unread:
+                account.notes.append(f"its modules {', '.join(unread)} are not read")
+            if record["partial"]:
+                partial = ", ".join(record["partial"])
+                account.faults.append(f"Darshan ran out of memory for {partial}: files or calls are missing")
+            continue
+        cat, rank = record["cat"], record["rank"]
+        hosts |= {rank: record["host"]} if "host" in record and rank >= 0 else {}
+        base = {
+            "cat": cat,
+            "pid": rank,
+            "tid": rank,
+            "rank": rank if rank >= 0 else None,
+            "path": record["path"],
+        }
+        for verb, segments in record.get("segments", {}).items():
+            traced[cat] += len(segments)
+            for number, (offset, size_bytes, begin, end) in enumerate(segments):
+                account.lines += 1
+                if not (math.isfinite(begin) and math.isfinite(end)) or end < begin or size_bytes < 0:
+                    text = f"{verb} {offset} {size_bytes} {begin} {end}"
+                    account.count(ParsedLine(LineFate.DROPPED, reason="impossible numbers"), text.encode())
+                    continue
+                account.events += 1
+                yield {
+                    **base,
+                    "name": verb,
+                    "ts_us": start_us + round(begin * 1e6),
+                    "dur_us": round(end * 1e6) - round(begin * 1e6),
+                    "host": record["host"],
+                    "size_bytes": size_bytes,
+                    "offset": offset if offset >= 0 else None,
+                    "ret": size_bytes,
+                    "args": f'{{"segment":{number}}}',
+                }
+        # Counters are events that stand for all calls of a file, in directions that have no segments.
+        for verb, num_calls, time_us, begin_us, end_us in _sum_calls(cat, record.get("counters", {})):
+            if verb != "metadata":
+                counted[cat] += num_calls
+                if traced[cat]:
+                    continue
+            args = {"is_sum": True, "calls": num_calls, "time_us": time_us, "last_end_us": start_us + end_us}
+            account.lines += 1
+            salvaged = ParsedLine(LineFate.SALVAGED, reason="negative time")
+            fate = ParsedLine(LineFate.EVENT) if time_us >= 0 else salvaged
+            account.count(fate, f"{cat} {verb} {time_us} us".encode())
+            num_sums += 1
+            num_of_all += rank == ALL_RANKS
+            num_summed += num_calls
+            yield {
+                **base,
+                "name": verb,
+                "ts_us": start_us + begin_us,
+                # Calls of several ranks or threads took more time together than there was from first to last.
+                "dur_us": max(0, min(time_us, end_us - begin_us)),
+                "host": hosts.get(rank),
+                "size_bytes": record["counters"].get(f"{cat}_{_BYTES.get(verb)}"),
+                "args": json.dumps(args, separators=(",", ":")),
+            }
+    if not (account.faults or num_sums or traced):
+        account.faults.append("it has no I/O: Darshan recorded no file that the job read or wrote")
+    for cat, num_traced in traced.items():
+        if num_traced < counted[cat]:
+            account.missing += counted[cat] - num_traced
+            account.faults.append(
+                f"{num_traced:,} of {counted[cat]:,} {cat} reads and writes are in its DXT data"
+            )
+    if num_sums:
+        account.notes.append(
+            f"{num_sums:,} events are sums of {num_summed:,} calls, because Darshan did not trace these one"
+            " by one: their times are right in sum, but not where they are"
+        )
+    if num_of_all:
+        account.notes.append(
+            f"{num_of_all:,} of them are of files that all {num_processes:,} ranks share, and say nothing of"
+            " single ranks"
+        )
+
+
+def _sum_calls(cat: str, counters: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int, int]]:
+    """Yield each direction with calls: their number and time, and when the first began and the last ended."""
+    for verb, names in _CALLS[cat].items():
+        num_calls = sum(max(0, counters.get(f"{cat}_{name}", 0)) for name in names)
+        time, begins, ends = _SPANS[verb]
+        begun = [at for name in begins if (at := counters.get(f"{cat}_{name}", 0)) > 0]
+        ended = [at for name in ends if (at := counters.get(f"{cat}_{name}", 0)) > 0]
+        begin_us = round(min(begun, default=0.0) * 1e6)
+        end_us = round(max(ended) * 1e6) if ended else begin_us
+        if num_calls:
+            yield verb, num_calls, round(counters.get(f"{cat}_{time}", 0) * 1e6), begin_us, end_us

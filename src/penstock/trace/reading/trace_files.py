@@ -1,0 +1,366 @@
+"""Trace files: which files of a folder are traces, of which dialect, and their bytes, decompressed.
+
+    names, globs, folders -> `find_trace_files`
+    a file -> `read_pieces`, past damaged gzip members -> `split_lines` -> whole lines, for a dialect's reader
+
+In a folder, files count by their names. JSON and text may be anything, so such a file counts only if its
+first bytes are those of a trace. Invariants: memory is bounded whatever the file's size; what can be
+decompressed is delivered, and what cannot is reported.
+"""
+
+import glob
+import json
+import logging
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from enum import StrEnum
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from isal import igzip_lib
+
+from penstock.errors import StorageError, UsageError
+
+logger = logging.getLogger(__name__)
+
+
+class Dialect(StrEnum):
+    """The forms of traces that can be read."""
+
+    JSON_LINES = "json lines"
+    CHROME = "chrome"
+    STRACE = "strace"
+    DARSHAN = "darshan dxt"
+    DARSHAN_LOG = "darshan log"
+
+
+UTF8_MARK: Final = b"\xef\xbb\xbf"
+"""The byte order mark that some editors put before UTF-8."""
+LOG_MAGIC: Final = (6567223).to_bytes(8, "little"), (6567223).to_bytes(8, "big")
+"""Behind the eight bytes of the version of a Darshan log, in the byte order of the machine that wrote it."""
+_DARSHAN_TEXT: Final = re.compile(rb"#\s*(?:DXT,|darshan log version|Module\s+Rank\s+Wt/Rd)")
+# A line of strace: whose it is (-f, with the name of its program by -Y), and when (-ttt, in milli- to
+# nanoseconds); the time since the last line (-r), the number of the call (-n), and where it was made (-i).
+STRACE_BEGIN: Final = (
+    r"\s*(?:\[pid\s+(\d+)(?:<[^>]*>)?\]\s+|(\d+)(?:<[^>]*>)?\s+)?(\d{%s})\.(\d{1,9})\s+"
+    r"(?:\(\+\s*[\d.]+\)\s+)?(?:\[[\da-f\s?]+\]\s+)*"
+)
+STRACE_LINE: Final = re.compile((STRACE_BEGIN % "9,11" + r"(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)").encode())
+_DOCUMENT: Final = re.compile(
+    rb'\s*\{(?:\s*(?:\n|"(?:schemaVersion|displayTimeUnit|otherData|deviceProperties|metadata)")'
+    rb'|.*"traceEvents"\s*:)',
+    re.DOTALL,
+)
+"""An object that is no line: it begins on a line of its own, or has a key that no event has."""
+_HEAD_BYTES: Final = 1 << 16
+
+RECORDER: Final = (
+    "a trace of Recorder, whose format is not read: convert it with Recorder's own recorder2timeline DIR, and"
+    " ask DIR/_chrome (calls and times, without files and bytes), or trace the program with penstock trace"
+    " record"
+)
+_RECORDER_FILE: Final = re.compile(r".*\.(?:mt|itf)|recorder\.(?:cfg|cst|ts)")
+_CONTENTS: Final = tuple(
+    (re.compile(beginning, re.DOTALL), content)
+    for beginning, content in (
+        (
+            rb".{8}(?:%b)" % b"|".join(map(re.escape, LOG_MAGIC)),
+            "a log of Darshan that its library cannot read: damaged, or of another version",
+        ),
+        (
+            rb"\xff\xfe|\xfe\xff|(?:[\t\n\r -~]\0){8}|(?:\0[\t\n\r -~]){8}",
+            "text in UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
+        ),
+        (rb"\x1f\x8b", "compressed twice: decompress it once"),
+        (rb"\x28\xb5\x2f\xfd", "compressed by zstd: decompress it"),
+        (rb"BZh", "compressed by bzip2: decompress it"),
+        (rb"\xfd7zXZ\0", "compressed by xz: decompress it"),
+        (rb"PK\x03\x04", "a zip archive: unpack it"),
+        (rb"PAR1", "a Parquet file: penstock trace load makes those that it can read"),
+        (rb"SQLite format 3\0", "an SQLite database"),
+        (rb"\x89HDF", "an HDF5 file"),
+        (rb"\x7fELF", "a program"),
+        (rb"\x80\x04", "a Python pickle"),
+        (rb"<", "HTML or XML"),
+        (
+            rb"\s*(?:\d+\s+)?(?:\d\d:\d\d:\d\d(?:\.\d{6})?|\d{1,8}\.\d{6})\s+[a-z_]\w*\(",
+            "a listing of strace without the day of its calls: trace again with strace -f -ttt -T",
+        ),
+        (rb".{257}ustar", "a tar archive: unpack it"),
+        (rb"\0*\Z", "zeros only"),
+        (rb"[\t\n\r -~]+\Z", "text of no dialect that is known"),
+        (rb"", "binary data"),
+    )
+)
+
+
+def detect_dialect(head: bytes) -> Dialect:
+    """The dialect of a file that begins with `head`; anything unknown is JSON lines, dropped one by one."""
+    head = head[:_HEAD_BYTES]
+    if head[8:16] in LOG_MAGIC:
+        return Dialect.DARSHAN_LOG
+    if STRACE_LINE.match(head):
+        return Dialect.STRACE
+    if _DARSHAN_TEXT.search(head[:4096]):
+        return Dialect.DARSHAN
+    bare = head.lstrip()
+    line = bare[1:].lstrip().partition(b"\n")[0].rstrip(b", \r]")
+    if bare.startswith(b"[") and line.startswith(b"{"):
+        # An array of which a line does not hold one event, but several, or a part of one.
+        try:
+            json.loads(line)
+        except ValueError:
+            is_part = b'"' not in line or line.endswith((b"{", b'"', b":"))
+            return Dialect.CHROME if is_part or re.search(rb"\}, ?\{", line) else Dialect.JSON_LINES
+    return Dialect.CHROME if _DOCUMENT.match(head) else Dialect.JSON_LINES
+
+
+def guess_content(name: str, head: bytes) -> str:
+    """Name the content of a file without events, of this name and with these first bytes, decompressed."""
+    if is_of_recorder(name):
+        return RECORDER
+    return next(content for pattern, content in _CONTENTS if pattern.match(head[:4096]))
+
+
+def is_of_recorder(name: str) -> bool:
+    """Return whether a file of this name is a part of a trace that Recorder wrote."""
+    return _RECORDER_FILE.fullmatch(name) is not None
+
+
+_NAMED: Final = re.compile(r".*\.(?:pfw(?:\.gz)?|strace(?:\.[0-9].*)?|darshan)", re.DOTALL)
+"""Tracers' files, and strace's of whole programs and of single threads."""
+_EXAMINED: Final = re.compile(r".*\.(?:json|txt)(?:\.gz)?", re.DOTALL)
+_EVENT: Final = re.compile(rb'"ph"\s*:\s*"?[A-Za-z0-9]"?\s*[,}]|"traceEvents"')
+EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
+"""The beginning of our own exports: their events are those of other files, which would count twice."""
+COUNT_SUFFIX: Final = ".count"
+"""Ending of the file next to a trace that is being written, which has the number of its events."""
+_FIX: Final = "Name trace files, a folder of them, a quoted glob, or an event table."
+
+
+def find_trace_files(patterns: Sequence[str]) -> list[Path]:
+    """The files that names, globs and folders match, each once, in the order of the patterns."""
+    paths: dict[Path, None] = {}
+    for pattern in patterns:
+        try:
+            found = _find_in_folder(Path(pattern)) if Path(pattern).is_dir() else _find_matches(pattern)
+        except OSError as error:
+            raise explain_unreadable(error, Path(pattern)) from error
+        paths.update(dict.fromkeys(found))
+    return list(paths)
+
+
+def _find_matches(pattern: str) -> list[Path]:
+    matches = [Path(pattern)]
+    if not matches[0].exists():
+        paths = map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207 - absolute globs, too
+        matches = [path for path in paths if not (path.name.endswith(COUNT_SUFFIX) or path.is_dir())]
+    for match in matches:
+        # A pipe would be waited for, and cannot be read twice.
+        if not stat.S_ISREG(match.stat().st_mode):
+            raise UsageError(
+                "Only regular files are traces", where=str(match), fix="Write the trace to a file first."
+            )
+    if not matches:
+        raise UsageError("No such file", where=pattern, fix=_FIX)
+    return matches
+
+
+def _find_in_folder(folder: Path) -> list[Path]:
+    """The traces below a folder, in order; logs the files of JSON or text that turned out to be none.
+
+    OSError if there is no trace, and a folder that cannot be read; with traces, such a folder is left out.
+    """
+    traces: list[Path] = []
+    left_out: list[Path] = []
+    closed: list[OSError] = []
+    has_recorder = False
+    for parent, _, names in os.walk(folder, onerror=closed.append):
+        for name in names:
+            path, is_named = Path(parent, name), _NAMED.fullmatch(name)
+            has_recorder |= is_of_recorder(name)
+            if (is_named or _EXAMINED.fullmatch(name)) and path.is_file():
+                (traces if is_named or _begins_as_trace(path) else left_out).append(path)
+    left_out.sort(key=attrgetter("parts"))
+    if not traces:
+        if closed:
+            raise closed[0]
+        why = f"; {name_some(left_out)} hold no events of a trace" if left_out else ""
+        content = f"This folder has {RECORDER}" if has_recorder else f"No trace files in this folder{why}"
+        raise UsageError(content, where=str(folder), fix=_FIX)
+    for error in closed:
+        logger.warning("%s: left out, because it cannot be read: %s", error.filename, error.strerror)
+    if left_out:
+        logger.warning("%s: left out, because they are no traces: %s", folder, name_some(left_out))
+    return sorted(traces, key=attrgetter("parts"))
+
+
+def name_some(paths: Sequence[Path]) -> str:
+    """The first names of several files, and the number of the others."""
+    names = ", ".join(path.name for path in paths[:3])
+    return f"{names} and {len(paths) - 3} more" if len(paths) > 3 else names
+
+
+def is_export(path: Path) -> bool:
+    """Return whether `penstock trace export` made a file."""
+    return _read_head(path).startswith(EXPORT_HEAD.encode())
+
+
+def _begins_as_trace(path: Path) -> bool:
+    head = _read_head(path)
+    if head.startswith(EXPORT_HEAD.encode()):
+        return False
+    is_json = ".json" in path.suffixes[-2:]
+    return detect_dialect(head) in (Dialect.STRACE, Dialect.DARSHAN) or (
+        is_json and _EVENT.search(head) is not None
+    )
+
+
+def _read_head(path: Path) -> bytes:
+    """The first bytes of a file, decompressed; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if head.startswith(b"\x1f\x8b"):
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
+    except (OSError, zlib.error):
+        return b""
+    return head.removeprefix(UTF8_MARK)
+
+
+def explain_unreadable(error: OSError, path: Path) -> StorageError:
+    """The system's refusal to read a trace, as an error that names the file."""
+    return StorageError(
+        f"Cannot read the trace: {error.strerror}", uri=str(error.filename or path), errno=error.errno
+    )
+
+
+_PIECE_BYTES: Final = 1 << 20
+"""Decompressed at a time: small enough to be in a cache when it is read next."""
+_READ_BYTES: Final = 1 << 17
+_LINE_LIMIT_BYTES: Final = 8 << 20
+"""A longer line is no event of a trace; only its beginning is kept, so that memory stays bounded."""
+_KEPT_BYTES: Final = 1 << 16
+"""Bytes that are kept of a line that is too long: enough to salvage an event."""
+_GZIP_MAGIC: Final = b"\x1f\x8b\x08"
+_BAD_GZIP: Any = igzip_lib.IsalError
+
+
+def read_event_count(trace: Path) -> int | None:
+    """The events that the process of an unfinished trace has recorded; None for a finished one."""
+    try:
+        content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
+    except FileNotFoundError:
+        return None
+    return sum(memoryview(content[: len(content) // 8 * 8]).cast("q"))
+
+
+def find_lines(path: Path, *marks: bytes) -> Iterator[bytes]:
+    """The lines of a file that contain one of the marks, without a word about damage."""
+    for chunk in split_lines(read_pieces(path, lambda _: None, lambda _: None)):
+        if any(mark in chunk for mark in marks):
+            yield from (line for line in chunk.split(b"\n") if any(mark in line for mark in marks))
+
+
+def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The pieces of a file, each ending behind a newline; a last line without one gets it."""
+    carry = b""
+    for piece in pieces:
+        stop = piece.rfind(b"\n") + 1
+        is_too_long = len(carry) >= _LINE_LIMIT_BYTES
+        if stop:
+            start = piece.find(b"\n") if is_too_long else 0
+            yield (carry[:_KEPT_BYTES] if is_too_long else carry) + piece[start:stop]
+            carry = piece[stop:]
+        elif not is_too_long:
+            carry += piece
+    if carry:
+        yield (carry if len(carry) < _LINE_LIMIT_BYTES else carry[:_KEPT_BYTES]) + b"\n"
+
+
+def read_pieces(
+    path: Path, report_fault: Callable[[str], None], advance: Callable[[int], None]
+) -> Iterator[bytes]:
+    """The file's bytes, decompressed, in pieces of bounded size; all that is left of damaged gzip members.
+
+    Calls `report_fault` with each fault of the file, `advance` with the number of bytes that were read.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            if file.read(len(_GZIP_MAGIC)) != _GZIP_MAGIC:
+                file.seek(0)
+                while piece := file.read(_PIECE_BYTES):
+                    advance(len(piece))
+                    yield piece
+                return
+            at: int | None = 0
+            while at is not None:
+                at = yield from _read_member(file, at, report_fault, advance)
+    except OSError as error:
+        raise explain_unreadable(error, path) from error
+
+
+def _read_member(
+    file: BinaryIO, at: int, report_fault: Callable[[str], None], advance: Callable[[int], None]
+) -> Generator[bytes, None, int | None]:
+    """Yield the gzip member that begins at `at`; returns the place of the next one, or None."""
+    file.seek(at)
+    decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+    num_delivered = 0
+    try:
+        while not decompressor.eof:
+            read = file.read(_READ_BYTES) if decompressor.needs_input else b""
+            advance(len(read))
+            if decompressor.needs_input and not read:
+                report_fault(f"ends inside the gzip member at byte {at}: it was cut short")
+                return None
+            piece = decompressor.decompress(read, _PIECE_BYTES)
+            num_delivered += len(piece)
+            if piece:
+                yield piece
+    except _BAD_GZIP as error:
+        yield from _rescue(file, at, num_delivered)
+        report_fault(f"gzip member at byte {at} is damaged: {error}")
+        return _find_member(file, at + 1)
+    end = file.tell() - len(decompressor.unused_data)
+    file.seek(end)
+    rest = file.read(_READ_BYTES)
+    if rest.startswith(_GZIP_MAGIC):
+        return end
+    if not rest.strip(b"\0") and len(rest) < _READ_BYTES:
+        return None
+    report_fault(f"bytes from {end} on are not a gzip member")
+    return _find_member(file, end)
+
+
+def _rescue(file: BinaryIO, at: int, num_delivered: int) -> Iterator[bytes]:
+    """The rest of the damaged member at `at` that can still be decoded."""
+    file.seek(at)
+    decompressor = zlib.decompressobj(wbits=31)
+    # Fed byte by byte, zlib returns all that it decodes before the damage.
+    try:
+        while read := file.read(256):
+            for number in range(len(read)):
+                piece = decompressor.decompress(read[number : number + 1])
+                if len(piece) > num_delivered:
+                    yield piece[num_delivered:]
+                num_delivered = max(0, num_delivered - len(piece))
+    except zlib.error:
+        return
+
+
+def _find_member(file: BinaryIO, at: int) -> int | None:
+    """The first place at `at` or later where a gzip member begins."""
+    file.seek(at)
+    overlap = b""
+    while read := file.read(_READ_BYTES):
+        window = overlap + read
+        found = window.find(_GZIP_MAGIC)
+        if found >= 0:
+            return file.tell() - len(window) + found
+        overlap = window[-len(_GZIP_MAGIC) + 1 :]
+    return None
