@@ -199,9 +199,13 @@ def overlap_lanes(axis: TimeAxis) -> Answer:
         f"WHERE {what}_from_us < until_us AND any_from_us IS NOT NULL"
         for what in ("io", "compute", "any")
     )
+    spent = (
+        f"coalesce(sum(finish_us - begin_us) FILTER (WHERE what = '{what}'), 0) AS {what}_us"
+        for what in ("compute", "io", "any")
+    )
     rows = axis.events.ask(f"""
         WITH spent AS (
-            SELECT process, bucket, {", ".join(map(_spent, ("compute", "io", "any")))}
+            SELECT process, bucket, {", ".join(spent)}
             FROM ({cut_sql(source, width_us, "process, what")}) GROUP BY process, bucket),
         computing AS (
             SELECT run, count(DISTINCT process) AS num_processes
@@ -219,10 +223,6 @@ def overlap_lanes(axis: TimeAxis) -> Answer:
         "run", "since_start_us", "bucket_us", "num_processes", "compute_us", "io_us", "both_us"
     )
     return Answer(name="overlap_lanes", title="Computation and I/O", columns=columns, rows=rows)
-
-
-def _spent(what: str) -> str:
-    return f"coalesce(sum(finish_us - begin_us) FILTER (WHERE what = '{what}'), 0) AS {what}_us"
 
 
 def metadata_calls(axis: TimeAxis) -> Answer:

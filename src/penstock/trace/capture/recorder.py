@@ -50,6 +50,11 @@ BATCH_EVENTS: Final = 20_000
 MOST_WAITING: Final = 2_000_000
 """Events kept in memory while the disk refuses them; more are dropped, and counted."""
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+Value = int | float | str | bool
+
 clock_ns = time.monotonic_ns
 
 
@@ -115,10 +120,11 @@ class TraceRecorder:
         offset: int | None = None,
         count: int | None = None,
         ret: int | None = None,
-        args: dict[str, Any] | None = None,
+        args: Mapping[str, Any] | None = None,
+        ended_ns: int = 0,
     ) -> None:
-        """Record an event that ends now. This is the hot path: it takes about a microsecond."""
-        ended_ns = clock_ns()
+        """Record an event that ends now, or at `ended_ns`. This is the hot path: about a microsecond."""
+        ended_ns = ended_ns or clock_ns()
         # No lock: a deque appends atomically, and every thread has its own queue and its own count.
         try:
             queue: ThreadQueue = self._local.queue
@@ -132,10 +138,16 @@ class TraceRecorder:
         self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
     ) -> None:
         """Record what this thread did between two moments of `clock_ns` that were taken before."""
-        queue: ThreadQueue = getattr(self._local, "queue", None) or self._new_queue()
-        queue.waiting.append((span_kind(name, cat), began_ns, ended_ns, None, None, None, None, args))
-        queue.recorded += 1
-        queue.counts[queue.place] = queue.recorded
+        self.record(span_kind(name, cat), began_ns, args=args, ended_ns=ended_ns)
+
+    def trace(
+        self, kind: EventKind, path: str, call: Callable[[], Result], *, ret: int | None = None
+    ) -> Result:
+        """Call, and record the call as an event if it succeeds; returns its result."""
+        began_ns = clock_ns()
+        result = call()
+        self.record(kind, began_ns, path, ret=ret)
+        return result
 
     def flush(self) -> None:
         """Write what is recorded so far to the trace. A write that fails is tried again at the next call."""
@@ -227,11 +239,6 @@ class TraceRecorder:
             self._segments.forget()
         self._begin()
 
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-Item = TypeVar("Item")
-Value = int | float | str | bool
 
 _CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
 

@@ -55,16 +55,14 @@ class TracedStorage(protocol.WrappedStorage):
 
     def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
         """Begin an object inside."""
-        began_ns, path = clock_ns(), self._path(key)
-        sink = self.inside.create(key, size_bytes)
-        self._recorder.record(self._kinds.create, began_ns, path)
+        path = self._path(key)
+        sink = self._recorder.trace(self._kinds.create, path, lambda: self.inside.create(key, size_bytes))
         return TracedSink(sink, self._recorder, self._kinds, path)
 
     def open(self, key: str) -> protocol.Source:
         """Open the object inside."""
-        began_ns, path = clock_ns(), self._path(key)
-        source = self.inside.open(key)
-        self._recorder.record(self._kinds.open, began_ns, path)
+        path = self._path(key)
+        source = self._recorder.trace(self._kinds.open, path, lambda: self.inside.open(key))
         return TracedSource(source, self._recorder, self._kinds, path)
 
     def past_cache(self, reads: str | None = None) -> protocol.Storage:
@@ -91,22 +89,15 @@ class TracedStorage(protocol.WrappedStorage):
 
     def stat(self, key: str) -> protocol.ObjectInfo:
         """The facts inside."""
-        began_ns = clock_ns()
-        info = self.inside.stat(key)
-        self._recorder.record(self._kinds.stat, began_ns, self._path(key), ret=0)
-        return info
+        return self._recorder.trace(self._kinds.stat, self._path(key), lambda: self.inside.stat(key), ret=0)
 
     def delete(self, key: str) -> None:
         """Delete inside."""
-        began_ns = clock_ns()
-        self.inside.delete(key)
-        self._recorder.record(self._kinds.delete, began_ns, self._path(key), ret=0)
+        self._recorder.trace(self._kinds.delete, self._path(key), lambda: self.inside.delete(key), ret=0)
 
     def sync(self, prefix: str = "") -> None:
         """Make durable inside."""
-        began_ns = clock_ns()
-        self.inside.sync(prefix)
-        self._recorder.record(self._kinds.sync, began_ns, self._path(prefix), ret=0)
+        self._recorder.trace(self._kinds.sync, self._path(prefix), lambda: self.inside.sync(prefix), ret=0)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
@@ -138,10 +129,7 @@ class TracedSink(protocol.WrappedSink):
 
     def finish(self) -> protocol.ObjectInfo:
         """Finish inside."""
-        began_ns = clock_ns()
-        info = self.inside.finish()
-        self._recorder.record(self._kinds.finish, began_ns, self._path, ret=0)
-        return info
+        return self._recorder.trace(self._kinds.finish, self._path, self.inside.finish, ret=0)
 
     def abort(self) -> None:
         """Abort inside; buffers released from now on were not written."""
@@ -167,6 +155,4 @@ class TracedSource(protocol.WrappedSource):
 
     def close(self) -> None:
         """Close inside."""
-        began_ns = clock_ns()
-        self.inside.close()
-        self._recorder.record(self._kinds.close, began_ns, self._path, ret=0)
+        self._recorder.trace(self._kinds.close, self._path, self.inside.close, ret=0)

@@ -68,7 +68,7 @@ def times(study: Study) -> Answer:
 
 
 def time_changes(study: Study, table: Answer) -> Answer:
-    """How the unions of T1's measures differ from the baseline's, as shares of them.
+    """Changes of the unions of T1's measures from the baseline, as shares of it.
 
     A change of sums would compare a flush by a hundred threads with a write by one.
     """
@@ -282,23 +282,21 @@ def _relative_change(value: Value, base: Value) -> Value:
     return value / base - 1 if comparable else None  # type: ignore[operator]
 
 
-def followed_files(study: Study) -> Sequence[str]:
-    """The files of the description; without any, the one whose calls differ most between runs."""
-    if study.spec.files:
-        return study.spec.files
-    names = study.events.ask(f"""
-        SELECT file_name FROM (
-            SELECT parse_filename(path) AS file_name, run, count(*) AS num_calls
-            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY ALL)
-        GROUP BY file_name ORDER BY count(*) DESC, max(num_calls) - min(num_calls) DESC, file_name LIMIT 1""")
-    return [name for (name,) in names]
-
-
-def file_tables(study: Study, names: Sequence[str]) -> tuple[Answer, Answer, Answer, Answer]:
+def file_tables(study: Study) -> tuple[Answer, Answer, Answer, Answer]:
     """T6 calls, T7 times, T8 sizes, T9 the events of the first file in order.
 
-    Files are given by base name, or patterns of it: runs keep the same files in different places.
+    The files are those of the description, by base name or patterns of it, because runs keep the same files
+    in different places; without any, the one whose calls differ most between runs.
     """
+    names: Sequence[str] = study.spec.files or [
+        name
+        for (name,) in study.events.ask(f"""
+            SELECT file_name FROM (
+                SELECT parse_filename(path) AS file_name, run, count(*) AS num_calls
+                FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY ALL)
+            GROUP BY file_name
+            ORDER BY count(*) DESC, max(num_calls) - min(num_calls) DESC, file_name LIMIT 1""")
+    ]
     wanted = ", ".join(f"({sql_literal(name)})" for name in names) or "('')"
     source = f"""(SELECT * FROM {{events}} JOIN (VALUES {wanted}) AS wanted(chosen)
                  ON parse_filename(path) GLOB chosen WHERE {IS_IO})"""
@@ -420,7 +418,7 @@ def compare_runs(study: Study, *, progress: Progress | None = None) -> Compariso
     # Tables of whole files stand before those of single calls, T10 to T14.
     before = [table for table in asked.values() if not table.name.startswith("t1")]
     behind = [table for table in asked.values() if table not in before]
-    tables = [*first, *before, *file_tables(study, followed_files(study)), *behind]
+    tables = [*first, *before, *file_tables(study), *behind]
     progress.advance(1)
     charts = [
         timeline(study.events),

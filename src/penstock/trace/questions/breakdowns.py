@@ -324,7 +324,7 @@ _MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
 
 
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
-    """How large transfers are: a description for each group, and its `top` most frequent sizes."""
+    """Sizes of transfers: a description for each group, and its `top` most frequent sizes."""
     by = check_keys(by)
     keys = ", ".join(by)
     # Deviations are those of samples; quantiles are interpolated, as in pandas.
