@@ -138,7 +138,7 @@ def test_an_absent_rank_is_named_ctrl_c_leaves_the_run_alone_and_a_killed_run_ha
             assert "epoch" in watcher.stderr.readline()
             watcher.send_signal(signal.SIGINT)
             assert watcher.wait(timeout=30) == 130
-            assert "the run goes on" in watcher.stderr.read()
+            assert "the run continues" in watcher.stderr.read()
         assert run.poll() is None
         with started("results", "watch", cwd=tmp_path) as watcher:
             assert watcher.stderr is not None
