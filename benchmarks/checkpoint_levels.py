@@ -35,7 +35,7 @@ import penstock.trace
 from harness import Ratio, compare, ratio_of
 from parity import BareRank
 from penstock.checkpoint import DoubleParity, Flush, Manager, Single, Xor
-from penstock.checkpoint.commit.catalog import StepCatalog
+from penstock.checkpoint.commit.checkpoints import StepCatalog
 from penstock.checkpoint.levels.flush import FlushFolder
 from penstock.checkpoint.levels.options import Scheme
 from penstock.storage.uri import open_here

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from checkpoint_engine import alone_in_a_group, cpu_s, folder_for_files
 from harness import LEAST_ROUNDS, Ratio, compare, rounds
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.formats.manifest import checksum_of
+from penstock.checkpoint.formats.description import checksum_of
 from penstock.checkpoint.manager.manager import Manager
 from penstock.storage.aligned import copy_bytes
 from penstock.storage.files.durable import sync_folder

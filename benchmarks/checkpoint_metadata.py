@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from harness import Ratio, interleave
-from penstock.checkpoint.formats.dcp_metadata import metadata_bytes, read_metadata
+from penstock.checkpoint.formats.description import metadata_bytes, read_metadata
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.save_plan import Holdings, RankRegions, SaveOptions, plan_save
 from penstock.checkpoint.state.regions import (

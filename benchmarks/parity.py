@@ -20,7 +20,7 @@ import torch.distributed as dist
 from checkpoint_limits import RawFiles
 from harness import Ratio, best_speed, interleave
 from penstock.checkpoint.host_windows import Window
-from penstock.checkpoint.levels.parity import add, add_scaled, double_and_add
+from penstock.checkpoint.levels.redundancy import add, add_scaled, double_and_add
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.files.durable import sync_folder
 from penstock.transfer.buffers import WarmMemory

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, Seal
 from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, WrittenShare
-from penstock.checkpoint.formats.manifest import (
+from penstock.checkpoint.formats.description import (
     Manifest,
     ManifestFile,
     WrittenFile,
@@ -28,7 +28,7 @@ from penstock.progress import Progress
 from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.commit.catalog import CheckpointRef
+    from penstock.checkpoint.commit.checkpoints import CheckpointRef
     from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice, State, Urgency
     from penstock.storage import Storage
 

@@ -8,9 +8,8 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog, open_parent
+from penstock.checkpoint.commit.checkpoints import CheckpointRef, begin_save, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Seal
-from penstock.checkpoint.commit.transaction import begin_save
 from penstock.cluster.comm import Comm, SoloComm, all_gather_results
 from penstock.storage import Storage
 from penstock.storage.files.file_storage import FileOptions, FileStorage
@@ -42,7 +41,9 @@ def save_known(storage: Storage, name: str, generation: int, comm: Comm) -> Comm
 
     def write() -> dict[str, int]:
         for file_name in names:
-            write_object(place.data_storage, place.key(file_name), [known_bytes(name, generation, file_name)])
+            write_object(
+                place.data_storage, place.draft.key(file_name), [known_bytes(name, generation, file_name)]
+            )
         return {file_name: len(known_bytes(name, generation, file_name)) for file_name in names}
 
     shares = all_gather_results(comm, write, awaiting="all ranks to write their files")

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint.api import DryRun, dry_run, load, save
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
     from penstock.checkpoint.loader import LoadReport
-    from penstock.checkpoint.manager.graceful_stop import StopConditions
     from penstock.checkpoint.manager.manager import Manager, SaveHandle, SaveReport
-    from penstock.checkpoint.manager.save_policy import Daly, EverySeconds, EverySteps, Overhead
-    from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
-    from penstock.checkpoint.torch_dcp.reader import Reader
-    from penstock.checkpoint.torch_dcp.writer import Writer
+    from penstock.checkpoint.manager.policies import Daly, EverySeconds, EverySteps, Overhead, StopConditions
+    from penstock.checkpoint.torch_dcp import LoadPlanner, Reader, SavePlanner, Writer
 
 __all__ = [
     "Daly",
@@ -56,11 +53,8 @@ _MODULES: Final = MappingProxyType(
         "levels.options": ("DoubleParity", "Flush", "Partner", "Single", "Xor"),
         "loader": ("LoadReport",),
         "manager.manager": ("Manager", "SaveHandle", "SaveReport"),
-        "manager.save_policy": ("Daly", "EverySeconds", "EverySteps", "Overhead"),
-        "manager.graceful_stop": ("StopConditions",),
-        "torch_dcp.planners": ("LoadPlanner", "SavePlanner"),
-        "torch_dcp.reader": ("Reader",),
-        "torch_dcp.writer": ("Writer",),
+        "manager.policies": ("Daly", "EverySeconds", "EverySteps", "Overhead", "StopConditions"),
+        "torch_dcp": ("LoadPlanner", "Reader", "SavePlanner", "Writer"),
     }
 )
 """Modules of this package and the public names that each defines."""

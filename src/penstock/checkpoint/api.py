@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_parent
-from penstock.checkpoint.commit.transaction import stage_on_all_ranks, write_and_commit
+from penstock.checkpoint.commit.checkpoints import AnyPath, open_parent, stage_on_all_ranks, write_and_commit
 from penstock.checkpoint.engine import LoadChoice, RankSaveStats, Replicas, SaveChoice, State, borrowed_group
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
 from penstock.checkpoint.loader import CheckpointLoader, LoadReport, open_path_on_all_ranks

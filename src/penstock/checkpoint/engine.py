@@ -25,7 +25,7 @@ from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Seal
-    from penstock.checkpoint.formats.manifest import WrittenFile
+    from penstock.checkpoint.formats.description import WrittenFile
     from penstock.checkpoint.state.regions import Regions
     from penstock.storage import Storage
 

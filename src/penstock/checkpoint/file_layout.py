@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
-from penstock.checkpoint.formats.manifest import start_checksum
+from penstock.checkpoint.formats.description import start_checksum
 from penstock.checkpoint.state.regions import Ints, TensorFacts
 from penstock.checkpoint.state.tensors import as_words, contiguous_bytes
 from penstock.transfer.pipeline import DeferringProducer

@@ -31,11 +31,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, absolute_path
+from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, absolute_path
 from penstock.checkpoint.engine import LoadChoice, RankGroup, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint, open_together
-from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
-from penstock.checkpoint.formats.manifest import checksum_of
+from penstock.checkpoint.formats.description import checksum_of, paused_garbage_collection
 from penstock.checkpoint.host_windows import HostLinks, HostSharing, connect_host, settings_for_sharing
 from penstock.checkpoint.match import (
     ByteItemIndex,

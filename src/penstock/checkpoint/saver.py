@@ -7,7 +7,7 @@
 3. `StagedFiles.write_to`: buffers go to storage, each file is made durable, and each item gets a checksum.
 4. `PreparedTensors.seal`: rank 0 describes what all ranks wrote, in `.metadata` and in our manifest.
 
-`commit.transaction` then makes all of it visible at once. Invariant: an error on any rank, for example an
+`commit.checkpoints` then makes all of it visible at once. Invariant: an error on any rank, for example an
 object that cannot be pickled, is raised on all ranks before anything is written.
 """
 
@@ -49,8 +49,14 @@ from penstock.checkpoint.file_layout import (
     payload_of_tensor,
 )
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
-from penstock.checkpoint.formats.dcp_metadata import MetadataWriter, paused_garbage_collection
-from penstock.checkpoint.formats.manifest import Fact, WrittenFile, build_manifest, manifest_bytes
+from penstock.checkpoint.formats.description import (
+    Fact,
+    MetadataWriter,
+    WrittenFile,
+    build_manifest,
+    manifest_bytes,
+    paused_garbage_collection,
+)
 from penstock.checkpoint.plan.save_plan import (
     JobPlan,
     JobPlanner,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from getpass import getuser
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.cli.option_groups import PAGE, write_page
 from penstock.cli.options import argument, arguments, flag, option, repeated, verb
@@ -24,8 +23,7 @@ from penstock.units import format_bytes, format_count, format_rate
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels import cache_tools
-    from penstock.checkpoint.levels.flush import FlushState
-    from penstock.checkpoint.manager.graceful_stop import StopRequest
+    from penstock.checkpoint.manager.policies import StopRequest
     from penstock.reports.report import Report
 
 
@@ -94,8 +92,7 @@ def status(
             }
         )
     write_page(page, lambda: _report_status(run, levels, rows), terminal)
-    flushes = [{**asdict(flush_), "states": _dump(flush_.states)} for flush_ in levels.flushes]
-    terminal.result({"run": run, **asdict(levels), "flushes": flushes}, table(run, rows))
+    terminal.result({"run": run, **levels.model_dump()}, table(run, rows))
     failing = [
         f"step {step}: {state.reason}"
         for flush_ in levels.flushes
@@ -104,10 +101,6 @@ def status(
     ]
     terminal.notes(failing)
     return FLUSH_FAILS if failing else 0
-
-
-def _dump(states: Mapping[int, FlushState]) -> dict[int, Any]:
-    return {step: state.model_dump() for step, state in states.items()}
 
 
 def _report_status(run: str, levels: cache_tools.LevelsOverview, rows: Sequence[Mapping[str, str]]) -> Report:
@@ -210,8 +203,11 @@ def flush(
         )
     flushed = comm.gather((str(folder), states), awaiting="all nodes to report")
     document = {
-        "caches": {cache: _dump(of_cache) for cache, of_cache in flushed},
-        "steps": [{**asdict(repair), "outcome": repair.outcome} for repair in looked_at],
+        "caches": {
+            cache: {step: state.model_dump() for step, state in of_cache.items()}
+            for cache, of_cache in flushed
+        },
+        "steps": [{**repair.model_dump(), "outcome": repair.outcome} for repair in looked_at],
     }
     rows = [
         {
@@ -259,7 +255,7 @@ def halt(
 
       penstock checkpoint halt /pfs/run --cancel
     """
-    from penstock.checkpoint.manager import graceful_stop
+    from penstock.checkpoint.manager import policies
 
     if sum((cancels, shows_status, bool(reason))) > 1:
         raise UsageError(
@@ -267,12 +263,12 @@ def halt(
         )
     storage = open_here(run)
     if cancels:
-        was_requested = graceful_stop.cancel_stop_request(storage)
+        was_requested = policies.cancel_stop_request(storage)
         text = "withdrawn" if was_requested else "no stop was requested"
         terminal.result({"cancelled": was_requested}, [f"halt {run}: {text}"])
         return
     if shows_status:
-        request = graceful_stop.find_stop_request(storage)
+        request = policies.find_stop_request(storage)
     else:
         root = find_local_root(storage)
         if root is not None and not root.is_dir():
@@ -281,10 +277,10 @@ def halt(
                 uri=storage.uri,
                 fix="Give the manager's own directory; create it if its job has not saved yet.",
             )
-        request = graceful_stop.StopRequest(
+        request = policies.StopRequest(
             asked_by=f"{getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason
         )
-        graceful_stop.request_stop(storage, request)
+        policies.request_stop(storage, request)
     terminal.result(
         {"asked": request is not None, "order": request.model_dump() if request else None},
         [f"halt {run}: {_describe_stop(request)}"],

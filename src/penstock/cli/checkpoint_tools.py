@@ -290,16 +290,18 @@ def remove(
 
       srun --ntasks-per-node=1 penstock checkpoint rm /local/ssd/run/step-100
     """
-    from penstock.checkpoint.commit.catalog import open_parent
+    from penstock.checkpoint.commit.checkpoints import open_parent
     from penstock.checkpoint.levels import cache_tools
-    from penstock.checkpoint.tools import remove
+    from penstock.checkpoint.levels.cache import RUN_NOTE
+    from penstock.checkpoint.tools import inspection
+    from penstock.storage.protocol import exists
 
     storage, name = open_parent(path)
     with terminal.progress() as progress:
-        if cache_tools.is_cache(storage):
+        if exists(storage, RUN_NOTE):
             removed = cache_tools.remove_cached(storage, name, even_last=even_last)
         else:
-            removed = remove.remove(path, even_last=even_last, verified=not no_verify, progress=progress)
+            removed = inspection.remove(path, even_last=even_last, verified=not no_verify, progress=progress)
     remaining = f"; {removed.stays} is complete and remains" if removed.stays else ""
     text = f"removed {removed.uri}: {removed.num_files} files, {format_bytes(removed.size_bytes)}{remaining}"
     terminal.result(asdict(removed), [text])

@@ -12,9 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
-from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
-from penstock.checkpoint.torch_dcp.reader import Reader
-from penstock.checkpoint.torch_dcp.writer import Writer
+from penstock.checkpoint.torch_dcp import LoadPlanner, Reader, SavePlanner, Writer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -26,8 +26,8 @@ from tests.support.known_states import (
 from tests.support.known_steps import files_below
 from tests.support.power_cut import Choice, Disk, OperationLog
 
-from penstock.checkpoint.commit.catalog import StepCatalog
-from penstock.checkpoint.formats.manifest import ManifestFile, read_manifest
+from penstock.checkpoint.commit.checkpoints import StepCatalog
+from penstock.checkpoint.formats.description import ManifestFile, read_manifest
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import PenstockError
 

@@ -28,8 +28,7 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.engine import LoadChoice, borrowed_group, make_own_group
 from penstock.checkpoint.formats.checkpoint_source import open_together
 from penstock.checkpoint.loader import CheckpointLoader
-from penstock.checkpoint.torch_dcp.planners import LoadPlanner
-from penstock.checkpoint.torch_dcp.reader import Reader
+from penstock.checkpoint.torch_dcp import LoadPlanner, Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.storage.capabilities import prefer_direct_access, uses_page_cache
 from penstock.storage.residency import evict_file

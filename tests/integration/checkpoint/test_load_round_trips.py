@@ -23,8 +23,7 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.engine import LoadChoice, borrowed_group
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint, open_folder
 from penstock.checkpoint.loader import CheckpointLoader
-from penstock.checkpoint.torch_dcp.planners import LoadPlanner
-from penstock.checkpoint.torch_dcp.reader import Reader
+from penstock.checkpoint.torch_dcp import LoadPlanner, Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object

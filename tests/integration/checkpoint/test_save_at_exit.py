@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint import engine
-from penstock.checkpoint.commit.catalog import StepCatalog
+from penstock.checkpoint.commit.checkpoints import StepCatalog
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import WaitTimeout
 from penstock.storage.uri import open_here

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.checkpoint.api import save
-from penstock.checkpoint.torch_dcp.planners import SavePlanner
-from penstock.checkpoint.torch_dcp.writer import Writer
+from penstock.checkpoint.torch_dcp import SavePlanner, Writer
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64),

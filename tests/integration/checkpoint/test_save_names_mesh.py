@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from penstock.checkpoint.api import save
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.description import read_manifest
 
 
 def save_on_a_mesh(_rank: int, path: Path) -> None:

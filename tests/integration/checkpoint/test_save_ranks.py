@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from penstock.checkpoint.api import save
-from penstock.checkpoint.torch_dcp.planners import SavePlanner
-from penstock.checkpoint.torch_dcp.writer import Writer
+from penstock.checkpoint.torch_dcp import SavePlanner, Writer
 from penstock.errors import RankFailed
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.api import save
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.description import read_manifest
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.torch_dcp.planners import SavePlanner
-from penstock.checkpoint.torch_dcp.writer import Writer
+from penstock.checkpoint.torch_dcp import SavePlanner, Writer
 from penstock.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -28,7 +28,7 @@ from penstock.progress import Progress  # noqa: E402 - likewise
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.checkpoint.tools.file_scan import Damage
+    from penstock.checkpoint.tools.verify import Damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.tools.remove import remove
+from penstock.checkpoint.tools.inspection import remove
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, PenstockError, StorageError, UsageError
 

@@ -19,7 +19,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.commit.protocol import WriterLease
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.description import read_manifest
 from penstock.checkpoint.levels.flush import FlushFolder, FlushNote
 from penstock.checkpoint.levels.options import Xor
 from penstock.checkpoint.manager.manager import Manager

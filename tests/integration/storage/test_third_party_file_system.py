@@ -16,7 +16,7 @@ import pytest
 from penstock.bench.checkpoint.checkpoint_run import require_room
 from penstock.bench.probe.probe_plan import ProbeRequest
 from penstock.bench.probe.probe_run import probe
-from penstock.checkpoint.commit.catalog import local_path, split_path
+from penstock.checkpoint.commit.checkpoints import local_path, split_path
 from penstock.cluster.comm import SoloComm
 from penstock.cluster.gates.gate_model import Gate, GateVerdict, PreflightRequest
 from penstock.cluster.gates.preflight import run_preflight

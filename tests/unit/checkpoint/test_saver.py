@@ -7,11 +7,10 @@ import pytest
 import torch
 from tests.support.rank_threads import ThreadComm, on_ranks
 
+from penstock.checkpoint.commit.checkpoints import begin_save, write_into
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.commit.transaction import begin_save, write_into
 from penstock.checkpoint.engine import RankGroup, SaveChoice
-from penstock.checkpoint.formats.dcp_metadata import read_metadata
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.description import read_manifest, read_metadata
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError

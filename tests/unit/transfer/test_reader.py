@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.manifest import checksum_of
+from penstock.checkpoint.formats.description import checksum_of
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError
 from penstock.progress import Progress
 from penstock.storage.protocol import Source

@@ -39,8 +39,8 @@ class PenstockCheckpoints(_Trainer):
     """Makes a Trainer save to and resume from a manager: a mixin, listed before the Trainer's class.
 
     The Trainer decides when to save; its own `checkpoint-N` folders now contain only its state.
-    `train(resume_from_checkpoint=True)` resumes from the manager's newest step, or starts anew if there is
-    none. With background=False, training waits for each commit.
+    `train(resume_from_checkpoint=True)` resumes from the manager's newest step, or starts from the beginning
+    if there is none. With background=False, training waits for each commit.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PenstockCheckpoints(_Trainer):
         state = {"trainer": ""}
         self._resumed_step = self._manager.restore(state)
         if self._resumed_step is None:
-            logger.info("No step was committed yet: training starts anew")
+            logger.info("No step was committed yet: training starts from the beginning")
             return None
         folder = Path(self.args.output_dir) / f"checkpoint-{self._resumed_step}"
         if self.args.should_save:
@@ -176,7 +176,7 @@ _Parts = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Any]
 
 
 def _parts_of(accelerator: Any) -> _Parts:
-    # Accelerate lists what it has prepared nowhere else.
+    # Accelerate has no public list of what it has prepared.
     prepared = (accelerator._models, accelerator._optimizers, accelerator._schedulers)  # noqa: SLF001 - as above
     return *prepared, accelerator.scaler
 

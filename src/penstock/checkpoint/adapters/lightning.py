@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 
 from penstock.checkpoint.adapters.tree import load_tree, save_tree
-from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
+from penstock.checkpoint.commit.checkpoints import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.manager.manager import log_failure
 from penstock.checkpoint.manager.step_store import start_lasting_worker
 from penstock.checkpoint.plan.save_plan import SaveOptions
@@ -38,7 +38,7 @@ class PenstockIO(CheckpointIO):
     """Saves each checkpoint as a folder at the path that Lightning gives; committed before `fit` continues.
 
     Files that Lightning's own plugin saved can be loaded, too. `staging_bytes` limits the memory of saves
-    beside the state.
+    in addition to the state.
     """
 
     def __init__(self, *, writers: int = 2, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
@@ -181,7 +181,7 @@ def _let_modules_load_folders() -> None:
 
 
 def _is_checkpoint_folder(path: AnyPath) -> bool:
-    """Whether there is a folder, or a checkpoint on a storage that we know."""
+    """Return whether there is a folder, or a checkpoint on a storage that we know."""
     if is_plain_path(os.fspath(path)):
         return os.path.isdir(path)  # noqa: PTH112 - as for files
     try:
@@ -204,7 +204,7 @@ def _refuse_options(storage_options: Any) -> None:
 
 
 def _is_file(path: AnyPath) -> bool:
-    """Whether there is a checkpoint of one file, as Lightning's own plugin writes them."""
+    """Return whether there is a checkpoint of one file, as Lightning's own plugin writes them."""
     return os.path.isfile(path)  # noqa: PTH113 - a URI must not become a Path
 
 

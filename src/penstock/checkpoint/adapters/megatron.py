@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
-from penstock.checkpoint.commit.catalog import AnyPath
-from penstock.checkpoint.torch_dcp.reader import Reader
+from penstock.checkpoint.commit.checkpoints import AnyPath
+from penstock.checkpoint.torch_dcp import Reader
 from penstock.errors import DataDamaged, Unavailable
 from penstock.storage.files.durable import sync_file, sync_folder
 from penstock.storage.protocol import exists, read_object, write_object

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
-from penstock.checkpoint.commit.catalog import AnyPath
+from penstock.checkpoint.commit.checkpoints import AnyPath
 from penstock.checkpoint.engine import State
 from penstock.checkpoint.state.walk import is_stateful, require_dict
-from penstock.checkpoint.torch_dcp.planners import SavePlanner
+from penstock.checkpoint.torch_dcp import SavePlanner
 from penstock.errors import Unavailable
 
 try:

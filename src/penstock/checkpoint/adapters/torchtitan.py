@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from penstock.checkpoint.api import load
-from penstock.checkpoint.manager.manager import Manager, SaveHandle
+from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import Unavailable
 
 try:
@@ -41,7 +41,7 @@ class PenstockCheckpointManager(CheckpointManager):
         writers: int = 2
         """How many files each rank writes in parallel."""
         staging_bytes: int | None = None
-        """The memory of pending saves beside the state, on each rank; None is the engine's default."""
+        """The memory of pending saves besides the state, on each rank; None is the engine's default."""
         trust: bool = False
         """Whether loading may run code of the checkpoint's objects."""
 
@@ -84,9 +84,11 @@ class PenstockCheckpointManager(CheckpointManager):
             self._steps.save(step, state_dict)
             return None
         if async_mode == AsyncMode.ASYNC:
-            return self._committed(self._steps.save_async(step, state_dict))
+            return self._waiters.submit(self._steps.save_async(step, state_dict).result)
         handle = self._steps.save_async(step, state_dict, staging="background")
-        return AsyncSaveResponse(self._waiters.submit(handle.wait_staged), self._committed(handle))
+        staged: Future[Any] = self._waiters.submit(handle.wait_staged)
+        committed: Future[Any] = self._waiters.submit(handle.result)
+        return AsyncSaveResponse(staged, committed)
 
     def dcp_load(
         self,
@@ -102,9 +104,6 @@ class PenstockCheckpointManager(CheckpointManager):
         load(state_dict, checkpoint_id, trust=self._trust)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
-
-    def _committed(self, handle: SaveHandle) -> Future[Any]:
-        return self._waiters.submit(handle.result)
 
     def _find_load_step(self, folder: str = "") -> int:
         if folder:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_parent
-from penstock.checkpoint.commit.transaction import write_and_commit
+from penstock.checkpoint.commit.checkpoints import AnyPath, open_parent, write_and_commit
 from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveCancelled, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader

@@ -1,8 +1,8 @@
-"""The commit protocol (drafts, leases, completeness), and how file systems follow it: by renaming folders.
+"""The commit protocol: drafts, leases, and one step that turns a draft into a checkpoint.
 
-A `DraftStore` makes a draft that no reader sees, ranks write their files into it, `publish` turns all of it
-into one checkpoint. Object services have no rename and follow the protocol by a record (`record_commit`).
-Invariant: a committed checkpoint is never written to, only replaced as a whole. On file systems:
+A `DraftStore` makes a draft that no reader sees, ranks write their files into it, and `publish` turns all of
+it into one checkpoint. Invariant: a committed checkpoint is never written to, only replaced as a whole; of
+two saves of one name one wins as a whole and the other fails. File systems rename folders:
 
     .penstock-save-ID-NAME         the draft: data files, then penstock.json, then .metadata
     .penstock-save-ID-NAME.lease   the process it belongs to; exists before the draft and until after it
@@ -15,6 +15,13 @@ exchange with the older one) -> fsync of the parent. The folder called NAME is c
 the one it replaces. What is in a draft needs no order: no reader looks there, whatever a kill or a power cut
 leaves of it, and all of it is durable before the rename. What is hidden already is removed without another
 fsync. A lease is for processes of today, and does not survive a power cut: nor does its process.
+
+Object services have no rename: a checkpoint cannot be moved into place, but a small object can be replaced in
+one conditional write. Every save writes keys of its own, and a record says which save a name means:
+
+    NAME/ID/...                the files of one save, which no other save writes
+    NAME/ID.lease              the process it belongs to, until it is committed
+    NAME/penstock-commit.json  the record: written last, on condition that no other save has changed it
 """
 
 from __future__ import annotations
@@ -25,14 +32,17 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import WeakSet
 
-from penstock.checkpoint.formats.manifest import checksum_of, read_manifest, require_complete
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.checkpoint.formats.description import checksum_of, read_manifest, require_complete
 from penstock.errors import (
     AccessRefused,
     AlreadyThere,
@@ -42,11 +52,11 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage import Storage
-from penstock.storage.capabilities import defer_sync
+from penstock.storage.capabilities import SupportsConditionalWrites, defer_sync, find_folder_tree
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.files.folders import FolderTree
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.protocol import ObjectInfo, exists, read_object, write_object
+from penstock.storage.protocol import ObjectInfo, exists, read_described, read_object, write_object
 
 MANIFEST_NAME: Final = "penstock.json"
 METADATA_NAME: Final = ".metadata"
@@ -71,28 +81,6 @@ class Seal:
     """Becomes `.metadata`, which stock DCP reads; the last file of all."""
     sizes: Mapping[str, int]
     """Size by name of every data file of every rank: rank 0 must see exactly these."""
-
-    def manifest_parts(self) -> Iterator[bytes]:
-        """The content of the manifest, in order."""
-        return iter([self.manifest])
-
-    def metadata_parts(self) -> Iterator[bytes]:
-        """The content of `.metadata`; asked for after the manifest's."""
-        return iter([self.metadata])
-
-
-class SealParts(Protocol):
-    """A `Seal` whose files are written part by part, as they are put together."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """As in `Seal`."""
-
-    def manifest_parts(self) -> Iterator[bytes]:
-        """As in `Seal`."""
-
-    def metadata_parts(self) -> Iterator[bytes]:
-        """As in `Seal`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,27 +117,11 @@ class Committed:
         return f"{self.folder}/{file_name}"
 
 
-class Catalog(Protocol):
-    """The reading half of a commit protocol: which checkpoints are committed. Any rank may call."""
-
-    def names(self) -> list[str]:
-        """The names of all committed checkpoints, in no particular order."""
-
-    def find(self, name: str) -> Committed:
-        """The committed checkpoint of this name; `ObjectNotFound` if there is none."""
-
-    def hide(self, committed: Committed) -> Callable[[], None]:
-        """Take its name away, at once, if it has one still; the call that this gives removes its files."""
-
-    def finish_hiding(self, name: str) -> list[ObjectInfo]:
-        """Remove the files that an interrupted removal of this name left, and what they were."""
-
-
 class DraftStore(ABC):
     """The writing half of a commit protocol; called by rank 0 alone.
 
     `start`, then `publish` or `drop`; `renew` from any thread meanwhile. What a process killed in between
-    leaves is collected by `sweep` in any later one, and never shows up in the `Catalog`. `owner` is called at
+    leaves is collected by `sweep` in any later one, and never shows up in a catalog. `owner` is called at
     each use, because a forked child is another process.
     """
 
@@ -175,7 +147,7 @@ class DraftStore(ABC):
         """
 
     @abstractmethod
-    def publish(self, draft: Draft, seal: SealParts) -> Committed:
+    def publish(self, draft: Draft, seal: Seal) -> Committed:
         """Check all files, write manifest and metadata, and make the checkpoint visible at once.
 
         An older checkpoint of that name is replaced and removed. On return, all of it survives a power cut.
@@ -204,13 +176,12 @@ class DraftStore(ABC):
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         """List what a dead save may have left, each with a call that removes it if it is dead."""
 
-    def _write_seal(self, draft: Draft, seal: SealParts) -> dict[str, int]:
-        """Write the last two files of a draft; their sizes by name."""
+    def _write_seal(self, draft: Draft, seal: Seal) -> None:
+        """Write the last two files of a draft."""
         # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
         # a save killed at any earlier line leaves nothing that could be loaded.
-        manifest = write_object(self._seals, draft.key(MANIFEST_NAME), seal.manifest_parts())
-        metadata = write_object(self._seals, draft.key(METADATA_NAME), seal.metadata_parts())
-        return {MANIFEST_NAME: manifest.size_bytes, METADATA_NAME: metadata.size_bytes}
+        write_object(self._seals, draft.key(MANIFEST_NAME), [seal.manifest])
+        write_object(self._seals, draft.key(METADATA_NAME), [seal.metadata])
 
     def _clear_up(self, draft: Draft, *removals: Callable[[], None]) -> None:
         """Remove the lease, and the older checkpoint after a commit. Failures are left to a sweep."""
@@ -266,17 +237,16 @@ class WriterLease:
 
     def hold(self) -> None:
         """Take the lease, or see that it is still ours, before a save; `RunInUse` if it is another's."""
-        if self._require_ours():
+        if self.require_free():
             write_object(self._notes, WRITER_LEASE, [lease_text(self._owner())])
         self._is_held = True
         _HOLDERS.setdefault(self._storage.uri, WeakSet()).add(self)
 
-    def require_free(self) -> None:
-        """`RunInUse` if a living job has the lease, for what takes or changes steps without saving any."""
-        self._require_ours()
+    def require_free(self) -> bool:
+        """`RunInUse` if another, living job has the lease; returns whether it is still to be taken.
 
-    def _require_ours(self) -> bool:
-        """Raise if another job has the lease; whether it is still to be taken."""
+        Also for programs that take or change steps without saving any.
+        """
         found = self._read()
         if found == lease_text(self._owner()):
             return False
@@ -316,7 +286,6 @@ _HOLDERS: Final[dict[str, WeakSet[WriterLease]]] = {}
 _DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
 _OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
 _GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")
-_MARKS: Final = re.compile(r"\.penstock-flush-(?P<draft>[0-9a-f]{16}-.+)")
 _PART: Final = re.compile(
     r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata)|parity-\d+\.bin|redundancy-\d+\.json"
 )
@@ -346,7 +315,7 @@ class FolderDraftStore(DraftStore):
             undo.pop_all()
         return draft
 
-    def publish(self, draft: Draft, seal: SealParts) -> Committed:
+    def publish(self, draft: Draft, seal: Seal) -> Committed:
         """Check, seal and rename the draft, as the module describes."""
         sizes = {entry.name: entry.size_bytes for entry in self._tree.entries(draft.folder)}
         require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
@@ -392,8 +361,6 @@ class FolderDraftStore(DraftStore):
             self._tree.remove(name)
         elif old := _OLD.fullmatch(name):
             self._settle_old(name, old["name"])
-        elif marks := _MARKS.fullmatch(name):
-            return self._sweep_marks(name, f"{HIDDEN_PREFIX}save-{marks['draft']}", age_s)
         elif _DRAFT.fullmatch(name) and self._is_dead(name, age_s):
             hide_folder(self._tree, name)()
             with suppress(ObjectNotFound):
@@ -401,13 +368,6 @@ class FolderDraftStore(DraftStore):
         else:
             return False
         return True
-
-    def _sweep_marks(self, name: str, draft_folder: str, age_s: float) -> bool:
-        """Remove the marks of a shared draft once the draft is gone."""
-        is_over = age_s > LEASE_S and not exists(self._storage, draft_folder + LEASE_ENDING)
-        if is_over:
-            self._tree.remove(name)
-        return is_over
 
     def _is_dead(self, draft_folder: str, age_s: float) -> bool:
         key = draft_folder + LEASE_ENDING
@@ -455,14 +415,17 @@ class FolderDraftStore(DraftStore):
         """Raise if the checkpoint in a folder came to the draft's name after the draft had begun."""
         older = self._older.get(draft.save_id)
         if older is not None and older != read_identity(self._storage, folder):
-            raise overtaken(f"{self._storage.uri}/{draft.name}", draft.name)
+            raise overtaken(self._storage.uri, draft.name)
 
 
 _NUM_LISTINGS: Final = 20
 
 
 class FolderCatalog:
-    """The `Catalog` of folders: those with a `.metadata`, and older ones that a killed save left renamed."""
+    """The committed checkpoints in folders: with a `.metadata`, or older ones that a kill left renamed.
+
+    Any rank may call.
+    """
 
     def __init__(self, storage: Storage, tree: FolderTree, is_step: Callable[[str], bool]) -> None:
         self._storage = storage
@@ -470,7 +433,7 @@ class FolderCatalog:
         self._is_step = is_step
 
     def names(self) -> list[str]:
-        """The names of all folders with metadata."""
+        """The names of all committed checkpoints, in no particular order."""
         for _ in range(_NUM_LISTINGS):
             folders = self._visible_folders()
             others = {folder for folder in folders if not self._may_be_checkpoint(folder)}
@@ -493,12 +456,15 @@ class FolderCatalog:
         }
 
     def find(self, name: str) -> Committed:
-        """The folder of this name, or the older one that an interrupted replacement left renamed."""
-        if self._has_metadata(name):
+        """The committed checkpoint of this name; `ObjectNotFound` if there is none.
+
+        It may be the older one that an interrupted replacement left renamed.
+        """
+        if exists(self._storage, f"{name}/{METADATA_NAME}"):
             return Committed(name=name, folder=name)
         for entry in self._tree.entries(prefix=f"{HIDDEN_PREFIX}old-"):
             old = _OLD.fullmatch(entry.name)
-            if old and old["name"] == name and self._has_metadata(entry.name):
+            if old and old["name"] == name and exists(self._storage, f"{entry.name}/{METADATA_NAME}"):
                 return Committed(name=name, folder=entry.name)
         raise ObjectNotFound(
             f"No checkpoint is called {name}",
@@ -507,35 +473,40 @@ class FolderCatalog:
         )
 
     def hide(self, committed: Committed) -> Callable[[], None]:
-        """Rename it durably to a hidden name; the call that this gives removes its files."""
+        """Take its name away at once and durably, if it has one; the returned call removes its files."""
         return hide_folder(self._tree, committed.folder)
 
     def finish_hiding(self, name: str) -> list[ObjectInfo]:  # noqa: ARG002 - a hidden folder has no name
-        """Nothing: the next save sweeps hidden folders."""
+        """Remove files that an interrupted removal left: none, as the next save sweeps hidden folders."""
         return []
 
     def _may_be_checkpoint(self, folder: str) -> bool:
         try:
-            return self._has_metadata(folder)
+            return exists(self._storage, f"{folder}/{METADATA_NAME}")
         except AccessRefused:
             # As lost+found does. What is named as a step may be the newest one: `find` says why not.
             return self._is_step(folder)
-
-    def _has_metadata(self, folder: str) -> bool:
-        return exists(self._storage, f"{folder}/{METADATA_NAME}")
 
 
 def overtaken(uri: str, name: str) -> AlreadyThere:
     """The error of a save whose name another one has taken since it began."""
     return AlreadyThere(
         f"Another save committed {name} first; this one was given up",
-        uri=uri,
+        uri=f"{uri}/{name}",
         fix="Let one job at a time save to this folder, or give each job its own.",
     )
 
 
 IDENTITY_BYTES: Final = 128
 """The beginning of a manifest that holds the checksum of all of it."""
+
+
+_FOLDER_OF_OBJECTS: Final = re.compile(r"[^/]+/[0-9a-f]{16}")
+
+
+def is_written_once(storage: Storage, folder: str) -> bool:
+    """Return whether these are files of one save, which no other save of the name will ever replace."""
+    return _FOLDER_OF_OBJECTS.fullmatch(folder) is not None and find_folder_tree(storage) is None
 
 
 def read_identity(storage: Storage, folder: str) -> bytes:
@@ -569,23 +540,21 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
         for entry in entries
         if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name))
     ]
-    # Files of manager.output() have names of the user's choice: the manifest lists them.
-    if strange and not set(strange) <= _names_in_manifest(storage, name):
+    known: set[str] = set()
+    if strange:
+        # Files of manager.output() have names of the user's choice: the manifest lists them.
+        try:
+            content = read_object(storage, f"{name}/{MANIFEST_NAME}")
+            known = {file.name for file in read_manifest(content, f"{storage.uri}/{name}").files}
+        except (StorageError, Unavailable) as error:
+            logger.debug("%s has no readable manifest: %s", name, error)
+    if not set(strange) <= known:
         raise UsageError(
             f"{name} is not a checkpoint: it contains {strange[0]}, which would be lost",
             where=storage.uri,
             fix="Save to a new name, or to that of a checkpoint.",
         )
     return bool(entries)
-
-
-def _names_in_manifest(storage: Storage, folder: str) -> set[str]:
-    try:
-        manifest = read_manifest(read_object(storage, f"{folder}/{MANIFEST_NAME}"), f"{storage.uri}/{folder}")
-    except (StorageError, Unavailable) as error:
-        logger.debug("%s has no readable manifest: %s", folder, error)
-        return set()
-    return {file.name for file in manifest.files}
 
 
 def hide_folder(tree: FolderTree, folder: str) -> Callable[[], None]:
@@ -597,3 +566,207 @@ def hide_folder(tree: FolderTree, folder: str) -> Callable[[], None]:
         return lambda: None
     tree.sync()
     return partial(tree.remove, gone)
+
+
+RECORD_NAME: Final = "penstock-commit.json"
+_SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")
+_VERSION: Final = 1
+NUM_DELETING_THREADS: Final = 4
+
+
+class RecordDraftStore(DraftStore):
+    """Drafts below keys of their own."""
+
+    def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
+        super().__init__(storage, **choices)
+        # Its answer has all that is asked of the record, so nothing else is.
+        quick = defer_sync(storage, "names")
+        self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
+        self._catalog = RecordCatalog(storage)
+        self._older: dict[str, Committed | None] = {}
+        """By save ID, the checkpoint that the draft is to replace."""
+
+    def start(self, name: str, save_id: str) -> Draft:
+        """Write the lease; objects need no folder."""
+        draft = Draft(name=name, folder=f"{name}/{save_id}", save_id=save_id)
+        self._older[save_id] = self._catalog.find_if_any(name)
+        self.renew(draft)
+        return draft
+
+    def publish(self, draft: Draft, seal: Seal) -> Committed:
+        """Write manifest and metadata, check all files, then write the record."""
+        # In this order one listing checks all of them. No record names the folder yet.
+        self._write_seal(draft, seal)
+        expected = {
+            **seal.sizes,
+            MANIFEST_NAME: len(seal.manifest),
+            METADATA_NAME: len(seal.metadata),
+        }
+        prefix = f"{draft.folder}/"
+        objects = self._storage.list(draft.folder)
+        sizes = {info.key.removeprefix(prefix): info.size_bytes for info in objects}
+        require_complete(sizes, expected, f"{self._storage.uri}/{draft.folder}")
+        older = self._catalog.find_if_any(draft.name)
+        # Removed meanwhile is as good as never there; anything else is another save's.
+        if older is not None and older != self._older.pop(draft.save_id, older):
+            raise overtaken(self._storage.uri, draft.name)
+        committed = self._write_record(draft, older)
+        self._published.add(draft.save_id)
+
+        def remove_older() -> None:
+            if older is not None and older.folder != draft.folder:
+                _delete_all(self._storage, self._storage.list(older.folder))
+
+        self._clear_up(draft, remove_older)
+        return committed
+
+    def drop(self, draft: Draft) -> None:
+        """Delete the draft's objects."""
+        if draft.save_id not in self._published:
+            _delete_all(self._storage, self._storage.list(draft.folder))
+            self._end_lease(draft)
+
+    def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
+        saves: dict[str, list[ObjectInfo]] = {}
+        for info in self._storage.list():
+            if save := _SAVE.fullmatch(info.key):
+                saves.setdefault(save["folder"], []).append(info)
+        for folder, objects in saves.items():
+            yield folder, partial(self._sweep_save, folder, objects)
+
+    def _sweep_save(self, folder: str, objects: list[ObjectInfo]) -> bool:
+        """Delete the objects of a save that no record names and whose lease has expired."""
+        # The lease before the record: a save that commits between the two has its record by then.
+        if not self._is_dead(folder, objects):
+            return False
+        committed = self._catalog.find_if_any(folder.rpartition("/")[0])
+        if committed is not None and committed.folder == folder:
+            objects = [info for info in objects if info.key == folder + LEASE_ENDING]
+        _delete_all(self._storage, objects)
+        return bool(objects)
+
+    def _is_dead(self, folder: str, objects: list[ObjectInfo]) -> bool:
+        times = {info.key: info.modified_s for info in objects}
+        key = folder + LEASE_ENDING
+        if key not in times:
+            return self._clock() - max(times.values()) > LEASE_S
+        try:
+            return self._has_expired(key, times[key])
+        except ObjectNotFound:
+            return False
+
+    def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
+        record = _Record(save_id=draft.save_id, folder=draft.folder, record_version=_VERSION)
+        try:
+            info = self._conditional.write_if(
+                f"{draft.name}/{RECORD_NAME}",
+                record.model_dump_json().encode(),
+                replaces=older.version if older else None,
+            )
+        except AlreadyThere as error:
+            # If the first attempt wrote the record and its answer was lost, the retry is refused.
+            current = self._catalog.find_if_any(draft.name)
+            if current is not None and current.folder == draft.folder:
+                return current
+            raise overtaken(self._storage.uri, draft.name) from error
+        return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
+
+
+class RecordCatalog:
+    """The committed checkpoints by records, and those of other writers: a `.metadata` right below a name."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def names(self) -> list[str]:
+        """All names with a record, or with metadata right below them."""
+        ends = (RECORD_NAME, METADATA_NAME)
+        keys = (info.key.rpartition("/") for info in self._storage.list())
+        return sorted({name for name, _, last in keys if name and "/" not in name and last in ends})
+
+    def find(self, name: str) -> Committed:
+        """The save that the record of this name means."""
+        committed = self.find_if_any(name)
+        if committed is not None:
+            return committed
+        foreign = Committed(name=name, folder=name)
+        self._storage.stat(foreign.key(METADATA_NAME))
+        return foreign
+
+    def find_if_any(self, name: str) -> Committed | None:
+        """The save that the record of this name means; None if there is no record."""
+        key = f"{name}/{RECORD_NAME}"
+        try:
+            info, text = read_described(self._storage, key)
+        except ObjectNotFound:
+            return None
+        uri = f"{self._storage.uri}/{key}"
+        try:
+            record = _Record.model_validate_json(bytes(text))
+        except ValidationError as error:
+            raise StorageError(
+                f"The commit record of this checkpoint cannot be parsed: {error.errors()[0]['msg']}",
+                uri=uri,
+                fix="Save the step again; other steps are not affected.",
+            ) from error
+        if record.record_version != _VERSION:
+            raise StorageError(
+                f"The commit record of this checkpoint has version {record.record_version}; "
+                f"this Penstock reads version {_VERSION}",
+                uri=uri,
+                fix="Use the Penstock that wrote it, or a newer one.",
+            )
+        return Committed(name=name, folder=record.folder, version=info.checksum or "")
+
+    def hide(self, committed: Committed) -> Callable[[], None]:
+        """Delete the record; the call that this gives deletes the files."""
+        if committed.folder == committed.name:
+            self._storage.delete(committed.key(METADATA_NAME))
+        else:
+            self._storage.delete(f"{committed.name}/{RECORD_NAME}")
+        return lambda: _delete_all(self._storage, self._storage.list(committed.folder))
+
+    def finish_hiding(self, name: str) -> list[ObjectInfo]:
+        """Remove the objects of saves of this name that have no lease and that no record names.
+
+        A save has its lease from before its first object until after its record, so these are nobody's; a
+        sweep, which nobody has asked for this name, waits until they are old.
+        """
+        saves: dict[str, list[ObjectInfo]] = {}
+        for info in self._storage.list(name):
+            if (save := _SAVE.fullmatch(info.key)) and save["folder"].startswith(f"{name}/"):
+                saves.setdefault(save["folder"], []).append(info)
+        # Leases after the listing, in which a save that began meanwhile may be without one; then the record.
+        left = [folder for folder in saves if not exists(self._storage, folder + LEASE_ENDING)]
+        committed = self.find_if_any(name)
+        removed = [
+            info
+            for folder in left
+            if committed is None or committed.folder != folder
+            for info in saves[folder]
+            if not info.key.endswith(LEASE_ENDING)
+        ]
+        _delete_all(self._storage, removed)
+        return removed
+
+
+class _Record(BaseModel):
+    """The content of a record: which save a name means."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    record_version: int
+    save_id: str
+    folder: str
+
+
+def _delete_all(storage: Storage, objects: Iterable[ObjectInfo]) -> None:
+    """Delete these objects, several at a time; another process may be deleting them at the same time."""
+
+    def delete(info: ObjectInfo) -> None:
+        with suppress(ObjectNotFound):
+            storage.delete(info.key)
+
+    with ThreadPoolExecutor(NUM_DELETING_THREADS) as threads:
+        for _ in threads.map(delete, list(objects)):
+            continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -19,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
+from penstock.checkpoint.commit.checkpoints import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import (
     IDENTITY_BYTES,
     MANIFEST_NAME,
     METADATA_NAME,
+    is_written_once,
     read_identity,
 )
-from penstock.checkpoint.commit.record_commit import is_written_once
 from penstock.checkpoint.formats import safetensors, torch_save
 from penstock.checkpoint.formats.dcp_item import (
     load_object,
@@ -36,8 +35,13 @@ from penstock.checkpoint.formats.dcp_item import (
     undo_transforms,
     with_tensors,
 )
-from penstock.checkpoint.formats.dcp_metadata import read_metadata
-from penstock.checkpoint.formats.manifest import Manifest, checksum_of, join_manifest, read_manifest
+from penstock.checkpoint.formats.description import (
+    Manifest,
+    checksum_of,
+    join_manifest,
+    read_manifest,
+    read_metadata,
+)
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.state.regions import UNKNOWN, Bytes, CheckpointIndex, StoredObject
 from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, names_lacking
@@ -46,8 +50,7 @@ from penstock.did_you_mean import did_you_mean
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
-from penstock.storage.in_memory import MemorySource
-from penstock.storage.protocol import Source, WrappedStorage, exists, read_object
+from penstock.storage.protocol import Source, exists, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -110,24 +113,23 @@ class CheckpointSource:
 
     def require_files(self) -> None:
         """Raise unless all files of the folder exist and are as long as they must be."""
+        if self.manifest is not None:
+            sizes_needed = {file.name: file.size_bytes for file in self.manifest.files}
+        else:
+            stored = self.index.stored
+            ends = np.zeros(len(self.index.files), dtype=np.int64)
+            np.maximum.at(ends, stored.file, stored.item_offset + stored.item_bytes)
+            for each in self.index.objects:
+                ends[each.file] = max(int(ends[each.file]), each.offset + each.size_bytes)
+            sizes_needed = dict(zip(self.index.files, ends.tolist(), strict=True))
         sizes = {info.key: info.size_bytes for info in self.storage.list(self.folder)}
-        for name, needed in self._needed_sizes().items():
+        for name, needed in sizes_needed.items():
             actual = sizes.get(self.key(name))
             if actual is None:
                 raise ObjectNotFound(f"The file {name} is missing", uri=self.uri)
             wrong = actual != needed if self.manifest is not None else actual < needed
             if wrong:
                 raise StorageError(f"The file {name} has {actual} bytes, {needed} are needed", uri=self.uri)
-
-    def _needed_sizes(self) -> dict[str, int]:
-        if self.manifest is not None:
-            return {file.name: file.size_bytes for file in self.manifest.files}
-        stored = self.index.stored
-        ends = np.zeros(len(self.index.files), dtype=np.int64)
-        np.maximum.at(ends, stored.file, stored.item_offset + stored.item_bytes)
-        for each in self.index.objects:
-            ends[each.file] = max(int(ends[each.file]), each.offset + each.size_bytes)
-        return dict(zip(self.index.files, ends.tolist(), strict=True))
 
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
@@ -203,14 +205,6 @@ class CheckpointSource:
             source.read_into(stored.offset, memoryview(item))
         return item
 
-    def safe_value(self, stored: StoredObject) -> Any:
-        """An object, read without torch and without running any code; unknown classes become `Opaque`."""
-        return self._parse(stored)[0]
-
-    def comparable(self, stored: StoredObject) -> Any:
-        """An object with its tensors as (type, shape, bytes), so that two can be compared with `==`."""
-        return torch_save.with_elements(*self._parse(stored))
-
     def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
         """An object as it was saved.
 
@@ -220,24 +214,25 @@ class CheckpointSource:
         if self.archive is None:
             item = self.read_object_item(stored)
             return load_object(item, stored.name, transforms=stored.transforms, trust=trust, where=where)
-        value, elements = self._parse(stored)
+        value, elements = self.parse(stored)
         if not torch_save.is_plain(value):
             raise UsageError(
                 f"{stored.name} holds {value!r}, which only its own program can rebuild",
                 where=where,
                 fix="If you trust the source of this archive, load it with torch.load.",
             )
-        return with_tensors(value, elements) if torch_save.tensors_inside(value) else value
+        return with_tensors(value, elements)
 
-    def _parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:
-        """An object that refers to the tensors inside it, and a function that reads the elements of one."""
+    def parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:
+        """An object that refers to the tensors inside it, and a function that reads the elements of one.
+
+        Runs no code and needs no torch: instances of unknown classes are `Opaque`.
+        """
         if self.archive is None:
             where = f"{self.uri}, {stored.name}"
             plain = undo_transforms(self.read_object_item(stored), stored.transforms, where)
-            archive = open_item(plain, where)
-            return archive.value, partial(
-                archive.elements, lambda offset, size: plain[offset : offset + size]
-            )
+            archive, elements = open_item(plain, where)
+            return archive.value, elements
 
         def read(offset: int, size: int) -> bytearray:
             with open_ranges(self.storage, self.key(self.index.files[0])) as (_, read_range):
@@ -250,9 +245,12 @@ def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
     """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
     storage, name = open_parent(path, rank=rank)
     uri = checkpoint_uri(storage, name)
-    if _is_file(storage, name):
-        return _open_file(storage, name, uri)
-    return open_folder(storage, find_folder(storage, name), uri)
+    try:
+        storage.stat(name)
+    except StorageError:
+        # There is no such object, or it is a folder, for which file systems raise different errors.
+        return open_folder(storage, find_folder(storage, name), uri)
+    return _open_file(storage, name, uri)
 
 
 def checkpoint_uri(storage: Storage, name: str) -> str:
@@ -270,26 +268,9 @@ def find_folder(storage: Storage, name: str) -> str:
 
 def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
     """Open the checkpoint whose files lie in a folder of a storage."""
-    metadata, manifest = _read_description(storage, folder)
-    if metadata is None:
+    content, sealed = _read_description(storage, folder)
+    if content is None:
         return _open_safetensors_folder(storage, folder, uri)
-    return _open_dcp(storage, folder, uri, metadata, manifest)
-
-
-def _is_file(storage: Storage, name: str) -> bool:
-    try:
-        storage.stat(name)
-    except ObjectNotFound:
-        return False
-    except StorageError:
-        # Asked for a folder as an object, file systems raise different errors.
-        return False
-    return True
-
-
-def _open_dcp(
-    storage: Storage, folder: str, uri: str, content: Bytes, sealed: Bytes | None
-) -> CheckpointSource:
     manifest = None if sealed is None else read_manifest(sealed, f"{uri}/{MANIFEST_NAME}")
     if manifest is not None and (len(content), checksum_of(content)) != (
         manifest.metadata_bytes,
@@ -327,9 +308,9 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
             "This is one file of a checkpoint", where=uri, fix=f"Give the folder: {uri.rpartition('/')[0]}."
         )
     with open_ranges(storage, name) as (source, read):
-        # A header of safetensors may be so long that its length begins like one of these.
-        is_safetensors = source.size_bytes >= 9 and safetensors.begins(bytes(read(0, 9)), source.size_bytes)
-        if not is_safetensors and source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
+        head = bytes(read(0, min(9, source.size_bytes)))
+        # A header of safetensors may be so long that its length, 8 bytes, begins like an archive.
+        if head[:2] in (b"PK", b"\x80\x02") and len(head) >= 4 and head[8:] != b"{":
             archive = torch_save.read_archive(read, source.size_bytes, name, uri)
             return CheckpointSource(
                 uri=uri,
@@ -343,7 +324,7 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
             tensors = safetensors.read_header(read, source.size_bytes, uri)
         except DataDamaged:
             # Other formats may begin with this byte, too, but not with all that follows it.
-            if source.size_bytes and read(0, 1) == b"\x80":
+            if head.startswith(b"\x80"):
                 raise UsageError(
                     "This is a bare pickle, which cannot be read without running what is in it",
                     where=uri,
@@ -352,7 +333,7 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
             if not name.endswith(".safetensors"):
                 raise DataDamaged(
                     "The file is neither an archive of torch.save nor safetensors"
-                    if source.size_bytes
+                    if head
                     else "The file is empty",
                     where=uri,
                     fix="Give a file of torch.save or safetensors, or fetch this one again.",
@@ -367,7 +348,11 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
     file_of = (
         safetensors.read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
     )
-    names = sorted(set(file_of.values())) if file_of is not None else _safetensors_names(storage, folder)
+    if file_of is not None:
+        names = sorted(set(file_of.values()))
+    else:
+        keys = (info.key.removeprefix(f"{folder}/") for info in storage.list(folder))
+        names = sorted(key for key in keys if key.endswith(".safetensors") and "/" not in key)
     if not names and exists(storage, _key(folder, MANIFEST_NAME)):
         raise ObjectNotFound(
             f"This checkpoint has no {METADATA_NAME}, the file that is written last",
@@ -388,7 +373,12 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
 
 def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
     """The error for a folder without a checkpoint; if it does not exist, names the checkpoints next to it."""
-    if (special := _special_file(storage, folder)) is not None:
+    root = find_local_root(storage)
+    path = None if root is None else root / folder
+    if path is not None and not (path.is_file() or path.is_dir()) and (path.is_symlink() or path.exists()):
+        special = "this is a device, a pipe or a socket"
+        if path.is_symlink():
+            special = f"this is a link to nothing ({path.readlink()} does not exist)"
         return ObjectNotFound(
             f"There is no checkpoint here: {special}", uri=uri, fix="Give the folder or file of a checkpoint."
         )
@@ -397,27 +387,10 @@ def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
         what = "There is no checkpoint here: neither .metadata nor safetensors files"
         fix = "Give the folder of one checkpoint, as run/step-100, or a .pt or .safetensors file."
         return ObjectNotFound(what, uri=uri, fix=fix)
-    beside = sorted(open_catalog(storage).names(), key=lambda name: (len(name), name), reverse=True)
-    fix = f"Next to it are {name_some(beside)}." if beside else "No checkpoint is next to it either."
-    fix = did_you_mean(folder, beside) + fix
+    others = sorted(open_catalog(storage).names(), key=lambda name: (len(name), name), reverse=True)
+    fix = f"Next to it are {name_some(others)}." if others else "No checkpoint is next to it either."
+    fix = did_you_mean(folder, others) + fix
     return ObjectNotFound("This checkpoint does not exist", uri=uri, fix=fix)
-
-
-def _special_file(storage: Storage, name: str) -> str | None:
-    """The kind of a local name that is neither a file nor a folder; None for anything else."""
-    root = find_local_root(storage)
-    path = None if root is None else root / name
-    if path is None or path.is_file() or path.is_dir():
-        return None
-    if path.is_symlink():
-        return f"this is a link to nothing ({path.readlink()} does not exist)"
-    return "this is a device, a pipe or a socket" if path.exists() else None
-
-
-def _safetensors_names(storage: Storage, folder: str) -> list[str]:
-    below = len(folder) + 1 if folder else 0
-    names = (info.key[below:] for info in storage.list(folder))
-    return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
 
 
 @contextmanager
@@ -436,27 +409,6 @@ def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, torch_save
             return content
 
         yield source, read
-
-
-class DescribedStorage(WrappedStorage):
-    """A storage with some small objects held in memory; None for one that is known to be missing."""
-
-    def __init__(self, inside: Storage, known: Mapping[str, bytes | None]) -> None:
-        super().__init__(inside)
-        self._known = known
-
-    def open(self, key: str) -> Source:
-        """Open known objects from memory, all others in the storage."""
-        if key not in self._known:
-            return self.inside.open(key)
-        content = self._known[key]
-        if content is None:
-            raise ObjectNotFound(f"No object {key!r}", uri=f"{self.uri}/{key}", fix="Check the name.")
-        return MemorySource(np.frombuffer(content, dtype=np.uint8), self.uri, self.counters)
-
-    def past_cache(self, reads: str | None = None) -> Storage:
-        """The same objects in memory, and the others past the page cache where the storage supports that."""
-        return DescribedStorage(prefer_direct_access(self.inside, reads=reads), self._known)
 
 
 def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
@@ -478,16 +430,12 @@ _NUM_READINGS = 5
 
 def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, bytes | None]:
     """`.metadata` and manifest of one and the same save; None for one that is missing."""
-    if is_written_once(storage, folder):
-        keys = [_key(folder, METADATA_NAME), _key(folder, MANIFEST_NAME)]
-        with ThreadPoolExecutor(len(keys)) as threads:
-            metadata, manifest = threads.map(partial(_read_if_any, storage), keys)
-        return metadata, manifest
+    is_final = is_written_once(storage, folder)
     for _ in range(_NUM_READINGS):
         manifest = _read_if_any(storage, _key(folder, MANIFEST_NAME))
         metadata = _read_if_any(storage, _key(folder, METADATA_NAME))
         # A save that replaced the folder between the two has another manifest.
-        if manifest is None or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
+        if manifest is None or is_final or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
             break
     return metadata, manifest
 

@@ -2,18 +2,28 @@
 
 An item is `prefix + payload + suffix`: the archive that `torch.save` could have written of one contiguous
 tensor. Items are written and located without torch, which is imported only to unpickle objects. An item
-behind a stream transform (compression) has no aligned payload and is read whole. Invariants: our payloads of
-64 KiB and more are aligned to 4 KiB, so that direct I/O can move them; in items of other writers a payload
-offset is given only where the bytes from there on are the tensor's own, in row-major order; and no code of a
-checkpoint runs unless the caller says `trust`.
+behind a stream transform (compression) has no aligned payload and is read whole.
+
+What of an object is data is decided here, too: torch's `weights_only` allows tensors and Python's plain
+values; arrays, numbers and generators of numpy, `BytesIO`, `frozenset`, and the program's own enums, named
+tuples and dataclasses are added, if their module is already imported and they define no code of their own for
+this. The same rules apply when an object is saved, to report then what will need `trust`.
+
+Invariants: our payloads of 64 KiB and more are aligned to 4 KiB, so that direct I/O can move them; in items
+of other writers a payload offset is given only where the bytes from there on are the tensor's own, in row-
+major order; nothing is imported because a checkpoint names it, and none of its code runs without `trust`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import io
 import math
 import pickle
 import struct
+import sys
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,15 +49,12 @@ ZSTD: Final = "stream.zstd/1"
 
 def apply_transforms(content: Bytes, transforms: Sequence[str]) -> bytes:
     """Apply the transforms to `content` in order, the first one innermost."""
+    require_known_transforms(transforms)
     packed = bytes(content)
-    for name in transforms:
-        require_known_transforms([name])
+    for _ in transforms:
         import zstandard  # noqa: PLC0415 - takes 20 ms, and few checkpoints are compressed
 
-        stream = io.BytesIO()
-        with zstandard.ZstdCompressor().stream_writer(stream, closefd=False) as compressor:
-            compressor.write(packed)
-        packed = stream.getvalue()
+        packed = zstandard.ZstdCompressor().compress(packed)
     return packed
 
 
@@ -83,22 +90,16 @@ def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust
     """The object of one item. Without `trust`, `UsageError` names what torch does not know to be harmless."""
     import torch  # noqa: PLC0415 - other tools than loads do without it
 
-    from penstock.checkpoint.formats.data_classes import load_data  # noqa: PLC0415 - it loads torch
-
     content = io.BytesIO(undo_transforms(item, transforms, where))
     try:
-        return torch.load(content, map_location="cpu", weights_only=False) if trust else load_data(content)
+        return torch.load(content, map_location="cpu", weights_only=False) if trust else _load_data(content)
     except pickle.UnpicklingError as error:
         if trust:
             raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
         # Of Python's own values, torch refuses integers of more than 255 bytes.
-        archive = open_item(content.getvalue(), where)
+        archive, elements = open_item(content.getvalue(), where)
         if is_plain(archive.value):
-            plain = content.getvalue()
-            return with_tensors(
-                archive.value,
-                partial(archive.elements, lambda offset, size: plain[offset : offset + size]),
-            )
+            return with_tensors(archive.value, elements)
         reason = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         raise UsageError(
             f"The object {name} is more than data: {reason or error}",
@@ -181,18 +182,14 @@ _FLAGS = 0x0808
 def begin_record(name: str, offset: int, *, align: int = 1) -> bytes:
     """The local header of a record that starts at `offset`; its bytes begin at a multiple of `align`."""
     encoded = name.encode()
-    extra = _padding(-(offset + _LOCAL.size + len(encoded)) % align, align)
+    num_bytes, extra = -(offset + _LOCAL.size + len(encoded)) % align, b""
+    if num_bytes:
+        # An extra field has at least its own header of four bytes.
+        while num_bytes < 4:
+            num_bytes += align
+        extra = _PADDING_ID + struct.pack("<H", num_bytes - 4) + bytes(num_bytes - 4)
     header = _LOCAL.pack(0x04034B50, 0, 0, _FLAGS, 0, 0, 0, 0, 0, len(encoded), len(extra))
     return header + encoded + extra
-
-
-def _padding(num_bytes: int, align: int) -> bytes:
-    """An extra field of `num_bytes`; if that is too short for a field, of `align` bytes more."""
-    if num_bytes == 0:
-        return b""
-    while num_bytes < 4:
-        num_bytes += align
-    return _PADDING_ID + struct.pack("<H", num_bytes - 4) + bytes(num_bytes - 4)
 
 
 def end_record(size_bytes: int, crc32: int = 0) -> bytes:
@@ -210,30 +207,25 @@ def small_record(name: str, content: bytes, offset: int) -> tuple[bytes, ZipReco
 
 def directory(records: Sequence[ZipRecord], offset: int) -> bytes:
     """The central directory of an archive, which begins at `offset`, and the archive's end."""
-    entries = b"".join(_central_entry(record) for record in records)
+    entries = bytearray()
+    for record in records:
+        encoded = record.name.encode()
+        long_fields = [number for number in (record.size_bytes,) * 2 if number >= _FULL]
+        if record.header_offset >= _FULL:
+            long_fields.append(record.header_offset)
+        num_long = len(long_fields)
+        extra = struct.pack(f"<HH{num_long}Q", 1, 8 * num_long, *long_fields) if num_long else b""
+        size, header_offset = min(record.size_bytes, _FULL), min(record.header_offset, _FULL)
+        fields = (0x02014B50, 0, 0, _FLAGS, 0, 0, 0, record.crc32, size, size, len(encoded), len(extra))
+        entries += _CENTRAL.pack(*fields, 0, 0, 0, 0, header_offset) + encoded + extra
     num_records, end_offset = len(records), offset + len(entries)
     end64 = _END64.pack(
         0x06064B50, _END64.size - 12, 0x031E, 45, 0, 0, num_records, num_records, len(entries), offset
     )
     locator = _LOCATOR64.pack(0x07064B50, 0, end_offset, 1)
-    short = [
-        min(number, full) for number, full in ((num_records, 0xFFFF), (len(entries), _FULL), (offset, _FULL))
-    ]
-    end = _END.pack(0x06054B50, 0, 0, short[0], short[0], short[1], short[2], 0)
-    return entries + end64 + locator + end
-
-
-def _central_entry(record: ZipRecord) -> bytes:
-    encoded = record.name.encode()
-    long_fields = [number for number in (record.size_bytes,) * 2 if number >= _FULL]
-    if record.header_offset >= _FULL:
-        long_fields.append(record.header_offset)
-    extra = (
-        struct.pack(f"<HH{len(long_fields)}Q", 1, 8 * len(long_fields), *long_fields) if long_fields else b""
-    )
-    size, header_offset = min(record.size_bytes, _FULL), min(record.header_offset, _FULL)
-    fields = (0x02014B50, 0, 0, _FLAGS, 0, 0, 0, record.crc32, size, size, len(encoded), len(extra))
-    return _CENTRAL.pack(*fields, 0, 0, 0, 0, header_offset) + encoded + extra
+    num_short = min(num_records, 0xFFFF)
+    end = _END.pack(0x06054B50, 0, 0, num_short, num_short, min(len(entries), _FULL), min(offset, _FULL), 0)
+    return bytes(entries) + end64 + locator + end
 
 
 PAYLOAD_ALIGNMENT = 4096
@@ -387,7 +379,7 @@ def tensor_bytes(
 ) -> memoryview:
     """A tensor's elements in row-major order, from its whole item; `DataDamaged` if it has another tensor."""
     plain = memoryview(undo_transforms(item, transforms, where) if transforms else item)
-    archive = open_item(plain, where)
+    archive, _ = open_item(plain, where)
     facts = archive.index.tensors
     if [(one.dtype, one.shape) for one in facts] != [(dtype, tuple(shape))]:
         held = ", ".join(f"{one.dtype}{list(one.shape)}" for one in facts) or "no tensor"
@@ -400,8 +392,8 @@ def tensor_bytes(
     return row_major(archive.strided[0], plain[begin : begin + size])
 
 
-def open_item(item: Bytes, where: str) -> TorchSaveArchive:
-    """Open an item without transforms as the archive of `torch.save` that it is."""
+def open_item(item: Bytes, where: str) -> tuple[TorchSaveArchive, Callable[[TensorRef], bytearray]]:
+    """Open an item without transforms: its archive, and a function that reads a tensor's elements."""
     view = memoryview(item)
 
     def read(offset: int, size: int) -> bytes:
@@ -410,4 +402,116 @@ def open_item(item: Bytes, where: str) -> TorchSaveArchive:
             raise DataDamaged("An item ends too early", where=where)
         return content
 
-    return read_archive(read, len(view), "", where)
+    archive = read_archive(read, len(view), "", where)
+    return archive, partial(archive.elements, read)
+
+
+_ONE_AT_A_TIME: Final = threading.Lock()
+"""torch keeps the allowed classes of `weights_only` for the whole process."""
+
+_PYTHON: Final = frozenset(
+    {
+        "_io.BytesIO",
+        *(f"builtins.{name}" for name in ("bytes", "dict", "float", "frozenset", "int", "list", "range")),
+        *(f"builtins.{name}" for name in ("set", "slice", "str", "tuple")),
+    }
+)
+_BIT_GENERATORS: Final = {
+    "MT19937": "_mt19937",
+    "PCG64": "_pcg64",
+    "PCG64DXSM": "_pcg64",
+    "Philox": "_philox",
+    "SFC64": "_sfc64",
+}
+_NUMPY: Final = frozenset(
+    {
+        *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")),
+        *(f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")),
+        *("numpy.ndarray", "numpy.dtype"),
+        *(f"numpy.random._pickle.__{name}_ctor" for name in ("generator", "randomstate", "bit_generator")),
+        *(f"numpy.random.{module}.{name}" for name, module in _BIT_GENERATORS.items()),
+        *(f"numpy.random.bit_generator.{name}" for name in ("__pyx_unpickle_SeedSequence", "SeedSequence")),
+    }
+)
+
+
+def _load_data(item: io.BytesIO) -> Any:
+    """An object, by `torch.load`; `UnpicklingError` if it is more than data."""
+    import torch  # noqa: PLC0415 - see `load_object`
+
+    try:
+        return torch.load(item, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        item.seek(0)
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(item)
+        allowed = [(found, name) for name in named if (found := _find_data(name)) is not None]
+        if not allowed:
+            raise
+    item.seek(0)
+    with _ONE_AT_A_TIME, torch.serialization.safe_globals([*allowed, *_numpy_types(named)]):
+        return torch.load(item, map_location="cpu", weights_only=True)
+
+
+def names_beyond_data(archive: bytes) -> list[str]:
+    """The classes and functions in an archive of `torch.save` for which a load needs `trust`."""
+    import torch  # noqa: PLC0415 - see `load_object`
+
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
+    except pickle.UnpicklingError as error:
+        # Of Python's own values, torch refuses integers of more than 255 bytes.
+        found, _ = open_item(archive, "an object")
+        return [] if is_plain(found.value) else [f"what torch cannot check ({error})"]
+    return [name for name in named if _find_data(name) is None]
+
+
+def _find_data(name: str) -> Any:
+    """The object that a pickle means by this name, if it is data; None for anything else."""
+    steps = name.split(".")
+    found: Any = None
+    length = len(steps)
+    # The longest name of a module that is already imported: nothing is imported for a pickle.
+    for length in range(len(steps) - 1, 0, -1):
+        if (found := sys.modules.get(".".join(steps[:length]))) is not None:
+            break
+    for step in steps[length:]:
+        # Not getattr: a module may import something else when it is asked for a name.
+        found = vars(found).get(step) if hasattr(found, "__dict__") else None
+    is_known = name in _PYTHON or name in _NUMPY
+    return found if is_known or (isinstance(found, type) and _is_data_class(found)) else None
+
+
+def _numpy_types(named: Sequence[str]) -> list[Any]:
+    """The classes whose instances numpy's functions make, and whose state is then set."""
+    if not any(name.startswith("numpy.") for name in named):
+        return []
+    import numpy as np  # noqa: PLC0415 - named in the pickle, and loaded by now
+
+    kinds = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
+    if any(name.startswith("numpy.random.") for name in named):
+        kinds += [getattr(np.random, name) for name in ("Generator", "RandomState", *_BIT_GENERATORS)]
+    return [kind for kind in kinds if isinstance(kind, type)]
+
+
+def _is_data_class(kind: type) -> bool:
+    if issubclass(kind, enum.Enum):
+        return getattr(kind._missing_, "__func__", None) in (
+            enum.Enum.__dict__["_missing_"].__func__,
+            enum.Flag.__dict__["_missing_"].__func__,
+        )
+    own = vars(kind)
+    if kind.__bases__ == (tuple,) and hasattr(kind, "_fields"):
+        return not own.keys() & {"__reduce__", "__reduce_ex__", "__setstate__", "__del__"}
+    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
+        return False
+    # All that makes an instance must have been generated by `dataclass`.
+    for base in kind.__mro__[:-1]:
+        own = vars(base)
+        if own.keys() & {"__new__", "__post_init__", "__reduce__", "__reduce_ex__", "__del__"}:
+            return False
+        for name in {"__init__", "__setattr__", "__setstate__"} & own.keys():
+            code = getattr(own[name], "__code__", None)
+            is_generated = own[name].__module__ == "dataclasses" or (code and code.co_filename == "<string>")
+            if code is None or not is_generated:
+                return False
+    return True

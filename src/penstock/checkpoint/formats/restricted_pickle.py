@@ -12,7 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, QUANTIZED, Bytes, element_type
 from penstock.errors import DataDamaged
@@ -31,7 +31,7 @@ _RECORDS = (
     *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     *((_METADATA, "TensorProperties"), (_SHARDED, "TensorProperties")),
     *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
-    # Megatron keeps all ranks' plans beside the metadata.
+    # Megatron keeps all ranks' plans with the metadata.
     *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
 )
 """Classes whose instances are attributes and nothing more."""
@@ -77,7 +77,6 @@ class StorageRef:
 
     key: str
     dtype: str | None
-    num_elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +195,9 @@ class _Unpickler(pickle.Unpickler):
         """A record of the archive."""
         if not self._is_archive:
             raise DataDamaged("It refers to something outside of itself", where=self._where)
-        if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
-            self._refuse(pid)
-        _, dtype, key, _, num_elements = pid[:5]
-        if not (isinstance(dtype, str | None) and isinstance(num_elements, int) and num_elements >= 0):
-            self._refuse(pid)
-        return StorageRef(str(key), dtype, num_elements)
-
-    def _refuse(self, pid: object) -> NoReturn:
+        match pid:
+            case ("storage", str() | None as dtype, key, _, int(num_elements), *_) if num_elements >= 0:
+                return StorageRef(str(key), dtype)
         raise DataDamaged(f"It refers to {pid!r}, which is no record of its archive", where=self._where)
 
 
@@ -255,10 +249,6 @@ def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
     return replace(tensor, is_conjugate=bool(flags.get("conj")), is_negative=bool(flags.get("neg")))
 
 
-def _rebuild_parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 def _rebuild_subclass(function: Callable[..., Any], _: object, arguments: Any, __: object) -> Any:
     return function(*arguments) if function in (_rebuild_typed, _rebuild_untyped) else Opaque()
 
@@ -276,8 +266,8 @@ _ARCHIVE_NAMES: StandIns = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_untyped,
     ("torch._utils", "_rebuild_qtensor"): _rebuild_quantized,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_subclass,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,

@@ -50,11 +50,6 @@ StoredTensor = tuple[TensorFacts, int]
 """One tensor of one file, and where its payload begins."""
 
 
-def begins(first: bytes, size_bytes: int) -> bool:
-    """Whether a file of `size_bytes`, of which these are the first 9, begins with a length and JSON."""
-    return int.from_bytes(first[:8], "little") <= min(LARGEST_HEADER, size_bytes - 8) and first[8:] == b"{"
-
-
 def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTensor]:
     """The tensors of one file, in the order of their payloads."""
     if size_bytes < 8:
@@ -62,11 +57,23 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
     header_bytes = int.from_bytes(read(0, 8), "little")
     if header_bytes > min(LARGEST_HEADER, size_bytes - 8):
         raise _damaged(f"its header would have {header_bytes} bytes", where)
-    entries = _parsed_header(bytes(read(8, header_bytes)), where)
+    try:
+        header = _HEADER.validate_json(bytes(read(8, header_bytes)))
+    except ValidationError as error:
+        raise _damaged(_explain(error), where) from error
+    header.pop(_METADATA_KEY, None)
+    entries = {name: entry for name, entry in header.items() if isinstance(entry, _Entry)}
+    if len(entries) != len(header):
+        raise _damaged("its header has texts where tensors should be", where)
     tensors, position = [], 0
     for name, entry in sorted(entries.items(), key=lambda named: named[1].data_offsets):
         begin, end = entry.data_offsets
-        facts = _facts(name, entry, where)
+        kind = BY_SAFETENSORS.get(entry.dtype)
+        if kind is None:
+            raise Unavailable(
+                f"{name} has elements of type {entry.dtype}, which torch does not support", where=where
+            )
+        facts = TensorFacts(name, kind.name, tuple(entry.shape), kind.size_bytes)
         if begin != position or end - begin != facts.size_bytes:
             raise _damaged(
                 f"the range of {name}, {begin} to {end}, does not match its neighbours or its shape", where
@@ -84,18 +91,6 @@ def _damaged(what: str, where: str) -> DataDamaged:
     return DataDamaged(f"This is not a complete safetensors file: {what}", where=where, fix=_FETCH)
 
 
-def _parsed_header(content: bytes, where: str) -> Mapping[str, _Entry]:
-    try:
-        header = _HEADER.validate_json(content)
-    except ValidationError as error:
-        raise _damaged(_explain(error), where) from error
-    header.pop(_METADATA_KEY, None)
-    entries = {name: entry for name, entry in header.items() if isinstance(entry, _Entry)}
-    if len(entries) != len(header):
-        raise _damaged("its header has texts where tensors should be", where)
-    return entries
-
-
 def _explain(error: ValidationError) -> str:
     """Explain an error in a header in its own words: pydantic's name the union of our types."""
     found = error.errors()
@@ -111,15 +106,6 @@ def _explain(error: ValidationError) -> str:
     value = repr(first["input"])
     short = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
     return f"{of_what} is {short} in its header and {first['msg'].replace('Input should', 'should')}"
-
-
-def _facts(name: str, entry: _Entry, where: str) -> TensorFacts:
-    kind = BY_SAFETENSORS.get(entry.dtype)
-    if kind is None:
-        raise Unavailable(
-            f"{name} has elements of type {entry.dtype}, which torch does not support", where=where
-        )
-    return TensorFacts(name, kind.name, tuple(entry.shape), kind.size_bytes)
 
 
 def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.checkpoint.formats.restricted_pickle import Opaque, QuantizedRef, TensorRef, read_torch_pickle
 from penstock.checkpoint.state.regions import (
@@ -185,10 +184,12 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
         for leaf in tensors
     )
     places: dict[str, tuple[int, int]] = {}
-    for tensor in tensors_inside(value):
+    for tensor in (inner for inner in _inside(value) if isinstance(inner, TensorRef)):
         key = tensor.storage.key
         places[key] = places.get(key) or find(f"data/{key}")
-        end_bytes = _end(tensor) * element_type(tensor.dtype).size_bytes
+        steps = zip(tensor.shape, tensor.strides, strict=False)
+        reach = 0 if 0 in tensor.shape else 1 + sum((size - 1) * stride for size, stride in steps)
+        end_bytes = (tensor.offset + reach) * element_type(tensor.dtype).size_bytes
         is_view = len(tensor.shape) == len(tensor.strides)
         is_view &= min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
         if not is_view or end_bytes > places[key][1]:
@@ -225,16 +226,8 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
     )
 
 
-def _end(tensor: TensorRef) -> int:
-    """The element after a tensor's last in its record."""
-    if 0 in tensor.shape:
-        return tensor.offset
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=False))
-    return tensor.offset + reach + 1
-
-
 def is_row_major(tensor: TensorRef) -> bool:
-    """Whether elements are contiguous; the stride of a dimension of one element does not matter."""
+    """Return whether elements are contiguous; the stride of a dimension of one element does not matter."""
     wanted = contiguous_strides(tensor.shape)
     if tensor.strides == wanted:
         return True
@@ -252,27 +245,18 @@ def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
     if tensor.is_conjugate or tensor.is_negative:
         # frombuffer views of bytes are read-only, and contiguous ones were not copied.
         content = content.copy()
-        _flip_signs(tensor, content.reshape(-1, width))
+        parts = content.reshape(-1, width)
+        # Flip the signs of imaginary parts (conjugate), of all parts (negative), or of real parts (both).
+        if tensor.is_conjugate != tensor.is_negative:
+            parts[:, width - 1] ^= 0x80
+        if tensor.is_negative and tensor.dtype.startswith("complex"):
+            parts[:, width // 2 - 1] ^= 0x80
     return content.data
 
 
-def _flip_signs(tensor: TensorRef, elements: NDArray[np.uint8]) -> None:
-    """Flip the signs of imaginary parts (conjugate), of all parts (negative), or of real parts (both)."""
-    imaginary, real = elements.shape[1] - 1, elements.shape[1] // 2 - 1
-    if tensor.is_conjugate != tensor.is_negative:
-        elements[:, imaginary] ^= 0x80
-    if tensor.is_negative and tensor.dtype.startswith("complex"):
-        elements[:, real] ^= 0x80
-
-
 def is_plain(value: object) -> bool:
-    """Whether a value is complete, without a class that only its own program can rebuild."""
+    """Return whether a value is complete, without a class that only its own program can rebuild."""
     return not any(isinstance(inner, Opaque) for inner in _inside(value))
-
-
-def tensors_inside(value: object) -> list[TensorRef]:
-    """All tensors inside a value that is not a tensor."""
-    return [inner for inner in _inside(value) if isinstance(inner, TensorRef)]
 
 
 def with_elements(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:

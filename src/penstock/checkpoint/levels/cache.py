@@ -11,15 +11,24 @@ says so. A save that died on some of the nodes is not a step.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, open_catalog, parse_step
+import numpy as np
+
+from penstock.checkpoint.commit.checkpoints import (
+    CheckpointRef,
+    local_path,
+    open_catalog,
+    open_draft_store,
+    parse_step,
+    sweep_dead_saves,
+)
 from penstock.checkpoint.commit.protocol import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -28,20 +37,21 @@ from penstock.checkpoint.commit.protocol import (
     Seal,
     name_draft,
 )
-from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
-from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
-from penstock.checkpoint.formats.manifest import checksum_object, read_manifest
+from penstock.checkpoint.formats.description import checksum_object
 from penstock.checkpoint.levels.flush import FlushFolder, FlushNote
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
-from penstock.checkpoint.levels.parity import BLOCK_BYTES, Layout, build_layout, fit_scheme
 from penstock.checkpoint.levels.protection import FirstFailure, Protector
-from penstock.checkpoint.levels.records import (
+from penstock.checkpoint.levels.redundancy import (
+    BLOCK_BYTES,
     Assessment,
     GroupMember,
     GroupRecord,
+    Layout,
     NodeShares,
     RecordedFile,
     assess,
+    build_layout,
+    fit_scheme,
     list_members,
     read_record,
 )
@@ -53,8 +63,9 @@ from penstock.storage.capabilities import defer_sync, find_folder_tree, prefer_d
 from penstock.storage.files.durable import sync_file
 from penstock.storage.files.folders import FolderTree
 from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.in_memory import MemorySource
 from penstock.storage.process_id import current_process
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import Source, WrappedStorage, read_object, write_object
 from penstock.storage.uri import parse_uri
 from penstock.storage.volumes import find_room
 
@@ -86,13 +97,12 @@ class NodeCache:
         self._run = ""
         self.flushes = FlushFolder(local_path(storage, ""))
 
-    def steps(self) -> list[int]:
-        """The steps of which this node has committed a share, ascending."""
-        return sorted(step for name in self._catalog.names() if (step := parse_step(name)) is not None)
+        self.names = self._catalog.names
+        """Lists the names of the steps of which this node has committed a share, in no particular order."""
 
-    def names(self) -> list[str]:
-        """The same by name, in no particular order."""
-        return self._catalog.names()
+    def steps(self) -> list[int]:
+        """The same steps by number, ascending."""
+        return sorted(step for name in self.names() if (step := parse_step(name)) is not None)
 
     def find(self, name: str) -> CheckpointRef:
         """The share of a step on this node; `ObjectNotFound` if it has none."""
@@ -114,7 +124,7 @@ class NodeCache:
         return seal.manifest, seal.metadata
 
     def shares(self, name: str) -> NodeShares:
-        """What this node can contribute to a step."""
+        """The share of a step that this node has."""
         try:
             share = self.find(name)
             sizes, records = self.sizes(share), {}
@@ -129,7 +139,7 @@ class NodeCache:
         return NodeShares(
             ranks=self.ranks,
             sizes=sizes,
-            records={number: _with_domains(record, ()) for number, record in records.items()},
+            records={number: record.model_copy(update={"domains": ()}) for number, record in records.items()},
             domains=next((record.domains for record in records.values()), ()),
             room_bytes=find_room(local_path(self.storage, "")),
         )
@@ -158,11 +168,9 @@ class NodeCache:
         self._drafts.start(draft.name, draft.save_id)
 
     def drop(self, draft: Draft) -> None:
-        """Remove a draft."""
+        """Remove a draft, if it was begun."""
         try:
             self._drafts.drop(draft)
-        except ObjectNotFound:
-            logger.debug("%s was never begun", draft.folder)
         except StorageError as error:
             logger.warning("Could not remove the unfinished %s: %s", draft.folder, error)
 
@@ -177,12 +185,12 @@ class NodeCache:
         sizes: dict[str, int] = {}
         for number, record in records.items():
             here = [place for place, rank in enumerate(record.ranks) if rank in saved]
-            if here:
-                name = f"{RECORD_PREFIX}{number}.json"
-                # Publishing makes the names of all files of the draft durable.
-                storage = defer_sync(self.storage, "names")
-                text = record.model_dump_json().encode()
-                sizes[name] = write_object(storage, draft.key(name), [text]).size_bytes
+            if not here:
+                continue
+            name, text = f"{RECORD_PREFIX}{number}.json", record.model_dump_json().encode()
+            # Publishing makes the names of all files of the draft durable.
+            write_object(defer_sync(self.storage, "names"), draft.key(name), [text])
+            sizes[name] = len(text)
             for place in here:
                 sizes.update({file.name: file.size_bytes for file in record.stored_files(place)})
         self._drafts.publish(draft, Seal(manifest=seal[0], metadata=seal[1], sizes=sizes))
@@ -205,25 +213,16 @@ class NodeCache:
         try:
             self.confirm(draft.name)
             committed = self._catalog.find(draft.name)
-            manifest = read_manifest(
-                read_object(self.storage, committed.key(MANIFEST_NAME)), self.storage.uri
-            )
-            if manifest.save_id == draft.save_id:
+            if CheckpointRef(self.storage, committed).read_manifest().save_id == draft.save_id:
                 self._catalog.hide(committed)()
         except StorageError as error:
             logger.debug("Nothing to roll back of %s: %s", draft.name, error)
 
     def hide(self, name: str) -> Callable[[], None]:
         """Take the name of this node's share of a step away; the returned call removes its files."""
-        try:
+        with suppress(ObjectNotFound):
             return self._catalog.hide(self._catalog.find(name))
-        except ObjectNotFound:
-            logger.debug("%s was not in the cache %s", name, self.storage.uri)
-            return lambda: None
-
-
-def _with_domains(record: GroupRecord, domains: tuple[str, ...]) -> GroupRecord:
-    return record.model_copy(update={"domains": domains})
+        return lambda: None
 
 
 def require_folders(storage: Storage) -> FolderTree:
@@ -236,16 +235,6 @@ def require_folders(storage: Storage) -> FolderTree:
             fix="Use a path such as /local/ssd/run.",
         )
     return tree
-
-
-def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:
-    """Identifies a cache: the running kernel, and the folder on it."""
-    require_folders(storage)
-    root = parse_uri(storage.uri).root
-    with translate_os_errors("Making the cache's folder", storage.uri):
-        os.makedirs(root, exist_ok=True)  # noqa: PTH103 - the storage's own root, which may not be there yet
-        facts = os.stat(root)  # noqa: PTH116 - likewise
-    return current_process().kernel or f"rank {rank}", facts.st_dev, facts.st_ino
 
 
 class CacheLevel:
@@ -268,8 +257,18 @@ class CacheLevel:
         self.comm = comm
         self._schemes = tuple(schemes)
         self._block_bytes = block_bytes
+
+        def identify() -> tuple[str, int, int]:
+            """The running kernel, and the folder on it."""
+            require_folders(storage)
+            root = Path(parse_uri(storage.uri).root)
+            with translate_os_errors("Making the cache's folder", storage.uri):
+                root.mkdir(parents=True, exist_ok=True)
+                facts = root.stat()
+            return current_process().kernel or f"rank {comm.rank}", facts.st_dev, facts.st_ino
+
         awaiting = "all ranks to name their caches"
-        own = run_on_all_ranks(comm, lambda: identify_cache(storage, comm.rank), awaiting=awaiting)
+        own = run_on_all_ranks(comm, identify, awaiting=awaiting)
         places = comm.gather((own, domain or comm.host), awaiting=awaiting)
         self._domains = tuple(domain for _, domain in places)
         first: dict[tuple[str, int, int], int] = {}
@@ -277,15 +276,12 @@ class CacheLevel:
         """By rank: the lowest rank that uses the same cache; it acts for its node."""
         self.is_lead = self.leads[comm.rank] == comm.rank
         self._fitted = {scheme: fit_scheme(scheme, self._domains) for scheme in self._schemes}
-        self.shortfalls = [fitted.shortfall for fitted in self._fitted.values() if fitted.shortfall]
+        self.shortfalls = [shortfall for *_, shortfall in self._fitted.values() if shortfall]
         """Why other schemes are used than the chosen ones, and what they survive."""
         self._protector = Protector(storage, comm)
+        self.close = self._protector.close
         here = [rank for rank, lead in enumerate(self.leads) if lead == self.leads[comm.rank]]
         self.node = NodeCache(storage, tuple(here))
-
-    def close(self) -> None:
-        """Close the connections between ranks."""
-        self._protector.close()
 
     def start(self, name: str, only: Collection[int] | None = None) -> Draft:
         """Begin a draft with the same save ID on every node, or on the nodes of some ranks."""
@@ -318,9 +314,9 @@ class CacheLevel:
         cost each rank.
         """
         comm, name = self.comm, draft.name
-        fitted = self._fitted[scheme_for(number, self._schemes)]
-        scheme, storage = fitted.scheme, prefer_direct_access(self.storage)
-        group = next(ranks for ranks in fitted.groups if comm.rank in ranks)
+        scheme, groups, _ = self._fitted[scheme_for(number, self._schemes)]
+        storage = prefer_direct_access(self.storage)
+        group = next(ranks for ranks in groups if comm.rank in ranks)
         layouts: dict[tuple[int, ...], Layout] = {}
         kept_files: tuple[RecordedFile, ...] = ()
         with ExitStack() as undo:
@@ -333,7 +329,7 @@ class CacheLevel:
                     awaiting=f"all ranks to count what they write of {name}",
                 )
                 parities = 0 if isinstance(scheme, Partner) else scheme.losses
-                for ranks in fitted.groups:
+                for ranks in groups:
                     largest_bytes = max(counted[rank] for rank in ranks)
                     layouts[ranks] = build_layout(
                         len(ranks), parities, largest_bytes, block_bytes=self._block_bytes
@@ -380,7 +376,7 @@ class CacheLevel:
                     members=tuple(reports[rank][0] for rank in ranks),
                     kept=tuple(file for rank in ranks for file in reports[rank][1]),
                 )
-                for number, ranks in enumerate(fitted.groups)
+                for number, ranks in enumerate(groups)
                 if not set(ranks).isdisjoint(self.node.ranks)
             }
             self._publish(draft, (seal.manifest, seal.metadata), records)
@@ -417,7 +413,7 @@ class CacheLevel:
         return sorted(confirmed)
 
     def assess(self, name: str, *, damaged: Collection[int] = ()) -> Assessment:
-        """What the caches can provide of a step; the files of `damaged` ranks count as lost."""
+        """Assess a step from what all caches have; the files of `damaged` ranks count as lost."""
         return decide_on_rank0(
             self.comm,
             lambda: self.node.shares(name) if self.is_lead else None,
@@ -472,7 +468,7 @@ class CacheLevel:
             return replace(share, readable=tuple(self.node.sizes(share)))
         folder = Committed(name=name, folder=name)
         known = dict(zip((folder.key(MANIFEST_NAME), folder.key(METADATA_NAME)), seal, strict=True))
-        return CheckpointRef(DescribedStorage(self.storage, known), folder, readable=())
+        return CheckpointRef(_DescribedStorage(self.storage, known), folder, readable=())
 
     def repair(self, name: str, assessment: Assessment) -> None:
         """Compute the lost shares and commit them to the caches that miss them, or to others with room."""
@@ -496,11 +492,6 @@ class CacheLevel:
             self._refill(name, assessment, away)
             assessment = self.assess(name)
         return self.view(name, assessment)
-
-    def remove(self, name: str) -> None:
-        """Remove a step from all caches: the lead of each node removes its share."""
-        if self.is_lead:
-            self.node.hide(name)()
 
     def spread_note(self, step: int, note: FlushNote) -> None:
         """Let every node with a share of this save know that it is to become durable. Not collective."""
@@ -544,9 +535,16 @@ class CacheLevel:
                 for record, place in list_members(assessment.records, own - gained):
                     old, new = self.node.find(name), local_path(self.storage, draft.folder)
                     for file in record.stored_files(place):
-                        _link_or_copy(str(local_path(self.storage, old.key(file.name))), str(new / file.name))
+                        source, target = local_path(self.storage, old.key(file.name)), new / file.name
+                        try:
+                            target.hardlink_to(source)
+                        except OSError as error:
+                            logger.debug("%s is copied, as it cannot be linked: %s", source, error)
+                            with translate_os_errors("Copying", str(target)):
+                                shutil.copyfile(source, target)
+                                sync_file(target)
                 records = {
-                    number: _with_domains(record, assessment.domains)
+                    number: record.model_copy(update={"domains": assessment.domains})
                     for number, record in assessment.records.items()
                 }
                 self.node.publish(draft, seal, records, own | gained)
@@ -567,11 +565,10 @@ class CacheLevel:
         has_seal = self.comm.gather(own is not None, awaiting=awaiting)
         if not any(has_seal):
             raise DataDamaged(f"No cache has manifest and .metadata of {name} undamaged")
-        first = has_seal.index(True)
-        seals = self.comm.gather(own if self.comm.rank == first else None, awaiting=awaiting)
-        seal = seals[first]
-        assert seal is not None, "that node has it"
-        return seal
+        # One rank alone sends it: it may be long.
+        is_first = self.comm.rank == has_seal.index(True)
+        seals = self.comm.gather(own if is_first else None, awaiting=awaiting)
+        return next(seal for seal in seals if seal is not None)
 
     def _publish(self, draft: Draft, seal: tuple[bytes, bytes], records: Mapping[int, GroupRecord]) -> None:
         """Commit on all nodes; if one cannot, roll back on all.
@@ -595,11 +592,22 @@ class CacheLevel:
             self.node.confirm(draft.name)
 
 
-def _link_or_copy(old: str, new: str) -> None:
-    try:
-        os.link(old, new)
-    except OSError as error:
-        logger.debug("%s is copied, as it cannot be linked: %s", old, error)
-        with translate_os_errors("Copying", new):
-            shutil.copyfile(old, new)
-            sync_file(new)
+class _DescribedStorage(WrappedStorage):
+    """A storage with some small objects held in memory; None for one that is known to be missing."""
+
+    def __init__(self, inside: Storage, known: Mapping[str, bytes | None]) -> None:
+        super().__init__(inside)
+        self._known = known
+
+    def open(self, key: str) -> Source:
+        """Open known objects from memory, all others in the storage."""
+        if key not in self._known:
+            return self.inside.open(key)
+        content = self._known[key]
+        if content is None:
+            raise ObjectNotFound(f"No object {key!r}", uri=f"{self.uri}/{key}", fix="Check the name.")
+        return MemorySource(np.frombuffer(content, dtype=np.uint8), self.uri, self.counters)
+
+    def past_cache(self, reads: str | None = None) -> Storage:
+        """The same objects in memory, and the others past the page cache where the storage supports that."""
+        return _DescribedStorage(prefer_direct_access(self.inside, reads=reads), self._known)

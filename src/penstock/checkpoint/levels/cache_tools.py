@@ -1,4 +1,4 @@
-"""What operators do with caches from outside the job: status, flushing what is left, removing steps.
+"""Tools for operators: the status of caches, flushing the steps that are left in them, removing steps.
 
 Status and removal work on the caches that can be reached from here, without other ranks; flushing has a rank
 on each node, so that lost files can be rebuilt. Invariant: status changes nothing; nothing leaves a cache by
@@ -10,23 +10,24 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.catalog import StepCatalog, parse_step, step_dirname
+from pydantic import BaseModel
+
+from penstock.checkpoint.commit.checkpoints import StepCatalog, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import WriterLease
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.description import read_manifest
 from penstock.checkpoint.levels.cache import RUN_NOTE, CacheLevel, NodeCache
 from penstock.checkpoint.levels.flush import Flusher, FlushNote, FlushState, is_committed
 from penstock.checkpoint.levels.options import Single
-from penstock.checkpoint.levels.records import assess
-from penstock.checkpoint.tools.remove import RemovedCheckpoint
+from penstock.checkpoint.levels.redundancy import assess
+from penstock.checkpoint.tools.inspection import RemovedCheckpoint
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
 from penstock.errors import ObjectNotFound, RankFailed, StorageError, UsageError
 from penstock.storage.capabilities import find_local_paths
-from penstock.storage.protocol import exists, read_object
+from penstock.storage.protocol import read_object
 from penstock.storage.uri import find_local_paths_at, open_here
 
 if TYPE_CHECKING:
@@ -39,9 +40,8 @@ LONGEST_FLUSH_S: Final = 7 * 86400.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedStep:
-    """What the inspected caches have of a step."""
+class CachedStep(BaseModel):
+    """The shares of a step in the caches that were inspected."""
 
     step: int
     size_bytes: int
@@ -57,8 +57,7 @@ class CachedStep:
     """Why these caches alone cannot provide it; empty if they can."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheFlush:
+class CacheFlush(BaseModel):
     """The flusher of one cache, and the steps that are to become durable."""
 
     cache: str
@@ -70,8 +69,7 @@ class CacheFlush:
     states: Mapping[int, FlushState]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelsOverview:
+class LevelsOverview(BaseModel):
     """All levels of one run."""
 
     durable: tuple[int, ...]
@@ -154,8 +152,7 @@ def _inspect_flush(node: NodeCache) -> CacheFlush:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRepair:
+class StepRepair(BaseModel):
     """The condition of a cached step before a flush, and whether it was rebuilt."""
 
     step: int
@@ -231,7 +228,7 @@ def flush_caches(
 
 
 def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: str | None) -> FlushNote | None:
-    """What is to become of a step, the same on all ranks; None if this very save is durable already."""
+    """The note for a step, the same on all ranks; None if this very save is durable already."""
     name = step_dirname(step)
 
     def look() -> tuple[FlushNote | None, bool]:
@@ -261,18 +258,13 @@ def _repair(level: CacheLevel, step: int) -> StepRepair:
         return repaired
     if damaged := level.find_damaged(name, found):
         found = level.assess(name, damaged=damaged)
-        repaired = replace(repaired, damaged=damaged, reason=found.reason)
+        repaired = repaired.model_copy(update={"damaged": damaged, "reason": found.reason})
     if found.is_rebuildable:
         try:
             level.repair(name, found)
         except (StorageError, RankFailed) as error:
-            return replace(repaired, reason=f"it could not be rebuilt: {error}")
+            return repaired.model_copy(update={"reason": f"it could not be rebuilt: {error}"})
     return repaired
-
-
-def is_cache(storage: Storage) -> bool:
-    """Whether a folder is the cache of a run."""
-    return exists(storage, RUN_NOTE)
 
 
 def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedCheckpoint:

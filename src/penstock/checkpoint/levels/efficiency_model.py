@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.levels.options import Scheme
-from penstock.checkpoint.manager.save_policy import daly_interval_s
+from penstock.checkpoint.manager.policies import daly_interval_s
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +66,7 @@ class Prediction:
 
     @property
     def agrees(self) -> bool:
-        """Whether the simulation confirms the formula."""
+        """True if the simulation confirms the formula."""
         return abs(self.efficiency - self.simulated) <= TRUSTED_DIFFERENCE
 
 
@@ -97,7 +97,7 @@ def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> t
     cached_s = own_bytes / machine.fast_bytes_per_s
     durable_s = machine.state_bytes / machine.slow_bytes_per_s
     encoding_s = cached_s + own_bytes * scheme.losses / machine.network_bytes_per_s
-    rebuilding_s = cached_s + own_bytes * max(scheme.members - 1, 1) / machine.network_bytes_per_s
+    rebuilding_s = cached_s + own_bytes * max(scheme.group - 1, 1) / machine.network_bytes_per_s
     # By kind of failure: when a cached checkpoint begins to survive it, the time to load it, and its source.
     single = {"process": (0.0, cached_s, "cache")}
     protected = {**single, "node": (encoding_s, rebuilding_s, f"{scheme.name}, rebuilt")}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import secrets
 import subprocess
@@ -26,10 +27,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from threading import Event, Lock
+from queue import SimpleQueue
+from threading import Lock
 from typing import Annotated, Final, Literal
 
 import psutil
@@ -37,17 +40,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import penstock
 from penstock.checkpoint.commit import protocol
-from penstock.checkpoint.commit.catalog import (
+from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
     StepCatalog,
     apply_retention,
     local_path,
     open_catalog,
+    open_draft_store,
     parse_step,
     step_dirname,
+    sweep_dead_saves,
 )
-from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
-from penstock.checkpoint.formats.manifest import ManifestFile, start_checksum
+from penstock.checkpoint.formats.description import ManifestFile, start_checksum
 from penstock.errors import AlreadyThere, DataDamaged, ObjectNotFound, PenstockError, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -69,11 +73,10 @@ RETRY_S: Final = 60.0
 """How long a failure that may pass by itself is retried before it is reported."""
 PATIENCE_S: Final = 3600.0
 """How long a detached flusher retries failures or waits for other nodes before it gives up."""
-IDENTITY_BYTES: Final = 80
-"""A manifest begins with its own checksum: this many bytes tell it from any other."""
 GRACE_S: Final = 30.0
 """How long the files of a draft may be out of sight before they count as lost and are copied again."""
 LOG_BYTES: Final = 4 << 20
+REPORT_S: Final = 0.25
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ class _Strict(BaseModel):
 
 
 class FlushNote(_Strict):
-    """Which save of a step is to become durable, where, and how. JSON on disk."""
+    """A save of a step that is to become durable: where, and how. JSON on disk."""
 
     save_id: str
     durable: str
@@ -111,12 +114,12 @@ class FlushState(_Strict):
 
     @property
     def is_over(self) -> bool:
-        """Whether the caches may remove the step."""
+        """True if the caches may remove the step."""
         return self.phase in ("durable", "superseded")
 
 
 class FlushProgress(_Strict):
-    """What a flusher does, as it reported last."""
+    """The work of a flusher, as it reported last."""
 
     pid: int = 0
     step: int | None = None
@@ -170,7 +173,7 @@ class FlushFolder:
             yield
 
     def is_locked(self) -> bool:
-        """Whether a flusher works on this cache now."""
+        """Return whether a flusher is working on this cache."""
         try:
             with (self.path / "lock").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -188,7 +191,7 @@ class FlushFolder:
             unfinished.replace(self.path / "progress.json")
 
     def progress(self) -> FlushProgress:
-        """What the flusher reported last."""
+        """The last report of the flusher."""
         try:
             return FlushProgress.model_validate_json((self.path / "progress.json").read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -203,31 +206,24 @@ class FlushFolder:
         return self.path / f"{step_dirname(step)}.json"
 
 
-@dataclass(slots=True)
 class RateLimiter:
     """Limits the rate of bytes over all threads; each waits until the bytes before its own had their time.
 
-    Unused time is kept for `burst_s`, so that waiting for the disk does not lower the rate.
+    Unused time is kept for `BURST_S`, so that waiting for the disk does not lower the rate.
     """
 
-    bytes_per_s: float | None
-    burst_s: float = 0.0
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    _lock: Lock = field(default_factory=Lock)
-    _free_at_s: float | None = None
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._lock = Lock()
+        self._free_at_s = time.monotonic()
 
     def take(self, num_bytes: int) -> None:
         """Return when `num_bytes` more may pass."""
-        if self.bytes_per_s is None:
-            return
         with self._lock:
-            now_s = self.clock()
-            free_at_s = now_s if self._free_at_s is None else self._free_at_s
-            begins_s = max(free_at_s, now_s - self.burst_s)
+            now_s = time.monotonic()
+            begins_s = max(self._free_at_s, now_s - BURST_S)
             self._free_at_s = begins_s + num_bytes / self.bytes_per_s
-        if begins_s > now_s:
-            self.sleep(begins_s - now_s)
+        time.sleep(max(begins_s - now_s, 0))
 
 
 def copy_file(
@@ -244,17 +240,15 @@ def copy_file(
         size_bytes = file.size_bytes
         sink = target.create(to_key, size_bytes)
         undo.callback(sink.abort)
-        buffers = [(aligned_buffer(min(block_bytes, max(size_bytes, 1))), Event()) for _ in range(2)]
-        for _, free in buffers:
-            free.set()
-        for number, start in enumerate(range(0, size_bytes, block_bytes)):
-            buffer, free = buffers[number % 2]
-            free.wait()
-            free.clear()
+        free: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(2):
+            free.put(aligned_buffer(min(block_bytes, max(size_bytes, 1))))
+        for start in range(0, size_bytes, block_bytes):
+            buffer = free.get()
             block = buffer[: min(block_bytes, size_bytes - start)]
             file.read_into(start, block)
             see(block)
-            sink.submit(block, free.set)
+            sink.submit(block, partial(free.put, buffer))
         sink.finish()
         undo.pop_all()
 
@@ -309,7 +303,7 @@ class Flusher:
         self._folder = FlushFolder(local_path(cache, ""))
         self._durable = durable
         self._progress = progress or Progress()
-        self._pace = RateLimiter(None)
+        self._pace = RateLimiter(math.inf)
         self._lock = Lock()
         self._now = FlushProgress(pid=os.getpid())
         self._opened: dict[str, Storage] = {}
@@ -429,8 +423,8 @@ class Flusher:
         self, step: int, note: FlushNote, share: CheckpointRef, files: list[ManifestFile], draft: _SharedDraft
     ) -> None:
         """Copy files, several at a time, past the page cache; each is durable when it has its name."""
-        if self._pace.bytes_per_s != note.bytes_per_s:
-            self._pace = RateLimiter(note.bytes_per_s, BURST_S)
+        if self._pace.bytes_per_s != (note.bytes_per_s or math.inf):
+            self._pace = RateLimiter(note.bytes_per_s or math.inf)
         self._now = self._now.model_copy(update={"step": step})
         self._began_s, self._moved_bytes = time.monotonic(), 0
         block_bytes = BLOCK_BYTES
@@ -476,24 +470,18 @@ class Flusher:
     def _set(self, step: int, **facts: object) -> None:
         states = {**self._now.states, step: self._state(step).model_copy(update=facts)}
         self._now = self._now.model_copy(update={"states": states})
-        self._report(now="phase" in facts)
-
-    def _report(self, *, now: bool) -> None:
-        if now or time.monotonic() - self._reported_s > 0.25:
+        if "phase" in facts or time.monotonic() - self._reported_s > REPORT_S:
             self._reported_s = time.monotonic()
             self._folder.write_progress(self._now)
 
 
 def is_committed(durable: Storage, name: str, manifest: bytes) -> bool:
-    """Whether the checkpoint of this name is the one with this manifest."""
+    """Return whether the checkpoint of this name is the one with this manifest."""
     try:
-        key = open_catalog(durable).find(name).key(protocol.MANIFEST_NAME)
-        with closing(durable.open(key)) as source:
-            beginning = bytearray(min(IDENTITY_BYTES, source.size_bytes))
-            source.read_into(0, memoryview(beginning))
+        folder = open_catalog(durable).find(name).folder
     except ObjectNotFound:
         return False
-    return beginning == manifest[: len(beginning)] and len(beginning) > 0
+    return protocol.read_identity(durable, folder) == manifest[: protocol.IDENTITY_BYTES]
 
 
 class _SharedDraft:

@@ -1,4 +1,4 @@
-"""What users choose for levels: redundancy schemes for the caches, and which steps are flushed how fast.
+"""The choices that users make for levels: redundancy schemes for the caches, and which steps are flushed.
 
 Pure settings, imported by every `Manager`; `parity` derives groups and stripes from a scheme.
 """
@@ -6,7 +6,7 @@ Pure settings, imported by every `Manager`; `parity` derives groups and stripes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Literal
 
 from penstock.errors import UsageError
@@ -18,9 +18,15 @@ LARGEST_GROUP = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a step is protected. Applies to every `every`-th checkpoint."""
+    """A way to protect a step. Applies to every `every`-th checkpoint.
+
+    Ranks protect each other in groups of `group`. If there are too few failure domains for such groups,
+    another scheme is used and the job is warned; with `strict`, it is refused.
+    """
 
     every: int = 1
+    group: int = 8
+    strict: bool = False
 
     name: ClassVar[str]
     losses: ClassVar[int]
@@ -29,45 +35,6 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise UsageError(f"every must be at least 1, not {self.every}", where=self.name)
-
-    @property
-    def members(self) -> int:
-        """How many ranks a group has, if there are enough failure domains."""
-        return 1
-
-    def substitutes(self) -> Iterator[Scheme]:
-        """What to use where this scheme does not fit the failure domains, best first."""
-        yield from ()
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Single(Scheme):
-    """One copy, where it was written: survives the end of a process, not the loss of its host.
-
-    Of several schemes, the one with the largest `every` that divides a checkpoint's number protects it.
-    """
-
-    name: ClassVar[str] = "single"
-    losses: ClassVar[int] = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupScheme(Scheme):
-    """A scheme whose ranks protect each other in groups of `group`.
-
-    If there are too few failure domains for such groups, another scheme is used and the job is warned; with
-    `strict`, it is refused.
-    """
-
-    group: int = 8
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        # `super()` without arguments does not work here: a dataclass with slots is made twice.
-        Scheme.__post_init__(self)
         if not self.losses < self.group <= LARGEST_GROUP:
             raise UsageError(
                 f"Invalid group of {self.group}",
@@ -75,14 +42,12 @@ class _GroupScheme(Scheme):
                 fix=f"A group has {self.losses + 1} to {LARGEST_GROUP} members.",
             )
 
-    @property
-    def members(self) -> int:
-        """The size of a group."""
-        return self.group
-
     def substitutes(self) -> Iterator[Scheme]:
-        """Larger groups, which survive as many losses each; then one parity; then nothing but one copy."""
-        if self.strict:
+        """The schemes to use if this one does not fit, best first.
+
+        Larger groups, which survive as many losses each; then one parity; then nothing but one copy.
+        """
+        if self.strict or not self.losses:
             return
         for group in range(self.group + 1, min(2 * self.group, LARGEST_GROUP + 1)):
             yield replace(self, group=group)
@@ -94,11 +59,25 @@ class _GroupScheme(Scheme):
             yield Single(every=self.every)
 
     def __str__(self) -> str:
-        return f"{self.name} in groups of {self.group}"
+        return f"{self.name} in groups of {self.group}" if self.losses else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Xor(_GroupScheme):
+class Single(Scheme):
+    """One copy, where it was written: survives the end of a process, but not the loss of its host.
+
+    Of several schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    """
+
+    group: int = field(default=1, init=False)
+    strict: bool = field(default=False, init=False)
+
+    name: ClassVar[str] = "single"
+    losses: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xor(Scheme):
     """One parity, distributed over the group: survives the loss of any one member.
 
     `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
@@ -110,7 +89,7 @@ class Xor(_GroupScheme):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoubleParity(_GroupScheme):
+class DoubleParity(Scheme):
     """Two independent parities, distributed over the group: survives the loss of any two members.
 
     `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
@@ -122,8 +101,8 @@ class DoubleParity(_GroupScheme):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partner(_GroupScheme):
-    """A second copy of each member's bytes on the next member: survives any loss but that of neighbours.
+class Partner(Scheme):
+    """A second copy of each member's bytes on the next member: survives any loss except two neighbours.
 
     `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
     schemes, the one with the largest `every` that divides a checkpoint's number protects it.
@@ -163,13 +142,13 @@ def check_schemes(schemes: Sequence[Scheme]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Which checkpoints become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
+    """Checkpoints that become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
 
-    `bandwidth` limits what one node writes, as a rate or in bytes per second; None is no limit. `threads` is
-    how many files a node copies at once. Without `background`, a save returns when its step is durable.
+    `bandwidth` limits what one node writes, as a rate or in bytes per second; None means no limit. A node
+    copies `threads` files at once. With background=False, a save returns when its step is durable.
 
-    Files are copied `by` a daemon, a process on each node that goes on when the trainer dies, or by a thread
-    of the "trainer", which ends with it. Only the trainer can flush to object services.
+    Files are copied `by` a daemon, a process on each node that goes on if the trainer dies, or by a thread of
+    the "trainer", which ends with it. Only the trainer can flush to object services.
     """
 
     every: int = 1

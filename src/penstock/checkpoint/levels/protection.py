@@ -17,16 +17,22 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.checkpoint.formats.manifest import start_checksum
-from penstock.checkpoint.levels import parity
-from penstock.checkpoint.levels.records import GroupRecord, Order, RecordedFile
+from penstock.checkpoint.formats.description import start_checksum
+from penstock.checkpoint.levels.redundancy import (
+    GroupRecord,
+    Order,
+    RecordedFile,
+    add,
+    add_scaled,
+    double_and_add,
+)
 from penstock.cluster.comm import Comm, PendingTransfer, PointToPoint
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage import Storage
@@ -37,8 +43,8 @@ from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import StagedSave, WrittenShare
-    from penstock.checkpoint.formats.manifest import WrittenFile
-    from penstock.checkpoint.levels.parity import Layout
+    from penstock.checkpoint.formats.description import WrittenFile
+    from penstock.checkpoint.levels.redundancy import Layout
     from penstock.progress import Progress
 
 KeyOf = Callable[[str], str]
@@ -79,12 +85,12 @@ class MemberReader:
     """Reads a member's files as one endless sequence of bytes: zeros follow the last ones."""
 
     def __init__(
-        self, files: Sequence[RecordedFile], open_file: Callable[[str], Source], order: Order = ()
+        self, files: Sequence[RecordedFile], storage: Storage, key: KeyOf, order: Order = ()
     ) -> None:
         self._extents = _list_extents([file.size_bytes for file in files], order)
         self._ends = np.cumsum([length for _, _, length in self._extents], dtype=np.int64)
-        self._names = [file.name for file in files]
-        self._open_file = open_file
+        self._keys = [key(file.name) for file in files]
+        self._storage = storage
         self._sources: dict[int, Source] = {}
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -96,16 +102,14 @@ class MemberReader:
                 return
             number, begin, length = self._extents[place]
             if number not in self._sources:
-                self._sources[number] = self._open_file(self._names[number])
+                self._sources[number] = self._storage.open(self._keys[number])
             inside = offset - (int(self._ends[place]) - length)
             part = buffer[: length - inside]
             self._sources[number].read_into(begin + inside, part)
             offset, buffer = offset + part.nbytes, buffer[part.nbytes :]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         for source in self._sources.values():
             source.close()
 
@@ -113,14 +117,15 @@ class MemberReader:
 class MemberWriter:
     """Writes a sequence of bytes to the files that they belong to; what follows the last ones is dropped.
 
-    Each file is finished as soon as it is full. Leaving the block before that aborts it.
+    Each file is finished as soon as it is full; `close` aborts the others.
     """
 
     def __init__(
-        self, files: Sequence[tuple[str, int]], create: Callable[[str, int], Sink], order: Order = ()
+        self, files: Sequence[tuple[str, int]], storage: Storage, key: KeyOf, order: Order = ()
     ) -> None:
         self._files = files
-        self._create = create
+        self._storage = storage
+        self._key = key
         self._extents = deque(_list_extents([size for _, size in files], order))
         self._left = [size for _, size in files]
         self._sinks: dict[int, Sink] = {}
@@ -147,7 +152,7 @@ class MemberWriter:
     def _append(self, number: int, part: memoryview) -> None:
         name, size_bytes = self._files[number]
         if number not in self._sinks:
-            self._sinks[number] = self._create(name, size_bytes)
+            self._sinks[number] = self._storage.create(self._key(name), size_bytes)
         if part.nbytes:
             released = threading.Event()
             self._sinks[number].submit(part, released.set)
@@ -160,10 +165,8 @@ class MemberWriter:
             found = self._sums[number].digest().hex()
             self._written[number] = RecordedFile(name=name, size_bytes=size_bytes, sum=found)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Abort the files that are not finished."""
         for sink in self._sinks.values():
             sink.abort()
 
@@ -233,18 +236,18 @@ class ByteFeed:
     def order_of(self, files: Sequence[WrittenFile], keys: Sequence[str]) -> Order:
         """The order in which the bytes of these files came; `StorageError` if each was not seen once."""
         numbers = {key: number for number, key in enumerate(keys)}
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for key, length in self._extents:
-            seen[key] += length
+            counts[key] += length
         for key, file in zip(keys, files, strict=True):
-            if seen.pop(key, 0) != file.size_bytes:
+            if counts.pop(key, 0) != file.size_bytes:
                 raise StorageError(
                     f"Parity has not seen the {file.size_bytes} bytes of {file.name} once, in their order",
                     uri=key,
                     fix="Write each file of a save once, from its beginning to its end.",
                 )
-        if seen:
-            raise StorageError("A save wrote a file that it does not name", uri=next(iter(seen)))
+        if counts:
+            raise StorageError("A save wrote a file that it does not name", uri=next(iter(counts)))
         order = tuple((numbers[key], length) for key, length in self._extents)
         return () if [number for number, _ in order] == sorted({number for number, _ in order}) else order
 
@@ -257,31 +260,31 @@ class _FedStorage(WrappedStorage):
         self._feed = feed
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        return _FedSink(super().create(key, size_bytes), partial(self._feed.put, key))
+        sink = _FedSink(super().create(key, size_bytes))
+        sink.put = partial(self._feed.put, key)
+        return sink
 
     def open(self, key: str) -> Source:
-        return _FedSource(super().open(key), partial(self._feed.put, key))
+        source = _FedSource(super().open(key))
+        source.put = partial(self._feed.put, key)
+        return source
 
 
 class _FedSink(WrappedSink):
-    def __init__(self, inside: Sink, put: Callable[[memoryview], None]) -> None:
-        super().__init__(inside)
-        self._put = put
+    put: Callable[[memoryview], None]
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
         # The feed first: afterwards the buffer may be another's.
-        self._put(flat(buffer))
+        self.put(flat(buffer))
         self.inside.submit(buffer, release)
 
 
 class _FedSource(WrappedSource):
-    def __init__(self, inside: Source, put: Callable[[memoryview], None]) -> None:
-        super().__init__(inside)
-        self._put = put
+    put: Callable[[memoryview], None]
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.inside.read_into(offset, buffer)
-        self._put(flat(buffer))
+        self.put(flat(buffer))
 
 
 class FirstFailure:
@@ -322,7 +325,6 @@ class Protector:
         self._storage = storage
         self._comm = comm
         self._transfer: PointToPoint | None = comm.transfer() if comm.size > 1 else None
-        self._memory: WarmMemory | None = None
         self._num_exchanges = 0
 
     def close(self) -> None:
@@ -345,14 +347,15 @@ class Protector:
 
         `ranks` are the group's, and `sizes` the bytes that they will write.
         """
-        blocks = self._take_memory(
-            NUM_FED + (NUM_SUMS + NUM_SPARE) * max(layout.parities, 1), layout.block_bytes
-        )
-        memory, self._memory = self._memory, None
+        # Devices write from the huge pages of warm memory in fewer and larger requests.
+        num_blocks = NUM_FED + (NUM_SUMS + NUM_SPARE) * max(layout.parities, 1)
+        memory = WarmMemory(num_blocks * layout.block_bytes)
+        memory.touch()
+        starts = range(0, num_blocks * layout.block_bytes, layout.block_bytes)
+        blocks = [memory.view[start : start + layout.block_bytes] for start in starts]
         feed = ByteFeed(blocks[:NUM_FED])
-        create = partial(self._create, storage, key)
         encode = partial(
-            self._encode, feed, blocks[NUM_FED:], create, ranks=ranks, sizes=sizes, layout=layout
+            self._encode, feed, blocks[NUM_FED:], storage, key, ranks=ranks, sizes=sizes, layout=layout
         )
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-parity") as thread:
             try:
@@ -368,15 +371,14 @@ class Protector:
             finally:
                 feed.close()
             kept = encoding.result()
-        # After a failure it is not used again: bytes may still arrive there.
-        self._memory = memory
         return share, feed.order_of(share.files, [key(file.name) for file in share.files]), kept
 
     def _encode(
         self,
         feed: ByteFeed,
         blocks: Sequence[memoryview],
-        create: Callable[[str, int], Sink],
+        storage: Storage,
+        key: KeyOf,
         *,
         ranks: Sequence[int],
         sizes: Sequence[int],
@@ -409,7 +411,7 @@ class Protector:
         num_steps = len(routes) * (layout.chunk_bytes // layout.block_bytes)
         with (
             ExitStack() as undo,
-            MemberWriter([(name, kept_bytes)], create) as out,
+            closing(MemberWriter([(name, kept_bytes)], storage, key)) as out,
             ThreadPoolExecutor(1, thread_name_prefix="penstock-parity-file") as writing,
         ):
             undo.callback(feed.abandon)
@@ -429,7 +431,10 @@ class Protector:
                 if step % len(routes):
                     # The first chunk has the largest weight, so Horner's rule gives the others theirs.
                     for total, piece, sum_up in zip(
-                        sums, spare[step % NUM_SPARE], (parity.add, parity.double_and_add), strict=False
+                        sums,
+                        spare[step % NUM_SPARE],
+                        (add, double_and_add),
+                        strict=False,
                     ):
                         sum_up(total, piece)
                 if is_last:
@@ -469,32 +474,24 @@ class Protector:
             return
         total, part = aligned_buffer(layout.block_bytes), aligned_buffer(layout.block_bytes)
         with ExitStack() as opened:
+            # By member whose share is here, the bytes of its own files, and those that it keeps for others.
             readers = {
-                place: (
-                    opened.enter_context(
-                        MemberReader(
-                            member.files, lambda name: self._storage.open(from_key(name)), member.order
-                        )
-                    ),
-                    opened.enter_context(
-                        MemberReader(
-                            record.kept[place : place + 1], lambda name: self._storage.open(from_key(name))
-                        )
-                    ),
-                )
+                place: [
+                    opened.enter_context(closing(MemberReader(files, self._storage, from_key, order)))
+                    for files, order in _parts_of_share(record, place)
+                ]
                 for place, member in enumerate(record.members)
                 if holders[member.rank] == rank and place not in missing
             }
+            target_storage = prefer_direct_access(self._storage)
             for place, member in enumerate(record.members):
                 if (target := wanted.get(member.rank)) is None:
                     continue
-                create = partial(self._create, prefer_direct_access(self._storage), to_key)
-                writers = [
-                    opened.enter_context(
-                        MemberWriter([(file.name, file.size_bytes) for file in files], create, order)
-                    )
-                    for files, order in ((member.files, member.order), (record.kept[place : place + 1], ()))
-                ]
+                writers = []
+                for files, order in _parts_of_share(record, place):
+                    sizes = [(file.name, file.size_bytes) for file in files]
+                    writer = MemberWriter(sizes, target_storage, to_key, order)
+                    writers.append(opened.enter_context(closing(writer)))
                 for is_kept, length, terms in list_blocks(record, layout, place, missing):
                     if target == rank:
                         np.frombuffer(total, np.uint8)[:length] = 0
@@ -509,7 +506,7 @@ class Protector:
                             received = self._begin(self._connected().receive, [(holder, block)], tag, failure)
                             self._wait(received, f"lost bytes from rank {holder}", failure)
                         if target == rank:
-                            parity.add_scaled(total[:length], part[:length], factor)
+                            add_scaled(total[:length], part[:length], factor)
                     if target == rank:
                         failure.attempt(writers[is_kept].write, total[:length])
                 if target == rank:
@@ -544,17 +541,11 @@ class Protector:
         self._num_exchanges += 1
         return self._num_exchanges % DISTINCT_EXCHANGES * TAGS
 
-    def _create(self, storage: Storage, key: KeyOf, name: str, size_bytes: int) -> Sink:
-        return storage.create(key(name), size_bytes)
 
-    def _take_memory(self, number: int, block_bytes: int) -> list[memoryview]:
-        """Blocks for one save, in the memory of the last one if it fits: touching new memory takes time."""
-        if self._memory is None or self._memory.view.nbytes != number * block_bytes:
-            # Devices write from huge pages in fewer and larger requests.
-            self._memory = WarmMemory(number * block_bytes)
-            self._memory.touch()
-        view = self._memory.view
-        return [view[at * block_bytes : (at + 1) * block_bytes] for at in range(number)]
+def _parts_of_share(record: GroupRecord, place: int) -> list[tuple[tuple[RecordedFile, ...], Order]]:
+    """The files of a member with their order, then what it keeps for its group."""
+    member = record.members[place]
+    return [(member.files, member.order), (record.kept[place : place + 1], ())]
 
 
 def _route(layout: Layout, place: int, chunk: int) -> tuple[list[int], list[int]]:

@@ -15,9 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from penstock.checkpoint.commit.catalog import (
+from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
     local_path,
     parse_step,
@@ -25,13 +23,12 @@ from penstock.checkpoint.commit.catalog import (
     step_dirname,
     tolerating_leftovers,
 )
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Draft, Seal, WriterLease
+from penstock.checkpoint.commit.protocol import Draft, Seal, WriterLease
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
-from penstock.checkpoint.formats.manifest import WrittenFile, read_manifest
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.flush import Flusher, FlushNote, copy_file, start_detached
 from penstock.checkpoint.levels.options import Flush, Scheme
-from penstock.checkpoint.levels.records import Assessment, choose_home_rank
+from penstock.checkpoint.levels.redundancy import Assessment, choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.cluster.comm import run_on_all_ranks, run_on_rank0
@@ -39,14 +36,13 @@ from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
-from penstock.storage.protocol import read_object
 from penstock.storage.uri import parse_uri
 
 logger = logging.getLogger(__name__)
 
 
 def open_tiered_store(
-    durable: step_store.DurableStore,
+    durable: step_store.StepStore,
     cache: Storage,
     *,
     schemes: Sequence[Scheme],
@@ -98,8 +94,8 @@ def open_tiered_store(
     return store
 
 
-class TieredStore:
-    """A `StepStore` with caches in front of a durable level; without `flush`, nothing becomes durable.
+class TieredStore(step_store.StepStore):
+    """A store with caches in front of its durable level; without `flush`, nothing becomes durable.
 
     The lead rank of each node starts the flusher of its cache: a thread of its own, or a detached process.
     The newest `keep_cached` steps stay in the caches; None keeps all.
@@ -108,24 +104,21 @@ class TieredStore:
     def __init__(
         self,
         cache: CacheLevel,
-        durable: step_store.DurableStore,
+        durable: step_store.StepStore,
         flush: Flush | None,
         *,
         keep_cached: int | None,
         uri: str | None = None,
         is_detached: bool = False,
     ) -> None:
-        self.uri = durable.uri
+        super().__init__(durable.catalog, durable.comm, keep=durable.keep, timeout_s=durable.timeout_s)
         self.cache = cache
-        self._durable = durable
-        self._catalog = durable.catalog
-        self._comm = durable.comm
         self._flush = flush
         self._flushes = cache.node.flushes
-        self._durable_uri = durable.uri if uri is None else parse_uri(uri).text
+        self._durable_uri = self.uri if uri is None else parse_uri(uri).text
         self._is_detached = is_detached
         self._keep_cached = keep_cached
-        self._lease = WriterLease(cache.storage)
+        self._cache_lease = WriterLease(cache.storage)
         self._num_saves = 0
         self._saved: int | None = None
         self._own_steps: set[int] = set()
@@ -135,15 +128,15 @@ class TieredStore:
 
     def steps(self) -> list[int]:
         """The durable steps and the steps in this node's cache."""
-        return sorted({*self._catalog.committed(), *self.cache.node.steps()})
+        return sorted({*self.catalog.committed(), *self.cache.node.steps()})
 
     def open(self, name: str, *, is_last: bool = False) -> step_store.StepSlot:
         """A draft in all caches; results, which are not steps, go to the durable level at once."""
         if parse_step(name) is None:
-            return self._durable.open(name)
+            return super().open(name)
         run_on_all_ranks(
-            self._comm,
-            lambda: self._lease.hold() if self.cache.is_lead else None,
+            self.comm,
+            lambda: self._cache_lease.hold() if self.cache.is_lead else None,
             awaiting="all nodes to see that no other job saves to their caches",
         )
         return CachedSlot(self, self.cache.start(name), is_last=is_last)
@@ -170,7 +163,7 @@ class TieredStore:
                 self._hand_over(step, draft.save_id)
             if not self._flush.background:
                 run_on_all_ranks(
-                    self._comm, lambda: self._await_durable(step), awaiting=f"step {step} to be durable"
+                    self.comm, lambda: self._await_durable(step), awaiting=f"step {step} to be durable"
                 )
         elif self.cache.is_lead and step in self._flushes.notes():
             # An older save of this step was to become durable, and is gone.
@@ -181,7 +174,7 @@ class TieredStore:
         """The steps of all levels."""
         cached = {step for name in self.cache.names() if (step := parse_step(name)) is not None}
         awaiting = "rank 0 to list the durable steps"
-        return sorted(cached.union(run_on_rank0(self._comm, self._catalog.committed, awaiting=awaiting)))
+        return sorted(cached.union(run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)))
 
     def copies(self, step: int) -> Iterator[step_store.StepCopy | str]:
         """The caches' copy, rebuilt if files are lost or damaged; then the one of the durable level."""
@@ -199,18 +192,16 @@ class TieredStore:
                         yield self._cached_copy("cache, rebuilt", name, found)
             if found.reason:
                 message = "%s: the caches cannot provide it, other levels may: %s"
-                step_store.warn_once_per_job(logger, self._comm.rank, message, name, found.reason)
+                step_store.warn_once_per_job(logger, self.comm.rank, message, name, found.reason)
                 yield f"caches: {found.reason}"
         is_durable = run_on_rank0(
-            self._comm,
-            lambda: step in self._catalog.committed(),
+            self.comm,
+            lambda: step in self.catalog.committed(),
             awaiting="rank 0 to look for the durable step",
         )
         if is_durable:
             yield step_store.StepCopy(
-                level="durable",
-                open=partial(self._catalog.find, step),
-                localize=partial(self._fetch, step),
+                level="durable", open=partial(self.catalog.find, step), localize=partial(self._fetch, step)
             )
         elif not has_records:
             yield "no level has it"
@@ -236,11 +227,11 @@ class TieredStore:
         gone: all nodes that have a share now get the note.
         """
         own = run_on_all_ranks(
-            self._comm,
+            self.comm,
             lambda: self._flushes.notes() if self.cache.is_lead else {},
             awaiting="all nodes to list what is still to become durable",
         )
-        answers = self._comm.gather(own, awaiting="all nodes to list what is still to become durable")
+        answers = self.comm.gather(own, awaiting="all nodes to list what is still to become durable")
         pending = {step: note for notes in answers for step, note in notes.items()}
         for step, note in sorted(pending.items()):
             found = self._repaired(step_dirname(step), self.cache.assess(step_dirname(step)))
@@ -252,7 +243,7 @@ class TieredStore:
             )
             if found.reason:
                 what = f"it is cached, and waits for the nodes that are missing: {found.reason}"
-            step_store.warn_once_per_job(logger, self._comm.rank, message, step, what)
+            step_store.warn_once_per_job(logger, self.comm.rank, message, step, what)
             if found.save_id == note.save_id and not found.reason:
                 self.cache.spread_note(step, note)
         if self._flush and self.cache.is_lead and self._flushes.notes():
@@ -267,13 +258,13 @@ class TieredStore:
             if self._flush and self.cache.is_lead:
                 if self._thread:
                     self._thread.shutdown()
-                self._run_flusher(self._durable.timeout_s)
+                self._run_flusher(self.timeout_s)
                 # The last save kept what was still to be flushed.
                 remove_leftovers(self._saved or 0, self.hide_surplus())
         finally:
             self.cache.close()
-            self._lease.release()
-            self._durable.close()
+            self._cache_lease.release()
+            super().close()
 
     def hide_surplus(self) -> list[Callable[[], None]]:
         """Hide the oldest steps of this node's cache, except pending ones; the calls remove their files.
@@ -303,7 +294,7 @@ class TieredStore:
         note = FlushNote(
             save_id=save_id,
             durable=self._durable_uri,
-            keep=self._durable.keep,
+            keep=self.keep,
             bytes_per_s=self._flush.bytes_per_s,
             threads=self._flush.threads,
         )
@@ -323,16 +314,16 @@ class TieredStore:
                 self._is_detached = False
         if not self._is_detached:
             self._thread = self._thread or step_store.start_lasting_worker("penstock-flush")
-            self._thread.submit(self._run_flusher, self._durable.timeout_s)
+            self._thread.submit(self._run_flusher, self.timeout_s)
 
     def _run_flusher(self, patience_s: float) -> None:
-        Flusher(self.cache.storage, durable=self._catalog.storage).run(patience_s=patience_s)
+        Flusher(self.cache.storage, durable=self.catalog.storage).run(patience_s=patience_s)
 
     def _await_durable(self, step: int) -> None:
         """Flush in this thread, or follow the flusher; raise if the step cannot become durable."""
         if not self.cache.is_lead:
             return
-        self._run_flusher(self._durable.timeout_s)
+        self._run_flusher(self.timeout_s)
         state = self._flushes.states().get(step)
         if state is not None:
             self._reported[step] = state.reason
@@ -347,7 +338,7 @@ class TieredStore:
             return found
         ranks = ", ".join(map(str, found.lost))
         message = "%s: rebuilding the lost files of ranks %s"
-        step_store.warn_once_per_job(logger, self._comm.rank, message, name, ranks)
+        step_store.warn_once_per_job(logger, self.comm.rank, message, name, ranks)
         try:
             self.cache.repair(name, found)
         except (StorageError, RankFailed) as error:
@@ -364,48 +355,45 @@ class TieredStore:
     def _fetch(self, step: int) -> CheckpointRef:
         """Copy user files from the durable level into the caches, and protect them there again."""
         name = step_dirname(step)
-        files = _FetchedFiles(self._catalog.find(step), rank=self._comm.rank, num_ranks=self._comm.size)
+        files = _FetchedFiles(self.catalog.find(step), rank=self.comm.rank, num_ranks=self.comm.size)
         try:
             # Number 0 is a multiple of every interval, so the scheme with the largest one protects it.
             self.cache.complete(self.cache.start(name), files, files, number=0, facts={})
         except (StorageError, RankFailed) as error:
             logger.warning("%s is read from the durable level, as it could not be fetched: %s", name, error)
-            return self._durable.find_local(step)
+            return self.find_local(step)
         return self.cache.relocate_shares(name, self.cache.assess(name))
 
 
-class CachedSlot:
-    """A `StepSlot` in all caches."""
+class CachedSlot(step_store.StepSlot):
+    """Room for a step in all caches."""
 
     def __init__(self, store: TieredStore, draft: Draft, *, is_last: bool) -> None:
-        self._store = store
+        self._tiers = store
         self._draft = draft
         self._is_last = is_last
         self._is_over = False
-        self._hidden: list[Callable[[], None]] = []
+        self.clear_up = lambda: None
 
     def path(self, file_name: str) -> Path:
         """A path in this node's draft."""
-        return local_path(self._store.cache.storage, self._draft.key(file_name))
+        return local_path(self._tiers.cache.storage, self._draft.key(file_name))
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Protect and commit it, and flush it if its turn has come."""
         self._is_over = True  # on failure, the level removes the draft
-        stats = self._store.save(self._draft, prepared, staged, progress, is_last=self._is_last)
-        self._hidden = self._store.hide_surplus()
-        return f"{self._store.cache.storage.uri}/{self._draft.name}", stats
-
-    def clear_up(self) -> None:
-        """Remove what is hidden now of this node's cache."""
-        remove_leftovers(parse_step(self._draft.name) or 0, self._hidden)
+        stats = self._tiers.save(self._draft, prepared, staged, progress, is_last=self._is_last)
+        step = parse_step(self._draft.name) or 0
+        self.clear_up = partial(remove_leftovers, step, self._tiers.hide_surplus())
+        return f"{self._tiers.cache.storage.uri}/{self._draft.name}", stats
 
     def abandon(self) -> None:
         """Remove this node's draft."""
         if not self._is_over:
             self._is_over = True
-            self._store.cache.drop(self._draft)
+            self._tiers.cache.drop(self._draft)
 
 
 class _FetchedFiles(FinishedFiles):
@@ -417,7 +405,7 @@ class _FetchedFiles(FinishedFiles):
     def __init__(self, stored: CheckpointRef, *, rank: int, num_ranks: int) -> None:
         self._stored = stored
         self._rank = rank
-        manifest = read_manifest(read_object(stored.storage, stored.key(MANIFEST_NAME)), stored.uri)
+        manifest = stored.read_manifest()
         self._mine = [
             file
             for file in manifest.files
@@ -432,32 +420,17 @@ class _FetchedFiles(FinishedFiles):
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
         """Copy this rank's files."""
-        nothing, files = np.zeros(0, dtype=np.int64), []
         for file in self._mine:
             key = self._stored.key(file.name)
             source = prefer_direct_access(self._stored.storage, reads=key)
             copy_file(source, key, storage, key_of(file.name))
             if progress is not None:
                 progress.advance(file.size_bytes)
-            files.append(
-                WrittenFile(
-                    name=file.name,
-                    size_bytes=file.size_bytes,
-                    item_offset=nothing,
-                    item_bytes=nothing,
-                    payload_offset=nothing,
-                    sums=b"",
-                )
-            )
         size_bytes = sum(file.size_bytes for file in self._mine)
         stats = RankSaveStats(rank=self._rank, payload_bytes=size_bytes, file_bytes=size_bytes)
-        return WrittenShare(rank=self._rank, files=tuple(files), stats=stats)
+        return WrittenShare(rank=self._rank, files=tuple(self._mine), stats=stats)
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
         """The manifest and metadata of the durable step."""
-        stored = self._stored
-        manifest, metadata = (
-            bytes(read_object(stored.storage, stored.key(name))) for name in (MANIFEST_NAME, METADATA_NAME)
-        )
-        sizes = {file.name: file.size_bytes for file in read_manifest(manifest, stored.uri).files}
-        return Seal(manifest=manifest, metadata=metadata, sizes=sizes)
+        _, seal = self._stored.read_seal()
+        return seal

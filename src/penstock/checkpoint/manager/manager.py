@@ -21,8 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, StepCatalog, step_dirname
-from penstock.checkpoint.commit.transaction import stage_on_all_ranks
+from penstock.checkpoint.commit.checkpoints import AnyPath, StepCatalog, stage_on_all_ranks, step_dirname
 from penstock.checkpoint.engine import (
     LoadChoice,
     RankSaveStats,
@@ -35,9 +34,8 @@ from penstock.checkpoint.engine import (
     make_own_group,
 )
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single, require_cache_for
-from penstock.checkpoint.manager import save_policy as policies
-from penstock.checkpoint.manager import step_store
-from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
+from penstock.checkpoint.manager import policies, step_store
+from penstock.checkpoint.manager.policies import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.state.walk import NamePatterns
 from penstock.cluster.comm import Comm, format_cause, run_on_all_ranks
 from penstock.errors import RankError, RankFailed, UsageError, WaitTimeout
@@ -100,7 +98,13 @@ class Manager:
         has_pointer: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        step_store.require_number_kept(keep=keep, keep_cached=keep_cached)
+        options: dict[str, Any] = {"keep": keep, "keep_cached": keep_cached}
+        for option, number in options.items():
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise UsageError(
+                    f"{option} must be a whole number from 1 or None, not {number!r}",
+                    fix="None keeps all steps.",
+                )
         require_cache_for(redundancy, flush, is_cached=cache is not None)
         # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
         self._front, self._back = make_own_group(process_group), make_own_group(process_group)
@@ -108,13 +112,12 @@ class Manager:
         self._rank = self._front.comm.rank
         self._storage = _open_storage(durable, self._rank)
         catalog = StepCatalog(self._storage, has_pointer=has_pointer)
-        durable_store = step_store.DurableStore(catalog, self._back.comm, keep=keep, timeout_s=timeout_s)
-        self._store: step_store.StepStore = durable_store
+        self._store = step_store.StepStore(catalog, self._back.comm, keep=keep, timeout_s=timeout_s)
         if cache is not None:
             from penstock.checkpoint.levels.tiered_store import open_tiered_store  # noqa: PLC0415 - optional
 
             self._store = open_tiered_store(
-                durable_store,
+                self._store,
                 _open_storage(cache, self._rank),
                 schemes=[redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()],
                 flush=flush,
@@ -157,7 +160,7 @@ class Manager:
         return self._stop.reason
 
     def should_save(self, step: int) -> bool:
-        """Whether to save at this step, by the save policy or because the job should end. Collective."""
+        """Return whether to save now: by the save policy, or because the job should end. Collective."""
         comm, awaiting = self._front.comm, "all ranks at should_save"
         is_due, reason = self._scheduler.is_due(step), self._stop.find_reason()
         answers = comm.gather((is_due, reason), awaiting=awaiting)
@@ -224,9 +227,10 @@ class Manager:
             with ExitStack() as undo:
                 undo.callback(staged.cancel)
                 slot = self._store.open(name, is_last=is_last)
-                uri, stats = slot.complete(prepared, staged, progress)
+                report = SaveReport(step, *slot.complete(prepared, staged, progress))
                 undo.pop_all()
-            logger.info("Committed %s", handle.commit(SaveReport(step, uri, stats)).format_line(self._rank))
+            handle.commit(report)
+            logger.info("Committed %s", report.format_line(self._rank))
             # When nobody waits any more: files may take as long to remove as to write.
             slot.clear_up()
 
@@ -262,11 +266,14 @@ class Manager:
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
         choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
         search = step_store.RestoreSearch(self._store, step, self._front.comm)
-        for copy in search:
+        for copy in search.copies:
             with search:
                 checkpoint = copy.open()
                 if verify:
-                    self._verify(checkpoint)
+                    from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rare
+
+                    check = partial(require_verified, checkpoint, self._rank, self._front.comm.size)
+                    run_on_all_ranks(self._front.comm, check, awaiting="all ranks to verify their parts")
                 try:
                     self._loader.load(state, checkpoint, self._front, choice, progress)
                 except (UsageError, RankError) as error:
@@ -353,7 +360,8 @@ class Manager:
             self.close()
             return
         if issubclass(kind, KeyboardInterrupt):
-            self._in_flight.cancel()
+            for handle in self._in_flight.handles:
+                handle.cancel()
         self._close_resources()
 
     def _sync(self, activity: str, *, waits: bool = False) -> None:
@@ -366,14 +374,6 @@ class Manager:
         if waits:
             self._in_flight.wait()
         self._in_flight.sync_and_raise(activity, self._store.unreported_failures())
-
-    def _verify(self, checkpoint: CheckpointRef) -> None:
-        """Verify all bytes of a checkpoint, a part on each rank."""
-        from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rarely asked for
-
-        comm = self._front.comm
-        check = partial(require_verified, checkpoint, comm.rank, comm.size)
-        run_on_all_ranks(comm, check, awaiting="all ranks to verify their parts")
 
     def _close_resources(self) -> None:
         self._owner = None
@@ -422,7 +422,7 @@ class SaveHandle:
         self._staged = staged
         self._future: Future[SaveReport] = Future()
         self._timeout_s = timeout_s
-        self._is_reported = False
+        self.is_reported = False
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when the tensors may change; `WaitTimeout` after `timeout` or the manager's limit, in s."""
@@ -438,12 +438,12 @@ class SaveHandle:
         `WaitTimeout` after `timeout` seconds. Without one, only the time limits of the save itself apply.
         """
         self.wait_done(timeout)
-        self._is_reported = True
+        self.is_reported = True
         return self._future.result()
 
     @property
     def done(self) -> bool:
-        """Whether it was committed, failed or cancelled."""
+        """True once it is committed, failed or cancelled."""
         return self._future.done()
 
     @property
@@ -457,7 +457,7 @@ class SaveHandle:
 
         `result` then raises. Has no effect once this rank's files are written: the step will be committed.
         """
-        self._is_reported = True
+        self.is_reported = True
         self._staged.cancel()
 
     def wait_done(self, timeout_s: float | None) -> None:
@@ -469,16 +469,11 @@ class SaveHandle:
 
     def unreported_error(self) -> BaseException | None:
         """Its error, if it failed and no call has raised it yet."""
-        return None if self._is_reported or not self._future.done() else self._future.exception()
+        return None if self.is_reported or not self._future.done() else self._future.exception()
 
-    def mark_reported(self) -> None:
-        """Note that its failure is being raised elsewhere."""
-        self._is_reported = True
-
-    def commit(self, report: SaveReport) -> SaveReport:
+    def commit(self, report: SaveReport) -> None:
         """Note that the step is committed."""
         self._future.set_result(report)
-        return report
 
     def end(self, work: Future[None]) -> None:
         """Note how the save has ended, and log a failure: the program may end before it asks for it."""
@@ -524,27 +519,25 @@ class SavesInFlight:
         for handle in self.handles:
             handle.wait_done(self._timeout_s)
 
-    def cancel(self) -> None:
-        """Cancel all of them."""
-        for handle in self.handles:
-            handle.cancel()
-
     def sync_and_raise(self, activity: str, flush_failures: Mapping[int, BaseException]) -> None:
         """Wait until all ranks make the same call, then raise the first unreported failure. Collective.
 
         This is where a background failure of one rank becomes an error on all: ranks gather what failed
         before they start anything new. `flush_failures` happened after their saves had returned.
         """
-        own_failures = [
-            (handle.number, *self._locate(failure, f"saving step {handle.step}"))
+        found = [
+            (handle.number, f"saving step {handle.step}", failure)
             for handle in self.handles
             if (failure := handle.unreported_error()) is not None
         ]
         # Number 0: handles count from 1, and a flush has none.
-        own_failures += [
-            (0, *self._locate(failure, f"making durable step {step}"))
-            for step, failure in flush_failures.items()
-        ]
+        found += [(0, f"making durable step {step}", failure) for step, failure in flush_failures.items()]
+        own_failures = []
+        for number, what, failure in found:
+            rank, host, cause = self._comm.rank, self._comm.host, format_cause(failure)
+            if isinstance(failure, RankFailed):
+                rank, host, cause = failure.rank, failure.host, failure.cause
+            own_failures.append((number, rank, host, f"{what} in the background: {cause}"))
         call = (activity, self._folder)
         views = self._comm.gather((call, own_failures), awaiting=f"all ranks to begin {activity}")
         if {other for other, _ in views} != {call}:
@@ -558,25 +551,16 @@ class SavesInFlight:
                 fix="Make the same calls in the same order on all ranks, and their managers of one folder.",
             )
         failures = sorted(failure for _, failed in views for failure in failed)
-        self._forget({number for number, *_ in failures})
+        reported = {number for number, *_ in failures}
+        for handle in self.handles:
+            # A save that failed on another rank fails here, too.
+            if handle.number in reported:
+                handle.wait_done(self._timeout_s)
+                handle.is_reported = True
+        self.handles[:] = [handle for handle in self.handles if not handle.done or handle.unreported_error()]
         if failures:
             _, rank, host, cause = failures[0]
             raise RankFailed(rank, host, cause)
-
-    def _locate(self, failure: BaseException, activity: str) -> tuple[int, str, str]:
-        """Rank, host and cause of a failure in the background."""
-        rank, host, cause = self._comm.rank, self._comm.host, format_cause(failure)
-        if isinstance(failure, RankFailed):
-            rank, host, cause = failure.rank, failure.host, failure.cause
-        return rank, host, f"{activity} in the background: {cause}"
-
-    def _forget(self, reported: set[int]) -> None:
-        """Drop handles with nothing left to report. A save that failed on another rank fails here, too."""
-        for handle in self.handles:
-            if handle.number in reported:
-                handle.wait_done(self._timeout_s)
-                handle.mark_reported()
-        self.handles[:] = [handle for handle in self.handles if not handle.done or handle.unreported_error()]
 
     def print_failures(self) -> None:
         """Print to stderr which failures no call has raised, wherever the log goes; the exit code stays."""

@@ -1,9 +1,9 @@
 """Where the steps of a run are kept, and the search for the one to restore.
 
-A `StepStore` has one durable level (`DurableStore`) or caches in front of it (`levels.tiered_store`). Its
-`open` and its slots are called on the manager's save thread, everything else by the manager's caller.
-Invariant: copies that a store hands out were committed, and all ranks restore the same one or raise the same
-error; whether a copy can be loaded is only known by loading it.
+A `StepStore` has one durable level; `levels.tiered_store` puts caches in front of it. Its `open` and its
+slots are called on the manager's save thread, everything else by the manager's caller. Invariant: copies that
+a store hands out were committed, and all ranks restore the same one or raise the same error; whether a copy
+can be loaded is only known by loading it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
-from penstock.checkpoint.commit.catalog import (
+from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
+    SaveTransaction,
     StepCatalog,
     apply_retention,
+    begin_save,
     local_path,
     parse_step,
+    write_into,
 )
 from penstock.checkpoint.commit.protocol import WriterLease
-from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
 from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import (
     ObjectNotFound,
@@ -35,7 +37,6 @@ from penstock.errors import (
     RankError,
     RankFailed,
     StorageError,
-    UsageError,
     name_some,
 )
 
@@ -57,50 +58,11 @@ class StepCopy:
     """The same, after making the files that each rank wrote available by a path on its node."""
 
 
-class StepSlot(Protocol):
-    """Room for one step on all ranks, which no reader sees until it is completed."""
+class StepStore:
+    """Keeps the steps of a run on one durable level, of which the newest `keep` stay.
 
-    def path(self, file_name: str) -> Path:
-        """The path for a file that the program writes itself. Not collective."""
-
-    def complete(
-        self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
-    ) -> tuple[str, tuple[RankSaveStats, ...]]:
-        """Write what is staged and commit it; its URI and the statistics of each rank. Collective."""
-
-    def clear_up(self) -> None:
-        """Remove the files of steps that are no longer kept. Not collective, and nobody waits for it."""
-
-    def abandon(self) -> None:
-        """Remove it. Not collective: call it when no rank writes any more. Safe after `complete`."""
-
-
-class StepStore(Protocol):
-    """Keeps the steps of a run. All but `steps` and `unreported_failures` is collective."""
-
-    uri: str
-
-    def steps(self) -> list[int]:
-        """The committed steps that this rank can see, ascending."""
-
-    def open(self, name: str, *, is_last: bool = False) -> StepSlot:
-        """Make room for a step, or for results of another name. The last step of a job is always flushed."""
-
-    def candidates(self) -> list[int]:
-        """The committed steps that any rank can see, ascending."""
-
-    def copies(self, step: int) -> Iterator[StepCopy | str]:
-        """The copies of a step, the fastest first; text gives the reason why a level has none."""
-
-    def unreported_failures(self) -> Mapping[int, BaseException]:
-        """What failed after `save` had returned, by step; each failure is returned once."""
-
-    def close(self) -> None:
-        """Finish pending work and release everything."""
-
-
-class DurableStore:
-    """A `StepStore` with one durable level, on which the newest `keep` steps stay."""
+    All methods but `steps` and `unreported_failures` are collective.
+    """
 
     def __init__(self, catalog: StepCatalog, comm: Comm, *, keep: int | None, timeout_s: float) -> None:
         self.uri = catalog.storage.uri
@@ -111,15 +73,15 @@ class DurableStore:
         self.lease = WriterLease(catalog.storage)
 
     def steps(self) -> list[int]:
-        """All committed steps."""
+        """The committed steps that this rank can see, ascending."""
         return self.catalog.committed()
 
-    def open(self, name: str, *, is_last: bool = False) -> DurableSlot:  # noqa: ARG002 - all are durable
-        """A draft on the durable level."""
-        return DurableSlot(self, begin_save(self.catalog.storage, name, self.comm, lease=self.lease))
+    def open(self, name: str, *, is_last: bool = False) -> StepSlot:  # noqa: ARG002 - all are durable
+        """Make room for a step, or for results of another name. The last step of a job is always flushed."""
+        return StepSlot(self, begin_save(self.catalog.storage, name, self.comm, lease=self.lease))
 
     def candidates(self) -> list[int]:
-        """The steps that rank 0 sees."""
+        """The committed steps that any rank can see, ascending."""
 
         def list_steps() -> list[int]:
             committed = self.catalog.committed()
@@ -131,46 +93,45 @@ class DurableStore:
         return run_on_rank0(self.comm, list_steps, awaiting="rank 0 to list the steps")
 
     def copies(self, step: int) -> Iterator[StepCopy | str]:
-        """The only copy."""
+        """The copies of a step, the fastest first; a text is the reason why a level has none."""
         yield StepCopy(
             level="durable", open=partial(self.catalog.find, step), localize=partial(self.find_local, step)
         )
 
     def find_local(self, step: int) -> CheckpointRef:
-        """A step whose files have paths already; `Unavailable` if the storage is not a file system."""
+        """A durable step whose files have paths; `Unavailable` if the storage is not a file system."""
         checkpoint = self.catalog.find(step)
         local_path(checkpoint.storage, checkpoint.committed.folder)
         return checkpoint
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """None: a save ends with its commit."""
+        """The failures after `save` had returned, by step; each is returned once."""
         return {}
 
     def close(self) -> None:
-        """Give the lease back."""
+        """Finish pending work and release everything."""
         self.lease.release()
 
 
-class DurableSlot:
-    """A `StepSlot` on a level that all ranks reach."""
+class StepSlot:
+    """Room for one step on all ranks, which no reader sees until it is completed."""
 
-    def __init__(self, store: DurableStore, transaction: SaveTransaction) -> None:
+    def __init__(self, store: StepStore, transaction: SaveTransaction) -> None:
         self._store = store
         self._transaction = transaction
         self.clear_up: Callable[[], None] = lambda: None
-        self.abandon = transaction.abandon
+        """Removes the files of steps that are no longer kept. Not collective, and nobody waits for it."""
 
     def path(self, file_name: str) -> Path:
-        """A path in the draft itself."""
-        return local_path(self._transaction.storage, self._transaction.key(file_name))
+        """The path for a file that the program writes itself. Not collective."""
+        return local_path(self._transaction.storage, self._transaction.draft.key(file_name))
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
-        """Write and commit, then hide the steps that are no longer kept."""
+        """Write what is staged and commit it; its URI and the statistics of each rank. Collective."""
         store, step = self._store, parse_step(self._transaction.draft.name)
-        write = partial(
-            write_into,
+        committed, stats = write_into(
             self._transaction,
             prepared,
             staged,
@@ -179,13 +140,13 @@ class DurableSlot:
             timeout_s=store.timeout_s,
             progress=progress,
         )
-        if step is None or store.comm.rank:
-            committed, stats = write()
-        else:
-            with store.catalog.pointing_to(step) as show_latest:
-                committed, stats = write()
-                self.clear_up = apply_retention(store.catalog, step, store.keep, show_latest)
+        if step is not None and store.comm.rank == 0:
+            self.clear_up = apply_retention(store.catalog, step, store.keep)
         return f"{store.uri}/{committed.name}", stats
+
+    def abandon(self) -> None:
+        """Remove the slot. Not collective: call it when no rank writes any more. Safe after `complete`."""
+        self._transaction.abandon()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +168,7 @@ LIMITS_OF_PROCESSES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 class RestoreSearch:
     """Goes through the copies of the candidate steps, the best first, and remembers why each was rejected.
 
-    >>> for copy in search:
+    >>> for copy in search.copies:
     ...     with search:
     ...         load(copy.open())
     ...     if search.has_loaded:
@@ -221,14 +182,11 @@ class RestoreSearch:
         self._store = store
         self._comm = comm
         self._reasons: dict[int, list[str]] = {}
-        self._copies = self._find_copies(wanted)
+        self.copies = self._find_copies(wanted)
+        """The copies that are left. Collective."""
         self.step = -1
         """The step of the copy last returned."""
         self.has_loaded = False
-
-    def __iter__(self) -> Iterator[StepCopy]:
-        """The copies that are left. Collective."""
-        return self._copies
 
     def reject(self, reason: str) -> None:
         """Reject the copy last returned."""
@@ -330,15 +288,6 @@ def _classify_fault(error: BaseException) -> Fault:
 def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:
     """Log a warning on rank 0; the other ranks' logs have it as information."""
     own_logger.log(logging.WARNING if rank == 0 else logging.INFO, message, *values)
-
-
-def require_number_kept(**options: Any) -> None:
-    """`UsageError` for an option that is no number of steps to keep."""
-    for name, number in options.items():
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise UsageError(
-                f"{name} must be a whole number from 1 or None, not {number!r}", fix="None keeps all steps."
-            )
 
 
 def warn_of_newer_steps(store: StepStore, step: int) -> None:

@@ -18,25 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import numpy as np
 
 from penstock import __version__
-from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_step, step_dirname
+from penstock.checkpoint.commit.checkpoints import CheckpointRef, local_path, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenShare
-from penstock.checkpoint.formats.dcp_metadata import metadata_bytes
-from penstock.checkpoint.formats.manifest import (
+from penstock.checkpoint.formats.description import (
     Manifest,
     ManifestFile,
-    WrittenFile,
     checksum_object,
     checksum_of,
     manifest_bytes,
-    read_manifest,
+    metadata_bytes,
 )
-from penstock.checkpoint.levels.records import choose_home_rank
+from penstock.checkpoint.levels.redundancy import choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
 from penstock.checkpoint.tools.verify import find_damage
@@ -45,7 +43,7 @@ from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFail
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.files.durable import sync_open_file
-from penstock.storage.protocol import check_key, read_object
+from penstock.storage.protocol import check_key
 
 _OURS: Final = (MANIFEST_NAME, METADATA_NAME, "parity-", "redundancy-")
 
@@ -53,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedFiles:
-    """A `PreparedSave` and its `StagedSave` in one, for files that exist already and are not copied first."""
+    """A `PreparedSave` and its `StagedSave` in one, for files that exist already and are not staged."""
 
     def stage(self, urgent: Urgency = "copy") -> Self:  # noqa: ARG002 - the protocol's
         """Return self."""
@@ -86,13 +84,14 @@ class _WrittenFiles(FinishedFiles):
         sizes = [_sync_file(local_path(storage, key_of(name)), self._comm.rank) for name in self._names]
         synced_s = time.monotonic()
         files = tuple(
-            WrittenFile(
+            ManifestFile(
                 name=name,
                 size_bytes=size_bytes,
+                item_name=np.array([self._comm.rank], dtype=np.int64),
                 item_offset=np.zeros(1, dtype=np.int64),
                 item_bytes=np.array([size_bytes], dtype=np.int64),
                 payload_offset=np.zeros(1, dtype=np.int64),
-                sums=checksum_object(storage, key_of(name), progress.advance if progress else lambda _: None),
+                sums=checksum_object(storage, key_of(name), progress.advance if progress else None),
             )
             for name, size_bytes in zip(self._names, sizes, strict=True)
         )
@@ -107,45 +106,24 @@ class _WrittenFiles(FinishedFiles):
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """A manifest of whole files, each one item that is named after its rank; metadata without tensors."""
-        save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        nothing = np.zeros(0, dtype=np.int64)
-        stored = StoredRegions(
-            Regions.concatenated([]),
-            file=nothing,
-            item_offset=nothing,
-            item_bytes=nothing,
-            payload_offset=nothing,
-            packed=np.zeros(0, dtype=np.bool_),
-        )
+        step, nothing = facts.get("step"), np.zeros(0, dtype=np.int64)
+        regions, packed = Regions.concatenated([]), np.zeros(0, dtype=np.bool_)
+        stored = StoredRegions(regions, nothing, nothing, nothing, nothing, packed)
         metadata = metadata_bytes(CheckpointIndex((), stored, (), ()))
+        files = tuple(cast("ManifestFile", file) for share in shares for file in share.files)
         manifest = Manifest(
             step=step if isinstance(step, int) else None,
-            save_id=save_id,
+            save_id=str(facts.get("save_id", "")),
             written_by=f"penstock {__version__}",
             world_size=self._comm.size,
             facts={"content": "files"},
             metadata_bytes=len(metadata),
             metadata_sum=checksum_of(metadata),
-            names=tuple(f"rank {share.rank}" for share in shares),
-            files=tuple(
-                ManifestFile(
-                    name=file.name,
-                    size_bytes=file.size_bytes,
-                    item_name=np.array([writer], dtype=np.int64),
-                    item_offset=file.item_offset,
-                    item_bytes=file.item_bytes,
-                    payload_offset=file.payload_offset,
-                    sums=file.sums,
-                )
-                for writer, share in enumerate(shares)
-                for file in share.files
-            ),
+            names=tuple(f"rank {rank}" for rank in range(self._comm.size)),
+            files=files,
         )
-        return Seal(
-            manifest=manifest_bytes(manifest),
-            metadata=metadata,
-            sizes={file.name: file.size_bytes for share in shares for file in share.files},
-        )
+        sizes = {file.name: file.size_bytes for file in files}
+        return Seal(manifest=manifest_bytes(manifest), metadata=metadata, sizes=sizes)
 
 
 def _sync_file(path: Path, rank: int) -> int:
@@ -169,12 +147,12 @@ def _sync_file(path: Path, rank: int) -> int:
 
 
 def parse_writer_rank(manifest: Manifest, file: ManifestFile) -> int:
-    """The rank that wrote such a file."""
+    """The rank that wrote a file of this kind."""
     return int(manifest.names[int(file.item_name[0])].removeprefix("rank "))
 
 
 InTurn = Callable[[Callable[[], Any]], Any]
-"""Runs its argument on the save thread, between background saves, and returns its result."""
+"""Runs its argument on the save thread, between background saves, and returns the result."""
 
 
 class UserOutput:
@@ -202,7 +180,7 @@ class UserOutput:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the files were committed."""
+        """True once the files are committed."""
         return bool(self.uri)
 
     def path(self, file_name: str) -> Path:
@@ -251,10 +229,10 @@ class UserOutput:
             for rank, (host, _, _, other_cause) in enumerate(ends):
                 if other_cause:
                     raise RankFailed(rank, host, f"writing {self.name}: {other_cause}")
-            if bad := [rank for rank, (_, _, is_valid, _) in enumerate(ends) if not is_valid]:
-                logger.warning("%s is discarded: rank %d marked its files invalid", self.name, bad[0])
-                return
-            for rank, (_, names, _, _) in enumerate(ends):
+            for rank, (_, names, is_valid, _) in enumerate(ends):
+                if not is_valid:
+                    logger.warning("%s is discarded: rank %d marked its files invalid", self.name, rank)
+                    return
                 for name in names:
                     if (first := writers.setdefault(name, rank)) != rank:
                         raise UsageError(
@@ -294,21 +272,23 @@ class Restart:
         self.step: int | None = None
         """None if no step was ever committed."""
         self.search = search
+        self.is_valid = True
+        """After the block: True if all ranks could use it. Before: False if this rank has rejected it."""
         self._comm = comm
-        self._is_valid = True
-        for copy in search:
+        for copy in search.copies:
             with search:
-                manifest = _read_manifest(copy.open())
+                manifest = copy.open().read_manifest()
                 if manifest.facts.get("content") != "files":
                     raise DataDamaged(
                         "It contains a state, and no files of manager.output()",
                         fix="manager.restore() loads it.",
                     )
                 stored = copy.localize()
-                writers = {file.name: parse_writer_rank(manifest, file) for file in manifest.files}
                 homes = {
-                    name: choose_home_rank(writer, manifest.world_size, comm.size)
-                    for name, writer in writers.items()
+                    file.name: choose_home_rank(
+                        parse_writer_rank(manifest, file), manifest.world_size, comm.size
+                    )
+                    for file in manifest.files
                 }
                 own = [file for file in manifest.files if homes[file.name] == comm.rank]
                 if damage := find_damage(stored.storage, stored.committed.folder, manifest, own):
@@ -317,11 +297,6 @@ class Restart:
                 self.step, self._stored, self._homes = search.step, stored, homes
                 return
         search.require_any()
-
-    @property
-    def is_valid(self) -> bool:
-        """After the block: whether all ranks could use it. Before: whether this rank has not rejected it."""
-        return self._is_valid
 
     def path(self, file_name: str) -> Path:
         """The path of a file; `ObjectNotFound` if the step or this node does not have it."""
@@ -345,7 +320,7 @@ class Restart:
 
     def mark_invalid(self) -> None:
         """Reject this step: all ranks leave it at the end of the block."""
-        self._is_valid = False
+        self.is_valid = False
 
     def __enter__(self) -> Self:
         return self
@@ -356,11 +331,11 @@ class Restart:
         if self.step is None or (kind is not None and not issubclass(kind, Exception)):
             return
         ends = self._comm.gather(
-            (self._is_valid, "" if error is None else format_cause(error), self._comm.host),
+            (self.is_valid, "" if error is None else format_cause(error), self._comm.host),
             awaiting=f"all ranks to restart from step {self.step}",
         )
         bad = [rank for rank, (is_valid, _, _) in enumerate(ends) if not is_valid]
-        self._is_valid = not bad
+        self.is_valid = not bad
         if bad:
             self.search.reject(f"rank {bad[0]} marked it invalid")
             logger.warning("Step %d is rejected: rank %d marked it invalid", self.step, bad[0])
@@ -372,7 +347,7 @@ class Restart:
 def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> None:
     """Raise `DataDamaged`, which leads to an older step, if the checkpoint has user files and no state."""
     try:
-        manifest = _read_manifest(checkpoint)
+        manifest = checkpoint.read_manifest()
     except PenstockError:
         return
     if manifest.facts.get("content") == "files":
@@ -381,7 +356,3 @@ def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> No
             where=checkpoint.uri,
             fix="manager.restart() returns their paths.",
         ) from error
-
-
-def _read_manifest(checkpoint: CheckpointRef) -> Manifest:
-    return read_manifest(read_object(checkpoint.storage, checkpoint.key(MANIFEST_NAME)), checkpoint.uri)

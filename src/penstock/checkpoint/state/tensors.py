@@ -21,7 +21,7 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from penstock.checkpoint.formats.data_classes import names_beyond_data
+from penstock.checkpoint.formats.dcp_item import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.checkpoint.state.walk import (

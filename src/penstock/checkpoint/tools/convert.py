@@ -1,16 +1,28 @@
 """Convert a checkpoint to DCP, `torch.save` or safetensors, streamed in bounded memory.
 
-A source with checksums is verified first. Invariant: nothing is overwritten, and an interrupted conversion
-leaves nothing that could be mistaken for a complete checkpoint: commits and indexes come last.
+DCP keeps the regions as they were sharded. Archives begin with the pickle, and the records follow in its
+order, each with its CRC-32, so that one pass is enough. A source with checksums is verified first. Only
+writing an archive of torch.save, or objects, loads torch. Invariant: nothing is overwritten, and an
+interrupted conversion leaves nothing that could be mistaken for a complete checkpoint: commits and indexes
+come last.
 """
 
+from __future__ import annotations
+
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
+import numpy as np
+from isal import isal_zlib
+
+from penstock.checkpoint.commit.checkpoints import AnyPath, begin_save, open_catalog, open_parent
+from penstock.checkpoint.commit.protocol import Seal
+from penstock.checkpoint.formats import dcp_item
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
     Format,
@@ -18,15 +30,39 @@ from penstock.checkpoint.formats.checkpoint_source import (
     open_checkpoint,
 )
 from penstock.checkpoint.formats.dcp_item import ZSTD
+from penstock.checkpoint.formats.description import (
+    WrittenFile,
+    build_manifest,
+    checksum_of,
+    manifest_bytes,
+    metadata_bytes,
+    start_checksum,
+)
 from penstock.checkpoint.formats.safetensors import INDEX_NAME
-from penstock.checkpoint.state.regions import StoredObject, TensorFacts, element_type
+from penstock.checkpoint.formats.torch_save import ZipRecord
+from penstock.checkpoint.state.regions import (
+    UNKNOWN,
+    CheckpointIndex,
+    Regions,
+    StoredObject,
+    StoredRegions,
+    TensorFacts,
+    element_type,
+)
 from penstock.checkpoint.state.walk import matches_pattern
-from penstock.checkpoint.tools.tensor_slabs import Appender, SlabReader
+from penstock.checkpoint.tools.tensor_slabs import Appender, Pieces, SlabReader
 from penstock.checkpoint.tools.verify import verify
+from penstock.cluster.comm import SoloComm
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.protocol import exists, write_object
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
+
 
 SHARD_BYTES: Final = 5_000_000_000
 """Hugging Face's own default."""
@@ -71,7 +107,16 @@ def convert(
     """
     progress = progress or Progress()
     storage, name = open_parent(target)
-    _require_free(storage, name)
+    is_taken = exists(storage, name)
+    with suppress(ObjectNotFound):
+        is_taken = is_taken or any(True for _ in storage.list(name))
+    with suppress(ObjectNotFound):
+        is_taken = is_taken or bool(open_catalog(storage).find(name))
+    if is_taken:
+        raise UsageError(
+            f"{checkpoint_uri(storage, name)} exists already",
+            fix="Convert to a new name; nothing is overwritten.",
+        )
     checkpoint, notes = open_checkpoint(source), []
     if verified:
         result = verify(source, progress)
@@ -104,9 +149,6 @@ def convert(
             checkpoint, tensors, storage, name, appender=appender, shard_bytes=shard_bytes
         )
     else:
-        # These writers load torch, which a conversion to safetensors does without.
-        from penstock.checkpoint.tools.torch_writers import write_dcp, write_torch  # noqa: PLC0415
-
         place = (checkpoint, tensors, objects, storage, name)
         if to is Format.DCP:
             transforms = (ZSTD,) if compress else ()
@@ -126,20 +168,6 @@ def convert(
         left_out=tuple(name for name in names if name not in kept),
         notes=tuple(notes),
     )
-
-
-def _require_free(storage: Storage, name: str) -> None:
-    """`UsageError` if a file, a folder or a checkpoint has the target's name."""
-    is_taken = exists(storage, name)
-    with suppress(ObjectNotFound):
-        is_taken = is_taken or next(iter(storage.list(name)), None) is not None
-    with suppress(ObjectNotFound):
-        is_taken = is_taken or bool(open_catalog(storage).find(name))
-    if is_taken:
-        raise UsageError(
-            f"{checkpoint_uri(storage, name)} exists already",
-            fix="Convert to a new name; nothing is overwritten.",
-        )
 
 
 def _require_writable(
@@ -233,3 +261,229 @@ def build_header(tensors: Sequence[TensorFacts]) -> bytes:
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+_FILE: Final = "__0_0.distcp"
+_ALIGNMENT: Final = 64
+
+
+def write_dcp(
+    checkpoint: CheckpointSource,
+    tensors: Sequence[int],
+    objects: Sequence[StoredObject],
+    storage: Storage,
+    name: str,
+    *,
+    transforms: tuple[str, ...],
+    appender: Appender,
+) -> int:
+    """Write the chosen parts as the checkpoint `name`; returns the bytes of its data file.
+
+    With transforms, items are assembled in memory, and cannot be read in part or unbuffered afterwards.
+    """
+    index = checkpoint.index
+    number_of = np.full(len(index.tensors), -1, dtype=np.int64)
+    number_of[list(tensors)] = np.arange(len(tensors))
+    rows = np.flatnonzero(number_of[index.stored.regions.tensor] >= 0)
+    items: list[tuple[int, int, int]] = []
+    """Offset, size and payload offset of each item, in the order of the file: objects first."""
+    sums: list[bytes] = []
+
+    def write_whole(item: bytes) -> None:
+        items.append((appender.position, len(item), appender.position))
+        sums.append(checksum_of(item))
+        appender.write(item)
+
+    transaction = begin_save(storage, name, SoloComm())
+    with ExitStack() as undo:
+        undo.callback(transaction.abandon)
+        sink = transaction.data_storage.create(transaction.draft.key(_FILE))
+        undo.callback(sink.abort)
+        appender.begin(sink)
+        reader = undo.enter_context(closing(SlabReader(checkpoint)))
+        for held in objects:
+            if checkpoint.archive is not None:
+                packed = dcp_item.object_bytes(checkpoint.value(held))
+            else:
+                # It is an archive already, and taken over unparsed.
+                where = f"{checkpoint.uri}, {held.name}"
+                packed = dcp_item.undo_transforms(checkpoint.read_object_item(held), held.transforms, where)
+            write_whole(dcp_item.apply_transforms(packed, transforms))
+        for row in rows.tolist():
+            facts = index.tensors[int(index.stored.regions.tensor[row])]
+            around = dcp_item.envelope(facts.dtype, checkpoint.shape(row))
+            if transforms:
+                payload = bytearray(around.payload_bytes)
+                reader.read_payload(row, 0, memoryview(payload))
+                plain = b"".join((around.prefix, payload, around.suffix))
+                write_whole(dcp_item.apply_transforms(plain, transforms))
+                continue
+            start, total = dcp_item.item_start(appender.position, around), start_checksum()
+            appender.write(bytes(start - appender.position) + around.prefix)
+            total.update(around.prefix)
+            appender.copy(
+                appender.pieces_of(around.payload_bytes, partial(reader.read_payload, row)), total.update
+            )
+            appender.write(around.suffix)
+            total.update(around.suffix)
+            items.append((start, around.item_bytes, start + len(around.prefix)))
+            sums.append(total.digest())
+        sink.finish()
+        columns = np.array(items, dtype=np.int64).reshape(-1, 3).T.copy()
+        file = WrittenFile(
+            name=_FILE,
+            size_bytes=appender.position,
+            item_offset=columns[0],
+            item_bytes=columns[1],
+            payload_offset=columns[2],
+            sums=b"".join(sums),
+        )
+        regions = index.stored.regions.take(rows)
+        names = [*(index.tensors[number].name for number in tensors), *(held.name for held in objects)]
+        written = CheckpointIndex(
+            tuple(index.tensors[number] for number in tensors),
+            StoredRegions(
+                Regions(number_of[regions.tensor], regions.offsets, regions.sizes),
+                file=np.zeros(len(rows), dtype=np.int64),
+                item_offset=columns[0, len(objects) :],
+                item_bytes=columns[1, len(objects) :],
+                payload_offset=np.full(len(rows), UNKNOWN, dtype=np.int64),
+                packed=np.full(len(rows), bool(transforms)),
+            ),
+            tuple(
+                StoredObject(held.name, 0, offset, size, transforms)
+                for held, (offset, size, _) in zip(objects, items, strict=False)
+            ),
+            (_FILE,) if items else (),
+            paths=_paths(checkpoint, names),
+            transforms=[transforms] * len(rows) if transforms else (),
+        )
+
+        def seal() -> Seal:
+            metadata = metadata_bytes(written)
+            step = checkpoint.manifest.step if checkpoint.manifest else None
+            facts = {"converted_from": checkpoint.uri}
+            manifest = build_manifest(written, [file], metadata, step=step, facts=facts)
+            return Seal(manifest=manifest_bytes(manifest), metadata=metadata, sizes={_FILE: file.size_bytes})
+
+        transaction.commit(seal)
+        undo.pop_all()
+        reader.close()
+    return file.size_bytes
+
+
+def _paths(checkpoint: CheckpointSource, names: Sequence[str]) -> Mapping[str, tuple[str | int, ...]]:
+    """The path of each name, in the order of the state: stock readers build whole states from them."""
+    paths = checkpoint.index.paths
+    order = {name: position for position, name in enumerate(paths)}
+    ordered = sorted(names, key=lambda name: order.get(name, len(order)))
+    return {name: paths.get(name, (name,)) for name in ordered}
+
+
+def write_torch(
+    checkpoint: CheckpointSource,
+    tensors: Sequence[int],
+    objects: Sequence[StoredObject],
+    storage: Storage,
+    key: str,
+    *,
+    trust: bool,
+    appender: Appender,
+) -> int:
+    """Write the chosen parts as the nested state that was saved; returns the bytes of the file."""
+    import torch  # noqa: PLC0415 - other formats do without it
+
+    index, pickled = checkpoint.index, io.BytesIO()
+    leaves: dict[str, Any] = {}
+    for number, facts in enumerate(index.tensors[tensor] for tensor in tensors):
+        leaves[facts.name] = dcp_item.TensorStub(element_type(facts.dtype), facts.shape, str(number))
+    leaves |= {held.name: checkpoint.value(held, trust=trust) for held in objects}
+    tree: dict[Any, Any] = {}
+    for name, path in _paths(checkpoint, list(leaves)).items():
+        *parents, last = path
+        node = tree
+        for step in parents:
+            node = node.setdefault(step, {})
+        node[last] = leaves[name]
+    pickler = _Pickler(pickled, len(tensors))
+    pickler.dump(_restore_lists(tree))
+    records: list[ZipRecord] = []
+
+    def add(name: str, content: bytes) -> None:
+        body, record = dcp_item.small_record(f"archive/{name}", content, appender.position)
+        appender.write(body)
+        records.append(record)
+
+    def add_data(number: int, size_bytes: int, pieces: Pieces) -> None:
+        name, offset, crc32 = f"archive/data/{number}", appender.position, 0
+
+        def look(part: memoryview) -> None:
+            nonlocal crc32
+            crc32 = isal_zlib.crc32(part, crc32)
+
+        appender.write(dcp_item.begin_record(name, offset, align=_ALIGNMENT))
+        appender.copy(pieces, look)
+        appender.write(dcp_item.end_record(size_bytes, crc32))
+        records.append(ZipRecord(name, offset, size_bytes, crc32))
+
+    sink = storage.create(key)
+    with ExitStack() as undo, closing(SlabReader(checkpoint)) as reader:
+        undo.callback(sink.abort)
+        appender.begin(sink)
+        add("data.pkl", pickled.getvalue())
+        add(".format_version", b"1")
+        add(".storage_alignment", b"64")
+        add("byteorder", b"little")
+        for number, tensor in enumerate(tensors):
+            facts = index.tensors[tensor]
+            add_data(number, facts.size_bytes, appender.slabs_of(reader, tensor, facts))
+        for number, inner in enumerate(pickler.inner, start=len(tensors)):
+            content = torch.tensor(inner, dtype=torch.uint8, device="cpu").numpy().data
+
+            def read(begin: int, target: memoryview, content: memoryview = content) -> None:
+                target[:] = content[begin : begin + len(target)]
+
+            add_data(number, content.nbytes, appender.pieces_of(content.nbytes, read))
+        add("version", b"3\n")
+        appender.write(dcp_item.directory(records, appender.position))
+        sink.finish()
+        undo.pop_all()
+    return appender.position
+
+
+def _restore_lists(tree: Any) -> Any:
+    """Turn mappings whose keys are positions of a list into that list, without gaps for parts left out."""
+    if not isinstance(tree, dict) or not tree:
+        return tree
+    inner = {key: _restore_lists(value) for key, value in tree.items()}
+    if all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner
+
+
+class _Pickler(dcp_item.ArchivePickler):
+    """Refers to records by number, and collects the storages of tensors inside objects in `inner`."""
+
+    def __init__(self, file: io.BytesIO, num_tensors: int) -> None:
+        super().__init__(file, protocol=2)
+        self._num_tensors = num_tensors
+        self.inner: list[torch.UntypedStorage] = []
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        """A record for storages, None for everything else."""
+        import torch  # noqa: PLC0415 - see `write_torch`
+
+        if isinstance(obj, torch.storage.TypedStorage):
+            typed: Any = obj  # torch.save itself asks these private methods
+            kind = getattr(torch, typed._pickle_storage_type())  # noqa: SLF001
+            return ("storage", kind, self._record(typed._untyped_storage), "cpu", typed._size())  # noqa: SLF001
+        if isinstance(obj, torch.UntypedStorage):
+            return ("storage", torch.UntypedStorage, self._record(obj), "cpu", obj.nbytes())
+        return super().persistent_id(obj)
+
+    def _record(self, storage: torch.UntypedStorage) -> str:
+        for number, known in enumerate(self.inner):
+            if known.data_ptr() == storage.data_ptr() and known.nbytes() == storage.nbytes():
+                return str(self._num_tensors + number)
+        self.inner.append(storage)
+        return str(self._num_tensors + len(self.inner) - 1)

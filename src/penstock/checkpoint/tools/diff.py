@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.checkpoint.commit.catalog import AnyPath
+from penstock.checkpoint.commit.checkpoints import AnyPath
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, Format, open_checkpoint
-from penstock.checkpoint.formats.torch_save import is_plain
+from penstock.checkpoint.formats.torch_save import is_plain, with_elements
 from penstock.checkpoint.state.regions import TensorFacts
 from penstock.checkpoint.state.walk import matches_pattern
 from penstock.checkpoint.tools.tensor_slabs import SlabReader, cut_into_slabs
@@ -28,7 +28,7 @@ _LONGEST_TEXT: Final = 100
 
 
 class Outcome(StrEnum):
-    """How one name compares."""
+    """The result for one name."""
 
     SAME = "same"
     VALUES = "values differ"
@@ -65,7 +65,7 @@ class CheckpointComparison:
 
     @property
     def are_same(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return all(part.outcome is Outcome.SAME for part in self.parts)
 
 
@@ -81,7 +81,8 @@ def compare(
             with checkpoint.explaining_damage():
                 checkpoint.require_files()
     numbers = [{facts.name: number for number, facts in enumerate(each.index.tensors)} for each in pair]
-    names = [name for name in dict.fromkeys((*numbers[0], *numbers[1])) if _is_chosen(name, only)]
+    chosen = only or ["*"]
+    names = [name for name in dict.fromkeys((*numbers[0], *numbers[1])) if matches_pattern(name, chosen)]
     sizes = {facts.name: facts.size_bytes for facts in pair[0].index.tensors}
     progress.begin("bytes", sum(sizes.get(name, 0) for name in names))
     parts, read_bytes, memory = [], 0, None
@@ -89,7 +90,7 @@ def compare(
         for name in names:
             place = numbers[0].get(name), numbers[1].get(name)
             texts = [
-                "" if number is None else _format_type(each.index.tensors[number])
+                "" if number is None else f"{(facts := each.index.tensors[number]).dtype}{list(facts.shape)}"
                 for each, number in zip(pair, place, strict=True)
             ]
             part = partial(NameComparison, name=name, first=texts[0], second=texts[1])
@@ -110,25 +111,20 @@ def compare(
                 outcome = Outcome.VALUES if count else Outcome.SAME
                 parts.append(part(outcome=outcome, different_elements=count, largest_difference=largest))
             progress.advance(sizes.get(name, 0))
-    parts += _compare_all_objects(*pair, only)
+    parts += _compare_all_objects(*pair, chosen)
     return CheckpointComparison(
         first=pair[0].uri, second=pair[1].uri, parts=tuple(parts), read_bytes=read_bytes
     )
 
 
-def _is_chosen(name: str, only: Sequence[str]) -> bool:
-    return not only or matches_pattern(name, only)
-
-
 def _read_both(
     facts: TensorFacts, one: tuple[SlabReader, int], other: tuple[SlabReader, int], view: memoryview
 ) -> tuple[int, float | None]:
-    """How many elements differ, and the largest difference of numbers."""
+    """The number of elements that differ, and the largest difference of numbers."""
     for reader, number in (one, other):
         reader.require_whole(number)
     num_different, largest = 0, None
-    for slab in cut_into_slabs(facts.shape, facts.element_bytes, SLAB_BYTES):
-        num_bytes = slab.num_bytes(facts)
+    for slab, num_bytes in cut_into_slabs(facts.shape, facts.element_bytes, SLAB_BYTES):
         both = view[:num_bytes], view[SLAB_BYTES : SLAB_BYTES + num_bytes]
         for (reader, number), target in zip((one, other), both, strict=True):
             reader.read_slab(number, slab, target)
@@ -170,10 +166,6 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any] | None:
     return known if known.dtype.kind == "c" else known.astype(np.float64)
 
 
-def _format_type(facts: TensorFacts) -> str:
-    return f"{facts.dtype}{list(facts.shape)}"
-
-
 def _list_checksums(
     checkpoint: CheckpointSource, reader: SlabReader, tensor: int
 ) -> set[tuple[bytes, ...]] | None:
@@ -187,19 +179,21 @@ def _list_checksums(
 
 
 def _compare_all_objects(
-    first: CheckpointSource, second: CheckpointSource, only: Sequence[str]
+    first: CheckpointSource, second: CheckpointSource, chosen: Sequence[str]
 ) -> Iterator[NameComparison]:
     ours, theirs = ({held.name: held for held in each.index.objects} for each in (first, second))
-    for name in filter(partial(_is_chosen, only=only), dict.fromkeys((*ours, *theirs))):
+    for name in dict.fromkeys((*ours, *theirs)):
+        if not matches_pattern(name, chosen):
+            continue
         one, other = ours.get(name), theirs.get(name)
         texts = [
-            "" if held is None else format_value(each.safe_value(held))
+            "" if held is None else format_value(each.parse(held)[0])
             for each, held in ((first, one), (second, other))
         ]
         if one is None or other is None:
             outcome = Outcome.ONLY_SECOND if one is None else Outcome.ONLY_FIRST
         else:
-            values = first.comparable(one), second.comparable(other)
+            values = with_elements(*first.parse(one)), with_elements(*second.parse(other))
             outcome = Outcome.SAME if values[0] == values[1] else Outcome.VALUES
             if not (is_plain(values[0]) and is_plain(values[1])):
                 # Two opaque values are only known to be the same where their archives are, byte by byte.

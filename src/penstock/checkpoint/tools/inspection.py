@@ -1,17 +1,27 @@
-"""List the checkpoints of a run with size, age and state; describe the tensors of one. No tensor is read.
+"""List the checkpoints of a run, describe one, remove one. No tensor is read, except to verify what stays.
 
-Completeness is judged by metadata, manifest and file sizes; only `verify` reads everything. Invariant:
-nothing is changed, and one unreadable checkpoint does not hide the others.
+Completeness is judged by metadata, manifest and file sizes; only `verify` reads everything. Invariant: one
+unreadable checkpoint does not hide the others; before a checkpoint is removed, another one was verified, and
+it loses its name in one step and durably, before the first of its files goes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, parse_step
+from penstock.checkpoint.commit.checkpoints import (
+    AnyPath,
+    StepCatalog,
+    open_catalog,
+    open_parent,
+    parse_step,
+    split_path,
+)
 from penstock.checkpoint.commit.protocol import METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
@@ -23,9 +33,11 @@ from penstock.checkpoint.formats.checkpoint_source import (
 from penstock.checkpoint.formats.dcp_item import ALIGNED_BYTES, HEAD_BYTES, PAYLOAD_ALIGNMENT
 from penstock.checkpoint.state.regions import UNKNOWN, StoredObject, element_sizes
 from penstock.checkpoint.tools.diff import format_value
-from penstock.errors import AccessRefused, ObjectNotFound, PenstockError
+from penstock.checkpoint.tools.verify import verify
+from penstock.errors import AccessRefused, ObjectNotFound, PenstockError, UsageError
+from penstock.progress import Progress
 from penstock.storage import Storage
-from penstock.storage.uri import open_here
+from penstock.storage.uri import open_here, parse_uri
 
 
 class CheckpointState(StrEnum):
@@ -56,7 +68,7 @@ class CheckpointListing:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether files are missing or too short, or cannot be parsed."""
+        """True if files are missing or too short, or cannot be parsed."""
         return self.state is CheckpointState.DAMAGED
 
 
@@ -237,6 +249,79 @@ def _read_value(source: CheckpointSource, stored: StoredObject) -> str:
     if stored.size_bytes > _LARGEST_READ and source.archive is None:
         return ""
     try:
-        return format_value(source.safe_value(stored))
+        return format_value(source.parse(stored)[0])
     except PenstockError:
         return "?"
+
+
+_COMPLETE: Final = (CheckpointState.COMMITTED, CheckpointState.UNSUMMED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedCheckpoint:
+    """A removed checkpoint. `stays` is a complete one that remains; empty if none was looked for."""
+
+    uri: str
+    step: int | None
+    size_bytes: int
+    num_files: int
+    stays: str
+
+
+def find_other_whole(
+    checkpoints: Sequence[CheckpointListing], name: str, is_whole: Callable[[str], bool]
+) -> str | None:
+    """A complete checkpoint other than `name`; `is_whole` is called for the newest first, until one is."""
+    others = [other for other in checkpoints if other.name != name and other.state in _COMPLETE]
+    others.sort(key=lambda other: (other.step is not None, other.step or 0), reverse=True)
+    return next((other.name for other in others if is_whole(other.name)), None)
+
+
+def remove(
+    path: AnyPath, *, even_last: bool = False, verified: bool = True, progress: Progress | None = None
+) -> RemovedCheckpoint:
+    """Remove the committed checkpoint at a path or URI; `ObjectNotFound` if none is committed there.
+
+    Another checkpoint of its run must be complete, else this is a `UsageError`, unless `even_last`. It is
+    verified to its last byte; without `verified`, only its files and their sizes are checked. A checkpoint
+    that is damaged may always be removed, and so may what an interrupted removal left of one on objects.
+    """
+    storage, name = open_parent(path)
+    catalog, uri = open_catalog(storage), checkpoint_uri(storage, name)
+    try:
+        committed = catalog.find(name)
+    except ObjectNotFound:
+        left = catalog.finish_hiding(name)
+        if not left:
+            raise
+        size_bytes = sum(info.size_bytes for info in left)
+        return RemovedCheckpoint(
+            uri=uri, step=parse_step(name), size_bytes=size_bytes, num_files=len(left), stays=""
+        )
+    checkpoints = list_storage(storage)
+    (removed,) = (checkpoint for checkpoint in checkpoints if checkpoint.name == name)
+    parent = parse_uri(split_path(path)[0])
+
+    def is_whole(other: str) -> bool:
+        location = replace(parent, root=f"{parent.root.rstrip('/')}/{other}")
+        return not verified or verify(location.text, progress).is_whole
+
+    stays = None
+    if not even_last and not removed.is_damaged:
+        stays = find_other_whole(checkpoints, name, is_whole)
+        if stays is None:
+            reason = "it is the only one" if len(checkpoints) == 1 else "no other one next to it is complete"
+            raise UsageError(
+                f"{name} is the last complete checkpoint here: {reason}",
+                where=str(path),
+                fix="Give --even-last if the run is over.",
+            )
+    catalog.hide(committed)()
+    StepCatalog(storage).point_past(name)
+    return RemovedCheckpoint(
+        uri=uri,
+        step=removed.step,
+        size_bytes=removed.size_bytes,
+        num_files=removed.num_files,
+        stays=stays or "",
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,21 +29,12 @@ Pieces = Iterator[tuple[int, Callable[[memoryview], None]]]
 """Consecutive bytes: how many each piece has, and a function that fills a buffer with them."""
 
 
-class Slab(NamedTuple):
-    """Indices `begin` to `end` of dimension `len(prefix)`, below fixed indices of the dimensions before."""
-
-    prefix: tuple[int, ...]
-    begin: int
-    end: int
-
-    def num_bytes(self, facts: TensorFacts) -> int:
-        """The bytes of this slab of a tensor."""
-        shape = facts.shape or (1,)
-        return (self.end - self.begin) * math.prod(shape[len(self.prefix) + 1 :]) * facts.element_bytes
+Slab = tuple[tuple[int, ...], int, int]
+"""Prefix, begin, end: a range of dimension `len(prefix)`, below fixed indices of the dimensions before."""
 
 
-def cut_into_slabs(shape: Sequence[int], element_bytes: int, most_bytes: int) -> Iterator[Slab]:
-    """Cut a tensor of this shape into slabs, in row-major order. A tensor without dimensions is one slab."""
+def cut_into_slabs(shape: Sequence[int], element_bytes: int, most_bytes: int) -> Iterator[tuple[Slab, int]]:
+    """Cut a tensor into slabs, in row-major order, each with its size in bytes. A scalar is one slab."""
     if 0 in shape:
         return
     shape = tuple(shape) or (1,)
@@ -54,7 +45,8 @@ def cut_into_slabs(shape: Sequence[int], element_bytes: int, most_bytes: int) ->
     step = max(most_bytes // inner, 1)
     for prefix in product(*map(range, shape[:dim])):
         for begin in range(0, shape[dim], step):
-            yield Slab(prefix, begin, min(begin + step, shape[dim]))
+            end = min(begin + step, shape[dim])
+            yield (prefix, begin, end), (end - begin) * inner
 
 
 class SlabReader:
@@ -87,15 +79,16 @@ class SlabReader:
     def read_slab(self, tensor: int, slab: Slab, target: memoryview) -> None:
         """Fill `target`, which is as long as the slab."""
         facts, regions = self._checkpoint.index.tensors[tensor], self._checkpoint.index.stored.regions
-        dim, shape = len(slab.prefix), facts.shape or (1,)
+        prefix, first, last = slab
+        dim, shape = len(prefix), facts.shape or (1,)
         element = np.dtype({16: "c16"}.get(facts.element_bytes, f"u{facts.element_bytes}"))
-        whole = np.frombuffer(target, dtype=element).reshape(slab.end - slab.begin, *shape[dim + 1 :])
+        whole = np.frombuffer(target, dtype=element).reshape(last - first, *shape[dim + 1 :])
         for row in self.rows(tensor).tolist():
             offsets, sizes = regions.region(row, len(shape))
             # Of tensors without dimensions the columns may be empty.
             offsets, sizes = offsets or (0,), sizes or (1,)
-            begin, end = max(slab.begin, offsets[dim]), min(slab.end, offsets[dim] + sizes[dim])
-            local = [index - offset for index, offset in zip(slab.prefix, offsets, strict=False)]
+            begin, end = max(first, offsets[dim]), min(last, offsets[dim] + sizes[dim])
+            local = [index - offset for index, offset in zip(prefix, offsets, strict=False)]
             if begin >= end or not all(0 <= index < size for index, size in zip(local, sizes, strict=False)):
                 continue
             # The row-major position of the first element, in the region.
@@ -104,7 +97,7 @@ class SlabReader:
                 start = start * size + coordinate
             start *= math.prod(sizes[dim + 1 :]) * facts.element_bytes
             inside = (slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-            part = whole[(slice(begin - slab.begin, end - slab.begin), *tuple(inside)[dim + 1 :])]
+            part = whole[(slice(begin - first, end - first), *tuple(inside)[dim + 1 :])]
             direct = part if part.flags.c_contiguous else np.empty(part.shape, dtype=part.dtype)
             self.read_payload(row, start, direct.reshape(-1).view(np.uint8).data)
             if direct is not part:
@@ -119,15 +112,13 @@ class SlabReader:
         source, item_bytes = self._sources[number], int(index.stored.item_bytes[row])
         if row not in self._begins:
             known = int(index.stored.payload_offset[row])
+            self._begins[row] = known
             if known == UNKNOWN:
                 head = bytearray(min(item_bytes, HEAD_BYTES))
                 source.read_into(item_begin, memoryview(head))
                 inside = self._checkpoint.payload_in(row, head)
                 self._begins[row] = None if inside is None else item_begin + inside
-            else:
-                self._begins[row] = known
-        payload = self._begins[row]
-        if payload is not None:
+        if (payload := self._begins[row]) is not None:
             source.read_into(payload + start, target)
             return
         # It can be read only as a whole. The last one is kept, as slabs of one tensor follow each other.
@@ -188,7 +179,13 @@ class Appender:
         """Write all pieces; `look` gets their bytes in order."""
         assert self._sink is not None, "begin comes first"
         for num_bytes, read in pieces:
-            buffer = self._take_buffer(self._sink)
+            while True:
+                try:
+                    buffer = self._free.get(timeout=_POLL_S)
+                    break
+                except Empty:
+                    # Raises the error of the sink, if that is why no buffer becomes free.
+                    self._sink.submit(memoryview(b""))
             read(buffer[:num_bytes])
             look(buffer[:num_bytes])
             self._sink.submit(buffer[:num_bytes], partial(self._free.put, buffer))
@@ -198,18 +195,10 @@ class Appender:
     def slabs_of(self, reader: SlabReader, tensor: int, facts: TensorFacts) -> Pieces:
         """All elements of one tensor, for `copy`."""
         reader.require_whole(tensor)
-        for slab in cut_into_slabs(facts.shape, facts.element_bytes, self._buffer_bytes):
-            yield slab.num_bytes(facts), partial(reader.read_slab, tensor, slab)
+        for slab, num_bytes in cut_into_slabs(facts.shape, facts.element_bytes, self._buffer_bytes):
+            yield num_bytes, partial(reader.read_slab, tensor, slab)
 
     def pieces_of(self, num_bytes: int, read: Callable[[int, memoryview], None]) -> Pieces:
         """Bytes that `read` puts into a buffer from an offset on, for `copy`."""
         for begin in range(0, num_bytes, self._buffer_bytes):
             yield min(self._buffer_bytes, num_bytes - begin), partial(read, begin)
-
-    def _take_buffer(self, sink: Sink) -> memoryview:
-        while True:
-            try:
-                return self._free.get(timeout=_POLL_S)
-            except Empty:
-                # Raises the error of the sink, if that is why no buffer becomes free.
-                sink.submit(memoryview(b""))

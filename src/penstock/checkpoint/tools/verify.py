@@ -1,18 +1,27 @@
 """Verify a stored checkpoint against all checksums that it has.
 
 Our checkpoints have checksums of all their bytes; stock archives have a CRC-32 for each record, which torch
-never checks; safetensors have none. Invariant: bytes that were not checked are counted, and never reported as
-undamaged.
+never checks; safetensors have none. Files are read front to back in several threads, each a stretch (a run of
+segments) of one file. Invariant: bytes that were not checked are counted, and never reported as undamaged;
+bytes that cannot be read are damage, and do not end the scan; memory is `STREAMS` blocks, however large the
+files are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from queue import SimpleQueue
+from typing import Final, TypeVar
 
-from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
+import numpy as np
+from isal import isal_zlib
+
+from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
@@ -22,16 +31,162 @@ from penstock.checkpoint.formats.checkpoint_source import (
     open_checkpoint,
 )
 from penstock.checkpoint.formats.dcp_item import require_known_transforms, undo_transforms
-from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, checksum_of, read_manifest
+from penstock.checkpoint.formats.description import (
+    Manifest,
+    ManifestFile,
+    checksum_of,
+    read_manifest,
+    start_checksum,
+)
 from penstock.checkpoint.formats.torch_save import ReadRange, ZipRecord, data_offset, read_directory
-from penstock.checkpoint.tools import file_scan
-from penstock.checkpoint.tools.file_scan import Damage
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError, name_some
 from penstock.progress import Progress
 from penstock.storage import Storage
+from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import Source, read_object
+from penstock.transfer.buffers import WarmMemory
 from penstock.units import format_bytes
+
+Check = Callable[[Iterator[memoryview]], str | None]
+"""Takes all bytes of a segment in order; returns what is wrong with them, or None if they are right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Damage:
+    """Bytes `begin` to `end` of `file` are wrong. `item` is empty if they belong to none."""
+
+    file: str
+    begin: int
+    end: int
+    item: str
+    what: str
+
+    def __str__(self) -> str:
+        item = f", {self.item}" if self.item else ""
+        return f"{self.file}{item}, bytes {self.begin} to {self.end}: {self.what}"
+
+
+logger = logging.getLogger(__name__)
+
+STREAMS: Final = 4
+BLOCK_BYTES: Final = 8 << 20
+STRETCH_BYTES: Final = 64 << 20
+_STEP_BYTES: Final = 1 << 20
+"""Bytes are checked in steps that stay in the processor's cache."""
+
+
+def check_sum(expected: bytes, content: Iterator[memoryview]) -> str | None:
+    """Check bytes whose XXH3-128 is known."""
+    total = start_checksum()
+    for part in content:
+        total.update(part)
+    return None if total.digest() == expected else "its checksum differs"
+
+
+def check_crc(expected: int, content: Iterator[memoryview]) -> str | None:
+    """Check bytes whose CRC-32 is known. Archives of torch have it, and torch never checks it."""
+    total = 0
+    for part in content:
+        total = isal_zlib.crc32(part, total)
+    return None if total == expected else "its CRC-32 differs"
+
+
+def check_zeros(content: Iterator[memoryview]) -> str | None:
+    """Check bytes between items, which are zeros."""
+    is_clean = True
+    for part in content:
+        is_clean &= not np.frombuffer(part, dtype=np.uint8).any()
+    return None if is_clean else "something was written between items"
+
+
+Segment = tuple[int, int, str, Check]
+"""Begin and end in a file, the item that these bytes belong to ("" for a gap), and their check."""
+
+Given = TypeVar("Given")
+
+Stretch = tuple[str, int, int, Callable[[Source], Iterable[Segment]]]
+"""The bytes that one thread reads: file, begin, size, and a function that finds their segments, in order."""
+
+
+def cut_into_stretches(file: str, segments: Iterable[Segment]) -> Iterator[Stretch]:
+    """Cut segments into runs of about `STRETCH_BYTES`, for several threads."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        if not runs or segment[0] - runs[-1][0][0] >= STRETCH_BYTES:
+            runs.append([])
+        runs[-1].append(segment)
+    for run in runs:
+        yield file, run[0][0], run[-1][1] - run[0][0], partial(_given, run)
+
+
+def _given(value: Given, _: object) -> Given:
+    return value
+
+
+def scan(
+    storage: Storage,
+    key_of: Callable[[str], str],
+    work: Sequence[Stretch],
+    progress: Progress,
+    *,
+    streams: int = STREAMS,
+) -> list[Damage]:
+    """Check all of `work`; returns the damage, in order of files and ranges."""
+    if not work:
+        return []
+    streams = min(streams, len(work))
+    largest = max(size_bytes for _, _, size_bytes, _ in work)
+    block_bytes = min(BLOCK_BYTES, round_up(largest, PAGE_BYTES) + PAGE_BYTES)
+    memory = WarmMemory(streams * block_bytes)
+    free: SimpleQueue[memoryview] = SimpleQueue()
+    for start in range(0, streams * block_bytes, block_bytes):
+        free.put(memory.view[start : start + block_bytes])
+
+    def check(stretch: Stretch) -> list[Damage]:
+        file, begin, size_bytes, segments = stretch
+        buffer = free.get()
+        try:
+            with closing(storage.open(key_of(file))) as source:
+                return list(_check_segments(file, segments(source), source, buffer, progress))
+        except StorageError as error:
+            logger.info("%s: %s", key_of(file), error)
+            what = f"cannot be read: {error}"
+            return [Damage(file=file, begin=begin, end=begin + size_bytes, item="", what=what)]
+        finally:
+            free.put(buffer)
+
+    with ThreadPoolExecutor(streams, thread_name_prefix="penstock-scan") as threads:
+        return sorted(damage for damages in threads.map(check, work) for damage in damages)
+
+
+def _check_segments(
+    file: str, segments: Iterable[Segment], source: Source, buffer: memoryview, progress: Progress
+) -> Iterator[Damage]:
+    block_begin = block_end = 0
+
+    def content(at: int, end: int) -> Iterator[memoryview]:
+        """The bytes of a segment. One aligned block stays in memory, so that each byte is read once."""
+        nonlocal block_begin, block_end
+        while at < end:
+            if not block_begin <= at < block_end:
+                block_begin = at - at % PAGE_BYTES
+                block_end = min(block_begin + len(buffer), source.size_bytes)
+                source.read_into(block_begin, buffer[: block_end - block_begin])
+            stop = min(at + _STEP_BYTES, end, block_end)
+            yield buffer[at - block_begin : stop - block_begin]
+            at = stop
+
+    for begin, end, item, check in segments:
+        try:
+            what = check(content(begin, end)) if end <= source.size_bytes else "the file ends before it"
+        except StorageError as error:
+            block_begin = block_end = 0
+            what = f"cannot be read: {error}"
+        if what is not None:
+            yield Damage(file=file, begin=begin, end=end, item=item, what=what)
+        progress.advance(end - begin)
+
 
 _MOST_NAMES: Final = 5
 """How many of the items that cannot be checked are named."""
@@ -59,12 +214,12 @@ class Verification:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no damage was found. Bytes without a checksum may be damaged all the same."""
+        """True if no damage was found. Bytes without a checksum may be damaged all the same."""
         return not self.damage
 
     @property
     def is_checked(self) -> bool:
-        """Whether all contents have a checksum."""
+        """True if all contents have a checksum."""
         return not self.unchecked_bytes and (self.checked_bytes > 0 or self.size_bytes == 0)
 
 
@@ -123,16 +278,16 @@ def find_damage(
     """The damage in `files`, all of a checkpoint's or the ones that this node has."""
     progress = progress or Progress()
     damage: list[Damage] = []
-    work: list[file_scan.Stretch] = []
+    work: list[Stretch] = []
     for file in files:
         wrong = _check_size(storage, f"{folder}/{file.name}", file)
         damage += wrong
         if not wrong or wrong[0].begin > 0:
-            work += file_scan.cut_into_stretches(file.name, _segments(file, manifest.names))
-    progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
+            work += cut_into_stretches(file.name, _segments(file, manifest.names))
+    progress.begin("bytes", sum(size_bytes for _, _, size_bytes, _ in work))
     if work:
-        storage = prefer_direct_access(storage, reads=f"{folder}/{work[0].file}")
-    return damage + file_scan.scan(storage, lambda file: f"{folder}/{file}", work, progress)
+        storage = prefer_direct_access(storage, reads=f"{folder}/{work[0][0]}")
+    return damage + scan(storage, lambda file: f"{folder}/{file}", work, progress)
 
 
 def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> None:
@@ -142,14 +297,13 @@ def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> No
     """
     storage, folder = checkpoint.storage, checkpoint.committed.folder
     try:
-        content = read_object(storage, checkpoint.key(MANIFEST_NAME))
+        manifest = checkpoint.read_manifest()
     except ObjectNotFound as error:
         raise StorageError(
             "It cannot be verified: it has no checksums",
             uri=checkpoint.uri,
             fix="Restore it without verify=True, and save it again.",
         ) from error
-    manifest = read_manifest(content, checkpoint.uri)
     files = manifest.files[rank::num_ranks]
     damage: list[Damage] = []
     if checkpoint.readable is not None:
@@ -189,29 +343,21 @@ def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
     return [wrong(begin=begin, end=end, what=what)]
 
 
-def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[file_scan.Segment]:
+def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
     """All bytes of a file in order: items, and the gaps between them."""
     at = 0
     columns = (file.item_offset.tolist(), file.item_bytes.tolist(), file.item_name.tolist())
     for row, (offset, size, name) in enumerate(zip(*columns, strict=True)):
         if offset > at:
-            yield file_scan.Segment(at, offset, "", file_scan.check_zeros)
+            yield at, offset, "", check_zeros
         at = offset + size
-        check = partial(file_scan.check_sum, file.sum_at(row))
-        yield file_scan.Segment(offset, at, names[name], check)
+        yield offset, at, names[name], partial(check_sum, file.sum_at(row))
     if file.size_bytes > at:
-        yield file_scan.Segment(at, file.size_bytes, "", file_scan.check_zeros)
+        yield at, file.size_bytes, "", check_zeros
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Item:
-    """One archive of `torch.save`, alone in its file or among others."""
-
-    file: str
-    begin: int
-    size_bytes: int
-    name: str
-    transforms: tuple[str, ...] = ()
+_Item = tuple[str, int, int, str, tuple[str, ...]]
+"""One archive of `torch.save`: its file, begin and size there, its name ("" if alone), its transforms."""
 
 
 def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification:
@@ -219,9 +365,8 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
     try:
         checkpoint = open_checkpoint(path)
     except DataDamaged as error:
-        return _of_one_file(
-            uri, "unknown", Damage(file=error.where, begin=0, end=0, item="", what=error.what)
-        )
+        damage = Damage(file=error.where, begin=0, end=0, item="", what=error.what)
+        return _of_one_file(uri, "unknown", damage)
     items = sorted(_items(checkpoint))
     result = partial(
         Verification,
@@ -229,33 +374,37 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
         format=checkpoint.format,
         num_files=len(checkpoint.index.files),
         num_items=len(items),
-        size_bytes=sum(item.size_bytes for item in items),
+        size_bytes=sum(size_bytes for _, _, size_bytes, *_ in items),
     )
     if checkpoint.format is Format.SAFETENSORS:
         note = "The format has no checksums: only headers and sizes were checked."
         return result(checked_bytes=0, damage=(), notes=(note,))
-    unknown = [item for item in items if not _can_unpack(item.transforms)]
-    known = [item for item in items if _can_unpack(item.transforms)]
     bare: list[int] = []
     """The sizes of records without a checksum; the threads that read archives add to it."""
-    work, at = [], 0
-    while at < len(known):
-        # A run of archives of one file, for one thread.
-        end, size_bytes = at, 0
-        while end < len(known) and known[end].file == known[at].file and size_bytes < file_scan.STRETCH_BYTES:
-            size_bytes += known[end].size_bytes
-            end += 1
-        run, begin = known[at:end], known[at].begin
-        find = partial(_records_of_run, run, bare)
-        work.append(file_scan.Stretch(run[0].file, begin, run[-1].begin + run[-1].size_bytes - begin, find))
-        at = end
-    progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
+    unknown: list[_Item] = []
+    runs: list[list[_Item]] = []
+    """Archives that follow each other in one file, for one thread."""
+    for item in items:
+        file, begin, *_, transforms = item
+        try:
+            require_known_transforms(transforms)
+        except UsageError:
+            unknown.append(item)
+            continue
+        if not runs or runs[-1][0][0] != file or begin - runs[-1][0][1] >= STRETCH_BYTES:
+            runs.append([])
+        runs[-1].append(item)
+    work: list[Stretch] = []
+    for run in runs:
+        (file, begin, *_), (_, last_begin, last_bytes, *_) = run[0], run[-1]
+        work.append((file, begin, last_begin + last_bytes - begin, partial(_records_of, run, bare)))
+    progress.begin("bytes", sum(size_bytes for _, _, size_bytes, _ in work))
     counted = _Counted(progress)
-    damage = file_scan.scan(checkpoint.storage_of_files(), checkpoint.key, work, counted)
+    damages = scan(checkpoint.storage_of_files(), checkpoint.key, work, counted)
     notes = ["Checked by the CRC-32 of the archives' records; the bytes around them have none."]
     if unknown:
-        names = name_some([item.name for item in unknown], _MOST_NAMES)
-        through = ", ".join(sorted({name for item in unknown for name in item.transforms}))
+        names = name_some([name for *_, name, _ in unknown], _MOST_NAMES)
+        through = ", ".join(sorted({each for *_, transforms in unknown for each in transforms}))
         notes.append(f"Not checked, because their transforms are unknown here ({through}): {names}.")
     if bare:
         notes.append(
@@ -264,58 +413,51 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
         )
     return result(
         checked_bytes=sum(counted.amounts),
-        damage=tuple(damage),
+        damage=tuple(damages),
         notes=tuple(notes),
-        unchecked_bytes=sum(bare) + sum(item.size_bytes for item in unknown),
+        unchecked_bytes=sum(bare) + sum(size_bytes for _, _, size_bytes, *_ in unknown),
     )
-
-
-def _can_unpack(transforms: Sequence[str]) -> bool:
-    try:
-        require_known_transforms(transforms)
-    except UsageError:
-        return False
-    return True
 
 
 def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
     index, stored = checkpoint.index, checkpoint.index.stored
     if checkpoint.format is Format.TORCH_SAVE:
         (file,) = index.files
-        yield _Item(file, 0, checkpoint.storage.stat(checkpoint.key(file)).size_bytes, "")
+        yield file, 0, checkpoint.storage.stat(checkpoint.key(file)).size_bytes, "", ()
         return
     columns = (stored.file, stored.item_offset, stored.item_bytes, stored.regions.tensor)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (number, begin, size, tensor) in enumerate(rows):
-        name = index.tensors[tensor].name
-        yield _Item(index.files[number], begin, size, name, index.transforms_of(row))
+        yield index.files[number], begin, size, index.tensors[tensor].name, index.transforms_of(row)
     for held in index.objects:
-        yield _Item(index.files[held.file], held.offset, held.size_bytes, held.name, held.transforms)
+        yield index.files[held.file], held.offset, held.size_bytes, held.name, held.transforms
 
 
-def _records_of_run(run: Sequence[_Item], bare: list[int], source: Source) -> list[file_scan.Segment]:
-    return [segment for item in run for segment in _records(item, bare, source)]
+def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[Segment]:
+    """The records of some archives that have a checksum, in order; all of an archive if it is packed or bad.
 
-
-def _records(item: _Item, bare: list[int], source: Source) -> Iterator[file_scan.Segment]:
-    """The records of one archive that have a checksum, in order; all of it if it cannot be parsed."""
-    whole = partial(file_scan.Segment, item.begin, item.begin + item.size_bytes, item.name)
-    if item.transforms:
-        yield whole(partial(_check_packed, item, bare))
-        return
-    try:
-        found = _directory(_reader(source, item), item.size_bytes, item.name)
-    except DataDamaged as error:
-        what = error.what
-        yield whole(lambda _: what)
-        return
-    for begin, record in found:
-        if record.crc32:
-            at = item.begin + begin
-            check = partial(file_scan.check_crc, record.crc32)
-            yield file_scan.Segment(at, at + record.size_bytes, item.name or record.name, check)
-        else:
-            bare.append(record.size_bytes)
+    Records without a checksum go to `bare`.
+    """
+    segments: list[Segment] = []
+    for item in run:
+        _, begin, size_bytes, name, transforms = item
+        end = begin + size_bytes
+        if transforms:
+            segments.append((begin, end, name, partial(_check_packed, name, transforms, bare)))
+            continue
+        try:
+            found = _directory(_reader(source, item), size_bytes, name)
+        except DataDamaged as error:
+            segments.append((begin, end, name, partial(_given, error.what)))
+            continue
+        for offset, record in found:
+            if record.crc32:
+                at = begin + offset
+                check = partial(check_crc, record.crc32)
+                segments.append((at, at + record.size_bytes, name or record.name, check))
+            else:
+                bare.append(record.size_bytes)
+    return segments
 
 
 def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, ZipRecord]]:
@@ -326,7 +468,9 @@ def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, 
     )
 
 
-def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -> str | None:
+def _check_packed(
+    name: str, transforms: Sequence[str], bare: list[int], content: Iterator[memoryview]
+) -> str | None:
     """Check an item that was stored through transforms: its records are found by undoing them.
 
     Takes the memory of the item, packed and unpacked, as loading it does.
@@ -335,15 +479,15 @@ def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -
 
     def read(offset: int, size: int) -> bytes:
         if offset < 0 or offset + size > len(plain):
-            raise DataDamaged("the archive ends before it", where=item.name)
+            raise DataDamaged("the archive ends before it", where=name)
         return bytes(plain[offset : offset + size])
 
     try:
-        plain = memoryview(undo_transforms(b"".join(content), item.transforms, item.name))
-        for begin, record in _directory(read, len(plain), item.name):
+        plain = memoryview(undo_transforms(b"".join(content), transforms, name))
+        for begin, record in _directory(read, len(plain), name):
             if not record.crc32:
                 bare.append(record.size_bytes)
-            elif what := file_scan.check_crc(record.crc32, iter([plain[begin : begin + record.size_bytes]])):
+            elif what := check_crc(record.crc32, iter([plain[begin : begin + record.size_bytes]])):
                 return what
     except DataDamaged as error:
         return error.what
@@ -352,20 +496,21 @@ def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -
 
 def _reader(source: Source, item: _Item) -> ReadRange:
     """Reads ranges of an item, most of them from its first and last pages, which are read only once."""
+    _, item_begin, item_bytes, name, _ = item
     ends: dict[int, bytearray] = {}
 
     def fetch(offset: int, size: int) -> bytearray:
-        if offset < 0 or item.begin + offset + size > source.size_bytes or offset + size > item.size_bytes:
-            raise DataDamaged("the file ends before it", where=item.name)
+        if offset < 0 or item_begin + offset + size > source.size_bytes or offset + size > item_bytes:
+            raise DataDamaged("the file ends before it", where=name)
         content = bytearray(size)
-        source.read_into(item.begin + offset, memoryview(content))
+        source.read_into(item_begin + offset, memoryview(content))
         return content
 
     def read(offset: int, size: int) -> bytearray:
-        for begin in (0, max(item.size_bytes - _END_BYTES, 0)):
-            if begin <= offset and offset + size <= min(begin + _END_BYTES, item.size_bytes):
+        for begin in (0, max(item_bytes - _END_BYTES, 0)):
+            if begin <= offset and offset + size <= min(begin + _END_BYTES, item_bytes):
                 if begin not in ends:
-                    ends[begin] = fetch(begin, min(_END_BYTES, item.size_bytes - begin))
+                    ends[begin] = fetch(begin, min(_END_BYTES, item_bytes - begin))
                 return ends[begin][offset - begin : offset - begin + size]
         return fetch(offset, size)
 
@@ -373,14 +518,12 @@ def _reader(source: Source, item: _Item) -> ReadRange:
 
 
 class _Counted(Progress):
-    """A progress that also lists what was checked."""
+    """A progress that also lists the numbers of bytes that were checked."""
 
     def __init__(self, inside: Progress) -> None:
-        self._inside = inside
         self.amounts: list[int] = []
-
-    def begin(self, phase: str, total: float) -> None:
-        self._inside.begin(phase, total)
+        self.begin = inside.begin  # type: ignore[method-assign]
+        self._inside = inside
 
     def advance(self, amount: float) -> None:
         # Threads may append to a list at the same time.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
-from penstock.checkpoint.adapters import write_task
+from penstock.checkpoint.adapters import async_writer
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import StorageError, UsageError
@@ -158,7 +158,7 @@ def test_the_end_of_a_forked_writer_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None], cause: str
 ) -> None:
     save = Save(state_of(), tmp_path / "one")
-    monkeypatch.setattr(write_task, "_write_files", end)
+    monkeypatch.setattr(async_writer, "_write_files", end)
     save.fork(lambda: None)
     save.process.join()
     failure, _ = save.writer.retrieve_write_results()
@@ -176,7 +176,7 @@ def test_a_killed_process_takes_the_one_that_writes_with_it(
         sender.send(os.getpid())
         time.sleep(60)
 
-    monkeypatch.setattr(write_task, "_write_files", stay)
+    monkeypatch.setattr(async_writer, "_write_files", stay)
     save.fork(lambda: None)
     writing = receiver.recv()
     save.process.kill()

@@ -13,9 +13,8 @@ import pytest
 from tests.support.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
 from tests.support.known_steps import assert_known, files_below, save_known
 
-from penstock.checkpoint.commit.catalog import open_catalog
+from penstock.checkpoint.commit.checkpoints import _LeaseRenewer, begin_save, open_catalog, open_draft_store
 from penstock.checkpoint.commit.protocol import LEASE_S, Draft, FolderDraftStore, Seal
-from penstock.checkpoint.commit.transaction import _LeaseRenewer, begin_save, open_draft_store
 from penstock.checkpoint.tools.inspection import CheckpointState, list_storage
 from penstock.cluster.comm import SoloComm
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, PenstockError
@@ -76,7 +75,7 @@ def test_a_commit_leaves_the_checkpoint_and_nothing_else(tmp_path: Path) -> None
 
 def test_an_abandoned_save_leaves_nothing_and_may_be_abandoned_again(tmp_path: Path) -> None:
     place = begin_save(files(tmp_path), NAME, SoloComm())
-    write_object(place.data_storage, place.key("__0_0.distcp"), [b"x"])
+    write_object(place.data_storage, place.draft.key("__0_0.distcp"), [b"x"])
     assert open_catalog(place.storage).names() == []
     place.abandon()
     place.abandon()
@@ -196,7 +195,7 @@ def test_a_save_that_another_one_has_overtaken_is_given_up_and_harms_nothing(
     save(tmp_path, 0)
     faults: dict[str, list[CallFault]] = {"while it is": [_Overtaking()], "without exchange": [_NoExchange()]}
     place = begin_save(files(tmp_path, *faults.get(when, [])), NAME, SoloComm())
-    write_object(place.data_storage, place.key("__0_0.distcp"), [b"x"])
+    write_object(place.data_storage, place.draft.key("__0_0.distcp"), [b"x"])
     if when != "while it is":
         save(tmp_path, 2)
     with pytest.raises(AlreadyThere, match="Another save committed step-1 first; this one was given up"):
@@ -324,7 +323,7 @@ def test_remains_that_cannot_be_swept_do_not_fail_a_save(
 def test_a_sweep_that_takes_a_paused_save_away_fails_that_save_alone(tmp_path: Path) -> None:
     save(tmp_path, 0)
     place = begin_save(files(tmp_path), NAME, SoloComm())
-    write_object(place.data_storage, place.key("__0_0.distcp"), [b"123"])
+    write_object(place.data_storage, place.draft.key("__0_0.distcp"), [b"123"])
     lease = tmp_path / f"{place.draft.folder}.lease"
     lease.write_text("no json")
     assert sweep(tmp_path, now_s=lease.stat().st_mtime + LEASE_S + 1) == [place.draft.folder]

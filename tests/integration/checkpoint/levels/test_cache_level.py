@@ -20,7 +20,7 @@ from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice
 from penstock.checkpoint.levels import cache
 from penstock.checkpoint.levels.cache import CacheLevel, NodeCache
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-from penstock.checkpoint.levels.records import Assessment
+from penstock.checkpoint.levels.redundancy import Assessment
 from penstock.errors import OutOfSpace, PenstockError, RankFailed, UsageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.protocol import Source, WrappedStorage

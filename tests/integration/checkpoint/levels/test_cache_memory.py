@@ -80,6 +80,6 @@ def peaks_of(
 def test_no_process_holds_more_than_about_twice_its_own_state(
     scheme: Scheme, lost: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for saving, restoring in on_gloo_ranks(scheme.members, peaks, tmp_path, scheme, lost):
+    for saving, restoring in on_gloo_ranks(scheme.group, peaks, tmp_path, scheme, lost):
         assert saving < MOST_STATES
         assert restoring < MOST_STATES

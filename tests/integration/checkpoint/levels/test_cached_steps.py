@@ -12,7 +12,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from penstock.checkpoint.levels.flush import FlushFolder
 from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Scheme, Single, Xor
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.manager.save_policy import EverySteps
+from penstock.checkpoint.manager.policies import EverySteps
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import PenstockError, UsageError
 

@@ -16,7 +16,7 @@ from tests.support.flush_daemons import daemons_below, ending_daemons, wait_unti
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.description import read_manifest
 from penstock.checkpoint.levels import tiered_store
 from penstock.checkpoint.levels.flush import Flusher, FlushFolder, FlushNote, FlushState
 from penstock.checkpoint.levels.options import Flush, Xor

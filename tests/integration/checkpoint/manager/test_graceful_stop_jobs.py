@@ -11,9 +11,8 @@ from click.testing import CliRunner
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.levels.options import Flush
-from penstock.checkpoint.manager.graceful_stop import StopConditions, find_stop_request
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.manager.save_policy import EverySteps
+from penstock.checkpoint.manager.policies import EverySteps, StopConditions, find_stop_request
 from penstock.cli.app import app
 from penstock.storage.uri import open_here
 

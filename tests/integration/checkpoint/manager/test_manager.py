@@ -10,7 +10,6 @@ import pickle
 import re
 import signal
 import threading
-import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from tests.support.file_faults import CallLog, FailFileCall, faulty_calls
 from tests.support.held_storage import HeldStorage
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, find_surplus, step_dirname
+from penstock.checkpoint.commit.checkpoints import CheckpointRef, StepCatalog, choose_surplus, step_dirname
 from penstock.checkpoint.commit.protocol import FolderCatalog
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.levels.options import Single
@@ -247,13 +246,17 @@ def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
     steps = StepCatalog(open_here(tmp_path))
+
+    def surplus(keep: int) -> list[int]:
+        return choose_surplus(steps.committed(), keep, lambda step: steps.find(step).is_whole())
+
     (tmp_path / "step-3" / "__0_0.distcp").write_bytes(bytes(3))
     assert not steps.find(3).is_whole()
-    assert find_surplus(steps, steps.committed(), 1) == [1]
+    assert surplus(1) == [1]
     (tmp_path / "step-2" / ".metadata").write_bytes(b"other")
     assert not steps.find(2).is_whole()
-    assert find_surplus(steps, steps.committed(), 1) == [2]
-    assert find_surplus(steps, steps.committed(), 2) == []
+    assert surplus(1) == [2]
+    assert surplus(2) == []
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -301,27 +304,13 @@ def test_files_of_old_steps_are_removed_when_nobody_waits_and_before_the_next_sa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
 
 
-def test_what_points_to_a_step_is_durable_before_it_is_shown_and_is_shown_on_demand(tmp_path: Path) -> None:
+def test_the_pointer_to_a_step_is_durable_before_it_is_shown(tmp_path: Path) -> None:
     calls = CallLog()
     catalog = StepCatalog(files_below(tmp_path, faulty_calls(calls)))
     catalog.set_latest(1)
-    with catalog.pointing_to(2):
-        assert (tmp_path / "latest").read_text() == "step-1\n"
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["step-1\n"]
-    calls.names.clear()
-    with catalog.pointing_to(3) as show:
-        show()
+    catalog.set_latest(3)
     assert calls.names[-3:] == ["fsync", "close", "rename"]
     assert [path.read_text() for path in tmp_path.iterdir()] == ["step-3\n"]
-
-
-def test_a_pointer_that_was_swept_meanwhile_is_written_anew(tmp_path: Path) -> None:
-    with StepCatalog(open_here(tmp_path)).pointing_to(1) as show:
-        while not (begun := list(tmp_path.glob(".penstock-*.unfinished"))):
-            time.sleep(0.01)
-        begun[0].unlink()
-        show()
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "step-1\n")]
 
 
 def test_steps_are_removed_though_nothing_can_point_to_the_newest(

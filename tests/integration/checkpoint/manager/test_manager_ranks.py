@@ -17,7 +17,7 @@ from tests.support.held_storage import HeldStorage
 from tests.support.known_states import restored, save_state
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.commit import transaction
+from penstock.checkpoint.commit import checkpoints
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
     OutOfSpace,
@@ -184,7 +184,7 @@ def save_without_a_thread_for_the_lease(rank: int, root: Path) -> str:
         manager.save(1, {"rank": rank})
         with ExitStack() as undo:
             if rank == 0:
-                undo.enter_context(patch.object(transaction, "_LeaseRenewer", refuse_a_thread))
+                undo.enter_context(patch.object(checkpoints, "_LeaseRenewer", refuse_a_thread))
             failed = error_of(lambda: manager.save(2, {"rank": rank}))
         if rank == 0:
             assert list(root.glob(".penstock-save-*")) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.gloo_ranks import on_gloo_ranks
 
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.description import read_manifest
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.user_files import parse_writer_rank
 from penstock.checkpoint.tools.verify import verify

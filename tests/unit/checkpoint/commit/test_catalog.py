@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.known_steps import find_checkpoint, save_known
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, open_parent, split_path
+from penstock.checkpoint.commit.checkpoints import CheckpointRef, open_parent, split_path
 from penstock.cluster.comm import SoloComm
 from penstock.errors import ObjectNotFound, UsageError
 

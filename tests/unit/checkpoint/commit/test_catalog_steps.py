@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.commit.catalog import choose_surplus, parse_step, step_dirname
+from penstock.checkpoint.commit.checkpoints import choose_surplus, parse_step, step_dirname
 from penstock.errors import UsageError
 
 STEPS = st.sets(st.integers(0, 50), max_size=12)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.manifest import require_complete
+from penstock.checkpoint.formats.description import require_complete
 from penstock.errors import ShortTransfer, StorageError
 
 FILES = st.dictionaries(st.text("ab_0", min_size=1, max_size=4), st.integers(0, 9), max_size=6)

@@ -7,14 +7,16 @@ from typing import TypeVar
 import pytest
 from tests.support.known_steps import assert_known, save_known
 
-from penstock.checkpoint.commit.catalog import open_catalog
-from penstock.checkpoint.commit.protocol import LEASE_ENDING, LEASE_S, Seal, lease_text
-from penstock.checkpoint.commit.record_commit import (
+from penstock.checkpoint.commit.checkpoints import begin_save, open_catalog, open_draft_store
+from penstock.checkpoint.commit.protocol import (
+    LEASE_ENDING,
+    LEASE_S,
     RECORD_NAME,
     RecordCatalog,
     RecordDraftStore,
+    Seal,
+    lease_text,
 )
-from penstock.checkpoint.commit.transaction import begin_save, open_draft_store
 from penstock.cluster.comm import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
 from penstock.storage.in_memory import MemorySource, MemoryStorage
@@ -83,7 +85,7 @@ def test_of_two_saves_of_one_name_one_wins_whole_and_the_other_fails() -> None:
 def test_a_save_that_another_one_has_overtaken_is_given_up() -> None:
     storage = MemoryStorage()
     place = begin_save(storage, NAME, SoloComm())
-    write_object(place.data_storage, place.key("__0_0.distcp"), [b"123"])
+    write_object(place.data_storage, place.draft.key("__0_0.distcp"), [b"123"])
     save_known(storage, NAME, 2, SoloComm())
     with pytest.raises(AlreadyThere, match="Another save committed step-1 first"):
         place.commit(lambda: SEAL)
@@ -99,7 +101,7 @@ def test_a_record_whose_answer_was_lost_is_committed() -> None:
             return storage.write_if(key, content, replaces=replaces)
 
     place = begin_save(storage, NAME, SoloComm(), drafts=RecordDraftStore(storage, _LosesAnswers()))
-    write_object(storage, place.key("__0_0.distcp"), [b"123"])
+    write_object(storage, place.draft.key("__0_0.distcp"), [b"123"])
     assert place.commit(lambda: SEAL).folder == place.draft.folder
     assert len(keys(storage)) == 4
 
@@ -212,7 +214,7 @@ def test_an_abandoned_save_is_removed_or_logged(
 ) -> None:
     storage = MemoryStorage()
     place = begin_save(storage, NAME, SoloComm())
-    write_object(place.data_storage, place.key("__0_0.distcp"), [b"123"])
+    write_object(place.data_storage, place.draft.key("__0_0.distcp"), [b"123"])
     place.abandon()
     assert keys(storage) == []
     stuck = FailAtCall(storage, "delete", 1)

@@ -10,8 +10,8 @@ from tests.support.file_faults import CallLog, faulty_calls
 from tests.support.known_steps import files_below
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.commit import transaction
-from penstock.checkpoint.commit.transaction import (
+from penstock.checkpoint.commit import checkpoints
+from penstock.checkpoint.commit.checkpoints import (
     begin_save,
     stage_on_all_ranks,
     write_and_commit,
@@ -70,7 +70,7 @@ def test_a_rank_syncs_names_that_rank_0_may_not_see(
     calls = CallLog()
     storage = files_below(tmp_path, faulty_calls(calls))
     mounts = iter({"one": "11", "several": "12", "unknown": ["", ""]}[mount])
-    monkeypatch.setattr(transaction, "name_mount", lambda _: next(mounts))
+    monkeypatch.setattr(checkpoints, "name_mount", lambda _: next(mounts))
 
     def work(comm: ThreadComm) -> int:
         place = begin_save(storage, "x", comm)

@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402 - torch may be missing
 
-from penstock.checkpoint.formats.data_classes import names_beyond_data  # noqa: E402 - it loads torch
+from penstock.checkpoint.formats.dcp_item import names_beyond_data  # noqa: E402 - it loads torch
 
 
 def stock_item(tensor: Any) -> bytes:

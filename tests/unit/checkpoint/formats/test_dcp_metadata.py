@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.dcp_metadata import (
+from penstock.checkpoint.formats.description import (
     MetadataWriter,
     metadata_bytes,
     read_metadata,

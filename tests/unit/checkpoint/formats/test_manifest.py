@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.manifest import (
+from penstock.checkpoint.formats.description import (
     SUM_BYTES,
     Manifest,
     ManifestFile,

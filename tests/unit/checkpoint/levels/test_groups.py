@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-from penstock.checkpoint.levels.parity import choose_groups, fit_scheme
+from penstock.checkpoint.levels.redundancy import choose_groups, fit_scheme
 from penstock.errors import UsageError
 
 domains = st.lists(st.sampled_from([f"host-{number}" for number in range(6)]), min_size=1, max_size=60)
@@ -61,23 +61,23 @@ def test_a_single_copy_has_groups_of_one() -> None:
 def test_a_scheme_that_does_not_fit_is_replaced_by_the_best_that_does(
     wanted: Scheme, hosts: str, used: Scheme
 ) -> None:
-    fitted = fit_scheme(wanted, list(hosts))
-    assert fitted.scheme == used
-    assert min(map(len, fitted.groups)) > used.losses
-    assert (fitted.shortfall == "") is (used == wanted)
-    if fitted.shortfall:
-        assert f"{wanted} does not fit" in fitted.shortfall
-        assert "single copy" in fitted.shortfall if used.name == "single" else used.name in fitted.shortfall
+    scheme, groups, shortfall = fit_scheme(wanted, list(hosts))
+    assert scheme == used
+    assert min(map(len, groups)) > used.losses
+    assert (shortfall == "") is (used == wanted)
+    if shortfall:
+        assert f"{wanted} does not fit" in shortfall
+        assert "single copy" in shortfall if used.name == "single" else used.name in shortfall
 
 
 @given(domains, st.sampled_from([Partner, Xor, DoubleParity]), st.integers(3, 10))
 def test_whatever_the_hosts_some_scheme_fits_and_keeps_domains_apart(
     names: list[str], kind: type[Xor], members: int
 ) -> None:
-    fitted = fit_scheme(kind(group=members, every=3), names)
-    assert fitted.scheme.every == 3
-    assert sorted(rank for group in fitted.groups for rank in group) == list(range(len(names)))
-    assert all(len({names[rank] for rank in group}) == len(group) for group in fitted.groups)
+    scheme, groups, _ = fit_scheme(kind(group=members, every=3), names)
+    assert scheme.every == 3
+    assert sorted(rank for group in groups for rank in group) == list(range(len(names)))
+    assert all(len({names[rank] for rank in group}) == len(group) for group in groups)
 
 
 def test_a_strict_scheme_is_refused_where_it_does_not_fit() -> None:

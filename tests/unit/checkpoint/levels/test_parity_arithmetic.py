@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.levels.parity import (
+from penstock.checkpoint.levels.redundancy import (
     CACHED_BYTES,
     add,
     add_scaled,

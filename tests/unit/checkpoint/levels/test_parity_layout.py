@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.levels.parity import Layout, add, add_scaled, build_layout, double_and_add
+from penstock.checkpoint.levels.redundancy import Layout, add, add_scaled, build_layout, double_and_add
 
 CHUNK_BYTES = 16
 

@@ -1,6 +1,7 @@
 """Parity and copies over ranks that are threads: what is lost comes back, in files, bit for bit."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.engine import RankSaveStats, WrittenShare
-from penstock.checkpoint.formats.manifest import WrittenFile, checksum_of
+from penstock.checkpoint.formats.description import WrittenFile, checksum_of
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Xor
-from penstock.checkpoint.levels.parity import Layout, build_layout, multiply
 from penstock.checkpoint.levels.protection import (
     FirstFailure,
     MemberReader,
@@ -22,7 +22,14 @@ from penstock.checkpoint.levels.protection import (
     Protector,
     parity_file_name,
 )
-from penstock.checkpoint.levels.records import GroupMember, GroupRecord, RecordedFile
+from penstock.checkpoint.levels.redundancy import (
+    GroupMember,
+    GroupRecord,
+    Layout,
+    RecordedFile,
+    build_layout,
+    multiply,
+)
 from penstock.errors import OutOfSpace, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -345,7 +352,7 @@ def _stored(sizes: list[int]) -> tuple[MemoryStorage, tuple[RecordedFile, ...]]:
 def test_concatenated_files_are_followed_by_zeros() -> None:
     storage, files = _stored([10, 0, 6])
     whole = b"".join(bytes(read_object(storage, file.name)) for file in files)
-    with MemberReader(files, storage.open) as run:
+    with closing(MemberReader(files, storage, str)) as run:
         buffer = memoryview(bytearray(b"x" * 32))
         run.read_into(0, buffer)
         assert bytes(buffer) == whole + bytes(16)
@@ -355,7 +362,7 @@ def test_concatenated_files_are_followed_by_zeros() -> None:
 
 def test_a_failed_write_leaves_no_file() -> None:
     storage = MemoryStorage("mem://half")
-    with MemberWriter([("a", 4), ("b", 4)], storage.create) as out:
+    with closing(MemberWriter([("a", 4), ("b", 4)], storage, str)) as out:
         out.write(memoryview(b"12345"))
     assert [info.key for info in storage.list()] == ["a"]
 

@@ -7,13 +7,13 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.levels.parity import choose_groups
-from penstock.checkpoint.levels.records import (
+from penstock.checkpoint.levels.redundancy import (
     GroupMember,
     GroupRecord,
     NodeShares,
     RecordedFile,
     assess,
+    choose_groups,
     choose_home_rank,
 )
 

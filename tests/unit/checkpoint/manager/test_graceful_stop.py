@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.manager.graceful_stop import (
+from penstock.checkpoint.manager.policies import (
     MARKER_NAME,
     GracefulStop,
-    SignalWatch,
     StopConditions,
     StopRequest,
     cancel_stop_request,
@@ -137,17 +136,17 @@ def test_a_signal_is_noted_and_passed_to_the_former_handler() -> None:
 def test_a_handler_installed_later_stays() -> None:
     first: Any = signal.getsignal(signal.SIGUSR2)
     try:
-        watch = SignalWatch(["SIGUSR2"])
+        job = Job(StopConditions(signals=("SIGUSR2",)))
         ours: Any = signal.getsignal(signal.SIGUSR2)
 
         def later(number: int, frame: FrameType | None) -> None:
             ours(number, frame)
 
         signal.signal(signal.SIGUSR2, later)
-        watch.close()
+        job.halting.close()
         assert signal.getsignal(signal.SIGUSR2) is later
         signal.raise_signal(signal.SIGUSR2)
-        assert watch.received == "SIGUSR2"
+        assert job.step(1) == "SIGUSR2 was received"
     finally:
         signal.signal(signal.SIGUSR2, first)
 
@@ -155,7 +154,7 @@ def test_a_handler_installed_later_stays() -> None:
 def test_signals_are_for_the_main_thread() -> None:
     assert threading.current_thread() is threading.main_thread()
     with ThreadPoolExecutor(1) as threads, pytest.raises(UsageError, match="Only the main thread"):
-        threads.submit(SignalWatch, ["SIGUSR2"]).result()
+        threads.submit(Job, StopConditions(signals=("SIGUSR2",))).result()
 
 
 @pytest.mark.parametrize(

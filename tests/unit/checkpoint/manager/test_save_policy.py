@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.manager.save_policy import (
+from penstock.checkpoint.manager.policies import (
     Daly,
     EverySeconds,
     EverySteps,

@@ -1,7 +1,6 @@
 """Which checkpoint must be whole before another one may go: the newest first, and no more than needed."""
 
-from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState
-from penstock.checkpoint.tools.remove import find_other_whole
+from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState, find_other_whole
 
 
 def listed(

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.formats.dcp_item import envelope, item_start
-from penstock.checkpoint.formats.dcp_metadata import metadata_bytes
+from penstock.checkpoint.formats.description import metadata_bytes
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Regions, StoredRegions, TensorFacts
 from penstock.checkpoint.tools.convert import build_header, plan_shards
-from penstock.checkpoint.tools.tensor_slabs import Slab, SlabReader, cut_into_slabs
+from penstock.checkpoint.tools.tensor_slabs import SlabReader, cut_into_slabs
 from penstock.errors import DataDamaged
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -25,19 +25,18 @@ SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 def test_slabs_follow_one_another_and_are_all_of_a_tensor(
     shape: tuple[int, ...], item_bytes: int, most_bytes: int
 ) -> None:
-    facts = TensorFacts("x", "int8", shape, item_bytes)
     whole = np.arange(math.prod(shape)).reshape(shape or (1,))
     found = []
-    for slab in cut_into_slabs(shape, item_bytes, most_bytes):
-        part = whole[slab.prefix][slab.begin : slab.end]
-        assert part.size * item_bytes == slab.num_bytes(facts) <= max(most_bytes, item_bytes)
+    for (prefix, begin, end), num_bytes in cut_into_slabs(shape, item_bytes, most_bytes):
+        part = whole[prefix][begin:end]
+        assert part.size * item_bytes == num_bytes <= max(most_bytes, item_bytes)
         found += part.ravel().tolist()
     assert found == list(range(math.prod(shape)))
 
 
 def test_empty_tensors_have_no_slabs_and_scalars_have_one() -> None:
     assert list(cut_into_slabs((3, 0, 2), 4, 100)) == []
-    assert list(cut_into_slabs((), 4, 100)) == [Slab((), 0, 1)]
+    assert list(cut_into_slabs((), 4, 100)) == [(((), 0, 1), 4)]
 
 
 Cuts = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -92,8 +91,8 @@ def test_slabs_are_assembled_from_any_regions(
     elements = SlabReader(opened)
     elements.require_whole(0)
     found = b""
-    for slab in cut_into_slabs(shape, 2, most_bytes):
-        target = bytearray(slab.num_bytes(opened.index.tensors[0]))
+    for slab, num_bytes in cut_into_slabs(shape, 2, most_bytes):
+        target = bytearray(num_bytes)
         elements.read_slab(0, slab, memoryview(target))
         found += target
     elements.close()

@@ -25,7 +25,7 @@ def run(name: str, folder: Path) -> None:
 
 def serve() -> None:
     """Until stdin ends."""
-    for module in ("penstock.checkpoint.api", "penstock.checkpoint.torch_dcp.reader"):
+    for module in ("penstock.checkpoint.api", "penstock.checkpoint.torch_dcp"):
         importlib.import_module(module)
     for line in sys.stdin:
         name, folder = json.loads(line)

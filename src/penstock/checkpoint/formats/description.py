@@ -1,18 +1,26 @@
-"""`penstock.json`, the manifest: every byte of a checkpoint, with an XXH3-128 checksum for each item.
+"""The two files that describe a checkpoint: `penstock.json`, the manifest, and torch's `.metadata`.
 
-Rank 0 writes it when all files are durable, and before `.metadata`. It also has the index, in columns: a load
-needs nothing of `.metadata` but its checksum. A checksum is 16 bytes, in the order that `xxhsum -H2` prints
-them; it detects damage, not forgery. Invariant: each byte of a checkpoint is covered once: by an item's
-checksum, a gap between items (zeros), the checksum of `.metadata` or the manifest's own.
+Rank 0 writes both when all files are durable, `.metadata` last. The manifest has an XXH3-128 checksum for
+each item, and the index in columns: a load needs nothing of `.metadata` but its checksum. A checksum is 16
+bytes, in the order that `xxhsum -H2` prints them; it detects damage, not forgery. `.metadata` is written with
+torch's classes, so that stock torch reads it, and read without torch, where there is no manifest: no code of
+the file runs, see `restricted_pickle`. Invariants: each byte of a checkpoint is covered once: by an item's
+checksum, a gap between items (zeros), the checksum of `.metadata` or the manifest's own; an index that was
+read has been checked: every region has one place and is inside its tensor, and no file name leaves the
+checkpoint's folder.
 """
 
 from __future__ import annotations
 
+import gc
+import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Final, Literal
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
 import xxhash
@@ -20,7 +28,9 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock import __version__
+from penstock.checkpoint.formats.restricted_pickle import read_metadata_pickle
 from penstock.checkpoint.state.regions import (
+    QUANTIZED,
     UNKNOWN,
     Bytes,
     CheckpointIndex,
@@ -32,6 +42,8 @@ from penstock.checkpoint.state.regions import (
     Transforms,
     check_index,
     element_type,
+    pad_rows,
+    refuse_index,
 )
 from penstock.errors import (
     AccessRefused,
@@ -45,6 +57,10 @@ from penstock.errors import (
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.protocol import check_key
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
 
 SUM_BYTES = 16
 BLOCK_BYTES = 16 << 20
@@ -269,11 +285,28 @@ class _Document(_Strict):
 def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manifest:
     """Check a manifest's own checksum, then its content; `DataDamaged` names the first error."""
     content = bytes(content)
-    _check_own_sum(content, where)
+    end = len(OPENING) + _HEX
+    stated = content[len(OPENING) : end]
+    if not content.startswith(OPENING) or stated != checksum_of(OPENING, content[end:]).hex().encode():
+        raise DataDamaged(
+            "The manifest is not as it was written: its own checksum differs",
+            where=where,
+            fix="Load an older checkpoint; stock torch may still load this one, unverified.",
+        )
     try:
         document = _Document.model_validate_json(content)
     except ValidationError as error:
-        raise _unreadable(content, error, where) from error
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        if place != "version":
+            raise DataDamaged(f"The manifest's {place}: {first['msg']}", where=where) from error
+        # Another version is not damage.
+        version: Any = json.loads(content).get("version")
+        raise Unavailable(
+            f"The manifest has version {version}, this Penstock reads versions up to {MANIFEST_VERSION}",
+            where=where,
+            fix="Use the version of Penstock that wrote it, or a newer one.",
+        ) from error
     names = tuple(document.names)
     files = tuple(_file(file, len(names), where) for file in document.files)
     return Manifest(
@@ -291,36 +324,12 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
     )
 
 
-def _check_own_sum(content: bytes, where: str) -> None:
-    end = len(OPENING) + _HEX
-    stated = content[len(OPENING) : end]
-    if not content.startswith(OPENING) or stated != checksum_of(OPENING, content[end:]).hex().encode():
-        raise DataDamaged(
-            "The manifest is not as it was written: its own checksum differs",
-            where=where,
-            fix="Load an older checkpoint; stock torch may still load this one, unverified.",
-        )
-
-
-def _unreadable(content: bytes, error: ValidationError, where: str) -> DataDamaged | Unavailable:
-    """The error for content that is as it was written: another version is not damage."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    if place == "version":
-        version: Any = json.loads(content).get("version")
-        return Unavailable(
-            f"The manifest has version {version}, this Penstock reads versions up to {MANIFEST_VERSION}",
-            where=where,
-            fix="Use the version of Penstock that wrote it, or a newer one.",
-        )
-    return DataDamaged(f"The manifest's {place}: {first['msg']}", where=where)
-
-
 def _file(file: _File, num_names: int, where: str) -> ManifestFile:
     """Check a file's columns: items are in order, do not overlap, and are inside the file."""
     try:
         check_key(file.name, where)
-        columns = [np.asarray(column) for column in _columns(file.items)]
+        items = file.items
+        columns = list(map(np.asarray, (items.name, items.offset, items.size_bytes, items.payload_offset)))
         sums = bytes.fromhex(file.items.xxh3_128)
     except (AccessRefused, ValueError) as error:
         raise DataDamaged(f"The manifest's file {file.name!r}: {error}", where=where) from error
@@ -341,10 +350,6 @@ def _file(file: _File, num_names: int, where: str) -> ManifestFile:
         payload_offset=payload,
         sums=sums,
     )
-
-
-def _columns(items: _Items) -> Iterable[list[int]]:
-    return items.name, items.offset, items.size_bytes, items.payload_offset
 
 
 def _read_index(
@@ -533,3 +538,250 @@ def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri:
             uri=uri,
             fix="Find out which other program writes there, then save again.",
         )
+
+
+VERSION: Final = "1.0.0"
+_FORGET_EVERY: Final = 1000
+
+
+def metadata_bytes(index: CheckpointIndex) -> bytes:
+    """The file that describes `index` to torch."""
+    content, num_items = io.BytesIO(), 0
+    # Protocol 3 numbers what it remembers, so that numbers can be used again: see `_Streamed`.
+    pickler = pickle.Pickler(content, protocol=3)
+
+    def forget(items: Iterable[Any]) -> Iterator[Any]:
+        nonlocal num_items
+        for item in items:
+            num_items += 1
+            if num_items % _FORGET_EVERY == 0:
+                pickler.clear_memo()
+            yield item
+
+    with paused_garbage_collection():
+        pickler.dump(
+            _describe(
+                index,
+                lambda items: _Streamed((list, (), None, forget(items), None)),
+                lambda items: _Streamed((dict, (), None, None, forget(items))),
+            )
+        )
+    return content.getvalue()
+
+
+def torch_metadata(index: CheckpointIndex) -> Metadata:
+    """The description of `index` for torch's planners."""
+    return _describe(index, list, dict)
+
+
+class _Streamed:
+    """A list or dict whose items are made while they are pickled, and then forgotten.
+
+    A million parts and the pickler's memory of them would take several gigabytes at once. The pickler forgets
+    names, too, and writes them again after a while; nothing refers to a container that is being written.
+    """
+
+    def __init__(self, reduced: tuple[Any, ...]) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+def _describe(
+    index: CheckpointIndex,
+    make_list: Callable[[Iterable[Any]], Any],
+    make_dict: Callable[[Iterable[tuple[Any, Any]]], Any],
+) -> Metadata:
+    import torch  # noqa: PLC0415 - only writers have it loaded
+    from torch.distributed.checkpoint import metadata as records  # noqa: PLC0415 - takes half a second
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415 - likewise
+
+    stored = index.stored
+    order = np.argsort(stored.regions.tensor, kind="stable")
+    begins = np.searchsorted(stored.regions.tensor[order], np.arange(len(index.tensors) + 1)).tolist()
+    size = torch.Size
+
+    def parts(number: int) -> Iterator[tuple[Any, ...]]:
+        """For each part of a tensor its row, offsets, sizes, file, and place in the file."""
+        rows, dims = order[begins[number] : begins[number + 1]], len(index.tensors[number].shape)
+        regions = stored.regions.offsets[rows, :dims], stored.regions.sizes[rows, :dims]
+        places = stored.file[rows], stored.item_offset[rows], stored.item_bytes[rows]
+        return zip(*(column.tolist() for column in (rows, *regions, *places)), strict=True)
+
+    def state() -> Iterator[tuple[str, Any]]:
+        for number, facts in enumerate(index.tensors):
+            properties = records.TensorProperties(dtype=getattr(torch, facts.dtype))
+            chunks = make_list(
+                records.ChunkStorageMetadata(size(offsets), size(sizes))
+                for _, offsets, sizes, *_ in parts(number)
+            )
+            yield facts.name, records.TensorStorageMetadata(properties, size(facts.shape), chunks)
+        for held in index.objects:
+            yield held.name, records.BytesStorageMetadata()
+
+    def place(file: int, offset: int, num_bytes: int, transforms: Transforms) -> Any:
+        if transforms:
+            # Older versions of torch lack this field, and read what is not transformed.
+            return _StorageInfo(index.files[file], offset, num_bytes, transform_descriptors=list(transforms))
+        return _StorageInfo(index.files[file], offset, num_bytes)
+
+    def storage() -> Iterator[tuple[Any, Any]]:
+        for number, facts in enumerate(index.tensors):
+            for row, offsets, _, file, begin, num_bytes in parts(number):
+                transforms = index.transforms[row] if index.transforms else ()
+                yield (
+                    records.MetadataIndex(facts.name, size(offsets)),
+                    place(file, begin, num_bytes, transforms),
+                )
+        for held in index.objects:
+            at = held.file, held.offset, held.size_bytes
+            yield records.MetadataIndex(held.name), place(*at, held.transforms)
+
+    described = records.Metadata(
+        state_dict_metadata=make_dict(state()),
+        planner_data=dict(index.paths),
+        storage_data=make_dict(storage()),
+        storage_meta=records.StorageMeta(),
+    )
+    # A field of newer versions of torch; its readers ask for it by name.
+    described.version = VERSION
+    return described
+
+
+class MetadataWriter:
+    """Writes `.metadata`, and keeps the bytes as long as they describe the same.
+
+    While a job's plan does not change, neither does the file: only the manifest tells checkpoints apart.
+    """
+
+    def __init__(self) -> None:
+        self._index: CheckpointIndex | None = None
+        self._content = b""
+
+    def write(self, index: CheckpointIndex) -> bytes:
+        """The file that describes `index`."""
+        if self._index is None or not _are_same(self._index, index):
+            self._index, self._content = index, metadata_bytes(index)
+        return self._content
+
+
+def _are_same(one: CheckpointIndex, other: CheckpointIndex) -> bool:
+    """Return whether `.metadata` of both is the same."""
+    texts = attrgetter("tensors", "objects", "files", "paths", "transforms")
+    columns = attrgetter(
+        *("regions.tensor", "regions.offsets", "regions.sizes", "file", "item_offset", "item_bytes")
+    )
+    return texts(one) == texts(other) and all(map(np.array_equal, columns(one.stored), columns(other.stored)))
+
+
+def read_metadata(content: bytes | bytearray | memoryview, where: str) -> CheckpointIndex:
+    """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
+    with paused_garbage_collection():
+        root = read_metadata_pickle(content, where)
+        if getattr(root, "kind", None) != "Metadata":
+            refuse_index("It is not the metadata of a checkpoint", where)
+        try:
+            return _parse(root, where)
+        except UsageError:
+            raise
+        except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+            raise DataDamaged(
+                f"Its records are not those of a checkpoint: {type(error).__name__}: {error}", where=where
+            ) from error
+
+
+def _parse(root: Any, where: str) -> CheckpointIndex:
+    """Turn torch's records into columns."""
+    keys = map(attrgetter("fqn", "offset"), root.storage_data)
+    places = dict(zip(keys, root.storage_data.values(), strict=True))
+    files: dict[str, int] = {}
+    tensors: list[TensorFacts] = []
+    objects: list[StoredObject] = []
+    chunks: list[Any] = []
+    places_of_chunks: list[Any] = []
+    counts = []
+
+    def find(name: str, offsets: tuple[int, ...] | None) -> Any:
+        place = places.get((name, offsets))
+        # torch before 2.1 gave unsharded tensors no offsets.
+        if place is None and not any(offsets or ()):
+            place = places.get((name, None))
+        if place is None:
+            at = f" at {list(offsets)}" if offsets is not None else ""
+            refuse_index(f"{name}{at} was not written: no file holds it", where)
+        return place
+
+    def add_object(name: str, offsets: tuple[int, ...] | None) -> None:
+        place = find(name, offsets)
+        file = files.setdefault(place.relative_path, len(files))
+        transforms = tuple(place.transform_descriptors or ())
+        objects.append(StoredObject(str(name), file, int(place.offset), int(place.length), transforms))
+
+    for name, about in root.state_dict_metadata.items():
+        if about.kind == "BytesStorageMetadata":
+            add_object(name, None)
+            continue
+        dtype, layout, *_ = about.properties.state
+        if dtype in QUANTIZED:
+            if len(about.chunks) != 1 or tuple(about.chunks[0].sizes) != tuple(about.size):
+                raise UsageError(
+                    f"The quantized tensor {name} is stored in parts", where=where, fix="Load it with torch."
+                )
+            add_object(name, about.chunks[0].offsets)
+            continue
+        if layout != "torch.strided":
+            raise UsageError(f"The tensor {name} is stored as {layout}, not densely", where=where)
+        kind = element_type(dtype)
+        shape = tuple(int(extent) for extent in about.size)
+        tensors.append(TensorFacts(str(name), kind.name, shape, kind.size_bytes))
+        chunks += about.chunks
+        counts.append(len(about.chunks))
+        places_of_chunks += [find(name, chunk.offsets) for chunk in about.chunks]
+    tensor = np.repeat(np.arange(len(counts)), counts)
+    dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)
+    boxes = []
+    for field_name, padding in (("offsets", 0), ("sizes", 1)):
+        rows = list(map(attrgetter(field_name), chunks))
+        if not np.array_equal(_ints(map(len, rows)), dims[tensor]):
+            raise ValueError("a chunk has not as many dimensions as its tensor")
+        boxes.append(pad_rows(rows, padding, least_width=int(dims.max(initial=0))))
+    transforms = [tuple(place.transform_descriptors or ()) for place in places_of_chunks]
+    stored = StoredRegions(
+        Regions(tensor, *boxes),
+        file=_ints(files.setdefault(place.relative_path, len(files)) for place in places_of_chunks),
+        item_offset=_ints(place.offset for place in places_of_chunks),
+        item_bytes=_ints(place.length for place in places_of_chunks),
+        payload_offset=np.full(len(places_of_chunks), UNKNOWN, dtype=np.int64),
+        packed=np.array([bool(through) for through in transforms], dtype=np.bool_),
+    )
+    # Data of other planners than torch's default one is ignored.
+    planner_data = getattr(root, "planner_data", None)
+    index = CheckpointIndex(
+        tuple(tensors),
+        stored,
+        tuple(objects),
+        tuple(files),
+        paths={
+            name: path
+            for name, path in (planner_data.items() if isinstance(planner_data, Mapping) else ())
+            if isinstance(name, str)
+            and isinstance(path, tuple)
+            and all(isinstance(key, str | int) for key in path)
+        },
+        transforms=transforms if any(transforms) else (),
+    )
+    check_index(index, where)
+    return index
+
+
+@contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector, which takes as long as the reading itself for a million records."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,570 @@
+"""Committed checkpoints: found by path, URI or step; kept or removed; made by a save, from draft to commit.
+
+    begin_save -> every rank writes its files and reports them to rank 0 -> rank 0 commits -> retention
+
+Paths and URIs that users give are resolved here. Rank 0 alone changes what is visible, once all ranks have
+written; the others learn the outcome in the same call. Invariants: a `CheckpointRef` was committed when it
+was made; steps are what the storage lists as committed, and the pointer `latest` is for people and other
+programs: nothing here ever reads it; `commit` returns on every rank with the checkpoint durable, or raises on
+every rank with older checkpoints unharmed.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from penstock.checkpoint.commit.protocol import (
+    HIDDEN_PREFIX,
+    LEASE_S,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Committed,
+    Draft,
+    DraftStore,
+    FolderCatalog,
+    FolderDraftStore,
+    RecordCatalog,
+    RecordDraftStore,
+    Seal,
+    WriterLease,
+)
+from penstock.checkpoint.formats.description import Manifest, checksum_of, read_manifest
+from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks, run_on_rank0
+from penstock.errors import (
+    DataDamaged,
+    ObjectNotFound,
+    PenstockError,
+    StorageError,
+    Unavailable,
+    UsageError,
+    name_some,
+)
+from penstock.storage import Storage
+from penstock.storage.capabilities import (
+    defer_sync,
+    find_folder_tree,
+    find_local_root,
+    name_mount,
+    no_thread,
+    prefer_direct_access,
+    require_conditional_writes,
+    sync_names,
+)
+from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.uri import find_opener, open_here, parse_uri
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, Urgency, WrittenShare
+    from penstock.progress import Progress
+
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointRef:
+    """A committed checkpoint and the storage that has it."""
+
+    storage: Storage
+    committed: Committed
+    readable: tuple[str, ...] | None = None
+    """The files that this rank can open, if not every rank can open all. Set on all ranks or on none."""
+
+    @property
+    def uri(self) -> str:
+        """Its name in messages."""
+        return f"{self.storage.uri.rstrip('/')}/{self.committed.name}"
+
+    def key(self, file_name: str) -> str:
+        """The key of one of its files."""
+        return self.committed.key(file_name)
+
+    def is_whole(self) -> bool:
+        """Return whether manifest, metadata and all files are there with their sizes; payloads are not read.
+
+        A checkpoint without a manifest cannot be checked, and counts as incomplete.
+        """
+        try:
+            _, seal = self.read_seal()
+            sizes = {info.key: info.size_bytes for info in self.storage.list(self.committed.folder)}
+        except (StorageError, Unavailable) as error:
+            logger.info("%s is incomplete: %s", self.uri, error)
+            return False
+        return all(sizes.get(self.key(name)) == size_bytes for name, size_bytes in seal.sizes.items())
+
+    def read_manifest(self) -> Manifest:
+        """Its manifest; `ObjectNotFound` if another program saved it."""
+        return read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
+
+    def read_seal(self) -> tuple[Manifest, Seal]:
+        """Its manifest, parsed, and what sealed it; `DataDamaged` if that is not as it was written."""
+        content = bytes(read_object(self.storage, self.key(MANIFEST_NAME)))
+        manifest = read_manifest(content, self.uri)
+        metadata = bytes(read_object(self.storage, self.key(METADATA_NAME)))
+        if checksum_of(metadata) != manifest.metadata_sum:
+            raise DataDamaged("The checksum of its .metadata differs", where=self.uri)
+        sizes = {file.name: file.size_bytes for file in manifest.files}
+        return manifest, Seal(manifest=content, metadata=metadata, sizes=sizes)
+
+
+def split_path(path: AnyPath) -> tuple[str, str]:
+    """The URI of a checkpoint's parent folder, with its options, and the checkpoint's name."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(
+            f"The path is a {type(path).__name__}, not a path or URI",
+            fix="The state comes first: save(state, path), load(state, path).",
+        )
+    text = os.fspath(path)
+    location = parse_uri(text)
+    parts = location.split_name()
+    if parts is None:
+        # An unknown scheme is the better reason.
+        find_opener(location)
+        raise UsageError(
+            f"{text!r} is the root of a storage, not a checkpoint",
+            fix="Add the name of the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",
+        )
+    parent, name = parts
+    return parent.text, name
+
+
+def can_be_named(path: AnyPath) -> bool:
+    """Return whether a checkpoint may be at this path or URI."""
+    try:
+        open_parent(path)
+    except (PenstockError, ValueError):
+        return False
+    return True
+
+
+def absolute_path(path: Any) -> str:
+    """The form in which ranks compare paths; what is no path, opening refuses."""
+    try:
+        return parse_uri(os.fspath(path)).uri
+    except (TypeError, UsageError):
+        return repr(path)
+
+
+def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
+    """The storage of a checkpoint's parent folder, and the checkpoint's name in it."""
+    above, name = split_path(path)
+    return open_here(above, rank=rank), name
+
+
+POINTER_NAME: Final = "latest"
+_STEP_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+def step_dirname(step: int) -> str:
+    """The name of the folder of a step."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"Invalid step {step!r}", fix="Count steps from 0.")
+    return f"step-{step}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step that a folder is named after; None for other names."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class StepCatalog:
+    """The committed steps of one run. Any rank may read; only rank 0 may change anything."""
+
+    def __init__(self, storage: Storage, *, has_pointer: bool = True) -> None:
+        self.storage = storage
+        self._catalog = open_catalog(storage)
+        self._has_pointer = has_pointer
+
+    def committed(self) -> list[int]:
+        """All committed steps, ascending."""
+        steps = (parse_step(name) for name in self._catalog.names())
+        return sorted(step for step in steps if step is not None)
+
+    def require_run(self) -> None:
+        """`UsageError` if this is a checkpoint itself, and not the folder of a run with steps."""
+        if exists(self.storage, METADATA_NAME):
+            raise UsageError(
+                "This is a checkpoint, not the folder of a run",
+                where=self.storage.uri,
+                fix="Give the manager the folder above it, or use pc.load.",
+            )
+        others = sorted(name for name in self._catalog.names() if parse_step(name) is None)
+        if others:
+            logger.warning(
+                "%s has no step-NUMBER, but other checkpoints: %s. pc.load loads them by name",
+                self.storage.uri,
+                name_some(others),
+            )
+
+    def find(self, step: int) -> CheckpointRef:
+        """The checkpoint of a step; `ObjectNotFound` if it is not committed."""
+        return CheckpointRef(self.storage, self._catalog.find(step_dirname(step)))
+
+    def hide(self, step: int) -> Callable[[], None]:
+        """Take a step's name away; the call that this gives removes its files."""
+        return self._catalog.hide(self._catalog.find(step_dirname(step)))
+
+    def set_latest(self, step: int) -> None:
+        """Point `latest` at a step, if there is such a pointer."""
+        if self._has_pointer:
+            # Its name is left to the file system: after a power cut it may point to the step before.
+            storage = defer_sync(self.storage, "names")
+            write_object(storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
+
+    def point_past(self, removed: str) -> None:
+        """Let `latest` name the newest step that is left, if it names a removed one."""
+        with suppress(ObjectNotFound):
+            if bytes(read_object(self.storage, POINTER_NAME)).decode(errors="replace").strip() == removed:
+                newest = max(self.committed(), default=None)
+                if newest is None:
+                    self.storage.delete(POINTER_NAME)
+                else:
+                    self.set_latest(newest)
+
+
+def open_catalog(storage: Storage) -> FolderCatalog | RecordCatalog:
+    """The committed checkpoints of this storage."""
+    tree = find_folder_tree(storage)
+    if tree is None:
+        return RecordCatalog(storage)
+    return FolderCatalog(storage, tree, lambda name: parse_step(name) is not None)
+
+
+def local_path(storage: Storage, key: str) -> Path:
+    """The path of an object on this machine; `Unavailable` if the storage is not a file system."""
+    root = find_local_root(storage)
+    if root is None:
+        raise Unavailable(
+            "manager.output() needs file paths, and this storage is not a file system",
+            where=storage.uri,
+            fix="Pass cache=, a folder on each node: files are written there and then flushed.",
+        )
+    return root / key
+
+
+def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
+    """The steps to remove so that the newest `keep` remain, oldest first; None keeps all.
+
+    If none of those is complete, the newest complete one before them stays, too: a run never loses its last
+    usable checkpoint. `is_whole` is called for the newest first and no more often than needed.
+    """
+    ordered = sorted(steps)
+    if keep is None or len(ordered) <= keep:
+        return []
+    surplus, newest = ordered[:-keep], ordered[-keep:]
+    if any(is_whole(step) for step in reversed(newest)):
+        return surplus
+    spared = next((step for step in reversed(surplus) if is_whole(step)), None)
+    return [step for step in surplus if step != spared]
+
+
+def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> Callable[[], None]:
+    """Point `latest` at a new step and hide the steps beyond `keep`; the returned call removes their files.
+
+    Neither raises `StorageError`: `step` is committed. Steps beyond `step` do not count: a job that begins
+    again, or from an older step, keeps what it saves.
+    """
+    hidden: list[Callable[[], None]] = []
+    with tolerating_leftovers(step):
+        committed = catalog.committed()
+        if step == max(committed, default=None):
+            try:
+                catalog.set_latest(step)
+            except StorageError as error:
+                logger.warning("Step %d is committed, but %r does not name it: %s", step, POINTER_NAME, error)
+        for removed in choose_surplus(
+            [each for each in committed if each <= step],
+            keep,
+            lambda each: each == step or catalog.find(each).is_whole(),
+        ):
+            logger.info("Removing step %d: the newest %s are kept", removed, keep)
+            # One that cannot be removed must not keep the others.
+            with tolerating_leftovers(step):
+                hidden.append(catalog.hide(removed))
+    return partial(remove_leftovers, step, hidden)
+
+
+def remove_leftovers(step: int, removals: Sequence[Callable[[], None]]) -> None:
+    """Remove what a save of `step` has hidden; a failure is a warning."""
+    for remove in removals:
+        with tolerating_leftovers(step):
+            remove()
+
+
+@contextmanager
+def tolerating_leftovers(step: int) -> Iterator[None]:
+    """A warning in place of a `StorageError`: the step is committed, whatever else is left."""
+    try:
+        yield
+    except StorageError as error:
+        logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
+
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+def begin_save(
+    storage: Storage,
+    name: str,
+    comm: Comm,
+    *,
+    drafts: DraftStore | None = None,
+    lease: WriterLease | None = None,
+) -> SaveTransaction:
+    """Begin a save of a checkpoint that will be called `name`, a folder below the root. Collective.
+
+    Sweeps what dead saves left there first. All ranks must reach the same storage: `UsageError` where its URI
+    differs. With the `lease` of a run, `RunInUse` if another job has that.
+    """
+    draft_store = drafts or open_draft_store(storage)
+    uri = f"{storage.uri.rstrip('/')}/{name}"
+    renewer: _LeaseRenewer | None = None
+
+    with ExitStack() as undo:
+
+        def start() -> Draft:
+            nonlocal renewer
+            try:
+                if lease is not None:
+                    lease.hold()
+                sweep_dead_saves(draft_store, storage)
+                draft = draft_store.start(name, secrets.token_hex(8))
+            except StorageError as error:
+                # A folder that cannot be written is the user's; hidden names in it are ours.
+                if HIDDEN_PREFIX in error.where:
+                    error.where = error.uri = uri
+                raise
+            undo.callback(_drop, draft_store, draft)
+            renewer = _LeaseRenewer(draft_store, draft)
+            undo.callback(renewer.stop)
+            return draft
+
+        draft, mount = run_on_rank0(
+            comm,
+            lambda: (start(), name_mount(storage)),
+            # Without the name: where it differs, the error names both folders.
+            awaiting="rank 0 to make room for the checkpoint",
+            same=uri,
+        )
+        undo.pop_all()
+    return SaveTransaction(storage, comm, draft_store, draft, mount=mount, lease=renewer)
+
+
+def _drop(drafts: DraftStore, draft: Draft) -> None:
+    """Remove a draft of a save that has failed, which says why: this may fail too, and is only logged."""
+    try:
+        drafts.drop(draft)
+    except StorageError as error:
+        logger.warning("Could not remove the unfinished checkpoint %s: %s", draft.folder, error)
+
+
+def sweep_dead_saves(drafts: DraftStore, storage: Storage) -> None:
+    """Remove what dead saves left in this storage, and log it."""
+    for name in drafts.sweep():
+        logger.info("Removed %s, the remains of a dead save, below %s", name, storage.uri)
+
+
+def open_draft_store(storage: Storage) -> DraftStore:
+    """The commit protocol for this storage: folders that are renamed, or records."""
+    if (tree := find_folder_tree(storage)) is not None:
+        return FolderDraftStore(storage, tree)
+    return RecordDraftStore(storage, require_conditional_writes(storage))
+
+
+class SaveTransaction:
+    """One rank's view of a save in progress. `abandon` it on every rank if anything fails before `commit`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        comm: Comm,
+        drafts: DraftStore,
+        draft: Draft,
+        *,
+        mount: str,
+        lease: _LeaseRenewer | None,
+    ) -> None:
+        """`mount` is by which rank 0 reaches the storage; rank 0 has the `lease`."""
+        self.storage = storage
+        self.draft = draft
+        self._mount = mount
+        self._comm = comm
+        self.drafts = drafts
+        self._is_over = False
+        self._lease = lease
+
+    @cached_property
+    def data_storage(self) -> Storage:
+        """The storage for data files: bypasses the page cache where possible, and writes in place.
+
+        In place, because a draft is invisible anyway: a second name and rename for each file gain nothing.
+        The commit makes their names durable, and compares their sizes.
+        """
+        return defer_sync(prefer_direct_access(self.storage), "names")
+
+    def sync_own_names(self) -> None:
+        """Make the names of what this rank has written durable, unless the commit will on rank 0."""
+        # Of what other nodes wrote to a shared file system it may know nothing.
+        if self._comm.rank and not (self._mount and name_mount(self.storage) == self._mount):
+            sync_names(self.storage, self.draft.folder)
+
+    def commit(self, make_seal: Callable[[], Seal]) -> Committed:
+        """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.
+
+        Every rank's files must be finished. If this raises, the draft is gone, and an older checkpoint of
+        this name is as it was.
+        """
+        with self.ending():
+            return run_on_rank0(
+                self._comm,
+                lambda: self.drafts.publish(self.draft, make_seal()),
+                awaiting=f"rank 0 to commit {self.draft.name}",
+            )
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the transaction: `abandon` it on an error."""
+        with ExitStack() as undo:
+            undo.callback(self.abandon)
+            yield
+            self._end()
+            undo.pop_all()
+
+    def abandon(self) -> None:
+        """Remove what this save has written. Safe twice, and after `commit`; never raises `StorageError`.
+
+        Not collective: call it when no rank writes any more. What a rank still writes is swept later.
+        """
+        if self._is_over:
+            return
+        self._end()
+        if self._comm.rank != 0:
+            return
+        _drop(self.drafts, self.draft)
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._lease is not None:
+            self._lease.stop()
+
+
+class _LeaseRenewer:
+    """Renews a draft's lease on its own thread, until `stop` or the end of this process.
+
+    Four times in the life of a lease, so that a renewal may fail or be late before others sweep the draft.
+    """
+
+    def __init__(self, drafts: DraftStore, draft: Draft, *, every_s: float = LEASE_S / 4) -> None:
+        self._drafts = drafts
+        self._draft = draft
+        self._every_s = every_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"lease of {draft.name}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise no_thread(error) from error
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            try:
+                self._drafts.renew(self._draft)
+            except StorageError as error:
+                logger.warning("Could not renew the lease of %s: %s", self._draft.folder, error)
+
+
+def write_and_commit(
+    prepared: PreparedSave,
+    staged: StagedSave,
+    storage: Storage,
+    name: str,
+    comm: Comm,
+    *,
+    timeout_s: float,
+    progress: Progress | None = None,
+) -> tuple[Committed, tuple[RankSaveStats, ...]]:
+    """Write what is staged and commit it; the statistics of each rank, in rank order. Collective."""
+    with ExitStack() as undo:
+        undo.callback(staged.cancel)
+        transaction = begin_save(storage, name, comm)
+        undo.pop_all()
+    return write_into(transaction, prepared, staged, comm, facts={}, timeout_s=timeout_s, progress=progress)
+
+
+def write_into(
+    transaction: SaveTransaction,
+    prepared: PreparedSave,
+    staged: StagedSave,
+    comm: Comm,
+    *,
+    facts: Mapping[str, object],
+    timeout_s: float,
+    progress: Progress | None = None,
+) -> tuple[Committed, tuple[RankSaveStats, ...]]:
+    """`write_and_commit` in a transaction that has begun; abandons it on failure. Collective.
+
+    `facts` go into the manifest.
+    """
+    all_facts = {**facts, "save_id": transaction.draft.save_id}
+
+    def write() -> WrittenShare:
+        share = staged.write_to(transaction.data_storage, transaction.draft.key, progress)
+        transaction.sync_own_names()
+        return share
+
+    def commit(shares: list[WrittenShare]) -> tuple[Committed, tuple[RankSaveStats, ...]]:
+        begin_s = time.monotonic()
+        seal = prepared.seal(shares, all_facts)
+        committed = transaction.drafts.publish(transaction.draft, seal)
+        commit_s = time.monotonic() - begin_s
+        return committed, tuple(replace(share.stats, commit_s=commit_s) for share in shares)
+
+    awaiting = f"all ranks to write their files of {transaction.draft.name} and rank 0 to commit it"
+    with ExitStack() as undo:
+        undo.callback(staged.cancel)
+        with transaction.ending():
+            committed = decide_on_rank0(comm, write, commit, awaiting=awaiting, timeout_s=timeout_s)
+        undo.pop_all()
+    return committed
+
+
+def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:
+    """Begin to copy on all ranks, or cancel and fail on all. Collective."""
+    staged: StagedSave | None = None
+
+    def stage() -> StagedSave:
+        nonlocal staged
+        staged = prepared.stage(urgent)
+        return staged
+
+    try:
+        return run_on_all_ranks(comm, stage, awaiting="all ranks to begin to copy")
+    except PenstockError:
+        # Begun here, but not elsewhere: the failure of another rank arrives after this rank's copy began.
+        if staged is not None:
+            staged.cancel()
+        raise

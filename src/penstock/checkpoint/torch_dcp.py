@@ -1,0 +1,797 @@
+"""The engine behind torch's own `dcp.save` and `dcp.load`: planners, a storage reader, a storage writer.
+
+`SavePlanner` lets replicas share the work and keeps each rank's own objects; `LoadPlanner` selects and
+renames. `Writer` and `Reader` bring direct I/O, checksums, one commit at the end, and reads that ranks share.
+Each works with torch's own counterparts, too. Invariants: each byte is written once, and bytes that several
+ranks want are read by one of them; nothing is visible at the path before `finish`, which the coordinator
+calls when all ranks have written; no code of a checkpoint runs without `trust`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import planner as planning
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
+from penstock.checkpoint.commit.checkpoints import (
+    AnyPath,
+    SaveTransaction,
+    begin_save,
+    can_be_named,
+    open_catalog,
+    open_parent,
+)
+from penstock.checkpoint.commit.protocol import Draft, Seal
+from penstock.checkpoint.engine import LoadChoice, WrittenShare, make_group_of
+from penstock.checkpoint.file_layout import (
+    lay_out_file,
+    payload_of_bytes,
+    payload_of_tensor,
+)
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
+from penstock.checkpoint.formats.dcp_item import load_object, object_bytes, require_known_transforms
+from penstock.checkpoint.formats.description import (
+    VERSION,
+    build_manifest,
+    manifest_bytes,
+    read_metadata,
+    torch_metadata,
+)
+from penstock.checkpoint.loader import LoadContext, execute_plan
+from penstock.checkpoint.match import (
+    ByteItemIndex,
+    LeafSelection,
+    LoadRequests,
+    build_matched_requests,
+    check_covered,
+    find_matches,
+    index_byte_items,
+    locate_payloads,
+    require_lengths,
+    require_matches,
+    select_leaves,
+    unlocated_rows,
+    with_payloads,
+)
+from penstock.checkpoint.place import Target, item_contents, item_targets, unpack
+from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
+from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
+from penstock.checkpoint.plan.save_plan import (
+    Holdings,
+    PlacedObject,
+    RankRegions,
+    SaveOptions,
+    plan_files,
+    plan_job,
+)
+from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, StagedFiles, choose_pipeline_settings
+from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, TensorFacts, element_sizes
+from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
+from penstock.checkpoint.state.walk import NamePatterns, Owner, Path, find_leaf_name, require_text
+from penstock.cluster.comm import SoloComm
+from penstock.errors import AlreadyThere, UsageError
+from penstock.progress import Progress
+from penstock.storage.capabilities import prefer_direct_access, sync_names
+from penstock.storage.uri import has_option, parse_uri
+from penstock.transfer.buffers import StagingMemory
+from penstock.transfer.reader import ReadBuffers, ReadSettings
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+
+def own_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A drop-in for torch's `DefaultLoadPlanner`: `dcp.load(state, planner=pc.LoadPlanner(), ...)`.
+
+    `only`, `exclude`, `rename`, `strict`, `trust` and the others are those of `pc.load`; after the load,
+    `selection` says what was not loaded. Works with torch's storage readers as well as with `pc.Reader`.
+    """
+
+    def __init__(
+        self,
+        *,
+        only: NamePatterns | None = None,
+        exclude: NamePatterns | None = None,
+        rename: dict[str, str] | None = None,
+        strict: bool = True,
+        trust: bool = False,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._choice = LoadChoice(only=only, exclude=exclude, rename=rename, strict=strict, trust=trust)
+        self._local_state: LocalState | None = None
+        self.selection: LeafSelection | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+    ) -> None:
+        """All ranks: find the memory to load into."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self._local_state = collect_for_load(state_dict)
+
+    def create_local_plan(self) -> planning.LoadPlan:
+        """All ranks: plan which stored chunks go into which of this rank's shards."""
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        assert self.metadata is not None, "torch calls set_up_planner with it"
+        stored = self.metadata.state_dict_metadata
+        names = [leaf.name for leaf in self._local_state.leaves]
+        self.selection = select_leaves(names, stored, self._choice, rank=own_rank())
+        items: list[planning.ReadItem] = []
+        for name, stored_name in self.selection.stored_names.items():
+            about = stored[stored_name]
+            if not isinstance(about, BytesStorageMetadata):
+                items += self._tensor_items(name, stored_name, about)
+                continue
+            nothing = torch.Size((0,))
+            items.append(
+                planning.ReadItem(
+                    type=planning.LoadItemType.BYTE_IO,
+                    dest_index=MetadataIndex(name),
+                    dest_offsets=nothing,
+                    storage_index=MetadataIndex(stored_name),
+                    storage_offsets=nothing,
+                    lengths=nothing,
+                )
+            )
+        return planning.LoadPlan(items, planner_data=find_matches(self._choice, names, stored))
+
+    def create_global_plan(self, global_plan: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
+        """Coordinator: refuse a choice that no rank has anything of."""
+        matched = [
+            any(of_ranks) for of_ranks in zip(*(plan.planner_data for plan in global_plan), strict=True)
+        ]
+        stored = list(self.metadata.state_dict_metadata) if self.metadata is not None else []
+        require_matches(self._choice, matched, stored, 0)
+        return super().create_global_plan(global_plan)
+
+    def load_bytes(self, read_item: planning.ReadItem, value: io.BytesIO) -> None:
+        """Unpickle an object, only as harmless data unless `trust` is set, and put it in place."""
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        name = read_item.dest_index.fqn
+        loaded = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
+        (leaf,) = (leaf for leaf in self._local_state.leaves if leaf.name == name)
+        leaf.put(loaded)
+
+    def resolve_tensor(self, read_item: planning.ReadItem) -> torch.Tensor:
+        """The state's memory that a read goes to."""
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        index = read_item.dest_index
+        corner = tuple(index.offset or (0,) * len(read_item.lengths))
+        begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
+        return self._local_state.view(index.fqn, begin, tuple(read_item.lengths))
+
+    def _tensor_items(
+        self, name: str, stored_name: str, about: TensorStorageMetadata
+    ) -> list[planning.ReadItem]:
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        if name not in self._local_state.shards:
+            raise UsageError(
+                f"{name!r} is an object in the state, but {stored_name!r} is a tensor in the checkpoint",
+                fix="Give the state a tensor there, or skip this part with exclude=.",
+            )
+        (facts,) = (facts for facts in self._local_state.holdings.tensors if facts.name == name)
+        if facts.shape != tuple(about.size):
+            raise UsageError(
+                f"Size mismatch: {name!r} is {list(facts.shape)} in the state and {list(about.size)} in the"
+                " checkpoint",
+                fix="Build the state with the configuration it was saved with, or skip this part.",
+            )
+        chunks = [
+            ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+            for shard in self._local_state.shards[name]
+        ]
+        items = create_read_items_for_chunk_list(stored_name, about, chunks)
+        return [
+            replace(item, dest_index=MetadataIndex(name, item.dest_index.offset, item.dest_index.index))
+            for item in items
+        ]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """A drop-in for torch's `DefaultSavePlanner`: `dcp.save(state, planner=pc.SavePlanner(), ...)`.
+
+    `min_cut_bytes`: a replicated tensor below twice this size is written whole by one rank.
+    """
+
+    def __init__(self, *, min_cut_bytes: int = 64 * 1024) -> None:
+        super().__init__()
+        self._options = SaveOptions(min_cut_bytes=min_cut_bytes)
+        self._local_state: LocalState | None = None
+        self._plain_names: dict[str, str] = {}
+        self._told: set[str] = set()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+    ) -> None:
+        """All ranks: list what this rank holds."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        # torch has replaced parts by their states, and has no names for empty dicts.
+        self._local_state = collect_for_save(state_dict, owner_of=lambda _: Owner.FIXED)
+        warn_of_losses(self._local_state, own_rank(), self._told, set())
+
+    def create_local_plan(self) -> planning.SavePlan:
+        """All ranks: send the coordinator what this rank holds."""
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        paths = {leaf.name: leaf.path for leaf in self._local_state.leaves}
+        self.plan = planning.SavePlan([], planner_data=(self._local_state.holdings, paths))
+        return self.plan
+
+    def create_global_plan(
+        self, all_plans: list[planning.SavePlan]
+    ) -> tuple[list[planning.SavePlan], Metadata]:
+        """Coordinator: decide which rank writes what."""
+        facts: list[tuple[Holdings, dict[str, Path]]] = [plan.planner_data for plan in all_plans]
+        shared, objects = plan_job([holdings for holdings, _ in facts], self._options)
+        plans = [
+            replace(
+                plan,
+                items=_write_items(shared, objects[rank].placed, rank),
+                # The leaf's name of each object that is stored under another name.
+                planner_data={
+                    placed.stored_name: placed.name
+                    for placed in objects[rank].placed
+                    if placed.stored_name != placed.name
+                },
+            )
+            for rank, plan in enumerate(all_plans)
+        ]
+        plans, metadata = create_default_global_save_plan(plans)
+        metadata.planner_data = dict(ChainMap(*(paths for _, paths in facts)))
+        for name in metadata.state_dict_metadata:
+            metadata.planner_data.setdefault(name, (name,))
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
+
+    def finish_plan(self, new_plan: planning.SavePlan) -> planning.SavePlan:
+        """All ranks: keep what the coordinator decided."""
+        self._plain_names = new_plan.planner_data
+        self.plan = new_plan
+        return new_plan
+
+    def resolve_data(self, write_item: planning.WriteItem) -> torch.Tensor | io.BytesIO:
+        """The memory of a region, live and perhaps strided, or a packed object."""
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        name = write_item.index.fqn
+        if write_item.type is planning.WriteItemType.BYTE_IO:
+            return io.BytesIO(self._local_state.objects[self._plain_names.get(name, name)])
+        assert write_item.tensor_data is not None, "every other item is a tensor's"
+        chunk = write_item.tensor_data.chunk
+        leaf = find_leaf_name(name, self._local_state.shards)
+        memory = self._local_state.view(leaf, tuple(chunk.offsets), tuple(chunk.sizes))
+        # Readers other than torch's own do not know views that stand for their conjugates.
+        return memory.resolve_conj().resolve_neg()
+
+
+def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int) -> list[planning.WriteItem]:
+    """One rank's part of the plan as torch's write items."""
+    items = [
+        planning.WriteItem(MetadataIndex(placed.stored_name), planning.WriteItemType.BYTE_IO)
+        for placed in objects
+    ]
+    regions = shared.regions.take(shared.rank == rank)
+    for row, number in enumerate(regions.tensor.tolist()):
+        facts = shared.tensors[number]
+        offsets, sizes = regions.region(row, len(facts.shape))
+        data = planning.TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+            properties=TensorProperties(dtype=getattr(torch, facts.dtype)),
+            size=torch.Size(facts.shape),
+        )
+        kind = planning.WriteItemType.TENSOR if sizes == facts.shape else planning.WriteItemType.SHARD
+        items.append(planning.WriteItem(MetadataIndex(facts.name, offsets), kind, tensor_data=data))
+    return items
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankRequest:
+    """A rank's message to the coordinator with torch's plan: its number, and the regions it wants."""
+
+    rank: int
+    regions: Regions
+    objects: dict[str, int]
+
+    def build(self, index: CheckpointIndex, item_index: ByteItemIndex) -> LoadRequests:
+        """The requests; names only number the regions, as torch's planner knows where they go."""
+        names = tuple(("", row) for row in range(len(self.regions)))
+        return build_matched_requests(self.regions, names, self.objects, index, item_index)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankAssignment:
+    """The coordinator's message to each rank: its plan, the ranks that take part, and payload positions."""
+
+    plan: SharedPlan
+    ranks: list[int]
+    positions: Ints
+
+
+class Reader(StorageReader):
+    """A drop-in for torch's `FileSystemReader`: `dcp.load(state, storage_reader=pc.Reader("/pfs/step-1"))`.
+
+    At `path`, it reads torch's distributed checkpoints, archives of torch.save and safetensors. Checksums are
+    verified if the checkpoint has any. `trust` allows objects whose unpickling may run code; `convert_dtypes`
+    allows tensors of another dtype than the checkpoint's.
+    """
+
+    def __init__(self, path: AnyPath, *, trust: bool = False, convert_dtypes: bool = False) -> None:
+        self.checkpoint_id: AnyPath = path
+        self.load_id = str(uuid4())
+        self._trust = trust
+        self._converts = convert_dtypes
+        self._buffers = ReadBuffers(ReadSettings())
+        self._options = LoadOptions()
+        self._opened: CheckpointSource | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: everything but memory, and a checkpoint that this process has opened."""
+        return {**self.__dict__, "_buffers": self._buffers.settings, "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _buffers=ReadBuffers(state["_buffers"]))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, perhaps of another checkpoint."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self.load_id = str(uuid4())
+        self._opened = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
+        """All ranks, first: describe the checkpoint, whatever its format."""
+        checkpoint = self._opened = open_checkpoint(self.checkpoint_id)
+        if own_rank() == 0:
+            checkpoint.tell_if_unchecked()
+        # torch's records are made of columns that were checked: no pickle of the checkpoint is loaded.
+        metadata = torch_metadata(checkpoint.index)
+        save_id = checkpoint.manifest.save_id if checkpoint.manifest else None
+        metadata.storage_meta = StorageMeta(save_id=save_id, load_id=self.load_id)
+        return metadata
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001 - torch's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """All ranks: nothing to do."""
+
+    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
+        """All ranks: describe what this rank wants as columns."""
+        return replace(plan, storage_data=self._request(plan, own_rank()))
+
+    def _request(self, plan: planning.LoadPlan, rank: int) -> _RankRequest:
+        index = self._checkpoint.index
+        numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
+        objects = {stored.name: number for number, stored in enumerate(index.objects)}
+        rows, wanted = [], {}
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type is planning.LoadItemType.BYTE_IO:
+                wanted[name] = objects[name]
+                continue
+            corner = item.storage_index.offset or (0,) * len(item.lengths)
+            begin = tuple(at + inside for at, inside in zip(corner, item.storage_offsets, strict=True))
+            rows.append((numbers[name], begin, tuple(item.lengths)))
+        regions = Regions.from_rows(rows)
+        check_covered(index, regions, self._checkpoint.uri)
+        return _RankRequest(rank, regions, wanted)
+
+    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
+        """Coordinator: decide which rank reads what.
+
+        A planner may have put data of its own in the place of this reader's. It finds that when it finishes
+        its plan, and each rank reads alone all that it wants, as with torch's readers.
+        """
+        if not all(isinstance(plan.storage_data, _RankRequest) for plan in plans):
+            return plans
+        index = locate_payloads(self._checkpoint, SoloComm())
+        item_index = index_byte_items(index)
+        requests: list[_RankRequest] = [plan.storage_data for plan in plans]
+        built = [request.build(index, item_index) for request in requests]
+        for request in built:
+            require_lengths(self._checkpoint, item_index, request.items)
+        wanted = [request.regions for request in built]
+        element_bytes = element_sizes(item_index.tensors)
+        shared = plan_load(item_index.stored, element_bytes, wanted, self._options)
+        positions = index.stored.payload_offset[unlocated_rows(self._checkpoint.index)]
+        ranks = [request.rank for request in requests]
+        return [
+            replace(
+                plan,
+                storage_data=_RankAssignment(
+                    plan_rank_load(shared, element_bytes, rank, self._options), ranks, positions
+                ),
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
+        """All ranks: read, exchange, and fill what the planner resolves."""
+        assigned = plan.storage_data
+        if not isinstance(assigned, _RankAssignment):
+            # Replaced by the planner, when all plans were made or when this one was finished.
+            assigned = self.prepare_global_plan([self.prepare_local_plan(plan)])[0].storage_data
+        checkpoint = self._checkpoint
+        rows = unlocated_rows(checkpoint.index)
+        if len(rows):
+            checkpoint = replace(checkpoint, index=with_payloads(checkpoint.index, assigned.positions, rows))
+        item_index = index_byte_items(checkpoint.index)
+        tensors = [item for item in plan.items if item.type is not planning.LoadItemType.BYTE_IO]
+        request = self._request(plan, own_rank())
+        requests = request.build(checkpoint.index, item_index)
+        resolved = [planner.resolve_tensor(item) for item in tensors]
+        targets = [
+            self._target(memory, requests.regions, row, item_index) for row, memory in enumerate(resolved)
+        ] + item_targets(requests, item_index)
+        with closing(make_group_of(assigned.ranks)) as group:
+            group.comm.timeout_s = DEFAULT_TIMEOUT_S
+            context = LoadContext(
+                checkpoint=checkpoint,
+                items=item_index,
+                group=group,
+                buffers=self._buffers,
+                progress=Progress(),
+                storage=checkpoint.storage_of_files(),
+            )
+            execute_plan(assigned.plan, requests.regions, targets, context)
+        # Objects are read here as well, so that one that would run code is refused before the planner does.
+        values = unpack(checkpoint, item_index, requests, targets, trust=self._trust)
+        contents = item_contents(requests, targets)
+        for item in plan.items:
+            if item.type is planning.LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                number = requests.objects[name]
+                if checkpoint.archive is None and not checkpoint.index.objects[number].transforms:
+                    packed = io.BytesIO(contents[item_index.first_object + number])
+                else:
+                    packed = io.BytesIO(object_bytes(values[name]))
+                planner.load_bytes(item, packed)
+        for item, memory in zip(tensors, resolved, strict=True):
+            planner.commit_tensor(item, memory)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept any path, and URIs of known storages."""
+        return can_be_named(checkpoint_id)
+
+    @property
+    def _checkpoint(self) -> CheckpointSource:
+        assert self._opened is not None, "torch calls read_metadata first"
+        return self._opened
+
+    def _target(self, memory: torch.Tensor, regions: Regions, row: int, item_index: ByteItemIndex) -> Target:
+        facts = item_index.tensors[int(regions.tensor[row])]
+        if str(memory.dtype) != f"torch.{facts.dtype}" and not self._converts:
+            raise UsageError(
+                f"{facts.name!r} is {memory.dtype} in the state and torch.{facts.dtype} in the checkpoint",
+                fix="Give the state the checkpoint's dtype, or convert it: Reader(..., convert_dtypes=True).",
+            )
+        return Target(regions.region(row, len(facts.shape))[0], memory.detach(), facts)
+
+
+SHARE_NAME = "penstock.share"
+"""The name of one result of each rank that describes its files; torch passes results on to `finish`."""
+
+
+class RankItems:
+    """The items of one rank, divided among its files."""
+
+    def __init__(
+        self,
+        items: Sequence[planning.WriteItem],
+        planner: planning.SavePlanner,
+        rank: int,
+        options: SaveOptions,
+    ) -> None:
+        self.rank = rank
+        self._objects: dict[str, bytes] = {}
+        self._items: dict[tuple[str, tuple[int, ...]], planning.WriteItem] = {}
+        facts: dict[str, TensorFacts] = {}
+        boxes = []
+        for item in items:
+            name, data = item.index.fqn, item.tensor_data
+            if item.type is planning.WriteItemType.BYTE_IO:
+                packed: Any = planner.resolve_data(item)
+                self._objects[name] = bytes(packed.getbuffer())
+            elif data is not None and (data.chunk.sizes.numel() or not data.size.numel()):
+                # Empty shards of tensors that have elements are left out: others may begin at the same place.
+                offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                dtype = data.properties.dtype
+                kind = str(dtype).removeprefix("torch.")
+                facts.setdefault(name, TensorFacts(name, kind, tuple(data.size), dtype.itemsize))
+                self._items[name, offsets] = item
+                boxes.append((name, offsets, sizes))
+        numbers = {name: number for number, name in enumerate(facts)}
+        regions = Regions.from_rows([(numbers[name], offsets, sizes) for name, offsets, sizes in boxes])
+        objects = [
+            PlacedObject(name=name, stored_name=name, size_bytes=len(content))
+            for name, content in self._objects.items()
+        ]
+        self._plan = plan_files(rank, tuple(facts.values()), regions, objects, options)
+        self._planner = planner
+        self.payload_bytes = self._plan.num_bytes
+        self.layouts = tuple(lay_out_file(bucket, self._plan.tensors) for bucket in self._plan.buckets)
+        """The layouts of the files; none if there is nothing to write."""
+
+    def contents(
+        self,
+        of_object: Callable[[bytes], Any],
+        of_tensor: Callable[[torch.Tensor, torch.dtype], Any],
+    ) -> dict[str, list[Any]]:
+        """By file, what `of_object` and `of_tensor` make of its items, in order, with the plan's dtypes."""
+        made: dict[str, list[Any]] = {}
+        for bucket in self._plan.buckets:
+            made[bucket.file] = [of_object(self._objects[placed.name]) for placed in bucket.objects]
+            for item in self._boxes_of(bucket.regions):
+                memory = self._planner.resolve_data(item)
+                assert isinstance(memory, torch.Tensor), "torch's planners resolve tensors to tensors"
+                assert item.tensor_data is not None, "it is a tensor's item"
+                made[bucket.file].append(of_tensor(memory.detach(), item.tensor_data.properties.dtype))
+        return made
+
+    def results(self, share: WrittenShare, transforms: Sequence[str] = ()) -> list[WriteResult]:
+        """One result for each item, and one with the share itself."""
+        results: list[WriteResult] = []
+        for bucket, file in zip(self._plan.buckets, share.files, strict=True):
+            indices = [MetadataIndex(placed.name) for placed in bucket.objects]
+            indices += [item.index for item in self._boxes_of(bucket.regions)]
+            for row, index in enumerate(indices):
+                place = file.name, int(file.item_offset[row]), int(file.item_bytes[row])
+                # Older versions of torch lack the field of transforms, and read what is not transformed.
+                further: dict[str, Any] = {"transform_descriptors": list(transforms)} if transforms else {}
+                results.append(WriteResult(index, place[2], _StorageInfo(*place, **further)))
+        return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
+
+    def _boxes_of(self, regions: Regions) -> list[planning.WriteItem]:
+        names = [self._plan.tensors[number] for number in regions.tensor.tolist()]
+        return [
+            self._items[facts.name, regions.region(row, len(facts.shape))[0]]
+            for row, facts in enumerate(names)
+        ]
+
+
+def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta) -> Seal:
+    """The planner's metadata as torch pickles it, and our manifest, from what all ranks report."""
+    all_results = [result for rank_results in results for result in rank_results]
+    shares = [result.storage_data for result in all_results if isinstance(result.storage_data, WrittenShare)]
+    metadata.storage_data = {
+        result.index: result.storage_data
+        for result in all_results
+        if not isinstance(result.storage_data, WrittenShare)
+    }
+    for name, facts in metadata.state_dict_metadata.items():
+        if isinstance(facts, TensorStorageMetadata) and facts.size.numel():
+            # Empty shards were not written.
+            chunks = [chunk for chunk in facts.chunks if chunk.sizes.numel()]
+            metadata.state_dict_metadata[name] = replace(facts, chunks=chunks)
+    metadata.storage_meta = meta
+    metadata.version = VERSION
+    # This pickle is only written, never loaded: torch's readers expect this form.
+    content = pickle.dumps(metadata)
+    files = [file for share in shares for file in share.files]
+    manifest = build_manifest(
+        read_metadata(content, "this save's metadata"),
+        files,
+        content,
+        save_id=meta.save_id or "",
+        world_size=len(results),
+    )
+    sizes = {file.name: file.size_bytes for file in files}
+    return Seal(manifest=manifest_bytes(manifest), metadata=content, sizes=sizes)
+
+
+MEMORY_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteAssignment:
+    """The coordinator's message to each rank with its plan: where to write, and as which rank."""
+
+    uri: str
+    draft: Draft
+    rank: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.uri, self.draft, self.rank)
+
+
+_ARRIVED: dict[str, _WriteAssignment] = {}
+"""By path, what arrived last and was not used yet. Planners that cache plans give the writer one of an older
+save, and drop the one that came with the plan of this save."""
+
+
+def _arrived(uri: str, draft: Draft, rank: int) -> _WriteAssignment:
+    assigned = _ARRIVED[uri] = _WriteAssignment(uri, draft, rank)
+    return assigned
+
+
+class Writer(BlockingAsyncStager, StorageWriter):
+    """A drop-in for torch's `FileSystemWriter`: `dcp.save(state, storage_writer=pc.Writer("/pfs/step-1"))`.
+
+    `writers` files of each rank are written in parallel, through at most `staging_bytes` of buffers; items
+    whose names begin with `separation_hint` go to separate files. With fsync=False, a power cut may destroy
+    the checkpoint. `transforms` are those of `save`. With overwrite=False, it is an error if the path has a
+    checkpoint already. One writer can make any number of them, with `dcp.save(..., checkpoint_id=path)`.
+    `dcp.async_save` copies the state with it as with torch's, to pinned memory that is kept for the next save
+    if `cache_staged_state_dict` is set.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath,
+        *,
+        writers: int = 2,
+        separation_hint: str | None = None,
+        fsync: bool = True,
+        staging_bytes: int = WAITING_BUFFER_BYTES,
+        transforms: Sequence[str] = (),
+        overwrite: bool = True,
+        cache_staged_state_dict: bool = False,
+    ) -> None:
+        require_known_transforms(transforms)
+        super().__init__(cache_staged_state_dict=cache_staged_state_dict)
+        self.save_id = str(uuid4())
+        self._overwrites = overwrite
+        self._transforms = tuple(transforms)
+        self.checkpoint_id: AnyPath = path
+        self._fsync = fsync
+        self._options = SaveOptions(writers=writers, separation_hint=separation_hint)
+        self._memory = StagingMemory(staging_bytes)
+        self._transaction: SaveTransaction | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the process of `dcp.async_save`: everything but memory and a save that has begun here."""
+        return {
+            **self.__dict__,
+            "_memory": self._memory.budget_bytes,
+            "_transaction": None,
+            "state_dict_cache": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _memory=StagingMemory(state["_memory"]))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, perhaps at another path, and remove what an earlier one left unfinished."""
+        self.save_id = str(uuid4())
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self._abandon()
+
+    def set_up_storage_writer(  # torch's signature
+        self,
+        is_coordinator: bool,  # noqa: ARG002, FBT001
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        """All ranks, first: refuse saves without collectives, unless there is nobody to communicate with."""
+        has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if has_others and kwargs.get("use_collectives", True) is False:
+            raise UsageError(
+                "Ranks that do not communicate cannot commit one checkpoint together",
+                fix="Keep use_collectives=True.",
+            )
+
+    def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
+        """All ranks: refuse names that no file can hold, before anything is written."""
+        for item in plan.items:
+            require_text(item.index.fqn)
+        return plan
+
+    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
+        """Coordinator: begin the save, and send each rank its draft."""
+        self._abandon()
+        storage, name = open_parent(self._uri())
+        if not self._overwrites and name in open_catalog(storage).names():
+            raise AlreadyThere(
+                "Checkpoint already exists, and overwrite=False",
+                uri=os.fspath(self.checkpoint_id),
+                fix="Save to a new name, or allow the writer to overwrite.",
+            )
+        self._transaction = begin_save(storage, name, SoloComm())
+        return [
+            replace(plan, storage_data=_WriteAssignment(self._uri(), self._transaction.draft, rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[WriteResult]]:
+        """All ranks: write this rank's items durably."""
+        done: Future[list[WriteResult]] = Future()
+        with ExitStack() as undo:
+            undo.callback(self._abandon)
+            assigned: _WriteAssignment = _ARRIVED.pop(self._uri(), plan.storage_data)
+            if self._transaction is not None:
+                assigned = replace(assigned, draft=self._transaction.draft)
+            storage, _ = open_parent(self._uri(), rank=assigned.rank)
+            items = RankItems(plan.items, planner, assigned.rank, self._options)
+            share = SaveShare(
+                rank=items.rank,
+                layouts=items.layouts,
+                payloads=items.contents(payload_of_bytes, payload_of_tensor),
+                payload_bytes=items.payload_bytes,
+            ).transformed(self._transforms)
+            settings = choose_pipeline_settings(
+                share.layouts, self._options.writers, self._memory.budget_bytes
+            )
+            # The memory is this writer's own, and its earlier saves have returned it.
+            staged = StagedFiles(
+                share, self._memory, settings, copies="with the writes", timeout_s=MEMORY_TIMEOUT_S
+            )
+            written = staged.write_to(prefer_direct_access(storage), assigned.draft.key)
+            if self._transaction is None:
+                sync_names(storage, assigned.draft.folder)
+            done.set_result(items.results(written, self._transforms))
+            undo.pop_all()
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: describe what all ranks have written, and commit it."""
+        assert self._transaction is not None, "torch calls prepare_global_plan first"
+        meta = self.storage_meta()
+        transaction, self._transaction = self._transaction, None
+        transaction.commit(lambda: build_seal(metadata, results, meta))
+
+    def storage_meta(self) -> StorageMeta:
+        """The storage metadata for torch's planners and `.metadata`."""
+        return StorageMeta(checkpoint_id=os.fspath(self.checkpoint_id), save_id=self.save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept any path, and URIs of known storages."""
+        return can_be_named(checkpoint_id)
+
+    def _uri(self) -> str:
+        text = os.fspath(self.checkpoint_id)
+        if self._fsync:
+            return text
+        if not has_option(text, "fsync"):
+            raise UsageError(f"fsync=False is for file systems, not for {text}", fix="Omit it.")
+        return parse_uri(text).with_options(fsync="false").text
+
+    def _abandon(self) -> None:
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.abandon()
