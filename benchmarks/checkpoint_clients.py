@@ -19,7 +19,7 @@ from penstock.bench.checkpoint.checkpoint_run import (
     change_checkpoint_section,
     run_checkpoints,
 )
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Progress
 from penstock.storage import open_storage
@@ -55,7 +55,7 @@ class Side:
         )
         request = CheckpointRequest(
             model=change_checkpoint_section(model, time_between_checkpoints_s=0.0),
-            layout=plan_layout(LayoutRequest(model=model, num_processes=1, scale=SCALE)),
+            layout=plan_layout(model, num_processes=1, scale=SCALE),
             scale=SCALE,
             pipe=PIPE,
             results=Path(self._folder),

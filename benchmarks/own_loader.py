@@ -35,7 +35,7 @@ from penstock.bench.own_loader.own_loader_run import EpochLoop, OwnLoaderRequest
 from penstock.bench.own_loader.process_watch import ProcessWatch
 from penstock.bench.own_loader.torch_watch import TorchWatch
 from penstock.bench.own_loader.user_code import DescribedLoader, SampleCounter
-from penstock.bench.training.harness_limit import EventsInMemory
+from penstock.bench.recorded_run import EventsInMemory
 from penstock.cluster.comm import SoloComm
 from penstock.errors import PenstockError
 from penstock.progress import Progress

@@ -25,7 +25,7 @@ from pathlib import Path
 from harness import Ratio, compare, interleave, take_turns
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
-from penstock.bench.training.harness_limit import EventsInMemory
+from penstock.bench.recorded_run import EventsInMemory
 from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
 from penstock.bench.training.training_run import prepare_training
 from penstock.cluster.comm import SoloComm

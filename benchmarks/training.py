@@ -28,8 +28,14 @@ from harness import Ratio, interleave
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import DEFAULT_BUFFER_BYTES, NativeLoader, NativeOptions
-from penstock.bench.training.harness_limit import EventsInMemory, ZeroCostStorage, measure_harness_limit
-from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop, make_phase_works
+from penstock.bench.recorded_run import EventsInMemory
+from penstock.bench.training.training_loop import (
+    PreparedTraining,
+    TrainingLoop,
+    ZeroCostStorage,
+    make_phase_works,
+    measure_harness_limit,
+)
 from penstock.bench.training.training_run import prepare_training
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
@@ -149,7 +155,7 @@ def _prepared(workload: Workload, storage: Storage) -> PreparedTraining:
 def _print_overhead() -> None:
     """What the loader itself costs a sample: small files, batches of 24, reads that take no time."""
     keys = [f"{number:06}" for number in range(24_000)]
-    storage = ZeroCostStorage(MemoryStorage(), dict.fromkeys(keys, 4096))
+    storage = ZeroCostStorage(dict.fromkeys(keys, 4096))
     requests = [
         BatchRequest(tuple(ReadRequest(key) for key in keys[start : start + 24]), 24)
         for start in range(0, len(keys), 24)

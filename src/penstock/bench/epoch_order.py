@@ -1,8 +1,8 @@
-"""The order of the items of an epoch, and their division among ranks: pure functions, in O(1) memory.
+"""The order of the items of an epoch, their division among ranks, and the times of its steps. Pure.
 
-An item is whatever is handed to ranks: a sample, a file, a row group. Any process can compute any position.
-In an epoch no item comes twice over all ranks (except what `pad` repeats and counts), and all ranks get the
-same number.
+An item is whatever is handed to ranks: a sample, a file, a row group. Any process can compute any position,
+in O(1) memory. In an epoch no item comes twice over all ranks (except what `pad` repeats and counts), and all
+ranks get the same number.
 """
 
 import math
@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import UsageError
+from penstock.results.step_events import StepPhase
 from penstock.workload.enums import Shuffle
+from penstock.workload.quantities import Distribution, Duration
 
 Positions = NDArray[np.int64]
 
@@ -198,3 +200,41 @@ def _turn(turned: NDArray[np.uint64], by: NDArray[np.uint64], key: int, size: np
     turned += number
     # Below zero wraps to huge, so the smaller one is the remainder: no branch, no division.
     np.minimum(turned, turned - size, out=turned)
+
+
+_PREPROCESSING: Final = 1  # keeps its draws apart from those of computation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTimes:
+    """The times of one rank in one phase, drawn for each epoch and step by a counter-based generator.
+
+    The same (seed, phase, rank, epoch, step) takes equally long in every run, however ranks are placed and
+    wherever a run resumes.
+    """
+
+    duration: Duration
+    seed: int
+    phase: StepPhase
+    rank: int
+
+    def of_epoch(self, epoch: int, num_steps: int) -> list[int]:
+        """Nanoseconds for the steps 1 to `num_steps`; drawn before the epoch, so that no step waits."""
+        if self.duration.law is Distribution.FIXED:
+            return [round(self.duration.mean_s * 1e9)] * num_steps
+        key = self._make_key()
+        return [self._draw_ns(key, epoch, step, 1)[0] for step in range(1, num_steps + 1)]
+
+    def of_batch(self, epoch: int, step: int, num_samples: int) -> tuple[int, ...]:
+        """Nanoseconds to preprocess each sample of a step's batch; empty if samples are used as they are."""
+        if self.duration.is_zero:
+            return ()
+        return tuple(self._draw_ns(self._make_key(_PREPROCESSING), epoch, step, num_samples))
+
+    def _make_key(self, *purpose: int) -> NDArray[np.uint64]:
+        sequence = np.random.SeedSequence((self.seed, int(self.phase), self.rank, *purpose))
+        return sequence.generate_state(4).view(np.uint64)
+
+    def _draw_ns(self, key: NDArray[np.uint64], epoch: int, step: int, num_draws: int) -> list[int]:
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, step, epoch]))
+        return [round(self.duration.draw(generator) * 1e9) for _ in range(num_draws)]

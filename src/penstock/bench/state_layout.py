@@ -16,17 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import UsageError
+from penstock.transfer.pipeline import PlannedObject
 from penstock.workload.enums import CheckpointMode, CheckpointWriters, Datatype
 from penstock.workload.load_workload import CheckpointModel
 from penstock.workload.spec import Model, Transformer
-
-
-@dataclass(frozen=True, slots=True)
-class StateFile:
-    """One file of a checkpoint; its name is relative to the checkpoint's folder."""
-
-    name: str
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +89,8 @@ class StateLayout:
         first, end = (edge * self.num_carried // self.num_processes for edge in (process, process + 1))
         return range(first, end)
 
-    def files_of(self, process: int, *, epoch: int = 1, step: int = 1) -> Iterator[StateFile]:
-        """A process's files of one checkpoint, in the order in which they are written."""
+    def files_of(self, process: int, *, epoch: int = 1, step: int = 1) -> Iterator[PlannedObject]:
+        """A process's files of one checkpoint in the order of writing; a key is the name of a file."""
         carried = self.ranks_of(process)
         model_parallel = self.mesh.model_parallel
         for group in self.groups:
@@ -107,13 +100,7 @@ class StateLayout:
                 name = group.name.format(
                     rank=rank, mp=rank % model_parallel, dp=rank // model_parallel, epoch=epoch, step=step
                 )
-                yield StateFile(name, int(group.size_bytes[place]))
-
-    def scaled(self, scale: Fraction) -> StateLayout:
-        """The same files with `scale` of their bytes."""
-        if scale == 1:
-            return self
-        return replace(self, groups=tuple(group.scaled(scale) for group in self.groups))
+                yield PlannedObject(name, int(group.size_bytes[place]))
 
 
 def checkpoint_folder(epoch: int, step: int) -> str:
@@ -152,18 +139,6 @@ class Mesh:
         """All ranks."""
         return self.model_parallel * self.data
 
-    def tensor_of(self, ranks: Numbers) -> Numbers:
-        """Places among the ranks that divide each tensor."""
-        return ranks % self.tensor
-
-    def replica_of(self, ranks: Numbers) -> Numbers:
-        """The copy of the model that ranks belong to."""
-        return ranks // self.model_parallel
-
-    def ranks_of_stage(self, stage: int) -> Numbers:
-        """The first replica's ranks that hold this stage."""
-        return np.arange(self.tensor, dtype=np.int64) + stage * self.tensor
-
 
 def even_share(whole: Numbers | int, parts: int, place: Numbers) -> Numbers:
     """The share of `place` among `parts` that are as equal as whole numbers allow."""
@@ -198,25 +173,24 @@ _SHARDED: Final = "zero_pp_rank_{dp}_mp_rank_{mp}_model_states.pt"
 _OPTIMIZER: Final = "zero_pp_rank_{dp}_mp_rank_{mp}_optim_states.pt"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutRequest:
-    """A model on `num_processes` (None: the number it is laid out for), with `scale` of its bytes."""
+def plan_layout(
+    model: CheckpointModel,
+    *,
+    num_processes: int | None = None,
+    scale: Fraction = Fraction(1),
+    mode: CheckpointMode = CheckpointMode.DEFAULT,
+) -> StateLayout:
+    """The layout of a model with `scale` of its bytes; `UsageError` if model and processes do not fit.
 
-    model: CheckpointModel
-    num_processes: int | None = None
-    scale: Fraction = Fraction(1)
-    mode: CheckpointMode = CheckpointMode.DEFAULT
-
-
-def plan_layout(request: LayoutRequest) -> StateLayout:
-    """The requested layout; `UsageError` where model and processes do not fit together."""
-    if not 0 < request.scale <= 1:
+    `num_processes` of None is the number that the model is laid out for.
+    """
+    if not 0 < scale <= 1:
         raise UsageError(
-            f"The scale is {float(request.scale):g}, which leaves no checkpoint",
+            f"The scale is {float(scale):g}, which leaves no checkpoint",
             where="--scale",
             fix="Choose a scale above 0, up to 1.",
         )
-    spec = request.model.workload.model
+    spec = model.workload.model
     if spec.parallelism.zero_stage == 3 and spec.parallelism.pipeline > 1:
         raise UsageError(
             f"ZeRO 3 divides all layers among all replicas, so there is nothing left to divide among "
@@ -224,21 +198,30 @@ def plan_layout(request: LayoutRequest) -> StateLayout:
             where="model.parallelism",
             fix="Set pipeline to 1, or zero_stage to at most 2.",
         )
-    mesh, num_processes, num_carried = _choose_mesh(request)
+    mesh = _choose_mesh(model, num_processes, is_subset=mode is CheckpointMode.SUBSET)
+    num_processes = num_processes or mesh.num_ranks
+    if num_processes > mesh.num_ranks:
+        raise UsageError(
+            f"{model.workload.full_name} is laid out for {mesh.num_ranks} ranks (tensor {mesh.tensor} x "
+            f"pipeline {mesh.pipeline} x data {mesh.data}), not for {num_processes}",
+            where="--ranks",
+            fix=f"Use at most {mesh.num_ranks}, or a multiple of {mesh.model_parallel}.",
+        )
+    groups = without_empty(_groups(model, mesh))
     layout = StateLayout(
         mesh=mesh,
         num_processes=num_processes,
-        num_carried=num_carried,
-        groups=without_empty(_groups(request.model, mesh)),
+        num_carried=num_processes if mode is CheckpointMode.SUBSET else mesh.num_ranks,
+        groups=groups if scale == 1 else tuple(group.scaled(scale) for group in groups),
         num_parameters=count_parameters(spec) if spec.transformer and spec.num_layers else None,
     )
     if not layout.groups:
         raise UsageError(
-            f"{request.model.workload.full_name} holds no bytes",
+            f"{model.workload.full_name} holds no bytes",
             where="model",
             fix="Give it model_size_bytes, layer_parameters, or a transformer with num_layers.",
         )
-    return layout.scaled(request.scale)
+    return layout
 
 
 def count_parameters(model: Model) -> int:
@@ -261,35 +244,20 @@ def layer_tensors(dims: Transformer) -> tuple[int, ...]:
     return hidden, attention, hidden * hidden, hidden, 2 * ffn * hidden, ffn * hidden
 
 
-def _choose_mesh(request: LayoutRequest) -> tuple[Mesh, int, int]:
-    """The mesh, how many processes there are, and how many ranks of the mesh they carry."""
-    spec, model_ranks = request.model.workload.model, request.model.num_ranks
+def _choose_mesh(model: CheckpointModel, num_processes: int | None, *, is_subset: bool) -> Mesh:
+    """The model's own mesh, or one with as many replicas as the processes make."""
+    spec, model_ranks = model.workload.model, model.num_ranks
     split = spec.parallelism
     model_parallel = split.tensor * split.pipeline
-    if request.model.files:
-        return _fold(Mesh(data=model_ranks or request.num_processes or 1), request)
-    model_replicas = split.data or max(1, (model_ranks or model_parallel) // model_parallel)
-    num_processes = request.num_processes or model_ranks or model_parallel * model_replicas
+    if model.files:
+        return Mesh(data=model_ranks or num_processes or 1)
+    replicas = split.data or max(1, (model_ranks or model_parallel) // model_parallel)
+    wanted = num_processes or model_ranks or model_parallel * replicas
     # More or fewer replicas leave a transformer's total as it is; other models may name their ranks.
     follows_processes = spec.transformer is not None or model_ranks is None
-    is_subset = request.mode is CheckpointMode.SUBSET
-    if not is_subset and follows_processes and num_processes % model_parallel == 0:
-        mesh = Mesh(tensor=split.tensor, pipeline=split.pipeline, data=num_processes // model_parallel)
-        return mesh, num_processes, num_processes
-    return _fold(Mesh(tensor=split.tensor, pipeline=split.pipeline, data=model_replicas), request)
-
-
-def _fold(mesh: Mesh, request: LayoutRequest) -> tuple[Mesh, int, int]:
-    num_processes = request.num_processes or mesh.num_ranks
-    if num_processes > mesh.num_ranks:
-        raise UsageError(
-            f"{request.model.workload.full_name} is laid out for {mesh.num_ranks} ranks "
-            f"(tensor {mesh.tensor} x pipeline {mesh.pipeline} x data {mesh.data}), not for {num_processes}",
-            where="--ranks",
-            fix=f"Use at most {mesh.num_ranks}, or a multiple of {mesh.model_parallel}.",
-        )
-    is_subset = request.mode is CheckpointMode.SUBSET
-    return mesh, num_processes, num_processes if is_subset else mesh.num_ranks
+    if not is_subset and follows_processes and wanted % model_parallel == 0:
+        replicas = wanted // model_parallel
+    return Mesh(tensor=split.tensor, pipeline=split.pipeline, data=replicas)
 
 
 def _groups(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:
@@ -331,7 +299,7 @@ def _layer(number: int, tensors: tuple[int, ...], *, mesh: Mesh, num_layers: int
         stage = mesh.pipeline - 1
     else:
         stage = stage_of_layer(number, num_layers=num_layers, num_stages=mesh.pipeline)
-    ranks = mesh.ranks_of_stage(stage)
+    ranks = np.arange(mesh.tensor, dtype=np.int64) + stage * mesh.tensor  # of the first replica
     return FileGroup(name=_LAYER % number, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
 
 
@@ -341,7 +309,7 @@ def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width:
         ranks = np.arange(mesh.model_parallel, dtype=np.int64)
         return FileGroup(name=_WHOLE, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
     ranks = np.arange(mesh.num_ranks, dtype=np.int64)
-    elements = even_share(_divided(tensors, mesh, ranks), mesh.data, mesh.replica_of(ranks))
+    elements = even_share(_divided(tensors, mesh, ranks), mesh.data, ranks // mesh.model_parallel)
     return FileGroup(name=_SHARDED, ranks=ranks, size_bytes=width * elements)
 
 
@@ -356,7 +324,7 @@ def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
         ),
         start=np.zeros(mesh.tensor, dtype=np.int64),
     )
-    elements: Numbers = by_place[mesh.tensor_of(ranks)]
+    elements: Numbers = by_place[ranks % mesh.tensor]
     return elements
 
 

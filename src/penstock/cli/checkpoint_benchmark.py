@@ -222,11 +222,11 @@ def plan_model_layout(
     model: CheckpointModel, *, ranks: int | None, scale: Fraction, is_subset: bool
 ) -> StateLayout:
     """The model's files on `ranks` ranks, or on the model's own number of ranks."""
-    from penstock.bench.state_layout import LayoutRequest, plan_layout
+    from penstock.bench.state_layout import plan_layout
     from penstock.workload.enums import CheckpointMode
 
     mode = CheckpointMode.SUBSET if is_subset else model.workload.checkpoint.mode
-    return plan_layout(LayoutRequest(model=model, num_processes=ranks, scale=scale, mode=mode))
+    return plan_layout(model, num_processes=ranks, scale=scale, mode=mode)
 
 
 def _require_allowed(
@@ -343,7 +343,7 @@ def size(
             {
                 "rank": rank,
                 "bytes": size_bytes,
-                "files": [{"name": file.name, "bytes": file.size_bytes} for file in files],
+                "files": [{"name": file.key, "bytes": file.size_bytes} for file in files],
             }
             for rank, (size_bytes, files) in enumerate(zip(bytes_of_ranks, files_of_ranks, strict=True))
         ],

@@ -244,7 +244,7 @@ def _run_checkpoints(
 ) -> CheckpointResult:
     """Write and read checkpoints alone."""
     from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
-    from penstock.bench.state_layout import LayoutRequest, plan_layout
+    from penstock.bench.state_layout import plan_layout
     from penstock.cli.checkpoint_benchmark import perform_run
     from penstock.transfer.pipeline import PipelineSettings
     from penstock.workload.load_workload import model_of_workload
@@ -253,7 +253,7 @@ def _run_checkpoints(
     location = dlio_storage.checkpoint_location(workload, process_environment())
     request = CheckpointRequest(
         model=model,
-        layout=plan_layout(LayoutRequest(model=model, num_processes=comm.size, mode=mode)),
+        layout=plan_layout(model, num_processes=comm.size, mode=mode),
         scale=Fraction(1),
         pipe=PipelineSettings(),
         environment=location.environment,

@@ -92,8 +92,8 @@ def view_training(result: TrainingResult) -> View:
         for sentence in train.verdict.evidence:
             yield f"            {sentence}"
     if (saved := stages.checkpoints) is not None:
-        rate = f", {format_rate(saved.gib_per_s * 2**30)}" if saved.gib_per_s else ""
-        yield f"  saved     {saved.checkpoints} checkpoints of {format_bytes(saved.bytes_each)}{rate}"
+        rate = f", {format_rate(saved['gib_per_s'] * 2**30)}" if saved["gib_per_s"] else ""
+        yield f"  saved     {saved['checkpoints']} checkpoints of {format_bytes(saved['bytes_each'])}{rate}"
     yield f"  results   {result.results_dir}"
     if page := find_page(result.results_dir):
         yield f"  page      {page}"

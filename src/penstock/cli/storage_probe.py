@@ -108,7 +108,7 @@ def probe(
     from penstock.bench.probe import probe as probe_storage
     from penstock.bench.probe.load_plan import LoadRequest
     from penstock.bench.probe.probe_page import make_probe_page
-    from penstock.bench.run_settings import RunSettings
+    from penstock.bench.recorded_run import RunSettings
 
     environment = process_environment()
     request = ProbeRequest(

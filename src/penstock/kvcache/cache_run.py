@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.run_settings import RunSettings
+from penstock.bench.recorded_run import DeviceObserver, RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound
 from penstock.kvcache import cache_figures

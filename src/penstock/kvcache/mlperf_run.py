@@ -11,8 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.bench.device_counters import DeviceObserver
-from penstock.bench.run_settings import RunSettings
+from penstock.bench.recorded_run import DeviceObserver, RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.kvcache import mlperf_files
 from penstock.kvcache.cache_run import LONGEST_RUN_S, remove_entries, remove_leftovers, require_room

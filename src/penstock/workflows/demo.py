@@ -24,7 +24,7 @@ from penstock.bench.checkpoint import checkpoint_run
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_page, probe_run
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
@@ -137,7 +137,7 @@ def tour(
         probe=limits,
         training=training,
         checkpoints=checkpoints,
-        model_bytes=plan_layout(LayoutRequest(model=load_model(_MODEL), num_processes=1)).total_bytes,
+        model_bytes=plan_layout(load_model(_MODEL), num_processes=1).total_bytes,
         diagnoses=diagnoses,
     )
     write_report(make_demo_page(results), results.report)
@@ -181,12 +181,12 @@ def _take_checkpoints(
         time_between_checkpoints_s=0.0,
     )
     comm = SoloComm(gethostname())
-    layout = plan_layout(LayoutRequest(model=model, num_processes=comm.size))
-    scale = Fraction(1, max(1, layout.total_bytes // size_bytes))
+    whole = plan_layout(model, num_processes=comm.size)
+    scale = Fraction(1, max(1, whole.total_bytes // size_bytes))
     with TemporaryDirectory(dir=out.resolve(), prefix="checkpoints-") as folder:
         request = checkpoint_run.CheckpointRequest(
             model=model,
-            layout=layout.scaled(scale),
+            layout=plan_layout(model, num_processes=comm.size, scale=scale),
             scale=scale,
             pipe=PipelineSettings(),
             results=out / "runs",

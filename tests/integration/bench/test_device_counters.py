@@ -12,8 +12,8 @@ import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.unit.cluster.test_host_counters import host
 
-from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.recorded_run import DeviceObserver
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cli import main
 from penstock.cluster.comm import SoloComm

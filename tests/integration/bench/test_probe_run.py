@@ -17,7 +17,7 @@ from penstock.bench.probe.load_plan import LoadInterval, interval_s
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.bench.probe.probe_run import notes_on_rates
-from penstock.bench.run_settings import RunSettings
+from penstock.bench.recorded_run import RunSettings
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Progress

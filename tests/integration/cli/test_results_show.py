@@ -55,7 +55,7 @@ def finished_run(
 KILLED_RUN = """
 import sys, time
 from pathlib import Path
-from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.recorded_run import StepRecorder, read_clocks
 from penstock.results.step_events import StepPhase, SpanEvent, SpanKind, StepEvent
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest

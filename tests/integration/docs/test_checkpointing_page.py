@@ -6,7 +6,7 @@ import pytest
 
 from penstock.bench.checkpoint.checkpoint_run import KEY
 from penstock.bench.page_cache_eviction import WARM_SHARE
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.workload.load_workload import load_model
 from penstock.workload.shipped_catalog import cards
@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "checkpointing.md").read_text(encod
 
 @pytest.mark.parametrize("name", list(cards()))
 def test_a_models_row_is_what_its_layout_says(name: str) -> None:
-    layout = plan_layout(LayoutRequest(model=load_model(name)))
+    layout = plan_layout(load_model(name))
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}`")]
     assert f"| {layout.total_bytes / 2**30:,.2f} GiB |" in row
     assert row.endswith(f"| {layout.num_files:,} |")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.training.batch_requests import TRANSFER_BYTES
-from penstock.bench.training.harness_limit import FEWEST_STEPS, LONGEST_S, MOST_STEPS
+from penstock.bench.training.training_loop import FEWEST_STEPS, LONGEST_S, MOST_STEPS
 from penstock.results.run_folder import STAGES_FILE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from penstock.results.run_record import RunOutcome, read_record
 RECORDER = """
 import sys, time
 from pathlib import Path
-from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.recorded_run import StepRecorder, read_clocks
 from penstock.results.step_events import StepEvent
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest

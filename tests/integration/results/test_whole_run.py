@@ -22,14 +22,15 @@ from penstock.workload.settings import parse_settings
 RANK = """
 import sys, time
 from pathlib import Path
-from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
-from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.epoch_order import DrawnTimes
+from penstock.bench.recorded_run import StepRecorder, read_clocks
+from penstock.bench.training.training_loop import compute_until
 from penstock.results.step_events import StepPhase, SpanEvent, SpanKind, StepEvent
 from penstock.results.event_files import SpoolWriter, spool_path
 from penstock.workload.quantities import Duration
 
-folder, rank, clock = Path(sys.argv[1]), int(sys.argv[2]), SystemClock()
-times = ComputeTimes(duration=Duration(mean_s=0.004), seed=1, phase=StepPhase.TRAIN, rank=rank)
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+times = DrawnTimes(duration=Duration(mean_s=0.004), seed=1, phase=StepPhase.TRAIN, rank=rank)
 with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n"))) as recorder:
     for epoch in (1, 2):
         begun = clock.now_ns()
@@ -37,7 +38,7 @@ with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n")))
             start = clock.now_ns()
             clock.sleep(0.001)
             loaded = clock.now_ns()
-            computed = compute_until(loaded + compute_ns, clock)
+            computed = compute_until(loaded + compute_ns)
             recorder.add_step(
                 StepEvent(
                     StepPhase.TRAIN, epoch, 1, step, start, loaded, computed, computed, 7, 100, 7, 900, 5

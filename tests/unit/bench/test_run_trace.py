@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.step_recorder import RunTrace, StepRecorder, find_trace_folder, read_clocks
+from penstock.bench.recorded_run import StepRecorder, find_trace_folder, name_run_in_trace, read_clocks
 from penstock.results.event_files import SpoolWriter
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage.capabilities import SpanValue, find_span_trace
@@ -38,12 +38,18 @@ def traced() -> SpanCollector:
     return SpanCollector()
 
 
+def recorder(traced: SpanCollector, tmp_path: Path) -> StepRecorder:
+    return StepRecorder(
+        SpoolWriter(tmp_path / "spool" / "0.events", read_clocks(0, "n0")), record_span=traced.record_span
+    )
+
+
 def span(kind: SpanKind, *, step: int = 0, size_bytes: int = 0) -> SpanEvent:
     return SpanEvent(kind, StepPhase.TRAIN, 2, 1, step, 10, 20, size_bytes)
 
 
 def test_a_trace_names_its_run_and_where_its_results_are(traced: SpanCollector, tmp_path: Path) -> None:
-    assert RunTrace.of(WrappedStorage(traced), tmp_path / "unet3d-1") is not None
+    assert name_run_in_trace(WrappedStorage(traced), tmp_path / "unet3d-1") is not None
     ((name, cat, began_ns, ended_ns, args),) = traced.spans
     assert (name, cat, began_ns) == ("run", "run", ended_ns)
     assert args == {"run": "unet3d-1", "results": str(tmp_path / "unet3d-1")}
@@ -52,12 +58,12 @@ def test_a_trace_names_its_run_and_where_its_results_are(traced: SpanCollector, 
 def test_storage_that_is_not_traced_takes_no_spans(tmp_path: Path) -> None:
     storage = WrappedStorage(MemoryStorage())
     assert find_span_trace(storage) is None
-    assert RunTrace.of(storage, tmp_path) is None
+    assert name_run_in_trace(storage, tmp_path) is None
     assert find_trace_folder(storage.options) is None
 
 
-def test_a_step_is_its_wait_its_computation_and_its_barrier(traced: SpanCollector) -> None:
-    RunTrace(traced.record_span).add_step(STEP)
+def test_a_step_is_its_wait_its_computation_and_its_barrier(traced: SpanCollector, tmp_path: Path) -> None:
+    recorder(traced, tmp_path).add_step(STEP)
     assert traced.spans == [
         ("train.step", "step", 100, 190, {**PLACE, "samples": 4, "read_bytes": 512}),
         ("train.wait", "wait", 100, 130, PLACE),
@@ -66,13 +72,13 @@ def test_a_step_is_its_wait_its_computation_and_its_barrier(traced: SpanCollecto
     ]
 
 
-def test_steps_of_an_evaluation_have_names_of_their_own(traced: SpanCollector) -> None:
-    RunTrace(traced.record_span).add_step(STEP._replace(phase=StepPhase.EVAL))
+def test_steps_of_an_evaluation_have_names_of_their_own(traced: SpanCollector, tmp_path: Path) -> None:
+    recorder(traced, tmp_path).add_step(STEP._replace(phase=StepPhase.EVAL))
     assert [name for name, *_ in traced.spans] == ["eval.step", "eval.wait", "eval.compute", "eval.barrier"]
 
 
-def test_checkpoints_and_epochs_are_spans_and_blocks_are_not(traced: SpanCollector) -> None:
-    trace = RunTrace(traced.record_span)
+def test_checkpoints_and_epochs_are_spans_and_blocks_are_not(traced: SpanCollector, tmp_path: Path) -> None:
+    trace = recorder(traced, tmp_path)
     trace.add_span(span(SpanKind.SAVE, step=7, size_bytes=99))
     trace.add_span(span(SpanKind.LOAD, step=7))
     trace.add_span(span(SpanKind.EPOCH))
@@ -86,7 +92,7 @@ def test_checkpoints_and_epochs_are_spans_and_blocks_are_not(traced: SpanCollect
 
 def test_a_recorder_keeps_stalls_in_the_trace_alone(traced: SpanCollector, tmp_path: Path) -> None:
     with StepRecorder(
-        SpoolWriter(tmp_path / "spool" / "0.events", read_clocks(0, "n0")), trace=RunTrace(traced.record_span)
+        SpoolWriter(tmp_path / "spool" / "0.events", read_clocks(0, "n0")), record_span=traced.record_span
     ) as recorder:
         recorder.add_step(STEP)
         recorder.add_span(span(SpanKind.EPOCH))

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.state_layout import (
-    LayoutRequest,
-    Mesh,
     StateLayout,
     checkpoint_folder,
     count_parameters,
@@ -37,8 +35,7 @@ def model_of(spec: Model, *, num_ranks: int | None = None, everyone: bool = Fals
 
 @cache
 def layout_of(name: str, num_processes: int | None = None, *, scale: str = "1") -> StateLayout:
-    request = LayoutRequest(model=load_model(name), num_processes=num_processes, scale=Fraction(scale))
-    return plan_layout(request)
+    return plan_layout(load_model(name), num_processes=num_processes, scale=Fraction(scale))
 
 
 def sizes_by_process(layout: StateLayout) -> list[int]:
@@ -73,7 +70,7 @@ def test_six_checkpoints_of_the_study_have_its_bytes_to_the_last_digit() -> None
     layout = layout_of("megatron-study")
     assert 6 * layout.total_bytes / GIB == 577.07171420753
     assert 6 * layout.total_bytes == 96 * 5_625_371_495 + 528 * 150_733_735 + 96 * 30_827
-    first = [file.name for file in layout.files_of(0, epoch=1, step=600)]
+    first = [file.key for file in layout.files_of(0, epoch=1, step=600)]
     assert first[:3] == ["model-1-600-0.pt", "layer-0-1-600-0.pt", "layer-1-1-600-0.pt"]
     assert first[-1] == "optimizer-1-600-0.pt"
     assert [sum(1 for _ in layout.files_of(rank)) for rank in (0, 1, 7, 8, 15)] == [46, 2, 2, 46, 2]
@@ -86,16 +83,16 @@ def test_ranks_of_405b_hold_what_the_published_tables_say() -> None:
 
 
 def test_files_have_deepspeeds_names() -> None:
-    layers = [file.name for file in layout_of("llama3-405b").files_of(0)]
+    layers = [file.key for file in layout_of("llama3-405b").files_of(0)]
     assert layers == [
         *(f"layer_{number}-model_0_model_states.pt" for number in range(5)),
         "zero_pp_rank_0_mp_rank_0_optim_states.pt",
     ]
-    assert [file.name for file in layout_of("llama3-70b").files_of(13)] == [
+    assert [file.key for file in layout_of("llama3-70b").files_of(13)] == [
         "zero_pp_rank_1_mp_rank_5_model_states.pt",
         "zero_pp_rank_1_mp_rank_5_optim_states.pt",
     ]
-    assert next(iter(layout_of("llama_7b").files_of(0))).name == "model_0_model_states.pt"
+    assert next(iter(layout_of("llama_7b").files_of(0))).key == "model_0_model_states.pt"
     assert checkpoint_folder(1, 3) == "global_epoch1_step3"
 
 
@@ -127,13 +124,13 @@ def test_ranks_add_up_to_the_total_that_parameters_give(
     spec = Model(num_layers=num_layers, transformer=dims, parallelism=split)
     mesh_ranks = split.tensor * split.pipeline * (split.data or 1)
     model = model_of(spec, num_ranks=mesh_ranks)
-    whole = plan_layout(LayoutRequest(model=model))
+    whole = plan_layout(model)
     assert whole.total_bytes == 14 * count_parameters(spec)
     assert sizes_by_process(whole) == whole.bytes_of_processes().tolist()
-    fewer = plan_layout(LayoutRequest(model=model, num_processes=min(num_processes, mesh_ranks)))
+    fewer = plan_layout(model, num_processes=min(num_processes, mesh_ranks))
     assert sizes_by_process(fewer) == fewer.bytes_of_processes().tolist()
     assert fewer.total_bytes == whole.total_bytes
-    small = plan_layout(LayoutRequest(model=model, scale=scale))
+    small = plan_layout(model, scale=scale)
     assert sizes_by_process(small) == small.bytes_of_processes().tolist()
     assert abs(small.total_bytes - whole.total_bytes * scale) <= small.num_files
     assert all(file.size_bytes for rank in range(mesh_ranks) for file in small.files_of(rank))
@@ -144,8 +141,8 @@ def test_files_have_different_names_and_each_rank_its_own(split: Parallelism, da
     spec = Model(num_layers=3, transformer=Transformer(vocab_size=300, hidden_size=64), parallelism=split)
     mesh_ranks = split.tensor * split.pipeline * (split.data or 1)
     processes = data.draw(st.integers(1, mesh_ranks))
-    layout = plan_layout(LayoutRequest(model=model_of(spec, num_ranks=mesh_ranks), num_processes=processes))
-    names = [file.name for process in range(processes) for file in layout.files_of(process)]
+    layout = plan_layout(model_of(spec, num_ranks=mesh_ranks), num_processes=processes)
+    names = [file.key for process in range(processes) for file in layout.files_of(process)]
     assert len(set(names)) == len(names) == layout.num_files
     edges = [layout.ranks_of(process) for process in range(processes)]
     assert edges[0].start == 0
@@ -173,14 +170,6 @@ def test_layers_fill_stages_in_order_and_early_ones_first(num_layers: int, num_s
     assert max(held) - min(held) <= 1
 
 
-def test_a_mesh_counts_tensors_first_then_stages_then_replicas() -> None:
-    mesh = Mesh(tensor=2, pipeline=3, data=2)
-    ranks = np.arange(mesh.num_ranks)
-    assert mesh.tensor_of(ranks).tolist() == [0, 1] * 6
-    assert [mesh.ranks_of_stage(stage).tolist() for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    assert mesh.replica_of(ranks).tolist() == [0] * 6 + [1] * 6
-
-
 def test_the_total_does_not_depend_on_the_number_of_ranks() -> None:
     wanted = layout_of("llama3-70b").total_bytes
     for num_processes in (1, 3, 4, 8, 24, 64, 128):
@@ -191,8 +180,8 @@ def test_the_total_does_not_depend_on_the_number_of_ranks() -> None:
 
 
 def test_a_subset_is_the_first_ranks_of_the_whole() -> None:
-    request = LayoutRequest(model=load_model("llama3-70b"), num_processes=8, mode=CheckpointMode.SUBSET)
-    layout, whole = plan_layout(request), layout_of("llama3-70b")
+    layout = plan_layout(load_model("llama3-70b"), num_processes=8, mode=CheckpointMode.SUBSET)
+    whole = layout_of("llama3-70b")
     assert layout.is_subset
     assert not layout.is_folded
     assert [list(layout.files_of(rank)) for rank in range(8)] == [list(whole.files_of(r)) for r in range(8)]
@@ -217,22 +206,22 @@ def test_explicit_sizes_are_divided_as_dlio_divides_them() -> None:
         model_datatype=Datatype.FP16,
         parallelism=Parallelism(tensor=2, pipeline=2),
     )
-    layout = plan_layout(LayoutRequest(model=model_of(spec), num_processes=8))
-    assert {file.name: file.size_bytes for file in layout.files_of(0)} == {
+    layout = plan_layout(model_of(spec), num_processes=8)
+    assert {file.key: file.size_bytes for file in layout.files_of(0)} == {
         "model_states-0.pt": 100,
         "layer_1-model_0_model_states.pt": 14,
         "layer_2-model_0_model_states.pt": 14,
         "zero_pp_rank_0_mp_rank_0_optim_states.pt": 3 * 12 * 4,
     }
-    assert [file.name for file in layout.files_of(3)] == [
+    assert [file.key for file in layout.files_of(3)] == [
         "model_states-3.pt",
         "layer_3-model_3_model_states.pt",
         "zero_pp_rank_0_mp_rank_3_optim_states.pt",
     ]
     assert list(layout.files_of(4)) == []
     sharded = replace(spec, parallelism=Parallelism(tensor=2, pipeline=2, zero_stage=1))
-    second = plan_layout(LayoutRequest(model=model_of(sharded), num_processes=8)).files_of(4)
-    assert [file.name for file in second] == ["zero_pp_rank_1_mp_rank_0_optim_states.pt"]
+    second = plan_layout(model_of(sharded), num_processes=8).files_of(4)
+    assert [file.key for file in second] == ["zero_pp_rank_1_mp_rank_0_optim_states.pt"]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +238,8 @@ def test_explicit_layers_without_a_pipeline_share_a_file_as_those_of_transformer
     spec = Model(
         num_layers=3, layer_parameters=(10, 6), parallelism=Parallelism(tensor=2, zero_stage=zero_stage)
     )
-    layout = plan_layout(LayoutRequest(model=model_of(spec), num_processes=4))
-    named = {file.name: file.size_bytes for rank in range(4) for file in layout.files_of(rank)}
+    layout = plan_layout(model_of(spec), num_processes=4)
+    named = {file.key: file.size_bytes for rank in range(4) for file in layout.files_of(rank)}
     layers = [name for name in named if name.endswith("_model_states.pt")]
     assert layers == files
     assert sum(named[name] for name in layers) == 3 * 16 * 2
@@ -258,18 +247,18 @@ def test_explicit_layers_without_a_pipeline_share_a_file_as_those_of_transformer
 
 def test_plain_bytes_are_written_by_rank_0_or_by_everyone() -> None:
     spec = Model(model_size_bytes=1000)
-    alone = plan_layout(LayoutRequest(model=model_of(spec), num_processes=4))
+    alone = plan_layout(model_of(spec), num_processes=4)
     assert alone.bytes_of_processes().tolist() == [1000, 0, 0, 0]
-    everyone = plan_layout(LayoutRequest(model=model_of(spec, everyone=True), num_processes=4))
+    everyone = plan_layout(model_of(spec, everyone=True), num_processes=4)
     assert everyone.bytes_of_processes().tolist() == [1000] * 4
-    assert [file.name for file in everyone.files_of(3)] == ["model_states-3.pt"]
+    assert [file.key for file in everyone.files_of(3)] == ["model_states-3.pt"]
 
 
 def test_nobody_writes_an_empty_file() -> None:
     """One element of a norm, divided among two: one of them has nothing of it."""
     dims = Transformer(vocab_size=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, num_kv_heads=1)
     spec = Model(num_layers=1, transformer=dims, parallelism=Parallelism(tensor=2, pipeline=2))
-    layout = plan_layout(LayoutRequest(model=model_of(spec), num_processes=4, scale=Fraction(1, 50)))
+    layout = plan_layout(model_of(spec), num_processes=4, scale=Fraction(1, 50))
     files = [file for process in range(4) for file in layout.files_of(process)]
     assert all(file.size_bytes for file in files)
     assert len(files) == layout.num_files
@@ -277,14 +266,14 @@ def test_nobody_writes_an_empty_file() -> None:
 
 def test_a_model_without_bytes_is_refused() -> None:
     with pytest.raises(UsageError, match="holds no bytes"):
-        plan_layout(LayoutRequest(model=model_of(Model(model_size_bytes=0))))
+        plan_layout(model_of(Model(model_size_bytes=0)))
 
 
 def test_a_pipeline_under_zero_3_is_refused_with_the_key_to_change() -> None:
     split = Parallelism(pipeline=2, zero_stage=3)
     model = model_of(Model(num_layers=4, transformer=Transformer(), parallelism=split))
     with pytest.raises(UsageError, match=r"model\.parallelism.*zero_stage to at most 2"):
-        plan_layout(LayoutRequest(model=model))
+        plan_layout(model)
 
 
 def test_more_ranks_than_the_layout_has_are_refused_with_the_numbers_that_fit() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.bench.step_recorder import FLUSH_INTERVAL_NS, StepRecorder, read_clocks
+from penstock.bench.recorded_run import FLUSH_INTERVAL_NS, StepRecorder, read_clocks
 from penstock.results.event_files import SpoolWriter, read_spool
 from penstock.results.step_events import RankClock, SpanEvent, SpanKind, StepEvent, StepPhase
 

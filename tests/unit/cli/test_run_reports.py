@@ -12,8 +12,7 @@ from penstock.bench.checkpoint.checkpoint_result import (
 )
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.training.training_files import Validation
-from penstock.bench.training.training_result import CheckpointsTaken, HarnessLimit, Stages, TrainingResult
+from penstock.bench.training.training_result import HarnessLimit, Stages, TrainingResult
 from penstock.cli.run_reports import (
     capture_checkpoint_output,
     capture_training_output,
@@ -106,15 +105,15 @@ TRAIN = PhaseFigures(
     notes=("The first step is left out.",),
 )
 STAGES = Stages(
-    opening_s=0.1, validation=Validation(num_files=4, elapsed_s=0.1), planning_s=0.1,
+    opening_s=0.1, validated_files=4, validation_s=0.1, planning_s=0.1,
     loader=NativeOptions(), loader_start_s=0.1,
     ceiling=HarnessLimit(
         num_steps=9, au_compat_percent=99.5, au_strict_percent=None, samples_per_s=2.0, compute_share=1.0
     ),
     ceiling_s=0.5, epochs=(), survey_bytes=0, storage_uri="file:///data", storage_options={},
-    checkpoints=CheckpointsTaken(
-        checkpoints=3, bytes_each=GIB, duration_s=2.0, gib_per_s=1.5, target="file:///ckpt"
-    ),
+    checkpoints={
+        "checkpoints": 3, "bytes_each": GIB, "duration_s": 2.0, "gib_per_s": 1.5, "target": "file:///ckpt"
+    },
     counters=Counters(), deliveries=(READ,), remarks=("About the files.",),
 )  # fmt: skip
 RESULT = TrainingResult(
@@ -158,7 +157,7 @@ def test_what_a_training_run_lacks_is_left_out() -> None:
 
 
 def test_checkpoints_without_a_rate_are_counted_all_the_same() -> None:
-    saved = replace(STAGES.checkpoints, gib_per_s=None) if STAGES.checkpoints else None
+    saved = {**(STAGES.checkpoints or {}), "gib_per_s": None}
     shown = lines(view_training(replace(RESULT, stages=replace(STAGES, checkpoints=saved))))
     assert "  saved     3 checkpoints of 1 GiB" in shown
 

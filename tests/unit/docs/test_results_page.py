@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.step_recorder import CAPACITY, FLUSH_INTERVAL_NS
+from penstock.bench.recorded_run import CAPACITY, FLUSH_INTERVAL_NS
 from penstock.results import event_files, run_folder
 from penstock.results.phase_figures import MEASURES, STRAGGLER, Bottleneck, TimeShares
 from penstock.results.run_record import LONGEST_SILENCE_S, RunOutcome

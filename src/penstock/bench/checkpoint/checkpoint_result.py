@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from penstock.bench.page_cache_eviction import CacheEviction
+from penstock.bench.recorded_run import find_trace_folder
 from penstock.bench.state_layout import checkpoint_folder
-from penstock.bench.step_recorder import find_trace_folder
 from penstock.results import checkpoint_files, phase_figures
 from penstock.results.counter_files import IoReconciliation
 from penstock.storage import Counters

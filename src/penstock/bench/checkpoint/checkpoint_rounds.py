@@ -23,8 +23,8 @@ import numpy as np
 from penstock.bench.checkpoint import checkpoint_result, read_pipeline
 from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointRound
 from penstock.bench.page_cache_eviction import evict_objects
+from penstock.bench.recorded_run import StepRecorder
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
-from penstock.bench.step_recorder import StepRecorder
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
@@ -86,7 +86,10 @@ class ProgressBoard:
 
 
 class RoundProgress(Progress):
-    """Follows the rounds of one rank. It is the `Progress` that the pipeline advances, from any thread."""
+    """Follows the rounds of one rank. It is the `Progress` that the pipeline advances, from any thread.
+
+    The pipeline's phases are parts of a round, which `track` announces: their `begin` shows nothing.
+    """
 
     def __init__(
         self, board: ProgressBoard, *, rank: int, progress: Progress, heartbeat: Callable[[], None]
@@ -98,26 +101,16 @@ class RoundProgress(Progress):
         self._lock = threading.Lock()
         self._moved_bytes = 0
         self._shown_bytes = 0
-        self._began_ns = time.monotonic_ns()
+        self.began_ns = time.monotonic_ns()
+        """The moment, of CLOCK_MONOTONIC, at which all ranks begin to move the round's bytes."""
         self._moved_by_bucket: Counter[int] = Counter()
-
-    def begin(self, phase: str, total: float) -> None:
-        """Ignored: the pipeline's phases are parts of a round, which `track` has announced."""
-
-    def expect(self, total: float, *units: str) -> None:
-        """Pass on how many bytes all rounds of all ranks will move."""
-        self._progress.expect(total, *(units or ("written_bytes", "read_bytes")))
 
     def advance(self, amount: float) -> None:
         """Count what the pipeline has moved."""
-        bucket = max(0, int((time.monotonic_ns() - self._began_ns) / 1e9 / BUCKET_S))
+        bucket = max(0, int((time.monotonic_ns() - self.began_ns) / 1e9 / BUCKET_S))
         with self._lock:
             self._moved_bytes += int(amount)
             self._moved_by_bucket[bucket] += int(amount)
-
-    def begin_at(self, origin_ns: int) -> None:
-        """The moment, of CLOCK_MONOTONIC, at which all ranks begin to move the round's bytes."""
-        self._began_ns = origin_ns
 
     def moved_over_time(self, planned_bytes: int) -> MovedBytes:
         """The bytes that this rank moved in the last round, over time, in at most `MOST_BUCKETS` buckets."""
@@ -136,7 +129,7 @@ class RoundProgress(Progress):
         """Follow one round, in which each rank moves its `bytes_of_ranks`, counted as `unit`."""
         self._moved_bytes = 0
         self._moved_by_bucket.clear()
-        self._began_ns = time.monotonic_ns()
+        self.began_ns = time.monotonic_ns()
         self._board.note(0)
         total_bytes = sum(bytes_of_ranks)
         if self._is_first:
@@ -220,29 +213,20 @@ def plan_objects(
     """The objects that one process writes of a checkpoint."""
     folder = checkpoint_folder(epoch, step)
     return tuple(
-        PlannedObject(f"{folder}/{file.name}", file.size_bytes)
+        PlannedObject(f"{folder}/{file.key}", file.size_bytes)
         for file in layout.files_of(process, epoch=epoch, step=step)
     )
-
-
-def choose_source_process(process: int, *, num_processes: int, shift: int) -> int:
-    """The process whose files this one reads back; with a shift of a node's ranks, one of the next node."""
-    return (process + shift) % num_processes
 
 
 def rank_shift(hosts: Sequence[str]) -> int:
     """The shift with which every rank reads what another host wrote; 0 on one host.
 
-    It is the largest number of ranks on a host. Where hosts have unlike numbers of consecutive ranks, some
-    ranks of a large host still read what their own host wrote.
+    A rank reads the files of the rank that many places after it. The shift is the largest number of ranks on
+    a host. Where hosts have different numbers of consecutive ranks, some ranks of a large host still read what
+    their own host wrote.
     """
     counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
     return max(counts) if len(counts) > 1 else 0
-
-
-def seconds_between(rounds: Sequence[CheckpointRound], interval_s: float) -> Iterator[float]:
-    """The wait before each round: the interval between two of them, nothing before the first."""
-    return (interval_s if place else 0.0 for place in range(len(rounds)))
 
 
 class StateContent:
@@ -288,31 +272,25 @@ class RoundRunner:
 
     def run(self, checkpoint: CheckpointRound, *, last: int) -> checkpoint_result.RoundFigures:
         """Run the round; its figures over all ranks. `last` is the number of its direction's last round."""
-        process = self.comm.rank
-        if checkpoint.direction == "read":
-            process = choose_source_process(process, num_processes=self.comm.size, shift=self.shift)
+        comm, direction = self.comm, checkpoint.direction
+        shift = self.shift if direction == "read" else 0
+        process = (comm.rank + shift) % comm.size
         planned = plan_objects(self.layout, process, checkpoint.step, epoch=checkpoint.epoch)
         content = StateContent(self.seed, planned)
-        cold = (
-            evict_objects(self.storages[0], planned, comm=self.comm)
-            if checkpoint.direction == "read"
-            else None
-        )
-        title = f"{_TITLES[checkpoint.direction]} checkpoint {checkpoint.number} of {last}"
+        cold = evict_objects(self.storages[0], planned, comm=comm) if direction == "read" else None
+        title = f"{_TITLES[direction]} checkpoint {checkpoint.number} of {last}"
         began_at_s, began_ns = time.time(), time.monotonic_ns()
-        unit = _UNITS[checkpoint.direction]
-        with self.progress.track(title, self._bytes_of_ranks(checkpoint), unit=unit):
+        bytes_of_ranks: list[int] = np.roll(self.layout.bytes_of_processes(), -shift).tolist()
+        with self.progress.track(title, bytes_of_ranks, unit=_UNITS[direction]):
             measurements = self._move(checkpoint, planned, content)
         self.recorder.add_stall(epoch=checkpoint.epoch, step=checkpoint.step, began_ns=began_ns)
         total_bytes = sum(object_.size_bytes for object_ in planned)
 
         def keep(ranks: list[MovedBytes]) -> None:
-            self.throughput.append(
-                RoundThroughput(direction=checkpoint.direction, step=checkpoint.step, ranks=ranks)
-            )
+            self.throughput.append(RoundThroughput(direction=direction, step=checkpoint.step, ranks=ranks))
 
         decide_on_rank0(
-            self.comm,
+            comm,
             lambda: self.progress.moved_over_time(total_bytes),
             keep,
             awaiting="what all ranks moved over time",
@@ -329,14 +307,6 @@ class RoundRunner:
             ],
         )
 
-    def _bytes_of_ranks(self, checkpoint: CheckpointRound) -> list[int]:
-        sizes: list[int] = self.layout.bytes_of_processes().tolist()
-        shift = self.shift if checkpoint.direction == "read" else 0
-        return [
-            sizes[choose_source_process(rank, num_processes=len(sizes), shift=shift)]
-            for rank in range(len(sizes))
-        ]
-
     def _move(
         self, checkpoint: CheckpointRound, planned: Sequence[PlannedObject], content: StateContent
     ) -> list[Measurement | None]:
@@ -345,7 +315,7 @@ class RoundRunner:
             if checkpoint.direction == "write":
                 undo.callback(remove_objects, self.storages[0], planned)
             origin_ns = common_origin_ns(self.comm, awaiting="all ranks to begin a checkpoint")
-            self.progress.begin_at(origin_ns)
+            self.progress.began_ns = origin_ns
 
             def work() -> Measurement | None:
                 if not planned:
@@ -371,18 +341,9 @@ class RoundRunner:
                 timeout_s=max(LONGEST_ROUND_S, self.comm.timeout_s),
             )
             undo.pop_all()
-        self._add_span(checkpoint, measurements[self.comm.rank], planned, origin_ns)
-        return measurements
-
-    def _add_span(
-        self,
-        checkpoint: CheckpointRound,
-        measurement: Measurement | None,
-        planned: Sequence[PlannedObject],
-        origin_ns: int,
-    ) -> None:
-        """DLIO's span of the round: this rank's own time, with `rank_sync` until all have met."""
-        end_ns = time.monotonic_ns() if self.syncs_ranks or measurement is None else measurement.end_ns
+        # DLIO's span of the round: this rank's own time, with `rank_sync` until all ranks are done.
+        mine = measurements[self.comm.rank]
+        end_ns = origin_ns if mine is None else mine.end_ns
         self.recorder.add_span(
             SpanEvent(
                 kind=_KINDS[checkpoint.direction],
@@ -391,10 +352,11 @@ class RoundRunner:
                 block=checkpoint.number,
                 step=checkpoint.step,
                 start_ns=origin_ns,
-                end_ns=end_ns if measurement or self.syncs_ranks else origin_ns,
+                end_ns=time.monotonic_ns() if self.syncs_ranks else end_ns,
                 size_bytes=sum(object_.size_bytes for object_ in planned),
             )
         )
+        return measurements
 
 
 def fit_pipe(pipe: PipelineSettings, planned: Sequence[PlannedObject]) -> PipelineSettings:

@@ -11,31 +11,38 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from penstock.bench.checkpoint import checkpoint_rounds
 from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointResult, CheckpointRound, RoundFigures
-from penstock.bench.checkpoint.checkpoint_rounds import plan_rounds
-from penstock.bench.compute import SystemClock, compute_until
-from penstock.bench.device_counters import DeviceObserver
+from penstock.bench.checkpoint.checkpoint_rounds import (
+    PROGRESS_FILE,
+    ProgressBoard,
+    RoundProgress,
+    RoundRunner,
+    fit_pipe,
+    plan_objects,
+    plan_rounds,
+    rank_shift,
+)
 from penstock.bench.loader.loader_protocol import OpenStorage
-from penstock.bench.run_settings import RunSettings
+from penstock.bench.recorded_run import DeviceObserver, RunSettings, record_run
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
-from penstock.bench.step_recorder import RunTrace, StepRecorder, read_clocks
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
-from penstock.results import counter_files, event_files, published_files, run_folder, step_events
+from penstock.results import counter_files, event_files, published_files, run_folder
 from penstock.results.checkpoint_files import write_throughput
-from penstock.results.counter_files import IoReconciliation
+from penstock.results.counter_files import Direction
 from penstock.results.provenance import peak_rss_bytes
+from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Counters, Storage, capabilities
 from penstock.storage.capabilities import find_local_root
 from penstock.storage.protocol import read_object, write_object
@@ -44,6 +51,7 @@ from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.enums import CheckpointMode
 from penstock.workload.load_workload import CheckpointModel
+from penstock.workload.spec import CheckpointSection
 
 Result = TypeVar("Result")
 
@@ -88,16 +96,6 @@ class CheckpointMarker:
     def step_numbers(self) -> tuple[int, ...]:
         """The steps of all checkpoints, ascending."""
         return tuple(sorted(marked.step for marked in self.steps))
-
-    @property
-    def last_written_s(self) -> float | None:
-        """The moment at which the last checkpoint became durable."""
-        return max((marked.ended_at_s for marked in self.steps), default=None)
-
-    def with_step(self, step: int, ended_at_s: float) -> CheckpointMarker:
-        """The same with one more checkpoint."""
-        others = tuple(marked for marked in self.steps if marked.step != step)
-        return replace(self, steps=(*others, MarkedStep(step=step, ended_at_s=ended_at_s)))
 
 
 def read_marker(storage: Storage) -> CheckpointMarker | None:
@@ -182,14 +180,6 @@ def _require_same_settings(marker: CheckpointMarker, request: CheckpointRequest,
         )
 
 
-def update_marker(storage: Storage, marker: CheckpointMarker, *, comm: Comm) -> None:
-    """Replace the marker, durably, before any rank continues. Collective."""
-    text = TypeAdapter(CheckpointMarker).dump_json(marker, indent=2) + b"\n"
-    _run_on_rank0(
-        comm, lambda: write_object(storage, KEY, [text]), awaiting="rank 0 to note a complete checkpoint"
-    )
-
-
 def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
     """Delete complete checkpoints and their marker; ranks share the files. Collective."""
     folders = [checkpoint_folder(EPOCH, step) for step in steps]
@@ -214,7 +204,7 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
 
 
 def _run_on_rank0(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
-    """As `comm.run_on_rank0`, but a failure is `RankFailed` in a process without other ranks, too."""
+    """The result of `work` on rank 0; a failure is `RankFailed` in a process without other ranks, too."""
     results = all_gather_results(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
     return cast("Result", results[0])
 
@@ -230,7 +220,9 @@ def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm
 
     `root` is the storage's local folder; None for a storage that is not a file system.
     """
-    volumes = comm.gather(identify_volume(root), awaiting="where all ranks write")
+    # The same text on all nodes for a shared file system.
+    mine = "" if root is None else read_volume_id(nearest_folder(root))
+    volumes = comm.gather(mine, awaiting="where all ranks write")
     needed = sum(
         size for size, volume in zip(bytes_of_ranks, volumes, strict=True) if volume == volumes[comm.rank]
     )
@@ -241,11 +233,6 @@ def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm
         ),
         awaiting="all nodes to check their free space",
     )
-
-
-def identify_volume(root: Path | None) -> str:
-    """Identify a file system: the same text on all nodes for a shared one; "" for a storage without files."""
-    return "" if root is None else read_volume_id(nearest_folder(root))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,44 +311,97 @@ def run_checkpoints(
     tell: Tell = lambda _text: None,
 ) -> CheckpointResult:
     """Write and read as the request's workload says; the same result on every rank."""
-    storage = reopen()
+    storage, workload, layout = reopen(), request.model.workload, request.layout
     rounds, seed, earlier = prepare_folder(request, storage, comm=comm, tell=tell)
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     num_writes = sum(checkpoint.direction == "write" for checkpoint in rounds)
-    sizes = request.layout.bytes_of_processes().tolist()
-    require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
-    workload = request.model.workload
-    shift = checkpoint_rounds.rank_shift(hosts) if workload.checkpoint.recovery_rank_shift else 0
+    sizes = layout.bytes_of_processes()
+    require_room(find_local_root(storage), (sizes * num_writes).tolist(), comm=comm)
+    shift = rank_shift(hosts) if workload.checkpoint.recovery_rank_shift else 0
     if workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")
-    with ExitStack() as resources:
-        if request.run_folder is None:  # commands that name the folder have no --resume
-            resources.enter_context(_hint_at_resuming(tell))
-        run, folder = resources.enter_context(
-            request.open_run(
-                workload,
+    opened = request.open_run(
+        workload, comm=comm, seeds={"content": seed}, plan=request.plan_document(), progress=progress
+    )
+    # Commands that name the folder have no --resume.
+    hint = _hint_at_resuming(tell) if request.run_folder is None else nullcontext()
+    with hint, opened as (run, folder):
+        board = ProgressBoard(folder / PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size)
+        heartbeat = run.heartbeat if run else lambda: None
+        watch = RoundProgress(board, rank=comm.rank, progress=progress, heartbeat=heartbeat)
+        progress.expect(layout.total_bytes * len(rounds), "written_bytes", "read_bytes")
+        began_ns = time.monotonic_ns()
+        with record_run(comm, folder, reopen()) as (recorder, observer):
+            # What all rounds share, warmed up before the first of them.
+            processes = (comm.rank, (comm.rank + shift) % comm.size)
+            largest = max(processes, key=lambda process: sizes[process])
+            pipe = fit_pipe(request.pipe, plan_objects(layout, largest, 1))
+            memory = WarmMemory(pipe.buffer_memory_bytes)
+            if sizes[largest]:
+                memory.touch()
+                Content(seed, 0).prepare_verification()
+            runner = RoundRunner(
                 comm=comm,
-                seeds={"content": seed},
-                plan=request.plan_document(),
-                progress=progress,
+                layout=layout,
+                storages=[reopen() for _ in range(pipe.streams)],
+                pipe=pipe,
+                memory=memory,
+                seed=seed,
+                shift=shift,
+                syncs_ranks=workload.checkpoint.rank_sync,
+                progress=watch,
+                recorder=recorder,
             )
+            # Another run's checkpoints stay noted, with this run's folder.
+            marker = CheckpointMarker(
+                content_version=CONTENT_VERSION,
+                seed=seed,
+                shape=request.shape,
+                run_folder=str(folder.absolute()),
+                steps=earlier.steps if earlier else (),
+            )
+            done = tuple(_run_rounds(rounds, workload.checkpoint, runner, observer, marker))
+            recorder.add_span(
+                SpanEvent(  # DLIO's single epoch of a run without training
+                    kind=SpanKind.EPOCH,
+                    phase=StepPhase.TRAIN,
+                    epoch=EPOCH,
+                    block=0,
+                    step=0,
+                    start_ns=began_ns,
+                    end_ns=time.monotonic_ns(),
+                    size_bytes=0,
+                )
+            )
+        if comm.rank == 0:
+            write_throughput(folder, runner.throughput)
+        counted = sum((storage.counters.snapshot() for storage in runner.storages), Counters())
+        moved: tuple[tuple[Direction, int], ...] = (
+            ("write", counted.written_bytes),
+            ("read", counted.read_bytes),
         )
-        board = checkpoint_rounds.ProgressBoard(
-            folder / checkpoint_rounds.PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size
-        )
-        session = _Session(
-            request=request,
-            reopen=reopen,
-            comm=comm,
-            rounds=rounds,
+        directions = {checkpoint.direction for checkpoint in rounds}
+        deliveries = tuple(observer.deliver(one, size) for one, size in moved if one in directions)
+        if request.removes:
+            steps = {*(checkpoint.step for checkpoint in rounds), *(earlier.step_numbers if earlier else ())}
+            remove_steps(storage, sorted(steps), comm=comm)
+        result = CheckpointResult(
+            model=request.model.workload.full_name,
+            ranks=comm.size,
+            results_dir=str(folder),
+            target=storage.uri,
+            total_bytes=layout.total_bytes,
             seed=seed,
-            earlier=earlier,
+            rounds=done,
+            gap_s=_find_gap(done, earlier),
+            earlier={"run_folder": earlier.run_folder, "kept_steps": earlier.step_numbers}
+            if earlier
+            else None,
             shift=shift,
-            progress=checkpoint_rounds.RoundProgress(
-                board, rank=comm.rank, progress=progress, heartbeat=run.heartbeat if run else lambda: None
-            ),
+            storage_options=storage.options,
+            deliveries=deliveries,
+            peak_rss_bytes=tuple(comm.gather(peak_rss_bytes(), awaiting="all ranks' memory")),
         )
-        result = session.run(folder)
         if run is not None:
             board.remove()
             event_files.gather_events(folder, comm.size)
@@ -382,143 +422,37 @@ def _hint_at_resuming(tell: Tell) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Session:
-    """One rank's part of a run between its preparation and its figures."""
-
-    request: CheckpointRequest
-    reopen: OpenStorage
-    comm: Comm
-    rounds: tuple[CheckpointRound, ...]
-    seed: int
-    earlier: CheckpointMarker | None
-    shift: int
-    progress: checkpoint_rounds.RoundProgress
-
-    def run(self, folder: Path) -> CheckpointResult:
-        """Run all rounds; afterwards the folder's spools have their spans."""
-        self.progress.expect(self.request.layout.total_bytes * len(self.rounds))
-        began_ns = time.monotonic_ns()
-        spool = event_files.SpoolWriter(
-            event_files.spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host)
-        )
-        storage = self.reopen()
-        trace = RunTrace.of(storage, folder)
-        with (
-            DeviceObserver(self.comm, folder, storage) as observer,
-            StepRecorder(spool, trace=trace) as recorder,
-        ):
-            runner = self._make_runner(recorder)
-            rounds = tuple(self._run_rounds(runner, folder, observer))
-            recorder.add_span(_epoch_span(began_ns))
-        if self.comm.rank == 0:
-            write_throughput(folder, runner.throughput)
-        deliveries = tuple(_reconcile(observer, runner, rounds))
-        written = [figures.ended_at_s for figures in rounds if figures.round.direction == "write"]
-        earlier = self.earlier
-        # MLPerf Storage limits the gap between writing and reading, also across two runs.
-        if not written and earlier is not None and earlier.last_written_s is not None:
-            written = [earlier.last_written_s]
-        read_from_s = next(
-            (figures.began_at_s for figures in rounds if figures.round.direction == "read"), None
-        )
-        kept = {"run_folder": earlier.run_folder, "kept_steps": earlier.step_numbers} if earlier else None
-        if self.request.removes:
-            steps = {*(figures.round.step for figures in rounds), *(earlier.step_numbers if earlier else ())}
-            remove_steps(runner.storages[0], sorted(steps), comm=self.comm)
-        return CheckpointResult(
-            model=self.request.model.workload.full_name,
-            ranks=self.comm.size,
-            results_dir=str(folder),
-            target=runner.storages[0].uri,
-            total_bytes=self.request.layout.total_bytes,
-            seed=self.seed,
-            rounds=rounds,
-            gap_s=read_from_s - max(written) if read_from_s is not None and written else None,
-            earlier=kept,
-            shift=self.shift,
-            storage_options=runner.storages[0].options,
-            deliveries=deliveries,
-            peak_rss_bytes=tuple(self.comm.gather(peak_rss_bytes(), awaiting="all ranks' memory")),
-        )
-
-    def _make_runner(self, recorder: StepRecorder) -> checkpoint_rounds.RoundRunner:
-        """Make what all rounds share, warmed up before the first of them."""
-        layout, rank = self.request.layout, self.comm.rank
-        read_rank = checkpoint_rounds.choose_source_process(
-            rank, num_processes=self.comm.size, shift=self.shift
-        )
-        pipe = checkpoint_rounds.fit_pipe(
-            self.request.pipe,
-            max(
-                (checkpoint_rounds.plan_objects(layout, process, 1) for process in (rank, read_rank)),
-                key=lambda planned: sum(file.size_bytes for file in planned),
-            ),
-        )
-        memory = WarmMemory(pipe.buffer_memory_bytes)
-        if layout.bytes_of_processes()[[rank, read_rank]].any():
-            memory.touch()
-            Content(self.seed, 0).prepare_verification()
-        return checkpoint_rounds.RoundRunner(
-            comm=self.comm,
-            layout=layout,
-            storages=[self.reopen() for _ in range(pipe.streams)],
-            pipe=pipe,
-            memory=memory,
-            seed=self.seed,
-            shift=self.shift,
-            syncs_ranks=self.request.model.workload.checkpoint.rank_sync,
-            progress=self.progress,
-            recorder=recorder,
-        )
-
-    def _run_rounds(
-        self, runner: checkpoint_rounds.RoundRunner, folder: Path, observer: DeviceObserver
-    ) -> Iterator[RoundFigures]:
-        rounds, earlier = self.rounds, self.earlier
-        # Another run's checkpoints stay noted, with this run's folder.
-        marker = CheckpointMarker(
-            content_version=CONTENT_VERSION,
-            seed=self.seed,
-            shape=self.request.shape,
-            run_folder=str(folder.absolute()),
-            steps=earlier.steps if earlier else (),
-        )
-        interval_s = self.request.model.workload.checkpoint.time_between_checkpoints_s
-        for checkpoint, pause_s in zip(
-            rounds, checkpoint_rounds.seconds_between(rounds, interval_s), strict=True
-        ):
-            compute_until(time.monotonic_ns() + round(pause_s * 1e9), SystemClock())
-            last = max(other.number for other in rounds if other.direction == checkpoint.direction)
-            with observer.during(checkpoint.direction):
-                figures = runner.run(checkpoint, last=last)
-            if checkpoint.direction == "write":
-                marker = marker.with_step(checkpoint.step, figures.ended_at_s)
-                update_marker(runner.storages[0], marker, comm=self.comm)
-            yield figures
+def _run_rounds(
+    rounds: Sequence[CheckpointRound],
+    section: CheckpointSection,
+    runner: RoundRunner,
+    observer: DeviceObserver,
+    marker: CheckpointMarker,
+) -> Iterator[RoundFigures]:
+    """All rounds, with the marker replaced, durably, after each write. Collective."""
+    storage = runner.storages[0]
+    for place, checkpoint in enumerate(rounds):
+        last = max(other.number for other in rounds if other.direction == checkpoint.direction)
+        time.sleep(section.time_between_checkpoints_s if place else 0.0)
+        with observer.during(checkpoint.direction):
+            figures = runner.run(checkpoint, last=last)
+        if checkpoint.direction == "write":
+            noted = MarkedStep(step=checkpoint.step, ended_at_s=figures.ended_at_s)
+            others = (marked for marked in marker.steps if marked.step != checkpoint.step)
+            marker = replace(marker, steps=(*others, noted))
+            text = TypeAdapter(CheckpointMarker).dump_json(marker, indent=2) + b"\n"
+            _run_on_rank0(
+                runner.comm,
+                partial(write_object, storage, KEY, [text]),
+                awaiting="rank 0 to note a complete checkpoint",
+            )
+        yield figures
 
 
-def _reconcile(
-    observer: DeviceObserver, runner: checkpoint_rounds.RoundRunner, rounds: Sequence[RoundFigures]
-) -> Iterator[IoReconciliation]:
-    """Compare what devices moved with what the storages did, in each direction there was. Collective."""
-    counted = sum((storage.counters.snapshot() for storage in runner.storages), Counters())
-    directions = {figures.round.direction for figures in rounds}
-    if "write" in directions:
-        yield observer.deliver("write", counted.written_bytes)
-    if "read" in directions:
-        yield observer.deliver("read", counted.read_bytes)
-
-
-def _epoch_span(began_ns: int) -> step_events.SpanEvent:
-    """DLIO's single epoch of a run without training."""
-    return step_events.SpanEvent(
-        kind=step_events.SpanKind.EPOCH,
-        phase=step_events.StepPhase.TRAIN,
-        epoch=EPOCH,
-        block=0,
-        step=0,
-        start_ns=began_ns,
-        end_ns=time.monotonic_ns(),
-        size_bytes=0,
-    )
+def _find_gap(rounds: Sequence[RoundFigures], earlier: CheckpointMarker | None) -> float | None:
+    """The time from the last write to the first read, which MLPerf Storage limits, also across two runs."""
+    written = [figures.ended_at_s for figures in rounds if figures.round.direction == "write"]
+    if not written and earlier is not None:
+        written = [marked.ended_at_s for marked in earlier.steps]
+    read_from_s = next((one.began_at_s for one in rounds if one.round.direction == "read"), None)
+    return None if read_from_s is None or not written else read_from_s - max(written)

@@ -13,8 +13,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
-from penstock.bench.device_counters import DeviceObserver
+from penstock.bench.epoch_order import DrawnTimes
 from penstock.bench.own_loader.process_watch import ProcessWatch
 from penstock.bench.own_loader.torch_watch import TorchWatch, parse_trial
 from penstock.bench.own_loader.user_code import (
@@ -29,11 +28,8 @@ from penstock.bench.own_loader.user_code import (
 )
 from penstock.bench.own_loader.waits import LoaderWaits, StepWait, divide_waits
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.run_settings import RunSettings
-from penstock.bench.step_recorder import RunTrace, StepRecorder, read_clocks
-from penstock.bench.training.harness_limit import EventsInMemory, count_limit_steps, summarize_limit
-from penstock.bench.training.training_files import Validation
-from penstock.bench.training.training_loop import EventRecorder
+from penstock.bench.recorded_run import EventsInMemory, RunSettings, StepRecorder, record_run
+from penstock.bench.training.training_loop import compute_until, count_limit_steps, summarize_limit
 from penstock.bench.training.training_result import EpochStage, HarnessLimit, Stages, TrainingResult
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import PenstockError, StorageError, UsageError
@@ -42,7 +38,7 @@ from penstock.results import counter_files, event_files, phase_figures, publishe
 from penstock.results.active_run import ActiveRun
 from penstock.results.phase_figures import Bottleneck, BottleneckVerdict
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
-from penstock.storage import Counters, Storage, capabilities, residency
+from penstock.storage import Storage, capabilities, residency
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Workload
@@ -88,8 +84,8 @@ def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: Progress)
         plan={"loader": request.loader.document()},
         progress=progress,
     ) as (run, folder):
-        on_flush = run.heartbeat if run else lambda: None
-        stages, workload = _measure_and_try(request, comm, progress, folder=folder, on_flush=on_flush)
+        heartbeat = run.heartbeat if run else lambda: None
+        stages, workload = _measure_and_try(request, comm, progress, folder=folder, heartbeat=heartbeat)
         result = _write_results(run, stages, workload, request=request) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
@@ -100,17 +96,15 @@ def _measure_and_try(
     progress: Progress,
     *,
     folder: Path,
-    on_flush: Callable[[], None],
+    heartbeat: Callable[[], None],
 ) -> tuple[Stages, Workload]:
     """Measure, then try each change; afterwards the folder's spools have the steps."""
     storage = request.data or MemoryStorage()
-    spool = event_files.SpoolWriter(
-        event_files.spool_path(folder, comm.rank), read_clocks(comm.rank, comm.host)
-    )
-    observer = DeviceObserver(comm, folder, storage)
     measured = _Measurement(request, comm, progress)
-    recorder = StepRecorder(spool, on_flush=on_flush, trace=RunTrace.of(storage, folder))
-    with observer, recorder, observer.during("read"):
+    with (
+        record_run(comm, folder, storage, heartbeat=heartbeat) as (recorder, observer),
+        observer.during("read"),
+    ):
         measured.run(recorder)
     waits = LoaderWaits.of_ranks(comm.gather(measured.waits, awaiting="the waits of all ranks"))
     workload = measured.describe_workload()
@@ -123,19 +117,13 @@ def _measure_and_try(
         gains = comm.gather(gain, awaiting="all ranks' trials")
         waits.trials[change] = sum(gains) / len(gains)
     return Stages(
-        remarks=tuple(measured.remarks),
-        opening_s=0.0,
-        validation=Validation(num_files=0, elapsed_s=0.0),
-        planning_s=0.0,
         loader=request.loader,
-        loader_start_s=waits.factory_s,
-        ceiling=ceiling,
-        ceiling_s=0.0,
-        epochs=tuple(measured.stages),
-        survey_bytes=0,
         storage_uri=storage.uri if request.data else "",
         storage_options=storage.options,
-        counters=Counters(),
+        epochs=tuple(measured.stages),
+        remarks=tuple(measured.remarks),
+        loader_start_s=waits.factory_s,
+        ceiling=ceiling,
         # Which devices it reads is known only if the user named the place of the data.
         deliveries=(observer.deliver("read", measured.waits.io["rchar"]),) if request.data else (),
         waits=waits,
@@ -190,7 +178,7 @@ class _Measurement:
     waits: LoaderWaits = field(init=False)
     _num_steps: list[int] = field(default_factory=list)
 
-    def run(self, recorder: EventRecorder) -> None:
+    def run(self, recorder: StepRecorder | EventsInMemory) -> None:
         """Run all epochs while this thread, torch's loaders and the loader's processes are watched."""
         request, comm, epochs = self.request, self.comm, self.request.workload.train.epochs
         found = self.waits = LoaderWaits(loader=request.loader.name, tolerated=1 - request.workload.metric.au)
@@ -264,7 +252,7 @@ class _Measurement:
         request, train = self.request, self.request.workload.train
         if request.step is not None:
             return _users_step(request.step, request.loader.step or "")
-        times = ComputeTimes(
+        times = DrawnTimes(
             duration=train.computation_time, seed=train.seed, phase=StepPhase.TRAIN, rank=self.comm.rank
         )
         return _emulated_step(times)
@@ -317,21 +305,18 @@ class _Measurement:
         loop = EpochLoop(self.comm, recorder, quiet, self._choose_step(), self.request.loader.name)
         loop.count = lambda _: batch_size
         loop.run_epoch(repeat(None), 1, max_steps=num_steps)
-        mine = recorder.events(rank=self.comm.rank, host=self.comm.host)
-        events = self.comm.gather(mine, awaiting="the harness limit of all ranks")
-        return summarize_limit(events, workload, num_steps)
+        return summarize_limit(recorder, self.comm, workload, num_steps)
 
 
-def _emulated_step(times: ComputeTimes) -> Consume:
+def _emulated_step(times: DrawnTimes) -> Consume:
     """A step that computes for as long as the workload says, and ignores the batch."""
-    clock = SystemClock()
     drawn: dict[int, list[int]] = {}
 
     def consume(_batch: Any, loaded_ns: int, epoch: int, step: int) -> int:
         durations = drawn.get(epoch, [])
         if step > len(durations):
             durations = drawn[epoch] = times.of_epoch(epoch, max(_FIRST_DRAWN, 2 * len(durations)))
-        return compute_until(loaded_ns + durations[step - 1], clock)
+        return compute_until(loaded_ns + durations[step - 1])
 
     return consume
 
@@ -360,7 +345,7 @@ class EpochLoop:
     """
 
     comm: Comm
-    recorder: EventRecorder
+    recorder: StepRecorder | EventsInMemory
     progress: Progress
     consume: Consume
     name: str
@@ -385,18 +370,6 @@ class EpochLoop:
     def run_epoch(self, loader: Iterable[Any], epoch: int, *, max_steps: int | None = None) -> list[StepWait]:
         """Run one epoch. Collective: it ends for all ranks with the batches of any."""
         waits: list[StepWait] = []
-        try:
-            self._run_epoch(loader, epoch, max_steps, waits)
-        except RuntimeError as error:
-            # torch hears of dead workers by a signal, and raises wherever this thread is.
-            if not is_dead_worker(error):
-                raise
-            raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
-        return waits
-
-    def _run_epoch(
-        self, loader: Iterable[Any], epoch: int, max_steps: int | None, waits: list[StepWait]
-    ) -> None:
         ended_ns = began_ns = time.monotonic_ns()
         try:
             for event, wait in self._step_through(loader, epoch, max_steps):
@@ -416,6 +389,11 @@ class EpochLoop:
                 )
                 if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
                     self._record()
+        except RuntimeError as error:
+            # torch hears of dead workers by a signal, and raises wherever this thread is.
+            if not is_dead_worker(error):
+                raise
+            raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
         finally:
             self._waits_since_ns = 0
             self.progress.enter("working")
@@ -434,6 +412,7 @@ class EpochLoop:
             )
             self.recorder.add_span(span)
         self.ended_s = (time.monotonic_ns() - ended_ns) / 1e9
+        return waits
 
     def _step_through(
         self, loader: Iterable[Any], epoch: int, max_steps: int | None

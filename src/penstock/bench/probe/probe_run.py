@@ -30,7 +30,7 @@ from penstock.bench.probe.probe_plan import (
     probe_locations,
 )
 from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask, StreamTimes
-from penstock.bench.run_settings import RunSettings
+from penstock.bench.recorded_run import RunSettings
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
 from penstock.progress import Progress

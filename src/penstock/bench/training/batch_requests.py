@@ -9,9 +9,9 @@ from collections import OrderedDict, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import Final, NamedTuple
+from typing import Final
 
-from penstock.bench.compute import PreprocessTimes
+from penstock.bench.epoch_order import DrawnTimes
 from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest, ContentCheck, ReadRequest
 from penstock.bench.training.training_files import TrainingFiles
 from penstock.bench.training.training_plan import RankEpoch
@@ -26,12 +26,8 @@ KNOWN_FILES: Final = 64
 """Files that have been looked into and may come again soon."""
 
 
-class _Block(NamedTuple):
-    """Samples of one file that are read together; `position` is that of the first in the rank's stream."""
-
-    position: int
-    number: int
-    samples: range
+_Block = tuple[int, int, range]
+"""The position of its first sample in the rank's stream, its file's number, and the samples read together."""
 
 
 class BatchPlanner:
@@ -50,7 +46,7 @@ class BatchPlanner:
         transfer_bytes: int | None = None,
         known_files: int = KNOWN_FILES,
         check: ContentCheck | None = None,
-        preprocess: PreprocessTimes | None = None,
+        preprocess: DrawnTimes | None = None,
     ) -> None:
         self._files = files
         self._storage = storage
@@ -60,7 +56,8 @@ class BatchPlanner:
         self._transfer_bytes = transfer_bytes or TRANSFER_BYTES
         self._max_known = known_files
         # Asked for every file, and the same for all of them.
-        self._needs_survey, self._have_manifest = files.needs_survey, files.have_manifest
+        self._needs_survey, self._have_manifest = files.needs_survey, files.recipe is not None
+        self._kind, self._is_stream = files.data_files.kind, files.dataset.format.is_stream
         self._known: OrderedDict[int, tuple[FilePlan, FileSurvey]] = OrderedDict()
         self.survey_bytes = 0
 
@@ -91,13 +88,13 @@ class BatchPlanner:
             yield from self._whole_files(order, num_samples)
             return
         indexed: set[int] = set()
-        for block in _blocks(order, num_samples):
-            plan, survey = self._look_into(block.number)
-            if self._files.streams:
-                yield from self._front_to_back(plan, block)
+        for position, number, samples in _blocks(order, num_samples):
+            plan, survey = self._look_into(number)
+            if self._is_stream:
+                yield from self._front_to_back(plan, position, samples)
             else:
-                for read in self._reads_of(plan, survey, block, indexed):
-                    yield block.position, read
+                for read in self._reads_of(number, plan, survey, samples, indexed):
+                    yield position, read
 
     def _whole_files(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest]]:
         """The same for whole files of one part, by the least work: there may be millions of small ones."""
@@ -110,48 +107,54 @@ class BatchPlanner:
             position += samples.stop - samples.start
 
     def _reads_of(
-        self, plan: FilePlan, survey: FileSurvey, block: _Block, indexed: set[int]
+        self, number: int, plan: FilePlan, survey: FileSurvey, samples: range, indexed: set[int]
     ) -> Iterator[ReadRequest]:
-        for read in self._files.kind.reads(plan, survey, block.samples):
+        for read in self._kind.reads(plan, survey, samples):
+            part = plan.parts[read.part]
             # An index next to a file is loaded when the file is opened, not for every sample.
-            if read.part == 0 or block.number not in indexed:
-                yield self._request(plan, read.part, read.offset, read.size_bytes)
+            if read.part == 0 or number not in indexed:
+                is_whole = read.offset == 0 and read.size_bytes == part.size_bytes
+                size_bytes = None if is_whole else read.size_bytes
+                expected_bytes = self._expected(plan, read.part)
+                yield ReadRequest(part.key(plan.name), read.offset, size_bytes, expected_bytes)
         if len(plan.parts) > 1:
-            indexed.add(block.number)
+            indexed.add(number)
 
     def _blocks_to_decode(
         self, order: RankEpoch, num_samples: int, check: ContentCheck
     ) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
         """Each block with all that its samples decode from; indexes next to files are read, not decoded."""
         indexed: set[int] = set()
-        for count, block in enumerate(self._pieces_of_streams(_blocks(order, num_samples))):
-            plan, survey = self._look_into(block.number)
+        for count, (position, number, samples) in enumerate(
+            self._pieces_of_streams(_blocks(order, num_samples))
+        ):
+            plan, survey = self._look_into(number)
             data_key = plan.parts[0].key(plan.name)
             reads = (
-                self._records(plan, block.samples)
-                if self._files.streams
-                else self._reads_of(plan, survey, block, indexed)
+                self._records(plan, samples)
+                if self._is_stream
+                else self._reads_of(number, plan, survey, samples, indexed)
             )
             together = []
             for read in reads:
                 if read.key == data_key:
                     together.append(read)
                 else:
-                    yield block.position, read
+                    yield position, read
             is_checked = check.includes(count)
-            yield block.position, BlockRequest(tuple(together), plan, survey, block.samples, is_checked)
+            yield position, BlockRequest(tuple(together), plan, survey, samples, is_checked)
 
     def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
         """Divide files that are read front to back into as many records as one sequential read holds."""
-        for block in blocks:
-            if not self._files.streams:
-                yield block
+        for position, number, samples in blocks:
+            if not self._is_stream:
+                yield position, number, samples
                 continue
-            plan, _ = self._look_into(block.number)
+            plan, _ = self._look_into(number)
             step = max(1, self._transfer_bytes // _record_bytes(plan))
-            for first in range(block.samples.start, block.samples.stop, step):
-                samples = range(first, min(first + step, block.samples.stop))
-                yield _Block(block.position + first - block.samples.start, block.number, samples)
+            for first in range(samples.start, samples.stop, step):
+                piece = range(first, min(first + step, samples.stop))
+                yield position + first - samples.start, number, piece
 
     def _records(self, plan: FilePlan, samples: range) -> Iterator[ReadRequest]:
         record_bytes = _record_bytes(plan)
@@ -160,19 +163,16 @@ class BatchPlanner:
             size_bytes = min(self._transfer_bytes, end - offset)
             yield ReadRequest(plan.parts[0].key(plan.name), offset, size_bytes, self._expected(plan, 0))
 
-    def _front_to_back(self, plan: FilePlan, block: _Block) -> Iterator[tuple[int, ReadRequest]]:
+    def _front_to_back(
+        self, plan: FilePlan, position: int, samples: range
+    ) -> Iterator[tuple[int, ReadRequest]]:
         """A whole file in pieces, each needed by the first sample that has a byte in it."""
         key, expected_bytes = plan.parts[0].key(plan.name), self._expected(plan, 0)
         size_bytes = self._storage.stat(key).size_bytes if expected_bytes is None else expected_bytes
         for offset in range(0, size_bytes, self._transfer_bytes):
             length = min(self._transfer_bytes, size_bytes - offset)
-            first = block.position + offset * len(block.samples) // size_bytes
+            first = position + offset * len(samples) // size_bytes
             yield first, ReadRequest(key, offset, length, expected_bytes)
-
-    def _request(self, plan: FilePlan, part: int, offset: int, size_bytes: int) -> ReadRequest:
-        key, expected_bytes = plan.parts[part].key(plan.name), self._expected(plan, part)
-        is_whole = offset == 0 and size_bytes == plan.parts[part].size_bytes
-        return ReadRequest(key, offset, None if is_whole else size_bytes, expected_bytes)
 
     def _expected(self, plan: FilePlan, part: int) -> int | None:
         return plan.parts[part].size_bytes if self._have_manifest else None
@@ -181,18 +181,15 @@ class BatchPlanner:
         if number in self._known:
             self._known.move_to_end(number)
             return self._known[number]
-        plan = self._files.plan(self._phase, number)
-        known = plan, self._survey(plan) if self._needs_survey else COMPUTED
-        self._known[number] = known
+        plan, survey = self._files.plan(self._phase, number), COMPUTED
+        if self._needs_survey:
+            with closing(_CountedSource(self._storage.open(plan.parts[0].key(plan.name)))) as source:
+                survey = self._kind.survey(plan, source)
+            self.survey_bytes += source.read_bytes
+        self._known[number] = plan, survey
         if len(self._known) > self._max_known:
             self._known.popitem(last=False)
-        return known
-
-    def _survey(self, plan: FilePlan) -> FileSurvey:
-        with closing(_CountedSource(self._storage.open(plan.parts[0].key(plan.name)))) as source:
-            survey = self._files.kind.survey(plan, source)
-        self.survey_bytes += source.read_bytes
-        return survey
+        return plan, survey
 
 
 class _CountedSource(WrappedSource):
@@ -222,7 +219,7 @@ def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
             if position >= num_samples:
                 return
             samples = range(first, min(first + step, item.stop))
-            yield _Block(position, number, samples)
+            yield position, number, samples
             position += len(samples)
 
 

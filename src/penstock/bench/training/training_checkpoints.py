@@ -6,11 +6,12 @@ A checkpoint is outside of all timed blocks, so it counts neither as waiting nor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from penstock.bench.checkpoint.checkpoint_result import CheckpointRound, RoundFigures
+from penstock.bench.checkpoint.checkpoint_result import GIB, CheckpointRound, RoundFigures
 from penstock.bench.checkpoint.checkpoint_rounds import (
     ProgressBoard,
     RoundProgress,
@@ -20,9 +21,8 @@ from penstock.bench.checkpoint.checkpoint_rounds import (
 )
 from penstock.bench.checkpoint.checkpoint_run import require_room
 from penstock.bench.loader.loader_protocol import OpenStorage
-from penstock.bench.state_layout import LayoutRequest, StateLayout, plan_layout
-from penstock.bench.step_recorder import StepRecorder
-from penstock.bench.training.training_result import CheckpointsTaken
+from penstock.bench.recorded_run import StepRecorder
+from penstock.bench.state_layout import StateLayout, plan_layout
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.environment import Environment
@@ -35,8 +35,6 @@ from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.load_workload import model_of_workload
 from penstock.workload.spec import CheckpointSection, Workload
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsRequest:
@@ -46,7 +44,6 @@ class CheckpointsRequest:
     when: CheckpointSection
     reopen: OpenStorage
     seed: int
-    pipe: PipelineSettings = field(default_factory=PipelineSettings)
 
 
 def plan_checkpoints(
@@ -65,7 +62,7 @@ def plan_checkpoints(
     destination = uri or checkpoint.checkpoint_folder
     storage_options = {**durability_options(destination, fsync=checkpoint.fsync), **(options or {})}
     return CheckpointsRequest(
-        layout=plan_layout(LayoutRequest(model=model, num_processes=num_ranks, mode=checkpoint.mode)),
+        layout=plan_layout(model, num_processes=num_ranks, mode=checkpoint.mode),
         when=checkpoint,
         reopen=partial(open_storage, destination, environment, options=storage_options, rank=rank),
         seed=workload.train.seed,
@@ -99,11 +96,11 @@ class _OnTheWay(Progress):
         self._progress = progress
 
     def begin(self, phase: str, total: float) -> None:  # noqa: ARG002 - the protocol's
-        """Say what is written."""
+        """Remark that a checkpoint is being written."""
         self._progress.remark(phase)
 
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:  # noqa: ARG002 - likewise
-        """Say what this rank does; the remark goes with the writing."""
+        """Report what this rank does; the remark goes with the writing."""
         self._progress.enter(activity)
         if activity != "moving":
             self._progress.remark("")
@@ -113,18 +110,11 @@ class _OnTheWay(Progress):
         self._progress.count(written_bytes=amount)
 
 
-@dataclass(slots=True, kw_only=True)
 class TrainingCheckpoints:
     """Takes a run's checkpoints; its memory and connections are ready before the first epoch."""
 
-    request: CheckpointsRequest
-    runner: RoundRunner
-    num_due: int
-    _taken: list[RoundFigures] = field(default_factory=list)
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         request: CheckpointsRequest,
         epochs: Sequence[tuple[int, int]],
         *,
@@ -133,20 +123,23 @@ class TrainingCheckpoints:
         recorder: StepRecorder,
         progress: Progress,
         heartbeat: Callable[[], None],
-    ) -> TrainingCheckpoints:
+    ) -> None:
         """Check that there is room for all of them, and warm up. Collective."""
-        num_due = count_due(request.when, epochs)
+        self._request = request
+        self._taken: list[RoundFigures] = []
+        self._num_due = count_due(request.when, epochs)
         sizes: list[int] = request.layout.bytes_of_processes().tolist()
-        require_room(find_local_root(request.reopen()), [size * num_due for size in sizes], comm=comm)
-        pipe = fit_pipe(request.pipe, plan_objects(request.layout, comm.rank, 1))
+        storage = request.reopen()
+        require_room(find_local_root(storage), [size * self._num_due for size in sizes], comm=comm)
+        pipe = fit_pipe(PipelineSettings(), plan_objects(request.layout, comm.rank, 1))
         memory = WarmMemory(pipe.buffer_memory_bytes)
-        if num_due and sizes[comm.rank]:
+        if self._num_due and sizes[comm.rank]:
             memory.touch()
             Content(request.seed, 0)
-        runner = RoundRunner(
+        self._runner = RoundRunner(
             comm=comm,
             layout=request.layout,
-            storages=[request.reopen() for _ in range(pipe.streams)],
+            storages=[storage, *(request.reopen() for _ in range(pipe.streams - 1))],
             pipe=pipe,
             memory=memory,
             seed=request.seed,
@@ -160,26 +153,25 @@ class TrainingCheckpoints:
             ),
             recorder=recorder,
         )
-        return cls(request=request, runner=runner, num_due=num_due)
 
     def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
         """True if a checkpoint follows this step."""
-        return is_due(self.request.when, epoch, step, num_steps)
+        return is_due(self._request.when, epoch, step, num_steps)
 
     def take(self, epoch: int, block: int, step: int) -> None:
         """Write it, durably; all ranks return together."""
         checkpoint = CheckpointRound(direction="write", number=block, step=step, epoch=epoch)
-        self._taken.append(self.runner.run(checkpoint, last=self.num_due))
+        self._taken.append(self._runner.run(checkpoint, last=self._num_due))
 
-    def taken(self) -> CheckpointsTaken:
-        """The totals of all checkpoints taken."""
-        duration_s = sum(taken.phase.duration_s for taken in self._taken)
-        num_bytes = self.request.layout.total_bytes
-        rate = num_bytes * len(self._taken) / duration_s / GIB if duration_s else None
-        return CheckpointsTaken(
-            checkpoints=len(self._taken),
-            bytes_each=num_bytes,
-            duration_s=duration_s,
-            gib_per_s=rate,
-            target=self.runner.storages[0].uri,
-        )
+    def document(self) -> dict[str, Any]:
+        """All checkpoints taken, as plain data; each lasts until all ranks' files are durable."""
+        duration_s = sum(figures.phase.duration_s for figures in self._taken)
+        bytes_each = self._request.layout.total_bytes
+        rate = bytes_each * len(self._taken) / duration_s / GIB if duration_s else None
+        return {
+            "checkpoints": len(self._taken),
+            "bytes_each": bytes_each,
+            "duration_s": duration_s,
+            "gib_per_s": rate,
+            "target": self._runner.storages[0].uri,
+        }

@@ -73,16 +73,6 @@ class TrainingFiles:
         )
 
     @property
-    def have_manifest(self) -> bool:
-        """True if sizes and content of the files are known."""
-        return self.recipe is not None
-
-    @property
-    def kind(self) -> FileFormat:
-        """Their format."""
-        return self.data_files.kind
-
-    @property
     def needs_survey(self) -> bool:
         """True if ranges are known only after looking into each file."""
         kind = self.data_files.kind
@@ -99,11 +89,6 @@ class TrainingFiles:
             return False
         return type(kind).reads is ReadWhole.reads  # type: ignore[comparison-overlap]  # self differs
 
-    @property
-    def streams(self) -> bool:
-        """True if a file is read front to back while its samples are used, rather than block by block."""
-        return self.dataset.format.is_stream
-
     def plan(self, phase: StepPhase, number: int) -> FilePlan:
         """File `number` of a phase, counting from 0."""
         return self.data_files.plan(
@@ -118,12 +103,6 @@ class TrainingFiles:
     def are_stored(self) -> bool:
         """True if there are files at all."""
         return self.dataset.format is not DataFormat.SYNTHETIC
-
-    def keys_at(self, place: int) -> Iterator[str]:
-        """The keys of one file: training files have the first places, then evaluation files."""
-        if place < self.num_train:
-            return self.keys_of(StepPhase.TRAIN, place)
-        return self.keys_of(StepPhase.EVAL, place - self.num_train)
 
     def keys_of(self, phase: StepPhase, number: int) -> Iterator[str]:
         """The keys of all parts of file `number` of a phase."""
@@ -188,7 +167,7 @@ def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any])
 
 @contextmanager
 def explained_absence(files: TrainingFiles) -> Iterator[None]:
-    """Say of a file that turns out to be missing in a run why nothing has noticed before."""
+    """Explain, for a file that turns out to be missing during a run, why nothing has noticed before."""
     try:
         yield
     except ObjectNotFound as error:
@@ -211,19 +190,11 @@ _NAMED: Final = 3
 _LOOKED_UP_TOGETHER: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """The number of files looked up, over all ranks, and the time."""
-
-    num_files: int
-    elapsed_s: float
-
-
-def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> Validation:
+def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> tuple[int, float]:
     """Look up the files that `listing_validation_interval` asks for; `ObjectNotFound` if any is missing.
 
-    Collective. An interval of 0 looks up nothing, and neither does a run that has just listed its files. A
-    file whose index is missing counts as missing.
+    Collective: the number of files over all ranks, and the time. An interval of 0 looks up nothing, and
+    neither does a run that has just listed its files. A file whose index is missing counts as missing.
     """
     interval = 0 if files.num_found is not None else files.dataset.listing_validation_interval
     places = choose_checked_files(files, interval)[comm.rank :: comm.size]
@@ -247,7 +218,7 @@ def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Pr
             "dataset.num_files_train; dataset.listing_validation_interval=0 looks up none, "
             "dataset.listing_threads sets how many are looked up at once.",
         )
-    return Validation(num_files=num_files, elapsed_s=elapsed_s)
+    return num_files, elapsed_s
 
 
 def choose_checked_files(files: TrainingFiles, interval: int) -> list[int]:
@@ -268,9 +239,18 @@ def _look_up(
     num_missing = 0
 
     def missing_key(place: int) -> str | None:
-        key = _first_missing(files, storage, place)
+        """The first missing key of a file: training files have the first places, then evaluation files."""
+        is_training = place < files.num_train
+        phase = StepPhase.TRAIN if is_training else StepPhase.EVAL
+        found = None
+        for key in files.keys_of(phase, place if is_training else place - files.num_train):
+            try:
+                storage.stat(key)
+            except ObjectNotFound:
+                found = key
+                break
         progress.advance(1)
-        return key
+        return found
 
     with ThreadPoolExecutor(files.dataset.listing_threads, thread_name_prefix="penstock-validate") as pool:
         for start in range(0, len(places), _LOOKED_UP_TOGETHER):
@@ -284,12 +264,3 @@ def _look_up(
                 left = len(places) - start - len(chunk)
                 progress.begin(f"validating files, {num_missing:,} missing so far", left)
     return len(places), num_missing, missing
-
-
-def _first_missing(files: TrainingFiles, storage: Storage, place: int) -> str | None:
-    for key in files.keys_at(place):
-        try:
-            storage.stat(key)
-        except ObjectNotFound:
-            return key
-    return None

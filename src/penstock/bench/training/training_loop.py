@@ -1,41 +1,77 @@
 """The timed loop of one rank: wait for a batch, compute, meet the other ranks, record; epoch after epoch.
 
 The real run and the measurement of the harness limit run this same loop. Nothing happens between a step's
-four timestamps but what their names say.
+four timestamps but what their names say. The harness limit is the same plan, loader, threads and barriers on
+storage that costs no time, for a few seconds before the real run: the most that this client can deliver, so a
+result close to it shows nothing about storage. Only reading is replaced.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import Final
 
-from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, compute_until
-from penstock.bench.loader.loader_protocol import Batch, ContentCheck, Loader
-from penstock.bench.training import training_files
+from penstock.bench.epoch_order import DrawnTimes
+from penstock.bench.loader.loader_protocol import (
+    Batch,
+    BatchRequest,
+    ContentCheck,
+    Loader,
+    LoaderOptions,
+    OpenStorage,
+    ReadRequest,
+)
+from penstock.bench.recorded_run import EventsInMemory, StepRecorder
 from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, plan_ahead
+from penstock.bench.training.training_checkpoints import TrainingCheckpoints
+from penstock.bench.training.training_files import TrainingFiles
 from penstock.bench.training.training_plan import RankEpoch, Sharding, TrainingPlan
-from penstock.bench.training.training_result import Preload
+from penstock.bench.training.training_result import HarnessLimit
 from penstock.cluster.comm import Comm
-from penstock.progress import Progress
-from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
-from penstock.storage import Storage
+from penstock.errors import ObjectNotFound
+from penstock.progress import PhasesOnly, Progress
+from penstock.results.phase_figures import compute_phase_figures
+from penstock.results.step_events import RankEvents, SpanEvent, SpanKind, StepEvent, StepPhase
+from penstock.storage import Source, Storage
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.protocol import WrappedStorage
 from penstock.workload.enums import ReadType
 from penstock.workload.spec import Workload
 
-if TYPE_CHECKING:
-    from penstock.bench.training.training_checkpoints import TrainingCheckpoints
+SPIN_NS: Final = 200_000
+"""Sleep until this long before the end, then watch the clock: a sleep wakes up 50 to 150 us late."""
 
 
-class EventRecorder(Protocol):
-    """Keeps the events of a rank, in their order."""
+def compute_until(end_ns: int) -> int:
+    """Emulate computation: return at `end_ns`, or at once if it has passed; the moment of return.
 
-    def add_step(self, step: StepEvent) -> None:
-        """Keep a step that has ended."""
+    The end is absolute, so that what the caller did before does not add to the time computed.
+    """
+    now_ns = time.monotonic_ns()
+    if end_ns - now_ns > SPIN_NS:
+        time.sleep((end_ns - now_ns - SPIN_NS) / 1e9)
+        now_ns = time.monotonic_ns()
+    while now_ns < end_ns:
+        os.sched_yield()  # gives the core and the GIL to loader threads
+        now_ns = time.monotonic_ns()
+    return now_ns
 
-    def add_span(self, span: SpanEvent) -> None:
-        """Keep an epoch or a block that has ended."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTraining:
+    """The files and the plan of a run, and the times of its preparation."""
+
+    files: TrainingFiles
+    plan: TrainingPlan
+    opening_s: float
+    validated_files: int
+    validation_s: float
+    planning_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +81,9 @@ class PhaseWork:
     phase: StepPhase
     sharding: Sharding
     batches: BatchPlanner
-    compute: ComputeTimes
+    compute: DrawnTimes
     reads_first: bool = False
     """True if an epoch's samples are all read before its first step, which then finds them in memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedTraining:
-    """The input of the loop, and the times of its preparation."""
-
-    files: training_files.TrainingFiles
-    plan: TrainingPlan
-    validation: training_files.Validation
-    opening_s: float
-    planning_s: float
 
 
 def make_phase_works(
@@ -71,34 +96,30 @@ def make_phase_works(
     check: ContentCheck | None = None,
 ) -> dict[StepPhase, PhaseWork]:
     """The work of training, and of evaluation where the plan has one."""
-    plan, seed = prepared.plan, workload.train.seed
-    shardings = {StepPhase.TRAIN: plan.sharding}
+    plan = prepared.plan
+    phases = [(StepPhase.TRAIN, plan.sharding, workload.train.computation_time)]
     if plan.evaluation is not None:
-        shardings[StepPhase.EVAL] = plan.evaluation
-    durations = {
-        StepPhase.TRAIN: workload.train.computation_time,
-        StepPhase.EVAL: workload.evaluation.eval_time,
-    }
-    return {
-        phase: PhaseWork(
+        phases.append((StepPhase.EVAL, plan.evaluation, workload.evaluation.eval_time))
+    works = {}
+    for phase, sharding, duration in phases:
+        times = partial(DrawnTimes, seed=workload.train.seed, phase=phase, rank=rank)
+        batches = BatchPlanner(
+            prepared.files,
+            storage,
+            phase,
+            transfer_bytes=workload.reader.transfer_bytes,
+            known_files=known_files,
+            check=check,
+            preprocess=times(duration=workload.reader.preprocess_time),
+        )
+        works[phase] = PhaseWork(
             phase=phase,
             sharding=sharding,
-            batches=BatchPlanner(
-                prepared.files,
-                storage,
-                phase,
-                transfer_bytes=workload.reader.transfer_bytes,
-                known_files=known_files,
-                check=check,
-                preprocess=PreprocessTimes(
-                    duration=workload.reader.preprocess_time, seed=seed, phase=phase, rank=rank
-                ),
-            ),
+            batches=batches,
+            compute=times(duration=duration),
             reads_first=workload.reader.read_type is ReadType.MEMORY,
-            compute=ComputeTimes(duration=durations[phase], seed=seed, phase=phase, rank=rank),
         )
-        for phase, sharding in shardings.items()
-    }
+    return works
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +128,18 @@ class TrainingLoop:
 
     comm: Comm
     loader: Loader
-    recorder: EventRecorder
+    recorder: StepRecorder | EventsInMemory
     progress: Progress
     planned_ahead: int
     saver: TrainingCheckpoints | None = None
 
-    def run(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
+    def run(self, work: PhaseWork, epoch: int, num_steps: int) -> tuple[int, float] | None:
         """One epoch of training, in which all ranks meet after each step, or one evaluation. Collective.
 
-        In an evaluation ranks do not wait for each other, as with DLIO.
+        In an evaluation ranks do not wait for each other, as with DLIO. Returns the bytes read before the
+        first step, and the time that took, where samples are read first.
         """
-        comm, progress, clock, phase = self.comm, self.progress, SystemClock(), work.phase
+        comm, progress, phase = self.comm, self.progress, work.phase
         saver = self.saver if phase is StepPhase.TRAIN else None
         durations_ns = work.compute.of_epoch(epoch, num_steps)
         order = RankEpoch(work.sharding, rank=comm.rank, epoch=epoch)
@@ -130,7 +152,7 @@ class TrainingLoop:
                 loaded = list(batches)
                 comm.barrier(awaiting="all ranks to read their samples before the first step")
                 elapsed_s = (time.monotonic_ns() - began_ns) / 1e9
-                preload = Preload(read_bytes=sum(batch.read_bytes for batch in loaded), elapsed_s=elapsed_s)
+                preload = sum(batch.read_bytes for batch in loaded), elapsed_s
                 batches = (Batch(batch.num_samples) for batch in loaded)
                 began_ns = time.monotonic_ns()
             for step, duration_ns in enumerate(durations_ns, start=1):
@@ -139,7 +161,7 @@ class TrainingLoop:
                 batch = next(batches)
                 loaded_ns = time.monotonic_ns()
                 progress.enter("computing")
-                computed_ns = compute_until(loaded_ns + duration_ns, clock)
+                computed_ns = compute_until(loaded_ns + duration_ns)
                 if phase is StepPhase.TRAIN:
                     comm.barrier(awaiting=f"all ranks to finish step {step}")
                 barrier_ns = time.monotonic_ns()
@@ -197,3 +219,126 @@ class TrainingLoop:
                 size_bytes=0,
             )
         )
+
+
+LONGEST_S: Final = 3.0
+FEWEST_STEPS: Final = 8
+MOST_STEPS: Final = 200
+_KNOWN_FILES: Final = 1 << 16
+"""Files surveyed before the harness limit and remembered, so that none is surveyed while it is timed."""
+
+
+def count_limit_steps(compute_s: float, num_steps: int) -> int:
+    """The steps of the harness limit: about `LONGEST_S` of computation, never more than an epoch."""
+    affordable = int(LONGEST_S / compute_s) if compute_s > 0 else MOST_STEPS
+    return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
+
+
+def measure_harness_limit(
+    workload: Workload,
+    prepared: PreparedTraining,
+    storage: Storage,
+    *,
+    options: LoaderOptions,
+    comm: Comm,
+    progress: Progress,
+    reopen: OpenStorage | None = None,
+) -> tuple[HarnessLimit | None, Loader | None, float]:
+    """Run the first steps of the first epoch. Collective.
+
+    Returns the limit, None if the steps are too few to count; the loader, if its workers can change over to
+    the storage of `reopen`; and how long the loader took to start.
+    """
+    plan = prepared.plan
+    num_steps = count_limit_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
+    works = make_phase_works(workload, prepared, storage, rank=comm.rank, known_files=_KNOWN_FILES)
+    work = works[StepPhase.TRAIN]
+    order = RankEpoch(plan.sharding, rank=comm.rank, epoch=1)
+    sizes = object_sizes(work.batches.of_epoch(order, num_steps), storage)
+    recorder = EventsInMemory()
+    progress.begin("measuring the harness limit, steps", num_steps)
+    with ExitStack() as undo:
+        began_s = time.monotonic()
+        loader = options.start(ZeroCostStorage(sizes, storage), partial(ZeroCostStorage, sizes))
+        start_s = time.monotonic() - began_s
+        undo.callback(loader.close)
+        loop = TrainingLoop(
+            comm=comm,
+            loader=loader,
+            recorder=recorder,
+            progress=PhasesOnly(progress),
+            planned_ahead=options.prefetch_batches + 2,
+        )
+        comm.barrier(awaiting="all ranks to begin measuring the harness limit")
+        loop.run(work, 1, num_steps)
+        limit = summarize_limit(recorder, comm, workload, num_steps)
+        change_storage = getattr(loader, "change_storage", None)
+        if reopen is None or change_storage is None:
+            return limit, None, 0.0
+        change_storage(reopen)
+        undo.pop_all()
+        return limit, loader, start_s
+
+
+def summarize_limit(
+    recorder: EventsInMemory, comm: Comm, workload: Workload, num_steps: int
+) -> HarnessLimit | None:
+    """The figures that the steps of all ranks reached; None if too few of them count. Collective."""
+    mine = recorder.events(rank=comm.rank, host=comm.host)
+    events: Sequence[RankEvents] = comm.gather(mine, awaiting="the harness limit of all ranks")
+    figures = compute_phase_figures(events, workload)
+    if figures is None or figures.times is None:
+        return None
+    strict = figures.au_strict_percent
+    return HarnessLimit(
+        num_steps=num_steps,
+        au_compat_percent=figures.au_compat_percent.mean,
+        au_strict_percent=strict.mean if strict else None,
+        samples_per_s=figures.samples_per_s_strict,
+        compute_share=figures.times.shares.compute,
+    )
+
+
+class ZeroCostStorage(WrappedStorage):
+    """Objects of the given sizes, read in no time; buffers are left unchanged.
+
+    `inside` is the wrapped storage; a worker process, where that is not open, has none.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], inside: Storage | None = None) -> None:
+        super().__init__(inside or MemoryStorage(), cost="none")
+        self._sizes = sizes
+
+    def open(self, key: str) -> Source:
+        """An object that is read in no time."""
+        if key not in self._sizes:
+            raise ObjectNotFound("The size of this object is not known", uri=f"{self.uri}/{key}")
+        return _ZeroCostSource(self._sizes[key])
+
+
+class _ZeroCostSource:
+    """An object of which only the size is known."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Leave `buffer` unchanged."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def object_sizes(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, int]:
+    """The sizes of the objects that these requests read; looked up at `storage` if the requests lack them."""
+    sizes: dict[str, int] = {}
+    for request in requests:
+        for read in request.requests:
+            assert isinstance(read, ReadRequest), "the harness limit is measured without decoding"
+            if read.expected_bytes is not None:
+                sizes[read.key] = read.expected_bytes
+            elif read.size_bytes is not None:
+                sizes[read.key] = max(sizes.get(read.key, 0), read.offset + read.size_bytes)
+            elif read.key not in sizes:
+                sizes[read.key] = storage.stat(read.key).size_bytes
+    return sizes

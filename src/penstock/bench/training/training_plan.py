@@ -12,7 +12,7 @@ full, and what an epoch leaves out is counted and hashed, so that a record shows
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
 from typing import Any, Final
@@ -86,71 +86,41 @@ def shard_training(
 ) -> Sharding:
     """The sharding of the training files. `seed` counts, whatever the workload says."""
     reader, dataset = workload.reader, workload.dataset
-    shuffles = Shuffle.SEED if _is_on(reader.file_shuffle) or _is_on(reader.sample_shuffle) else Shuffle.OFF
-    return _shard_phase(
-        workload,
-        phase=StepPhase.TRAIN,
+    mixes_samples = reader.sample_shuffle is not Shuffle.OFF
+    is_shuffled = mixes_samples or reader.file_shuffle is not Shuffle.OFF
+    # Samples that stay in turn are read file by file, unless ranks share files or there are too few.
+    is_shared = reader.file_access is not FileSharing.MULTI
+    is_split = mixes_samples or is_shared or dataset.num_files_train < num_ranks
+    item_samples = block_samples if is_split else dataset.num_samples_per_file
+    return Sharding(
         num_files=dataset.num_files_train,
+        samples_per_file=dataset.num_samples_per_file,
         block_samples=block_samples,
+        item_samples=item_samples,
+        group=reader.batch_size if item_samples == 1 else 1,
+        batch_size=reader.batch_size,
         num_ranks=num_ranks,
         division=division,
         seed=seed,
-        shuffle=shuffles,
+        shuffle=Shuffle.SEED if is_shuffled else Shuffle.OFF,
+        window_samples=reader.shuffle_size if mixes_samples and block_samples > 1 else 0,
+        new_order_each_epoch=workload.train.seed_change_epoch,
+        run_items=-(-dataset.num_samples_per_file // item_samples) if is_shared and not mixes_samples else 1,
     )
 
 
 def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, seed: int) -> Sharding:
     """The sharding of the evaluation files: in turn; the end that fills no batch is left out."""
-    return _shard_phase(
+    in_turn = replace(workload.reader, file_shuffle=Shuffle.OFF, sample_shuffle=Shuffle.OFF)
+    num_files, batch_size = workload.dataset.num_files_eval, workload.reader.batch_size_eval
+    evaluated = replace(
         workload,
-        phase=StepPhase.EVAL,
-        num_files=workload.dataset.num_files_eval,
-        block_samples=block_samples,
-        num_ranks=num_ranks,
-        division=Remainder.DROP,
-        seed=seed,
-        shuffle=Shuffle.OFF,
+        dataset=replace(workload.dataset, num_files_train=num_files),
+        reader=replace(in_turn, batch_size=batch_size),
     )
-
-
-def _shard_phase(
-    workload: Workload,
-    *,
-    phase: StepPhase,
-    num_files: int,
-    block_samples: int,
-    num_ranks: int,
-    division: Remainder,
-    seed: int,
-    shuffle: Shuffle,
-) -> Sharding:
-    reader, samples_per_file = workload.reader, workload.dataset.num_samples_per_file
-    is_training = phase is StepPhase.TRAIN
-    mixes_samples = is_training and _is_on(reader.sample_shuffle)
-    # Samples that stay in turn are read file by file, unless ranks share files or there are too few.
-    is_shared = reader.file_access is not FileSharing.MULTI
-    is_split = mixes_samples or is_shared or num_files < num_ranks
-    item_samples = block_samples if is_split else samples_per_file
-    batch_size = reader.batch_size if is_training else reader.batch_size_eval
-    return Sharding(
-        num_files=num_files,
-        samples_per_file=samples_per_file,
-        block_samples=block_samples,
-        item_samples=item_samples,
-        group=batch_size if item_samples == 1 else 1,
-        batch_size=batch_size,
-        num_ranks=num_ranks,
-        division=division,
-        seed=seed,
-        shuffle=shuffle,
-        window_samples=reader.shuffle_size if mixes_samples and block_samples > 1 else 0,
-        new_order_each_epoch=workload.train.seed_change_epoch,
-        run_items=-(-samples_per_file // item_samples) if is_shared and not mixes_samples else 1,
+    return shard_training(
+        evaluated, block_samples=block_samples, num_ranks=num_ranks, division=Remainder.DROP, seed=seed
     )
-
-
-def _is_on(shuffle: Shuffle) -> bool:
-    return shuffle is not Shuffle.OFF
 
 
 class RankEpoch:
@@ -212,17 +182,17 @@ class RankEpoch:
     def file_numbers(self, num_samples: int) -> Iterator[Items]:
         """The files of the first `num_samples` of this rank, each once, in arrays of bounded length."""
         sharding, left = self.sharding, num_samples
-        seen = np.zeros(sharding.num_files if sharding.items_per_file > 1 else 0, dtype=bool)
+        is_listed = np.zeros(sharding.num_files if sharding.items_per_file > 1 else 0, dtype=bool)
         for items in self.pieces():
             if left <= 0:
                 return
             reach = np.cumsum(sharding.sizes(items))
             numbers = items[: int(np.searchsorted(reach, left)) + 1] // sharding.items_per_file
             left -= int(reach[-1])
-            if seen.size:
+            if is_listed.size:
                 numbers = np.unique(numbers)
-                numbers = numbers[~seen[numbers]]
-                seen[numbers] = True
+                numbers = numbers[~is_listed[numbers]]
+                is_listed[numbers] = True
             yield numbers
 
     def count_samples(self) -> int:
@@ -399,12 +369,19 @@ def plan_training(
     orders = [RankEpoch(sharding, rank=comm.rank, epoch=epoch + 1) for epoch in range(workload.train.epochs)]
     full_steps = [_count_common_steps(order, comm, what="training") for order in orders]
     counts = step_counts(full_steps, workload.train.total_training_steps)
-    epochs = tuple(
-        _plan_epoch(order, comm, epoch=epoch, num_steps=num_steps, full_steps=full)
-        for epoch, (order, full, num_steps) in enumerate(
-            zip(orders[: len(counts)], full_steps, counts, strict=False), start=1
+    epochs = []
+    for order, full, num_steps in zip(orders[: len(counts)], full_steps, counts, strict=False):
+        mine = count_rank_share(order, num_steps=num_steps, full_steps=full)
+        shares = comm.gather(mine, awaiting="all ranks to plan an epoch")
+        epochs.append(
+            EpochPlan(
+                epoch=order.epoch,
+                num_steps=num_steps,
+                full_steps=full,
+                shares=tuple(taken for taken, _ in shares),
+                left_out=sum((left for _, left in shares), left_out_by_division(sharding, order.epoch)),
+            )
         )
-    )
     evaluated = eval_epochs(workload, len(epochs))
     evaluation, eval_steps = None, 0
     if evaluated:
@@ -415,7 +392,7 @@ def plan_training(
         )
     return TrainingPlan(
         sharding=sharding,
-        epochs=epochs,
+        epochs=tuple(epochs),
         evaluation=evaluation,
         eval_steps=eval_steps,
         eval_epochs=evaluated,
@@ -446,21 +423,6 @@ def require_counted_step(workload: Workload, plan: TrainingPlan) -> None:
         f"utilization excludes the first {metric.exclude_start_steps} and the last "
         f"{metric.exclude_end_steps} of an epoch (metric.exclude_start_steps, exclude_end_steps)",
         fix=fix,
-    )
-
-
-def _plan_epoch(order: RankEpoch, comm: Comm, *, epoch: int, num_steps: int, full_steps: int) -> EpochPlan:
-    mine = count_rank_share(order, num_steps=num_steps, full_steps=full_steps)
-    shares = comm.gather(mine, awaiting="all ranks to plan an epoch")
-    left_out = left_out_by_division(order.sharding, epoch)
-    for _, left_by_rank in shares:
-        left_out += left_by_rank
-    return EpochPlan(
-        epoch=epoch,
-        num_steps=num_steps,
-        full_steps=full_steps,
-        shares=tuple(taken for taken, _ in shares),
-        left_out=left_out,
     )
 
 

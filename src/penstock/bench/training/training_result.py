@@ -4,15 +4,14 @@ Utilization is in percent.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
 from penstock.bench.own_loader.waits import LoaderWaits
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.step_recorder import find_trace_folder
-from penstock.bench.training.training_files import Validation
+from penstock.bench.recorded_run import find_trace_folder
 from penstock.results.counter_files import IoReconciliation
 from penstock.results.phase_figures import EpochRate, PhaseFigures
 from penstock.storage import Counters
@@ -23,24 +22,16 @@ SLOW_START_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preload:
-    """The bytes that a rank read before the first step of an epoch."""
-
-    read_bytes: int
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochStage:
     """The time before an epoch. `change_s` is the rest of the time since the end of the epoch before it.
 
-    `preload` is what was read before its first step, where `reader.read_type` is memory.
+    `preload` has the bytes read before its first step, and the time, where `reader.read_type` is memory.
     """
 
     epoch: int
     cache: CacheEviction | None
     change_s: float
-    preload: Preload | None = None
+    preload: tuple[int, float] | None = None
 
     def sentence(self) -> str:
         """Describe how long the change to this epoch took."""
@@ -53,7 +44,9 @@ class EpochStage:
             "epoch": self.epoch,
             "cache": self.cache.document() if self.cache else None,
             "change_s": self.change_s,
-            "preload": asdict(self.preload) if self.preload else None,
+            "preload": dict(zip(("read_bytes", "elapsed_s"), self.preload, strict=True))
+            if self.preload
+            else None,
         }
 
 
@@ -78,41 +71,32 @@ class HarnessLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointsTaken:
-    """The checkpoints that a run took; each lasts until all ranks' files are durable."""
-
-    checkpoints: int
-    bytes_each: int
-    duration_s: float
-    gib_per_s: float | None
-    target: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """Everything a run did outside of its score, over all ranks where all took part.
 
-    `files_found` is None where no listing was needed; `remarks` are about the files.
+    `files_found` is None if no listing was needed; `remarks` are about the files, `checkpoints` about those
+    saved on the way. `survey_bytes` were read to find samples; no step counts them. `waits` are those for a
+    user's own loader, by stage.
     """
 
-    opening_s: float
+    loader: LoaderOptions | DescribedLoader
+    storage_uri: str
+    storage_options: Mapping[str, OptionValue]
+    epochs: tuple[EpochStage, ...]
+    opening_s: float = 0.0
     files_found: int | None = None
     remarks: tuple[str, ...] = ()
-    validation: Validation
-    planning_s: float
-    loader: LoaderOptions | DescribedLoader
+    validated_files: int = 0
+    validation_s: float = 0.0
+    planning_s: float = 0.0
     loader_start_s: float = 0.0
     ceiling: HarnessLimit | None = None
     ceiling_s: float = 0.0
-    epochs: tuple[EpochStage, ...]
-    checkpoints: CheckpointsTaken | None = None
-    survey_bytes: int
-    storage_uri: str
-    storage_options: Mapping[str, OptionValue]
-    counters: Counters
+    checkpoints: Mapping[str, Any] | None = None
+    survey_bytes: int = 0
+    counters: Counters = field(default_factory=Counters)
     deliveries: tuple[IoReconciliation, ...] = ()
     waits: LoaderWaits | None = None
-    """The waits for a user's own loader, by stage."""
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -130,7 +114,7 @@ class Stages:
     def sentences(self) -> tuple[str, ...]:
         """Lines for the log: what was done outside of the score, and how long it took."""
         found = "" if self.files_found is None else f": {self.files_found:,} files listed"
-        looked_up = f"{self.validation.num_files:,} files looked up in {self.validation.elapsed_s:.2f} s"
+        looked_up = f"{self.validated_files:,} files looked up in {self.validation_s:.2f} s"
         return (
             f"Data set opened in {self.opening_s:.2f} s{found}; {looked_up}",
             f"Order of all epochs planned in {self.planning_s:.2f} s",
@@ -140,18 +124,18 @@ class Stages:
         )
 
     def document(self) -> dict[str, Any]:
-        """The content of `stages.json`. `survey_bytes` were read to find samples; no step counts them."""
+        """The content of `stages.json`."""
         return {
             "opening_s": self.opening_s,
             "files_found": self.files_found,
-            "validation": asdict(self.validation),
+            "validation": {"num_files": self.validated_files, "elapsed_s": self.validation_s},
             "planning_s": self.planning_s,
             "loader": self.loader.document(),
             "loader_start_s": self.loader_start_s,
             "ceiling": self.ceiling.document() if self.ceiling else None,
             "ceiling_s": self.ceiling_s,
             "epochs": [epoch.document() for epoch in self.epochs],
-            "checkpoints": asdict(self.checkpoints) if self.checkpoints else None,
+            "checkpoints": dict(self.checkpoints) if self.checkpoints else None,
             "survey_bytes": self.survey_bytes,
             "deliveries": [asdict(delivery) for delivery in self.deliveries],
             "waits": self.waits.document() if self.waits else None,

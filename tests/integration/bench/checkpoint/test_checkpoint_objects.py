@@ -17,7 +17,7 @@ from penstock.bench.checkpoint.checkpoint_run import (
     change_checkpoint_section,
     run_checkpoints,
 )
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Progress
@@ -53,7 +53,7 @@ def run(server: FakeServer, client: str, results: Path) -> CheckpointResult:
         num_checkpoints_read=2,
         time_between_checkpoints_s=0.0,
     )
-    layout = plan_layout(LayoutRequest(model=model, num_processes=1, scale=SCALE))
+    layout = plan_layout(model, num_processes=1, scale=SCALE)
     request = CheckpointRequest(model=model, layout=layout, scale=SCALE, pipe=PIPE, results=results, seed=5)
     uri = f"s3://{BUCKET}/place-{next(_places)}"
     options = {"client": client, **PATIENCE}

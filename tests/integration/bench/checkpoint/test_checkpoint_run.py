@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.bench.checkpoint.checkpoint_run import (
     read_marker,
     run_checkpoints,
 )
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
@@ -63,6 +64,7 @@ class Ground:
         writes: int = 2,
         reads: int = 2,
         settings: tuple[str, ...] = (),
+        interval_s: float = 0.0,
         progress: Progress | None = None,
         **fields: Any,
     ) -> CheckpointResult:
@@ -71,16 +73,10 @@ class Ground:
             load_model(model, overrides=parse_settings(settings)),
             num_checkpoints_write=writes,
             num_checkpoints_read=reads,
-            time_between_checkpoints_s=0.0,
+            time_between_checkpoints_s=interval_s,
         )
-        layout = plan_layout(
-            LayoutRequest(
-                model=asked,
-                num_processes=comm.size,
-                scale=scale,
-                mode=asked.workload.checkpoint.mode,
-            )
-        )
+        mode = asked.workload.checkpoint.mode
+        layout = plan_layout(asked, num_processes=comm.size, scale=scale, mode=mode)
         request = CheckpointRequest(
             model=asked, layout=layout, scale=scale, pipe=SMALL, results=self.results, **fields
         )
@@ -97,6 +93,13 @@ def ground(tmp_path: Path) -> Ground:
     place = tmp_path / "ckpt"
     place.mkdir()
     return Ground(partial(open_storage, str(place), {}), tmp_path / "runs")
+
+
+def test_the_interval_lies_between_rounds_and_not_before_the_first(ground: Ground) -> None:
+    rounds = ground.run(writes=2, reads=1, interval_s=0.3).rounds
+    pauses_s = [after.began_at_s - before.ended_at_s for before, after in pairwise(rounds)]
+    assert len(pauses_s) == 2
+    assert all(pause_s >= 0.3 for pause_s in pauses_s)
 
 
 def in_memory(tmp_path: Path, around: Callable[[Storage], Storage]) -> Ground:
@@ -235,7 +238,7 @@ def test_storage_that_acknowledges_only_at_the_end_cannot_take_more_than_the_buf
     asked = change_checkpoint_section(
         load_model("llama3-8b"), num_checkpoints_write=1, num_checkpoints_read=0
     )
-    layout = plan_layout(LayoutRequest(model=asked, num_processes=1, scale=SCALE))
+    layout = plan_layout(asked, num_processes=1, scale=SCALE)
     request = CheckpointRequest(
         model=asked, layout=layout, scale=SCALE, pipe=settings, results=ground.results
     )

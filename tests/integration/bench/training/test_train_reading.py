@@ -156,7 +156,7 @@ def test_a_data_set_of_others_is_listed_and_more_files_than_asked_for_are_said(t
     assert result.stages.remarks == ("12 files were found, and the first 9 of them are read",)
     assert read_record(Path(result.results_dir)).remarks[-1] == result.stages.remarks[0]
     assert sum(rate.samples for rate in result.train.epochs) == 18
-    assert result.stages.validation.num_files == 0
+    assert result.stages.validated_files == 0
 
 
 def test_with_skip_listing_names_are_dlios_and_looked_up(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 from tests.support.rank_threads import on_ranks
 
 from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.environment import process_environment
 from penstock.progress import Progress
 from penstock.storage import open_storage
@@ -72,7 +72,7 @@ def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path
     )
     request = CheckpointRequest(
         model=model,
-        layout=plan_layout(LayoutRequest(model=model, num_processes=RANKS, scale=SCALE)),
+        layout=plan_layout(model, num_processes=RANKS, scale=SCALE),
         scale=SCALE,
         pipe=PipelineSettings(streams=1, chunk_bytes=64 << 10, buffer_memory_bytes=256 << 10),
         results=root,

@@ -11,15 +11,13 @@ from penstock.bench.checkpoint.checkpoint_result import CheckpointRound
 from penstock.bench.checkpoint.checkpoint_rounds import (
     ProgressBoard,
     StateContent,
-    choose_source_process,
     name_last_rank,
     plan_objects,
     plan_rounds,
     rank_shift,
-    seconds_between,
 )
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.errors import UsageError
 from penstock.transfer.pipeline import PlannedObject
 from penstock.workload.load_workload import load_model
@@ -45,7 +43,7 @@ def test_more_reads_than_checkpoints_are_refused_with_both_ways_out() -> None:
 
 
 def test_checkpoints_lie_in_dlios_folders() -> None:
-    layout = plan_layout(LayoutRequest(model=load_model("llama3-8b"), scale=Fraction(1, 1000)))
+    layout = plan_layout(load_model("llama3-8b"), scale=Fraction(1, 1000))
     assert CheckpointRound(direction="write", number=3, step=3).folder == "global_epoch1_step3"
     assert [each.key for each in plan_objects(layout, 2, 3)] == [
         "global_epoch1_step3/zero_pp_rank_2_mp_rank_0_model_states.pt",
@@ -58,17 +56,12 @@ def test_checkpoints_lie_in_dlios_folders() -> None:
 def test_with_a_shift_every_rank_reads_what_another_host_wrote_and_all_is_read(sizes: list[int]) -> None:
     hosts = [f"host{number}" for number, size in enumerate(sizes) for _ in range(size)]
     shift = rank_shift(hosts)
-    read = [choose_source_process(rank, num_processes=len(hosts), shift=shift) for rank in range(len(hosts))]
+    read = [(rank + shift) % len(hosts) for rank in range(len(hosts))]
     assert sorted(read) == list(range(len(hosts)))
     if len(sizes) == 1:
         assert shift == 0
     elif len(set(sizes)) == 1:
         assert all(hosts[rank] != hosts[source] for rank, source in enumerate(read))
-
-
-def test_the_interval_lies_between_rounds_and_not_before_the_first() -> None:
-    rounds = plan_rounds(num_writes=2, num_reads=1, kept_steps=())
-    assert list(seconds_between(rounds, 5.0)) == [0.0, 5.0, 5.0]
 
 
 def test_content_is_unlike_from_file_to_file_and_from_checkpoint_to_checkpoint() -> None:

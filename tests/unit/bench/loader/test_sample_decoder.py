@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.compute import PreprocessTimes
-from penstock.bench.epoch_order import Remainder
+from penstock.bench.epoch_order import DrawnTimes, Remainder
 from penstock.bench.loader.loader_protocol import (
     SAMPLED,
     Batch,
@@ -74,7 +73,7 @@ class Stage:
         return list(batches.of_epoch(order, order.count_samples() // 3))
 
     def decoder(self) -> FormatDecoder:
-        return FormatDecoder(self.files().kind, self.recipe)
+        return FormatDecoder(self.files().data_files.kind, self.recipe)
 
     def damage(self, key: str, at: int) -> None:
         content = bytearray(read_object(self.storage, key))
@@ -181,7 +180,7 @@ def test_the_memory_of_a_block_serves_the_next_one() -> None:
         def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
             kept.append(pieces)
 
-    reader = RangeReader(stage.storage, 4096, Keeping(stage.files().kind, stage.recipe))
+    reader = RangeReader(stage.storage, 4096, Keeping(stage.files().data_files.kind, stage.recipe))
     first, second, _ = blocks_of(stage.requests())
     reader.serve(first, Batch())
     before = bytes(kept[0][0].content)
@@ -191,7 +190,7 @@ def test_the_memory_of_a_block_serves_the_next_one() -> None:
 
 
 def test_preprocessing_is_drawn_for_each_sample_the_same_in_every_run() -> None:
-    times = PreprocessTimes(
+    times = DrawnTimes(
         duration=Duration(law=Distribution.EXPONENTIAL, scale_s=0.001), seed=1, phase=StepPhase.TRAIN, rank=0
     )
     one = times.of_batch(1, 2, 5)

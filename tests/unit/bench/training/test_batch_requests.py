@@ -14,8 +14,8 @@ from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.training.batch_requests import TRANSFER_BYTES, BatchPlanner, plan_ahead
-from penstock.bench.training.harness_limit import ZeroCostStorage, count_limit_steps, object_sizes
 from penstock.bench.training.training_files import TrainingFiles, open_files
+from penstock.bench.training.training_loop import ZeroCostStorage, count_limit_steps, object_sizes
 from penstock.bench.training.training_plan import RankEpoch, shard_training
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
@@ -308,7 +308,7 @@ def test_of_files_from_elsewhere_nothing_is_presumed_but_their_names() -> None:
     key = min(stage.sizes)
     write_object(stage.storage, key, [b"x" * 100])
     stage.sizes[key] = 100
-    assert not stage.files().have_manifest
+    assert stage.files().recipe is None
     assert Counter(stage.read()) == stage.whole_files()
 
 
@@ -325,7 +325,7 @@ def test_fewer_files_than_lie_there_may_be_asked_for_and_no_more() -> None:
     stage = Stage(dataset(DataFormat.NPZ))
     asked = replace(stage.dataset, num_files_train=5)
     files = open_files(asked, stage.storage, seed=9, evaluates=False)
-    assert [key for place in (0, 2, 4) for key in files.keys_at(place)] == [
+    assert [key for number in (0, 2, 4) for key in files.keys_of(StepPhase.TRAIN, number)] == [
         f"train/img_{number}_of_8.npz" for number in (0, 2, 4)
     ]
     with pytest.raises(UsageError, match=r"has 8 files where .* asks for 9"):
@@ -344,7 +344,8 @@ def test_evaluation_files_come_after_those_of_training() -> None:
     files = stage.files()
     assert files.plan(StepPhase.EVAL, 0).name == "valid/img_0_of_3.npz"
     assert files.plan(StepPhase.EVAL, 0).index == 2
-    assert [key for place in range(5) for key in files.keys_at(place)] == sorted(stage.sizes)
+    numbers = [*((StepPhase.TRAIN, number) for number in range(2)), *((StepPhase.EVAL, n) for n in range(3))]
+    assert [key for phase, number in numbers for key in files.keys_of(phase, number)] == sorted(stage.sizes)
 
 
 def test_requests_are_planned_ahead_and_come_in_order() -> None:
@@ -385,7 +386,7 @@ def test_leaving_early_ends_the_planning() -> None:
 def test_on_storage_without_cost_the_same_is_asked_for_and_nothing_read(kind: DataFormat) -> None:
     stage = Stage(dataset(kind, num_files_train=16))
     requests = stage.requests()
-    free = ZeroCostStorage(stage.storage, object_sizes(requests, stage.storage))
+    free = ZeroCostStorage(object_sizes(requests, stage.storage), stage.storage)
     expected = sum(read.size_bytes for read in stage.read())
     stage.storage.seen.clear()
     loader = NativeLoader(free, NativeOptions(threads=2))
@@ -403,7 +404,7 @@ def test_sizes_of_files_from_elsewhere_are_looked_up() -> None:
 
 def test_an_object_that_nobody_told_of_costs_an_error() -> None:
     with pytest.raises(ObjectNotFound, match="size of this object is not known"):
-        ZeroCostStorage(MemoryStorage(), {}).open("x")
+        ZeroCostStorage({}).open("x")
 
 
 def test_a_ceiling_run_is_short_whatever_a_step_takes() -> None:

@@ -11,8 +11,14 @@ import pytest
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
-from penstock.bench.training.harness_limit import EventsInMemory, measure_harness_limit
-from penstock.bench.training.training_loop import PhaseWork, PreparedTraining, TrainingLoop, make_phase_works
+from penstock.bench.recorded_run import EventsInMemory
+from penstock.bench.training.training_loop import (
+    PhaseWork,
+    PreparedTraining,
+    TrainingLoop,
+    make_phase_works,
+    measure_harness_limit,
+)
 from penstock.bench.training.training_run import prepare_training
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE

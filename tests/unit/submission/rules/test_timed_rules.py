@@ -7,7 +7,7 @@ from tests.support.submission import tree_changes as do
 from tests.support.submission.timed_tree import NUM_FILES, Round, valid_checkpointing, valid_training
 from tests.support.submission.tree_store import TreeStore
 
-from penstock.bench.state_layout import LayoutRequest, plan_layout
+from penstock.bench.state_layout import plan_layout
 from penstock.submission.rules import rule_by_id
 from penstock.submission.rules.rule import Verdict
 from penstock.workload.load_workload import load_model
@@ -69,6 +69,6 @@ def test_parquet_without_length_and_columns_is_not_checked_and_named(store: Tree
 
 
 def test_no_rank_of_the_largest_model_has_the_whole_of_it() -> None:
-    layout = plan_layout(LayoutRequest(model=load_model("llama3-405b")))
+    layout = plan_layout(load_model("llama3-405b"))
     # Its 512 ranks have 10.3 GiB each on average; rank 0 with the whole model would have 764.
     assert layout.bytes_of_processes().max() < 20 << 30
