@@ -31,8 +31,8 @@ from tests.support.rate_limit import RateLimitedStorage
 
 from penstock.bench.probe import ProbeRequest, probe
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.bench.probe.probe_run import measure as measure_step
+from penstock.bench.probe.timed_streams import ProbeStep
 from penstock.cluster.comm import SoloComm
 from penstock.errors import Unavailable
 from penstock.kvcache.block_trace import generate_trace

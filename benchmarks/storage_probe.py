@@ -34,7 +34,6 @@ from penstock.bench.probe.load_plan import NS, LoadRequest
 from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MOST_FILES, measure_metadata
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.probe_plan import ProbeRequest
 from penstock.bench.probe.timed_streams import FileTarget, find_local_files
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Progress
@@ -268,11 +267,17 @@ def _load(
     size_bytes: int = SIZE_BYTES,
     wrap: Callable[[Storage], Storage] = lambda storage: storage,
 ) -> LoadResult:
-    request = ProbeRequest(uri=uri, size_bytes=size_bytes, max_seconds=load.seconds, load=load)
     folder = ProbeFolder(parse_uri(uri), "penstock-probe-bench", comm=SoloComm(), environment={}, options={})
     with folder as place:
         place.storage = wrap(place.storage)
-        return measure_load(request, place, comm=SoloComm(), progress=Progress())
+        return measure_load(
+            load,
+            place,
+            size_bytes=size_bytes,
+            max_seconds=load.seconds,
+            comm=SoloComm(),
+            progress=Progress(),
+        )
 
 
 def print_knees() -> None:

@@ -17,7 +17,7 @@ from penstock.environment import process_environment
 
 if TYPE_CHECKING:
     from penstock.bench.probe import ProbeResult
-    from penstock.bench.probe.probe_plan import Part
+    from penstock.bench.probe.probe_run import Part
 
 
 _KNEE_PANEL = "Loads up to the knee"

@@ -19,7 +19,7 @@ from penstock.bench.probe.load_plan import MOST_GROWTH, LoadRequest, arrivals
 from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_page import make_probe_page
-from penstock.bench.probe.probe_plan import Part
+from penstock.bench.probe.probe_run import Part
 from penstock.bench.probe.timed_streams import FileTarget, find_local_files
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import StorageError, UsageError
@@ -45,7 +45,14 @@ def _load(
     folder = ProbeFolder(parse_uri(uri), "penstock-probe-test", comm=comm, environment={}, options={})
     with folder as place:
         place.storage = wrap(place.storage)
-        return measure_load(request, place, comm=comm, progress=Progress())
+        return measure_load(
+            request.load,
+            place,
+            size_bytes=request.size_bytes,
+            max_seconds=request.max_seconds,
+            comm=comm,
+            progress=Progress(),
+        )
 
 
 def _quick(max_seconds: float = 1.2, **load: object) -> ProbeRequest:

@@ -15,8 +15,8 @@ import pytest
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_in_folder, probe_run
 from penstock.bench.probe.load_plan import LoadInterval, interval_s
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.bench.probe.probe_run import notes_on_rates
+from penstock.bench.probe.timed_streams import ProbeStep
 from penstock.bench.recorded_run import RunSettings
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.bench.checkpoint.checkpoint_run import require_room
-from penstock.bench.probe.probe_plan import ProbeRequest
-from penstock.bench.probe.probe_run import probe
+from penstock.bench.probe.probe_run import ProbeRequest, probe
 from penstock.checkpoint.commit.checkpoints import local_path, split_path
 from penstock.cluster.comm import SoloComm
 from penstock.cluster.gates.gate_model import Gate, GateVerdict, PreflightRequest

@@ -222,7 +222,7 @@ def rank_shift(hosts: Sequence[str]) -> int:
     """The shift with which every rank reads what another host wrote; 0 on one host.
 
     A rank reads the files of the rank that many places after it. The shift is the largest number of ranks on
-    a host. Where hosts have different numbers of consecutive ranks, some ranks of a large host still read what
+    a host. If hosts have different numbers of consecutive ranks, some ranks of a large host still read what
     their own host wrote.
     """
     counts = [hosts.count(host) for host in dict.fromkeys(hosts)]

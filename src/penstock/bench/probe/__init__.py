@@ -1,6 +1,11 @@
 """Measure the limits of a storage: plan the steps, time each, sum up over ranks, clean up."""
 
-from penstock.bench.probe.probe_plan import ProbeRequest
-from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, probe, probe_in_folder
+from penstock.bench.probe.probe_run import (
+    ProbeMeasurement,
+    ProbeRequest,
+    ProbeResult,
+    probe,
+    probe_in_folder,
+)
 
 __all__ = ["ProbeMeasurement", "ProbeRequest", "ProbeResult", "probe", "probe_in_folder"]

@@ -149,13 +149,13 @@ def describe_load(times: OperationTimes, *, rate_per_s: float, seconds: float) -
     """Sum up the operations of all ranks of one load."""
     end_ns = round(seconds * NS)
     warm_ns = round(seconds * _WARM_SHARE * NS)
-    seen = times.between(warm_ns, end_ns)
-    if not seen.due.size:
-        seen = times
-    latencies = seen.latencies
+    counted = times.between(warm_ns, end_ns)
+    if not counted.due.size:
+        counted = times
+    latencies = counted.latencies
     p50, p99, p999 = (float(value) / 1e6 for value in np.percentile(latencies, (50, 99, 99.9)))
     in_time = np.count_nonzero((times.ended >= warm_ns) & (times.ended < end_ns))
-    lags = seen.begun - np.maximum(seen.due, seen.free)
+    lags = counted.begun - np.maximum(counted.due, counted.free)
     return OfferedLoad(
         offered_per_s=rate_per_s,
         achieved_per_s=in_time / (seconds * (1 - _WARM_SHARE)),
@@ -164,13 +164,13 @@ def describe_load(times: OperationTimes, *, rate_per_s: float, seconds: float) -
         p99_ms=p99,
         p999_ms=p999,
         max_ms=float(latencies.max()) / 1e6,
-        read_p99_ms=_p99_ms(latencies[~seen.is_write]),
-        write_p99_ms=_p99_ms(latencies[seen.is_write]),
-        service_p50_ms=float(np.median(seen.ended - seen.begun)) / 1e6,
+        read_p99_ms=_p99_ms(latencies[~counted.is_write]),
+        write_p99_ms=_p99_ms(latencies[counted.is_write]),
+        service_p50_ms=float(np.median(counted.ended - counted.begun)) / 1e6,
         lag_p99_ms=float(np.percentile(lags, 99)) / 1e6,
         storage_p99_ms=float(np.percentile(latencies - lags, 99)) / 1e6,
-        slots_busy=float(np.mean(seen.free > seen.due)),
-        growth=_growth(seen),
+        slots_busy=float(np.mean(counted.free > counted.due)),
+        growth=_growth(counted),
         intervals=intervals(times.ended, times.latencies, seconds),
     )
 
@@ -179,17 +179,17 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
     return float(np.percentile(latencies, 99)) / 1e6 if latencies.size else None
 
 
-def _growth(seen: OperationTimes) -> float:
+def _growth(times: OperationTimes) -> float:
     """The growth of latency per time, from medians of the first and last quarter, which a stall keeps.
 
     While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second. Where
     that was given up, the share of operations that never began says as much.
     """
-    never = float(np.mean(seen.begun == seen.ended))
-    first, last = np.quantile(seen.due, (0.25, 0.75))
-    early, late = seen.due <= first, seen.due >= last
-    apart_ns = float(np.median(seen.due[late]) - np.median(seen.due[early]))
-    latencies = seen.latencies
+    never = float(np.mean(times.begun == times.ended))
+    first, last = np.quantile(times.due, (0.25, 0.75))
+    early, late = times.due <= first, times.due >= last
+    apart_ns = float(np.median(times.due[late]) - np.median(times.due[early]))
+    latencies = times.latencies
     slower_ns = float(np.median(latencies[late]) - np.median(latencies[early]))
     return max(never, slower_ns / apart_ns if apart_ns else 0.0)
 
@@ -286,25 +286,13 @@ def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float 
     return math.sqrt(best * failing) if failing > best * PRECISION else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteadyState:
-    """The rate that a storage keeps up after its first seconds, by rounds of the same length.
+def find_steady_state(rounds: Sequence[float]) -> tuple[bool, int, float, float]:
+    """Test for a steady state: whether there is one, its first round, and the rates from then on and before.
 
-    `begins` is the number of the first round of the steady state; the rounds before it are another phase:
-    a cache that fills, credit for bursts that is spent, or a start that is slow.
-    """
-
-    is_steady: bool
-    begins: int
-    rate: float
-    first_rate: float
-
-
-def find_steady_state(rounds: Sequence[float]) -> SteadyState:
-    """The test of SNIA's performance test specification on the last five rounds.
-
-    Their range is at most 20 % of their mean, and a line through them climbs or falls by at most 10 % of it.
-    The steady state reaches back over rounds within 20 % of that mean.
+    The test of SNIA's performance test specification on the last five rounds, which have the same length:
+    their range is at most 20 % of their mean, and a line through them climbs or falls by at most 10 % of it.
+    The steady state reaches back over rounds within 20 % of that mean. Rounds before it are another phase: a
+    cache that fills, credit for bursts that is spent, or a start that is slow.
     """
     window = np.asarray(rounds[-_ROUNDS:])
     mean = float(window.mean())
@@ -319,9 +307,4 @@ def find_steady_state(rounds: Sequence[float]) -> SteadyState:
     while begins and abs(rounds[begins - 1] - mean) <= 0.2 * mean:
         begins -= 1
     first = rounds[:begins]
-    return SteadyState(
-        is_steady=is_steady,
-        begins=begins,
-        rate=float(np.mean(rounds[begins:])),
-        first_rate=float(np.mean(first)) if first else 0.0,
-    )
+    return is_steady, begins, float(np.mean(rounds[begins:])), float(np.mean(first)) if first else 0.0

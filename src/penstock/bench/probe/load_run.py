@@ -11,11 +11,9 @@ when a slot is free: a closed loop, which shows how fast a storage answers at mo
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, cycle
 from typing import Final
@@ -23,7 +21,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.probe import timed_streams
 from penstock.bench.probe.load_plan import (
     NS,
     RULE,
@@ -40,17 +37,19 @@ from penstock.bench.probe.load_plan import (
     next_rate,
 )
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.probe_plan import ProbeRequest, ProbeStep
 from penstock.bench.probe.timed_streams import (
     Blocks,
     BlockTarget,
     FileTarget,
+    Gate,
     ObjectTarget,
-    StreamStopped,
+    ProbeStep,
     StreamTask,
-    check_moved,
+    StreamTimes,
     find_local_files,
+    run_together,
     slot_key,
+    write,
 )
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
@@ -120,9 +119,17 @@ class LoadResult:
     notes: tuple[str, ...]
 
 
-def measure_load(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> LoadResult:
-    """Write what is to be read, find out what the storage does at most, then the knee."""
-    load, notes = request.load, []
+def measure_load(
+    load: LoadRequest,
+    place: ProbeFolder,
+    *,
+    size_bytes: int,
+    max_seconds: float,
+    comm: Comm,
+    progress: Progress,
+) -> LoadResult:
+    """Write `size_bytes` to be read, find out what the storage does at most, then the knee."""
+    notes = []
     if place.mode == "direct" and load.block_bytes % _SECTOR_BYTES:
         # The kernel would only report "Invalid argument".
         raise UsageError(
@@ -130,25 +137,24 @@ def measure_load(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progr
             where=place.storage.uri,
             fix=f"Use --request {round_up(load.block_bytes, PAGE_BYTES)}, or probe file:// instead.",
         )
-    progress.begin(f"{place.mode} load: writing {format_bytes(request.size_bytes)}", request.size_bytes)
+    progress.begin(f"{place.mode} load: writing {format_bytes(size_bytes)}", size_bytes)
     progress.enter("moving", unit="written_bytes", times=comm.size)
     key = f"rank{comm.rank}-load"
-    share_bytes = _fill(request, key, place, comm=comm, progress=progress)
-    with ExitStack() as undo:
-        files = find_local_files(place.storage)
-        target: BlockTarget
-        if files is None:
-            if load.read_percent < 100:
-                place.expect_objects([slot_key(key, slot) for slot in range(load.depth)])
-            target = ObjectTarget(place.storage, key)
-        else:
-            target = FileTarget(files, key, place.storage.uri, is_sequential=False)
-        undo.callback(target.close)
+    share_bytes = _fill(load, key, place, size_bytes // comm.size, comm=comm, progress=progress)
+    files = find_local_files(place.storage)
+    target: BlockTarget
+    if files is None:
+        if load.read_percent < 100:
+            place.expect_objects([slot_key(key, slot) for slot in range(load.depth)])
+        target = ObjectTarget(place.storage, key)
+    else:
+        target = FileTarget(files, key, place.storage.uri, is_sequential=False)
+    with closing(target):
         loop = LoadLoop(
             load, target, uri=place.storage.uri, size_bytes=share_bytes, comm=comm, progress=progress
         )
-        progress.begin(f"{place.mode} load: in a closed loop, until steady", request.max_seconds)
-        saturation = _saturate(loop, request.max_seconds)
+        progress.begin(f"{place.mode} load: in a closed loop, until steady", max_seconds)
+        saturation = _saturate(loop, max_seconds)
         points: list[OfferedLoad] = []
         given = sorted(load.rates or ())
         while True:
@@ -160,7 +166,7 @@ def measure_load(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progr
                 break
             progress.begin(f"{place.mode} load: {rate:,.0f} operations a second", load.seconds)
             # Long enough for some operations.
-            seconds = max(load.seconds, min(_FEWEST_OPERATIONS / rate, request.max_seconds))
+            seconds = max(load.seconds, min(_FEWEST_OPERATIONS / rate, max_seconds))
             due = arrivals(rate, seconds, rank=comm.rank, num_ranks=comm.size)
             points.append(describe_load(loop.run(due, seconds), rate_per_s=rate, seconds=seconds))
     place.remove_objects()
@@ -192,25 +198,26 @@ def measure_load(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progr
     )
 
 
-def _fill(request: ProbeRequest, key: str, place: ProbeFolder, *, comm: Comm, progress: Progress) -> int:
+def _fill(
+    load: LoadRequest, key: str, place: ProbeFolder, size_bytes: int, *, comm: Comm, progress: Progress
+) -> int:
     """Write this rank's object; its size is a whole number of blocks of the load and of writing."""
-    step_bytes = max(_FILL_BLOCK_BYTES, request.load.block_bytes)
-    step_bytes -= step_bytes % request.load.block_bytes
-    blocks = max(1, request.size_bytes // comm.size // step_bytes)
-    place.expect_objects([key])
-    task = StreamTask(
-        storage=place.storage,
-        step=ProbeStep(
-            op="write", mode=place.mode, streams=1, block_bytes=step_bytes, blocks_per_stream=blocks
-        ),
-        key=key,
-        blocks=Blocks(_FILL_BLOCKS, step_bytes, stream_id=comm.rank << 12),
-        gate=threading.Barrier(1),
-        stop=threading.Event(),
-        progress=progress,
+    step_bytes = max(_FILL_BLOCK_BYTES, load.block_bytes)
+    step_bytes -= step_bytes % load.block_bytes
+    num_blocks = max(1, size_bytes // step_bytes)
+    step = ProbeStep(
+        op="write", mode=place.mode, streams=1, block_bytes=step_bytes, blocks_per_stream=num_blocks
     )
-    timed_streams.write(task)
-    return blocks * step_bytes
+    place.expect_objects([key])
+    blocks = Blocks(_FILL_BLOCKS, step_bytes, stream_id=comm.rank << 12)
+
+    def fill(_thread: int, gate: Gate) -> StreamTimes:
+        return write(
+            StreamTask(storage=place.storage, step=step, key=key, blocks=blocks, gate=gate, progress=progress)
+        )
+
+    run_together(1, fill, comm=comm, what="writing what a load reads")
+    return num_blocks * step_bytes
 
 
 def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
@@ -226,15 +233,15 @@ def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
         numbers = piece.ended // round(round_s * NS)
         rounds += (np.bincount(numbers, minlength=_PIECE_ROUNDS)[:_PIECE_ROUNDS] / round_s).tolist()
         seconds += piece_s
-        state = find_steady_state(rounds)
-        if state.is_steady or seconds + piece_s > max_seconds + round_s:
+        is_steady, begins, steady_rate, first_rate = find_steady_state(rounds)
+        if is_steady or seconds + piece_s > max_seconds + round_s:
             break
     times = OperationTimes.concatenate(parts)
-    first_s = state.begins * round_s
+    first_s = begins * round_s
     steady = times.between(round(first_s * NS), round(seconds * NS))
     if not steady.due.size:  # the storage was silent to the end
         steady = times
-    rate = state.rate or times.due.size / (float(times.ended.max()) / NS)
+    rate = steady_rate or times.due.size / (float(times.ended.max()) / NS)
     p50, p99 = np.percentile(steady.latencies, (50, 99)) / 1e6
     return Saturation(
         operations_per_s=rate,
@@ -242,9 +249,9 @@ def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
         p50_ms=float(p50),
         p99_ms=float(p99),
         seconds=seconds,
-        is_steady=state.is_steady,
+        is_steady=is_steady,
         first_seconds=first_s,
-        first_operations_per_s=state.first_rate,
+        first_operations_per_s=first_rate,
         intervals=intervals(times.ended, times.latencies, seconds),
     )
 
@@ -299,48 +306,15 @@ class LoadLoop:
         writes = cycle(np.roll(self._writes, -self._first % self._writes.size).tolist())
         # A `zip` of such iterators is thread-safe: its items are made without the interpreter.
         operations = zip(count(), offsets, writes, count() if due_ns is None else due_ns)
-        ready, stop = threading.Barrier(slots + 1), threading.Event()
-        started: list[int] = []
 
-        def serve(slot: int) -> NDArray[np.int64]:
-            with ExitStack() as undo, translate_os_errors("Moving a block", self._uri):
-                undo.callback(stop.set)
-                undo.callback(ready.abort)
-                # Let sleeps of this thread end on time; by default the kernel adds up to 50 us to save power.
-                ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-                try:
-                    ready.wait()
-                    ready.wait()
-                except threading.BrokenBarrierError:
-                    raise StreamStopped from None
-                moments = self._move_blocks(
-                    slot,
-                    operations,
-                    stop,
-                    start_ns=started[0],
-                    stop_ns=stop_ns,
-                    is_closed=due_ns is None,
-                )
-                if stop.is_set():
-                    raise StreamStopped
-                undo.pop_all()
-                return moments
+        def serve(slot: int, gate: Gate) -> NDArray[np.int64]:
+            # Let sleeps of this thread end on time; by default the kernel adds up to 50 us to save power.
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+            gate.wait()
+            with translate_os_errors("Moving a block", self._uri):
+                return self._move_blocks(slot, operations, gate, stop_ns=stop_ns, is_closed=due_ns is None)
 
-        with ThreadPoolExecutor(slots, thread_name_prefix="penstock-load") as pool, ExitStack() as undo:
-            undo.callback(stop.set)
-            undo.callback(ready.abort)
-            futures = [pool.submit(serve, slot) for slot in range(slots)]
-            with suppress(threading.BrokenBarrierError):  # the thread that broke it carries the reason
-                ready.wait()
-                self._comm.barrier(awaiting="all ranks to be ready for a load")
-                started.append(time.monotonic_ns())
-                ready.wait()
-            failures = [error for future in futures if (error := future.exception()) is not None]
-            causes = [error for error in failures if not isinstance(error, StreamStopped)]
-            if failures:
-                raise (causes or failures)[0]
-            columns = np.concatenate([future.result() for future in futures], axis=1)
-            undo.pop_all()
+        columns = np.concatenate(run_together(slots, serve, comm=self._comm, what="a load"), axis=1)
         columns = columns[:, np.argsort(columns[0], kind="stable")]
         if due_ns is not None and columns.shape[1] < len(due_ns):
             # What was due and never began has the moment of giving up for all that did not happen.
@@ -363,33 +337,35 @@ class LoadLoop:
         self,
         slot: int,
         operations: Iterator[tuple[int, int, bool, int]],
-        stop: threading.Event,
+        gate: Gate,
         *,
-        start_ns: int,
         stop_ns: int,
         is_closed: bool,
     ) -> NDArray[np.int64]:
         """One thread's operations: number, and when each was due, a slot was free, it began and it ended."""
-        buffer, clock = self._blocks.view(slot), time.monotonic_ns
-        read, write, size = self._target.reader(buffer), self._target.writer(buffer, slot), buffer.nbytes
+        buffer, target = self._blocks.views[slot], self._target
+        clock, start_ns = time.monotonic_ns, gate.start_ns
         rows: list[tuple[int, int, int, int, int]] = []
         now_ns = clock() - start_ns
         for number, offset, is_write, scheduled_ns in operations:
             free_ns = now_ns
-            if (free_ns >= stop_ns and (rows or not is_closed)) or stop.is_set():
+            gate.require_open()
+            if free_ns >= stop_ns and (rows or not is_closed):
                 break
             due_ns = free_ns if is_closed else scheduled_ns
-            while due_ns > now_ns and not stop.is_set():
+            while due_ns > now_ns and not gate.stopped.is_set():
                 time.sleep(min((due_ns - now_ns) / NS, _LONGEST_SLEEP_S))
                 now_ns = clock() - start_ns
             if is_write:
                 self._blocks.renew(slot)
                 now_ns = clock() - start_ns
             begun_ns = now_ns
-            moved = write(offset) if is_write else read(offset)
+            if is_write:
+                target.write(offset, buffer, slot)
+            else:
+                target.read(offset, buffer)
             now_ns = clock() - start_ns
             rows.append((number, due_ns, free_ns, begun_ns, now_ns))
-            check_moved(moved, size, self._uri)
         return np.array(rows, dtype=np.int64).reshape(-1, 5).T
 
 

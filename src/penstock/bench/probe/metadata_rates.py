@@ -6,20 +6,17 @@ Collective: every rank does the same; a rate is the files of all ranks by the ti
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
 
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.timed_streams import find_local_files
+from penstock.bench.probe.timed_streams import Gate, find_local_files, run_together
 from penstock.cluster.comm import Comm
 from penstock.errors import StorageError
 from penstock.progress import Progress
@@ -116,44 +113,29 @@ def _names(place: ProbeFolder, folder: str) -> _Calls:
 
 def _run(call: MetadataCall, names: Sequence[_Calls], created: Sequence[int], comm: Comm) -> list[_Times]:
     """One call in all threads of this rank, which begin together, and with those of other ranks."""
-    ready = threading.Barrier(len(names) + 1)
-    with ThreadPoolExecutor(len(names), thread_name_prefix="penstock-metadata") as pool, ExitStack() as undo:
-        undo.callback(ready.abort)
-        most = [MOST_FILES // len(names)] * len(names) if call == "create" else created
-        futures = [
-            pool.submit(_time_calls, call, own, limit, ready) for own, limit in zip(names, most, strict=True)
-        ]
-        ready.wait()
-        comm.barrier(awaiting=f"all ranks to be ready to {call} files")
-        ready.wait()
-        return [future.result() for future in futures]
+    most = [MOST_FILES // len(names)] * len(names) if call == "create" else created
 
+    def time_calls(thread: int, gate: Gate) -> _Times:
+        act, limit = names[thread][call], most[thread]
+        gate.wait()
+        start_ns = began_ns = time.monotonic_ns()
+        if call == "list":
+            listed = act(0)
+            if listed != limit:
+                raise StorageError(
+                    f"A listing has {listed} of {limit} files", fix="Look at what else removes them."
+                )
+            end_ns = time.monotonic_ns()
+            return start_ns, end_ns, limit, [end_ns - start_ns]
+        until_ns = start_ns + round(MOST_SECONDS * 1e9) if call == "create" else None
+        latencies: list[int] = []
+        while len(latencies) < limit and (until_ns is None or not latencies or began_ns < until_ns):
+            act(len(latencies))
+            latencies.append(time.monotonic_ns() - began_ns)
+            began_ns = time.monotonic_ns()
+        return start_ns, began_ns, len(latencies), latencies
 
-def _time_calls(call: MetadataCall, names: _Calls, most: int, ready: threading.Barrier) -> _Times:
-    ready.wait()
-    ready.wait()
-    start_ns = time.monotonic_ns()
-    if call == "list":
-        seen = names["list"](0)
-        if seen != most:
-            raise StorageError(f"A listing has {seen} of {most} files", fix="Look at what else removes them.")
-        end_ns = time.monotonic_ns()
-        return start_ns, end_ns, seen, [end_ns - start_ns]
-    act = names[call]
-    until_ns = start_ns + round(MOST_SECONDS * 1e9) if call == "create" else None
-    latencies = list(islice(_each(act, until_ns), most))
-    return start_ns, time.monotonic_ns(), len(latencies), latencies
-
-
-def _each(act: Callable[[int], object], until_ns: int | None) -> Iterator[int]:
-    """The time of each call, on one file after the other, until the time is over."""
-    clock = time.monotonic_ns
-    number, now = 0, clock()
-    while until_ns is None or number == 0 or now < until_ns:
-        act(number)
-        ended = clock()
-        yield ended - now
-        number, now = number + 1, clock()
+    return run_together(len(names), time_calls, comm=comm, what=f"{call} of files")
 
 
 def _sum_up(call: MetadataCall, mode: str, ranks: Sequence[Sequence[_Times]]) -> MetadataRate:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
-from penstock.bench.probe.probe_plan import Mode
+from penstock.bench.probe.timed_streams import Mode
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
 from penstock.errors import ObjectNotFound, StorageError

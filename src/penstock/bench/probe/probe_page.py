@@ -1,10 +1,10 @@
-"""The page of a probe: what this storage can do at best, how many streams that takes, and whom it feeds."""
+"""The page of a probe: the best this storage can do, how many streams that takes, and whom it feeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Final
 
-from penstock.bench.probe.load_plan import MOST_SLOWDOWN, OfferedLoad
+from penstock.bench.probe.load_plan import MOST_SLOWDOWN
 from penstock.bench.probe.load_run import LoadResult, load_rows
 from penstock.bench.probe.metadata_rates import MetadataRate, metadata_rows
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headline_rows, measurement_rows
@@ -12,7 +12,6 @@ from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, 
 from penstock.units import format_bytes, format_rate
 from penstock.workload import load_workload
 from penstock.workload.sizing import forecast_accelerators
-from penstock.workload.spec import Workload
 
 GIB: Final = 2**30
 _KNEE: Final = 0.9
@@ -23,8 +22,9 @@ _NAMED: Final = "unet3d_h100"
 
 def make_probe_page(result: ProbeResult) -> Report:
     """The page of a probe."""
-    modes = list(dict.fromkeys(seen.mode for seen in result.measurements))
-    charts_by_mode = {mode: _charts(result, mode) for mode in modes}
+    modes = list(dict.fromkeys(one.mode for one in result.measurements))
+    # Throughput against streams and against blocks, and latency against streams.
+    charts_by_mode = {mode: [_curve(result, mode, title, {}) for title in _CURVES] for mode in modes}
     first = charts_by_mode.pop(best(result, "read").mode) if modes else []
     if result.loads and not modes:
         first = load_charts(result.loads[0], result.uri)
@@ -43,10 +43,19 @@ def make_probe_page(result: ProbeResult) -> Report:
             ),
             *([_best_over_time(result)] if modes else []),
             *load_exhibits(result.loads, result.metadata, result.uri, draws_knee=bool(modes)),
-            *(_tables(result) if modes else ()),
             *(
-                [table_section("feeds", "Accelerators that this storage feeds", feed_rows(result))]
-                if read_rate(result)
+                (
+                    table_section("best", "The best of each kind", headline_rows(result.measurements)),
+                    table_section(
+                        "all", "All measurements", measurement_rows(result.measurements), bars="GiB/s"
+                    ),
+                )
+                if modes
+                else ()
+            ),
+            *(
+                [table_section("feeds", "Accelerators that this storage feeds", feed_rows(rate))]
+                if (rate := read_rate(result))
                 else []
             ),
         ],
@@ -57,9 +66,9 @@ def _best_over_time(result: ProbeResult) -> Section:
     """The fastest read and write as they went: a cache that fills, or credit that is spent, shows here."""
     charts = []
     for op, tone in _SEQUENTIAL.items():
-        seen = best(result, op)
-        edges = [*(one.start_s for one in seen.intervals), seen.elapsed_s]
-        rates = [one.operations_per_s * seen.block_bytes for one in seen.intervals]
+        fastest = best(result, op)
+        edges = [*(one.start_s for one in fastest.intervals), fastest.elapsed_s]
+        rates = [one.operations_per_s * fastest.block_bytes for one in fastest.intervals]
         charts.append(
             Chart(
                 kind=Kind.AREA,
@@ -67,15 +76,10 @@ def _best_over_time(result: ProbeResult) -> Section:
                 run=result.uri,
                 unit="B/s",
                 series=[Series(x=edges, y=rates, tone=tone)],
-                note=f"{seen.mode}, {describe(seen)}",
+                note=f"{fastest.mode}, {describe(fastest)}",
             )
         )
     return Section(name="series", title="The best read and write over time", charts=charts)
-
-
-def _tables(result: ProbeResult) -> Iterator[Section]:
-    yield table_section("best", "The best of each kind", headline_rows(result.measurements))
-    yield table_section("all", "All measurements", measurement_rows(result.measurements), bars="GiB/s")
 
 
 _MODES: Final = {"buffered": "through the page cache, dropped before each read", "direct": "with O_DIRECT"}
@@ -83,7 +87,7 @@ _MODES: Final = {"buffered": "through the page cache, dropped before each read",
 
 def best(result: ProbeResult, op: str) -> ProbeMeasurement:
     """The fastest measurement of an operation."""
-    return max(_of(result, op), key=lambda seen: seen.gib_per_s)
+    return max(_of(result, op), key=lambda measured: measured.gib_per_s)
 
 
 def throughput_curve(result: ProbeResult, *, limits: Mapping[str, float]) -> Chart:
@@ -91,13 +95,14 @@ def throughput_curve(result: ProbeResult, *, limits: Mapping[str, float]) -> Cha
     return _curve(result, best(result, "read").mode, "Throughput by streams", limits)
 
 
-def describe(seen: ProbeMeasurement) -> str:
+def describe(measured: ProbeMeasurement) -> str:
     """Streams and block, in words."""
-    return f"{seen.streams} stream{'s' * (seen.streams > 1)} of {format_bytes(seen.block_bytes)}"
+    streams = measured.streams
+    return f"{streams} stream{'s' * (streams > 1)} of {format_bytes(measured.block_bytes)}"
 
 
 def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
-    return [seen for seen in result.measurements if seen.op == op and mode in ("", seen.mode)]
+    return [one for one in result.measurements if one.op == op and mode in ("", one.mode)]
 
 
 def read_rate(result: ProbeResult) -> float:
@@ -105,14 +110,9 @@ def read_rate(result: ProbeResult) -> float:
 
     Of a mix only its reads count.
     """
-    rates = [seen.gib_per_s for seen in _of(result, "read")]
+    rates = [measured.gib_per_s for measured in _of(result, "read")]
     rates = rates or [load.knee.gib_per_s * load.read_percent / 100 for load in result.loads if load.knee]
     return max(rates, default=0.0) * GIB
-
-
-def feeds(result: ProbeResult, workload: Workload) -> int:
-    """The number of accelerators of a workload that the rate feeds."""
-    return forecast_accelerators(workload, Fraction(read_rate(result))).num_accelerators
 
 
 def say_feeds(result: ProbeResult) -> str:
@@ -120,30 +120,33 @@ def say_feeds(result: ProbeResult) -> str:
     rate = read_rate(result)
     if not rate:
         return ""
-    count = feeds(result, load_workload.load(_NAMED).workload)
+    workload = load_workload.load(_NAMED).workload
+    count = forecast_accelerators(workload, Fraction(rate)).num_accelerators
     at = "" if result.measurements else " at its knee"
     return f"feeds {count or 'no'} H100 of unet3d{at}"
 
 
 def _banner(result: ProbeResult) -> Banner:
-    if result.measurements:
-        return _best_banner(result)
-    if result.loads:
-        return load_banner(result.loads[0], say_feeds(result), result.notes)
-    return metadata_banner(result.metadata, result.notes)
-
-
-def _best_banner(result: ProbeResult) -> Banner:
+    if not result.measurements:
+        if result.loads:
+            return load_banner(result.loads[0], say_feeds(result), result.notes)
+        return metadata_banner(result.metadata, result.notes)
     read, write = best(result, "read"), best(result, "write")
     random = best(result, "random_read")
-    enough = _enough(result, read)
+    near = [one for one in _of(result, "read", read.mode) if one.gib_per_s >= _KNEE * read.gib_per_s]
+    enough = min(near, key=lambda one: (one.streams * one.block_bytes, one.streams))
+    held = max((measured.resident_before or 0.0 for measured in _of(result, "read")), default=0.0)
+    from_memory = f"Memory still held up to {held:.0%} of the files before a buffered read."
+    read_rate_text, write_rate, enough_rate = (
+        format_rate(one.gib_per_s * GIB) for one in (read, write, enough)
+    )
     return Banner(
         verdict="measured",
         look=Look.PLAIN,
-        figure=f"reads with {_rate(read)}, writes with {_rate(write)}, durable; {say_feeds(result)}",
+        figure=f"reads with {read_rate_text}, writes with {write_rate}, durable; {say_feeds(result)}",
         limited_by=_say_limit(result, read),
         since=(
-            f"{describe(enough)}, which reach {_rate(enough)}; "
+            f"{describe(enough)}, which reach {enough_rate}; "
             f"random reads of {format_bytes(random.block_bytes)}: {random.operations_per_s:,.0f} a second, "
             f"p99 {random.p99_ms:.1f} ms"
         ),
@@ -151,52 +154,31 @@ def _best_banner(result: ProbeResult) -> Banner:
             f"Read with at least {enough.streams} streams (reader.read_threads) and requests of "
             f"{format_bytes(enough.block_bytes)}; `penstock training run` shows what a workload makes of it."
         ),
-        troubles=[*result.notes, *_from_memory(result)],
+        troubles=[*result.notes, *([from_memory] if held > _HELD else [])],
         more={"Knee": say_knee(result.loads[0])} if result.loads else {},
     )
 
 
-def _rate(seen: ProbeMeasurement) -> str:
-    return format_rate(seen.gib_per_s * GIB)
-
-
-def _enough(result: ProbeResult, top: ProbeMeasurement) -> ProbeMeasurement:
-    """The fewest streams that come near the best rate."""
-    near = [seen for seen in _of(result, top.op, top.mode) if seen.gib_per_s >= _KNEE * top.gib_per_s]
-    return min(near, key=lambda seen: (seen.streams * seen.block_bytes, seen.streams))
-
-
 def _say_limit(result: ProbeResult, read: ProbeMeasurement) -> str:
     tried = _of(result, "read", read.mode)
-    most, largest = max(seen.streams for seen in tried), max(seen.block_bytes for seen in tried)
+    most, largest = max(one.streams for one in tried), max(one.block_bytes for one in tried)
     at = f"{describe(read)}, {read.mode}"
     if len(tried) == 1:
         return f"what was tried: only {at}. Try more with --streams and --blocks."
     if read.streams == most:
         return f"the streams tried: {at} were the most, and the fastest. Try more with --streams."
-    if read.block_bytes == largest and len({seen.block_bytes for seen in tried}) > 1:
+    if read.block_bytes == largest and len({one.block_bytes for one in tried}) > 1:
         return f"the storage, or this host: the fastest were {at}; more streams were not faster."
     return f"the storage, or this host: the fastest were {at}; neither more streams nor larger blocks helped."
-
-
-def _from_memory(result: ProbeResult) -> Iterator[str]:
-    held = [seen.resident_before for seen in _of(result, "read") if seen.resident_before]
-    if held and max(held) > _HELD:
-        yield f"Memory still held up to {max(held):.0%} of the files before a buffered read."
 
 
 _HELD: Final = 0.01
 
 
-def _charts(result: ProbeResult, mode: str) -> list[Chart]:
-    """Throughput against streams and against blocks, and latency against streams."""
-    return [_curve(result, mode, title, {}) for title in _CURVES]
-
-
 _CURVES: Final[Mapping[str, tuple[Callable[[ProbeMeasurement], int], Callable[[int], str], str]]] = {
-    "Throughput by streams": (lambda seen: seen.streams, str, "B/s"),
-    "Throughput by block": (lambda seen: seen.block_bytes, format_bytes, "B/s"),
-    "p99 of a block by streams": (lambda seen: seen.streams, str, "s"),
+    "Throughput by streams": (lambda measured: measured.streams, str, "B/s"),
+    "Throughput by block": (lambda measured: measured.block_bytes, format_bytes, "B/s"),
+    "p99 of a block by streams": (lambda measured: measured.streams, str, "s"),
 }
 """Charts of what against what: where a measurement is, that place's name, and the unit of its height."""
 
@@ -204,14 +186,13 @@ _CURVES: Final[Mapping[str, tuple[Callable[[ProbeMeasurement], int], Callable[[i
 def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, float]) -> Chart:
     """At each place the fastest measurement, as a line for reading and one for writing."""
     at, name, unit = _CURVES[title]
-    places = sorted({at(seen) for op in _SEQUENTIAL for seen in _of(result, op, mode)})
+    places = sorted({at(one) for op in _SEQUENTIAL for one in _of(result, op, mode)})
     lines = []
     for op, tone in _SEQUENTIAL.items():
-        measured: dict[int, list[ProbeMeasurement]] = {}
-        for seen in _of(result, op, mode):
-            measured.setdefault(places.index(at(seen)), []).append(seen)
-        fastest = {x: max(there, key=lambda seen: seen.gib_per_s) for x, there in sorted(measured.items())}
-        heights = [seen.p99_ms / 1e3 if unit == "s" else seen.gib_per_s * GIB for seen in fastest.values()]
+        # In order of their rates, so that the fastest at each place stays.
+        ordered = sorted(_of(result, op, mode), key=lambda one: one.gib_per_s)
+        fastest = dict(sorted({places.index(at(one)): one for one in ordered}.items()))
+        heights = [one.p99_ms / 1e3 if unit == "s" else one.gib_per_s * GIB for one in fastest.values()]
         lines.append(Series(name=op, tone=tone, x=list(fastest), y=heights))
     return Chart(
         kind=Kind.LINES,
@@ -225,25 +206,25 @@ def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, floa
     )
 
 
-def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
-    """Rows that show what the read rate means for the shipped workloads."""
-    return list(_feeds(read_rate(result)))
-
-
-def _feeds(rate: float) -> Iterator[dict[str, str]]:
+def feed_rows(rate: float) -> list[dict[str, str]]:
+    """Rows that show what a read rate means for the shipped workloads."""
+    rows = []
     for loaded in load_workload.shipped():
         workload = loaded.workload
         if workload.train.computation_time.is_zero or not workload.metric.au:
             continue
         forecast = forecast_accelerators(workload, Fraction(rate))
-        yield {
-            "workload": workload.full_name,
-            "feeds": str(forecast.num_accelerators),
-            "each takes": format_rate(float(forecast.bytes_per_accelerator_per_s)),
-            "AU of one": f"{min(float(forecast.au), 1.0) * 100:.1f} %"
-            if not forecast.num_accelerators
-            else f"at least {float(forecast.threshold) * 100:.0f} %",
-        }
+        rows.append(
+            {
+                "workload": workload.full_name,
+                "feeds": str(forecast.num_accelerators),
+                "each takes": format_rate(float(forecast.bytes_per_accelerator_per_s)),
+                "AU of one": f"{min(float(forecast.au), 1.0) * 100:.1f} %"
+                if not forecast.num_accelerators
+                else f"at least {float(forecast.threshold) * 100:.0f} %",
+            }
+        )
+    return rows
 
 
 _LIMITS = {
@@ -400,7 +381,8 @@ def _over_time(load: LoadResult, run: str) -> Iterator[Chart]:
         run=run,
         series=[Series(x=edges, y=values)],
     )
-    point = _point_at_knee(load)
+    at_knee = load.knee.operations_per_s if load.knee else None
+    point = next((point for point in reversed(load.points) if point.offered_per_s == at_knee), None)
     if point is not None:
         note = f"at {_short(point.offered_per_s)} a second"
         starts = [one.start_s for one in point.intervals]
@@ -416,8 +398,3 @@ def _over_time(load: LoadResult, run: str) -> Iterator[Chart]:
             x_end=point.seconds,
             note=note,
         )
-
-
-def _point_at_knee(load: LoadResult) -> OfferedLoad | None:
-    at = load.knee.operations_per_s if load.knee else None
-    return next((point for point in reversed(load.points) if point.offered_per_s == at), None)

@@ -1,4 +1,4 @@
-"""A probe from start to finish: at each location, as large as the time allows, group by group.
+"""A probe from start to finish: its steps, at each location, as large as the time allows, group by group.
 
 Collective: every rank runs the same steps in the same order and returns the same result. A rank's time runs
 from the common start to its last durable byte; the job's rate is all bytes divided by the longest of these
@@ -7,36 +7,44 @@ times. A stream that fails stops all others, and its error is the one that is ra
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from operator import add
+from typing import Final, Literal
 
 import numpy as np
 
 from penstock.bench.probe import timed_streams
-from penstock.bench.probe.load_plan import LoadInterval, find_steady_state, interval_s, intervals
+from penstock.bench.probe.load_plan import (
+    LoadInterval,
+    LoadRequest,
+    find_steady_state,
+    interval_s,
+    intervals,
+)
 from penstock.bench.probe.load_run import LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MetadataRate, measure_metadata
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
-from penstock.bench.probe.probe_plan import (
-    ProbeRequest,
+from penstock.bench.probe.timed_streams import (
+    Blocks,
+    Gate,
+    Mode,
     ProbeStep,
-    load_location,
-    plan_groups,
-    probe_locations,
+    StreamTask,
+    StreamTimes,
+    run_together,
 )
-from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask, StreamTimes
 from penstock.bench.recorded_run import RunSettings
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
+from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.results import published_files
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
+from penstock.storage.uri import Location, is_plain_path, parse_uri
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.workload.spec import Workload
 
@@ -44,6 +52,86 @@ _CALIBRATION_BLOCKS: Final = 4
 _CALIBRATION_BLOCK_BYTES: Final = 8 << 20
 _SMALLEST_SIZE_BYTES: Final = 16 << 20
 _ROUND_S: Final = 0.5
+
+
+Part = Literal["best", "knee", "metadata"]
+"""The parts of a probe: the best rates, the load up to the knee, calls on files."""
+
+RANDOM_BLOCK_BYTES: Final = 128 << 10
+SMALL_OBJECT_BYTES: Final = 64 << 10
+FSYNC_BLOCK_BYTES: Final = 4 << 10
+MAX_RANDOM_READS: Final = 4096
+NUM_SMALL_OBJECTS: Final = 256
+NUM_FSYNCS: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """The user's request; each measurement moves `size_bytes`, over all streams and ranks.
+
+    Measurements that would take longer than `max_seconds` move less. `load` is offered up to the knee.
+    """
+
+    uri: str
+    size_bytes: int = 2 << 30
+    streams: tuple[int, ...] = (1, 8)
+    block_bytes: tuple[int, ...] = (1 << 20, 8 << 20)
+    max_seconds: float = 20.0
+    parts: tuple[Part, ...] = ("best",)
+    load: LoadRequest = field(default_factory=LoadRequest)
+
+    def __post_init__(self) -> None:
+        if min(self.size_bytes, *self.streams, *self.block_bytes) < 1 or self.max_seconds <= 0:
+            raise UsageError(
+                "Sizes, streams, blocks and seconds must be positive",
+                fix="Leave an option out for its default.",
+            )
+
+
+def probe_locations(uri: str) -> tuple[Location, ...]:
+    """The places to measure: a plain path with and without the page cache, a URI only as it says."""
+    location = parse_uri(uri)
+    return (location, Location("direct", location.root)) if is_plain_path(uri) else (location,)
+
+
+def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[tuple[ProbeStep, ...], ...]:
+    """All steps of one mode, in groups that share a set of files.
+
+    The first step of a group writes them, the others read them, then they are removed: a probe never holds
+    more than one size on disk.
+    """
+    share_bytes, most = max(1, request.size_bytes // num_ranks), max(request.streams)
+    groups = []
+    for streams in request.streams:
+        for block_bytes in request.block_bytes:
+            blocks = max(1, share_bytes // (streams * block_bytes))
+            write = ProbeStep(
+                op="write", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks
+            )
+            groups.append((write, replace(write, op="read")))
+    # Random reads of the last files, only as many as a stable figure needs.
+    write, read = groups[-1]
+    stream_bytes = write.block_bytes * write.blocks_per_stream
+    random_bytes = min(RANDOM_BLOCK_BYTES, stream_bytes)
+    count = min(stream_bytes // random_bytes, max(1, MAX_RANDOM_READS // write.streams))
+    random = replace(write, op="random_read", block_bytes=random_bytes, blocks_per_stream=count)
+    small = ProbeStep(
+        op="small_write",
+        mode=mode,
+        streams=most,
+        block_bytes=SMALL_OBJECT_BYTES,
+        blocks_per_stream=max(1, min(NUM_SMALL_OBJECTS, share_bytes // SMALL_OBJECT_BYTES) // most),
+    )
+    fsync = ProbeStep(
+        op="fsync", mode=mode, streams=1, block_bytes=FSYNC_BLOCK_BYTES, blocks_per_stream=NUM_FSYNCS
+    )
+    has_files = mode in ("buffered", "direct")
+    return (
+        *groups[:-1],
+        (write, read, random),
+        (small, replace(small, op="small_read")),
+        *([(fsync,)] * has_files),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +178,10 @@ def probe(
         f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}", awaiting="the name of the probe's folder"
     )
     probed: list[ProbeResult] = []
-    for location in probe_locations(request.uri):
-        parts = [part for part in request.parts if part == "best" or location == load_location(request.uri)]
+    locations = probe_locations(request.uri)
+    for location in locations:
+        # Loads pass the page cache, which would answer from memory.
+        parts = [part for part in request.parts if part == "best" or location == locations[-1]]
         if parts:
             with ProbeFolder(
                 location, folder_name, comm=comm, environment=environment, options=options
@@ -99,10 +189,7 @@ def probe(
                 probed.append(
                     _probe_location(replace(request, parts=tuple(parts)), place, comm=comm, progress=progress)
                 )
-    result = probed[0]
-    for other in probed[1:]:
-        result += other
-    return result
+    return reduce(add, probed)
 
 
 RESULT_FILE: Final = "probe.json"
@@ -148,7 +235,16 @@ def _probe_location(
     if "best" in request.parts:
         measurements += _measure_all(sized, place, comm=comm, progress=progress)
     if "knee" in request.parts:
-        loads.append(measure_load(sized, place, comm=comm, progress=progress))
+        loads.append(
+            measure_load(
+                request.load,
+                place,
+                size_bytes=sized.size_bytes,
+                max_seconds=request.max_seconds,
+                comm=comm,
+                progress=progress,
+            )
+        )
     if "metadata" in request.parts:
         metadata += measure_metadata(place, request.streams, comm=comm, progress=progress)
     mine = place.storage.counters.snapshot()
@@ -226,31 +322,32 @@ _NOTED_S: Final = 0.1
 
 def notes_on_rates(measurements: Sequence[ProbeMeasurement]) -> Iterator[str]:
     """Notes on what rates of sequential I/O hide: slow creation, and a phase before the steady state."""
-    slowest = max(measurements, key=lambda seen: seen.create_s, default=None)
+    slowest = max(measurements, key=lambda measured: measured.create_s, default=None)
     if slowest is not None and slowest.create_s > max(_NOTED_S, _NOTED_SHARE * slowest.elapsed_s):
         yield (
             f"{_name(slowest)}: to create files and reserve their space took {slowest.create_s:.2f} s before "
             f"the {slowest.elapsed_s:.2f} s of writing, and is not in the rate."
         )
-    for seen in measurements:
-        if seen.op not in ("read", "write"):
+    for measured in measurements:
+        if measured.op not in ("read", "write"):
             continue
-        each, step_s = max(1, round(_ROUND_S / interval_s(seen.elapsed_s))), interval_s(seen.elapsed_s)
+        step_s = interval_s(measured.elapsed_s)
+        each = max(1, round(_ROUND_S / step_s))
         # Nothing ends while the storage makes durable what it took before.
-        moving = seen.intervals[: int((seen.elapsed_s - seen.drain_s) / step_s)]
-        rates = [one.operations_per_s for one in moving]
-        rounds = [float(np.mean(rates[at : at + each])) for at in range(0, len(rates) - each + 1, each)]
-        state = find_steady_state(rounds) if rounds else None
-        if state is not None and state.is_steady and state.begins:
-            first, then = (format_rate(rate * seen.block_bytes) for rate in (state.first_rate, state.rate))
+        moving = measured.intervals[: int((measured.elapsed_s - measured.drain_s) / step_s)]
+        ended = [one.operations_per_s for one in moving]
+        rounds = [float(np.mean(ended[at : at + each])) for at in range(0, len(ended) - each + 1, each)]
+        is_steady, begins, *rates = find_steady_state(rounds) if rounds else (False, 0, 0.0, 0.0)
+        if is_steady and begins:
+            then, first = (format_rate(rate * measured.block_bytes) for rate in rates)
             yield (
-                f"{_name(seen)}: the first {state.begins * each * step_s:g} s were another phase: "
+                f"{_name(measured)}: the first {begins * each * step_s:g} s were another phase: "
                 f"{first}, then {then}."
             )
 
 
-def _name(seen: ProbeMeasurement) -> str:
-    return f"{seen.mode} {seen.op}, {seen.streams} x {format_bytes(seen.block_bytes)}"
+def _name(step: ProbeMeasurement | ProbeStep) -> str:
+    return f"{step.mode} {step.op}, {step.streams} x {format_bytes(step.block_bytes)}"
 
 
 _BLOCK_MEMORY_BYTES: Final = 512 << 20
@@ -287,7 +384,7 @@ class ProbeMeasurement:
 _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
     "write": timed_streams.write,
     "read": timed_streams.read,
-    "random_read": timed_streams.random_read,
+    "random_read": timed_streams.read,
     "small_write": timed_streams.small_write,
     "small_read": timed_streams.small_read,
     "fsync": timed_streams.fsync,
@@ -296,7 +393,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
 
 def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> ProbeMeasurement:
     """Time one step; collective. Steps that read need the step that wrote to have run in the same place."""
-    phase = f"{place.mode} {step.op}, {step.streams} x {format_bytes(step.block_bytes)}"
+    phase = _name(step)
     progress.begin(phase, step.size_bytes)
     unit = "read_bytes" if "read" in step.op else "written_bytes"
     progress.enter("moving", unit=unit, times=comm.size)
@@ -340,55 +437,35 @@ def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progre
 
 
 def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> list[StreamTimes]:
-    """Start all threads, start the clocks together on all ranks, wait; the first real failure is raised."""
-    gate, stop = threading.Barrier(step.streams + 1), threading.Event()
-    operation = _OPERATIONS[step.op]
+    """The step in all streams of this rank, each with blocks of its own, made before any clock starts.
 
-    def run_stream(task: StreamTask) -> StreamTimes:
-        with ExitStack() as undo:  # if it fails, the others stop and none waits for it
-            undo.callback(stop.set)
-            undo.callback(gate.abort)
-            times = operation(task)
-            undo.pop_all()
-        return times
-
-    with ThreadPoolExecutor(step.streams) as pool, ExitStack() as undo:
-        undo.callback(stop.set)
-        undo.callback(gate.abort)
-        futures = []
-        for stream in range(step.streams):
-            task = StreamTask(
-                storage=place.storage,
-                step=step,
-                key=_stream_key(comm.rank, stream),
-                blocks=_blocks(step, place, stream_id=comm.rank << 12 | stream),
-                gate=gate,
-                stop=stop,
-                progress=progress,
-            )
-            futures.append(pool.submit(run_stream, task))
-        with suppress(threading.BrokenBarrierError):  # the stream that broke the gate carries the reason
-            gate.wait()
-            comm.barrier(awaiting=f"all ranks to be ready for {step.op}")
-            gate.wait()
-        failures = [error for future in futures if (error := future.exception()) is not None]
-        causes = [error for error in failures if not isinstance(error, StreamStopped)]
-        if failures:
-            raise (causes or failures)[0]
-        return [future.result() for future in futures]
-
-
-def _blocks(step: ProbeStep, place: ProbeFolder, *, stream_id: int) -> Blocks:
-    """As many blocks as the storage keeps in flight, and one to fill meanwhile, as far as memory allows.
-
-    A storage that writes in the caller's thread gets a single block, which stays in the processor's cache.
+    A stream has as many blocks as the storage keeps in flight, and one to fill meanwhile, as far as memory
+    allows. A storage that writes in the caller's thread gets a single block, which stays in the processor's
+    cache.
     """
     options = place.storage.options
     in_flight = options.get("parts_in_flight") or options.get("writes_in_flight")
     overlaps = step.op == "write" and isinstance(in_flight, int) and in_flight > 1
     wanted = in_flight + 1 if overlaps and isinstance(in_flight, int) else 1
-    most = max(2, _BLOCK_MEMORY_BYTES // (step.streams * step.block_bytes))
-    return Blocks(min(wanted, most), step.block_bytes, stream_id=stream_id)
+    num_blocks = min(wanted, max(2, _BLOCK_MEMORY_BYTES // (step.streams * step.block_bytes)))
+    blocks = [
+        Blocks(num_blocks, step.block_bytes, stream_id=comm.rank << 12 | stream)
+        for stream in range(step.streams)
+    ]
+
+    def run_stream(stream: int, gate: Gate) -> StreamTimes:
+        return _OPERATIONS[step.op](
+            StreamTask(
+                storage=place.storage,
+                step=step,
+                key=_stream_key(comm.rank, stream),
+                blocks=blocks[stream],
+                gate=gate,
+                progress=progress,
+            )
+        )
+
+    return run_together(step.streams, run_stream, comm=comm, what=step.op)
 
 
 def _stream_key(rank: int, stream: int) -> str:
@@ -399,7 +476,7 @@ def _keys_written(step: ProbeStep, rank: int) -> Iterator[str]:
     for stream in range(step.streams):
         key = _stream_key(rank, stream)
         if step.op == "small_write":
-            yield from (timed_streams.small_key(key, number) for number in range(step.blocks_per_stream))
+            yield from (f"{key}-{number}" for number in range(step.blocks_per_stream))
         else:
             yield key
 

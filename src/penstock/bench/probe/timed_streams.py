@@ -9,29 +9,116 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Final, cast
+from typing import Final, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.probe.probe_plan import ProbeStep
+from penstock.cluster.comm import Comm
 from penstock.errors import PenstockError, ShortTransfer, StorageTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage, capabilities
-from penstock.storage.aligned import PAGE_BYTES
+from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import write_object
 from penstock.transfer.buffers import WarmMemory
 
-Move = Callable[[int], int]
-"""Moves a block at an offset; returns how many bytes it moved."""
+Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
+Mode = Literal["buffered", "direct", "objects", "memory"]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeStep:
+    """One thing to time on every rank: `streams` threads with one block in flight each.
+
+    `blocks_per_stream` blocks of `block_bytes` are moved by each stream; a small object is one block.
+    """
+
+    op: Operation
+    mode: Mode
+    streams: int
+    block_bytes: int
+    blocks_per_stream: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that one rank moves in this step."""
+        return self.streams * self.blocks_per_stream * self.block_bytes
+
+
+class StreamStopped(PenstockError):
+    """Raised in streams that stop because another one failed or the user interrupted; never the cause."""
+
+    def __init__(self) -> None:
+        super().__init__("Stopped because the measurement as a whole stopped")
+
+
+class Gate:
+    """The common start of threads, on all ranks; `start_ns` is its moment on this host."""
+
+    def __init__(self, num_threads: int) -> None:
+        # Passed twice: by the threads of this rank, then by all ranks.
+        self.barrier = threading.Barrier(num_threads + 1)
+        self.stopped = threading.Event()
+        self.start_ns = 0
+
+    def wait(self) -> None:
+        """Wait until all threads of all ranks are ready; `StreamStopped` if any has failed."""
+        try:
+            self.barrier.wait()
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise StreamStopped from None
+
+    def require_open(self) -> None:
+        """`StreamStopped` once any thread has failed."""
+        if self.stopped.is_set():
+            raise StreamStopped
+
+
+def run_together(
+    num_threads: int, work: Callable[[int, Gate], Result], *, comm: Comm, what: str
+) -> list[Result]:
+    """Call `work(thread, gate)` on each thread. They begin together with those of other ranks.
+
+    A thread that fails stops all others, and its error is the one that is raised. Collective.
+    """
+    gate = Gate(num_threads)
+
+    def stop() -> None:
+        gate.stopped.set()
+        gate.barrier.abort()
+
+    def run(thread: int) -> Result:
+        with ExitStack() as undo:
+            undo.callback(stop)
+            result = work(thread, gate)
+            undo.pop_all()
+        return result
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-probe") as pool, ExitStack() as undo:
+        undo.callback(stop)
+        futures = [pool.submit(run, thread) for thread in range(num_threads)]
+        with suppress(threading.BrokenBarrierError):  # the thread that broke it carries the reason
+            gate.barrier.wait()
+            comm.barrier(awaiting=f"all ranks to be ready for {what}")
+            gate.start_ns = time.monotonic_ns()
+            gate.barrier.wait()
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        causes = [error for error in failures if not isinstance(error, StreamStopped)]
+        if failures:
+            raise (causes or failures)[0]
+        undo.pop_all()
+        return [future.result() for future in futures]
 
 
 class ObjectTarget:
@@ -42,40 +129,17 @@ class ObjectTarget:
         self._key = key
         self._source = storage.open(key)
 
-    def reader(self, buffer: memoryview) -> Move:
-        """Fills a block from the object."""
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill a block from the object."""
+        self._source.read_into(offset, buffer)
 
-        def read(offset: int) -> int:
-            self._source.read_into(offset, buffer)
-            return buffer.nbytes
-
-        return read
-
-    def writer(self, buffer: memoryview, slot: int) -> Move:
-        """Writes an object of one block, durable on return."""
-        key = slot_key(self._key, slot)
-
-        def write(_offset: int) -> int:
-            write_object(self._storage, key, [buffer], size_bytes=buffer.nbytes)
-            return buffer.nbytes
-
-        return write
+    def write(self, _offset: int, buffer: memoryview, slot: int) -> None:
+        """Write an object of one block, durable on return."""
+        write_object(self._storage, slot_key(self._key, slot), [buffer], size_bytes=buffer.nbytes)
 
     def close(self) -> None:
         """Close the object."""
         self._source.close()
-
-
-def check_moved(moved: int, wanted: int, uri: str) -> None:
-    """Raise `ShortTransfer` unless a whole block moved."""
-    if moved != wanted:
-        raise ShortTransfer(
-            f"Only {moved} of {wanted} bytes moved",
-            uri=uri,
-            expected_bytes=wanted,
-            actual_bytes=moved,
-            fix="Check that nothing truncates the file meanwhile.",
-        )
 
 
 def slot_key(key: str, slot: int) -> str:
@@ -88,25 +152,32 @@ class FileTarget:
 
     def __init__(self, storage: SupportsLocalPaths, key: str, uri: str, *, is_sequential: bool) -> None:
         self._is_buffered = storage.uses_page_cache
+        self._uri = f"{uri}/{key}"
         flags = os.O_RDWR | (os.O_DSYNC if self._is_buffered else os.O_DIRECT)
-        with translate_os_errors("Opening", f"{uri}/{key}"):
+        with translate_os_errors("Opening", self._uri):
             self.descriptor = os.open(storage.local_path(key), flags)
         if not is_sequential:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def reader(self, buffer: memoryview) -> Move:
-        """Fills a block; the page cache does not keep it for the next time."""
-        read = partial(os.preadv, self.descriptor, (buffer,))
-        return partial(self._read_and_forget, read) if self._is_buffered else read
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill a block; the page cache does not keep it for the next time."""
+        self._require_whole(os.preadv(self.descriptor, (buffer,), offset), buffer)
+        if self._is_buffered:
+            os.posix_fadvise(self.descriptor, offset, buffer.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _read_and_forget(self, read: Move, offset: int) -> int:
-        moved = read(offset)
-        os.posix_fadvise(self.descriptor, offset, moved, os.POSIX_FADV_DONTNEED)
-        return moved
+    def write(self, offset: int, buffer: memoryview, _slot: int) -> None:
+        """Write a block over the one that is there."""
+        self._require_whole(os.pwritev(self.descriptor, (buffer,), offset), buffer)
 
-    def writer(self, buffer: memoryview, slot: int) -> Move:  # noqa: ARG002 - one file for all
-        """Writes a block over the one that is there."""
-        return partial(os.pwritev, self.descriptor, (buffer,))
+    def _require_whole(self, moved: int, buffer: memoryview) -> None:
+        if moved != buffer.nbytes:
+            raise ShortTransfer(
+                f"Only {moved} of {buffer.nbytes} bytes moved",
+                uri=self._uri,
+                expected_bytes=buffer.nbytes,
+                actual_bytes=moved,
+                fix="Check that nothing truncates the file meanwhile.",
+            )
 
     def close(self) -> None:
         """Close the file."""
@@ -127,14 +198,13 @@ _SILENCE_S = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTask:
-    """One thread's task. It passes `gate` twice before its clock starts: all threads, all ranks."""
+    """One thread's task. It passes `gate` before its clock starts."""
 
     storage: Storage
     step: ProbeStep
     key: str
     blocks: Blocks
-    gate: threading.Barrier
-    stop: threading.Event
+    gate: Gate
     progress: Progress
 
 
@@ -154,11 +224,8 @@ class StreamTimes:
     latencies_ns: NDArray[np.int64]
 
 
-class StreamStopped(PenstockError):
-    """Raised in streams that stop because another one failed or the user interrupted; never the cause."""
-
-    def __init__(self) -> None:
-        super().__init__("Stopped because the measurement as a whole stopped")
+_SHOWN_BYTES: Final = 4 << 20
+"""Followers need a few updates a second at most, and one costs as much as a small read."""
 
 
 class _Watch:
@@ -166,29 +233,24 @@ class _Watch:
 
     def __init__(self, task: StreamTask, *, create_ns: int = 0) -> None:
         self._create_ns = create_ns
-        self._stop = task.stop
+        self._gate = task.gate
         self._progress = task.progress
         self._size_bytes = task.step.block_bytes
-        # Whoever follows needs no more than some updates a second, and they cost as much as a small read.
-        self._told_at = max(1, _TOLD_BYTES // self._size_bytes)
+        self._shown_every = max(1, _SHOWN_BYTES // self._size_bytes)
         self._began_ns = [0] * task.step.blocks_per_stream
         self._ended_ns = [0] * task.step.blocks_per_stream
-        try:
-            task.gate.wait()  # the threads of this rank
-            task.gate.wait()  # then all ranks
-        except threading.BrokenBarrierError:
-            raise StreamStopped from None
+        task.gate.wait()
         self._start_ns = time.monotonic_ns()
 
     def begin(self, operation: int) -> None:
-        if self._stop.is_set():
-            raise StreamStopped
+        self._gate.require_open()
         self._began_ns[operation] = time.monotonic_ns()
 
     def done(self, operation: int) -> None:
         self._ended_ns[operation] = time.monotonic_ns()
-        if operation % self._told_at == 0:
-            self._progress.advance(self._size_bytes * min(self._told_at, len(self._ended_ns) - operation))
+        if operation % self._shown_every == 0:
+            shown = min(self._shown_every, len(self._ended_ns) - operation)
+            self._progress.advance(self._size_bytes * shown)
 
     def stop(self, drain_from_ns: int | None = None) -> StreamTimes:
         end_ns = time.monotonic_ns()
@@ -203,25 +265,31 @@ class _Watch:
         )
 
 
-_TOLD_BYTES: Final = 4 << 20
-
-
 def write(task: StreamTask) -> StreamTimes:
     """One object, front to back, durable at the end; a block is reused once the storage has released it."""
     step, blocks = task.step, task.blocks
     free: SimpleQueue[int] = SimpleQueue()
-    for index in range(len(blocks)):
+    for index in range(len(blocks.views)):
         free.put(index)
     with ExitStack() as undo:
         begin_ns = time.monotonic_ns()
         sink = task.storage.create(task.key, step.blocks_per_stream * step.block_bytes)
         undo.callback(sink.abort)
         watch = _Watch(task, create_ns=time.monotonic_ns() - begin_ns)
+
         for operation in range(step.blocks_per_stream):
-            index = _next_free(free, task)
+            try:
+                index = free.get(timeout=_SILENCE_S)
+            except Empty:
+                raise StorageTimeout(
+                    f"Storage has kept all {len(blocks.views)} blocks for {_SILENCE_S} s "
+                    "without releasing one",
+                    uri=f"{task.storage.uri}/{task.key}",
+                    fix="Look at the server's load; on object stores lower parts_in_flight.",
+                ) from None
             buffer = blocks.renew(index)
             watch.begin(operation)
-            sink.submit(buffer, _released(watch, operation, free, index))
+            sink.submit(buffer, partial(_release, watch, operation, free, index))
         submitted_ns = time.monotonic_ns()
         sink.finish()
         times = watch.stop(drain_from_ns=submitted_ns)
@@ -229,66 +297,35 @@ def write(task: StreamTask) -> StreamTimes:
     return times
 
 
-def _next_free(free: SimpleQueue[int], task: StreamTask) -> int:
-    try:
-        return free.get(timeout=_SILENCE_S)
-    except Empty:
-        raise StorageTimeout(
-            f"Storage has kept all {len(task.blocks)} blocks for {_SILENCE_S} s without releasing one",
-            uri=f"{task.storage.uri}/{task.key}",
-            fix="Look at the server's load; on object stores lower parts_in_flight.",
-        ) from None
-
-
-def _released(watch: _Watch, operation: int, free: SimpleQueue[int], index: int) -> Callable[[], None]:
-    def release() -> None:
-        watch.done(operation)
-        free.put(index)
-
-    return release
+def _release(watch: _Watch, operation: int, free: SimpleQueue[int], index: int) -> None:
+    watch.done(operation)
+    free.put(index)
 
 
 def read(task: StreamTask) -> StreamTimes:
-    """One object, front to back."""
-    return _read_at(task, range(task.step.blocks_per_stream))
-
-
-def random_read(task: StreamTask) -> StreamTimes:
-    """Blocks of one object, each at most once, in an order that no read-ahead guesses."""
-    with closing(task.storage.open(task.key)) as source:
-        num_blocks = source.size_bytes // task.step.block_bytes
-    # Seeded by the size: two probes of equal files read in the same order.
-    order = np.random.Generator(np.random.SFC64(num_blocks)).permutation(num_blocks)
-    return _read_at(task, order[: task.step.blocks_per_stream].tolist())
-
-
-def _read_at(task: StreamTask, positions: range | list[int]) -> StreamTimes:
-    size_bytes, uri = task.step.block_bytes, f"{task.storage.uri}/{task.key}"
-    with closing(_open_target(task)) as target, translate_os_errors("Reading", uri):
-        read = target.reader(task.blocks.view(0))
-        watch = _Watch(task)
+    """Blocks of one object: front to back, or each at most once in an order that no read-ahead guesses."""
+    step, storage = task.step, task.storage
+    positions: Sequence[int] = range(step.blocks_per_stream)
+    if step.op == "random_read":
+        num_blocks = storage.stat(task.key).size_bytes // step.block_bytes
+        # Seeded by the size: two probes of equal files read in the same order.
+        order = np.random.Generator(np.random.SFC64(num_blocks)).permutation(num_blocks)
+        positions = order[: step.blocks_per_stream].tolist()
+    # Past the page cache the file itself: there what a storage adds to a call is a part of its latency.
+    files, target = find_local_files(storage), None
+    if files is not None and not files.uses_page_cache and step.block_bytes % PAGE_BYTES == 0:
+        target = FileTarget(files, task.key, storage.uri, is_sequential=step.op == "read")
+    opened: BlockTarget = target or ObjectTarget(storage, task.key)
+    with closing(opened), translate_os_errors("Reading", f"{storage.uri}/{task.key}"):
+        buffer, watch = task.blocks.views[0], _Watch(task)
         for operation, position in enumerate(positions):
             watch.begin(operation)
-            moved = read(position * size_bytes)
+            opened.read(position * step.block_bytes, buffer)
             watch.done(operation)
-            check_moved(moved, size_bytes, uri)
         times = watch.stop()
-    if isinstance(target, FileTarget):
-        task.storage.counters.add(requests=len(positions), read_bytes=len(positions) * size_bytes)
+    if target is not None:
+        storage.counters.add(requests=len(positions), read_bytes=len(positions) * step.block_bytes)
     return times
-
-
-def _open_target(task: StreamTask) -> BlockTarget:
-    """Past the page cache the file itself: there what a storage adds to a call is a part of its latency."""
-    files = find_local_files(task.storage)
-    if files is None or files.uses_page_cache or task.step.block_bytes % PAGE_BYTES:
-        return ObjectTarget(task.storage, task.key)
-    return FileTarget(files, task.key, task.storage.uri, is_sequential=task.step.op == "read")
-
-
-def small_key(key: str, number: int) -> str:
-    """The name of one of a stream's many small objects."""
-    return f"{key}-{number}"
 
 
 def small_write(task: StreamTask) -> StreamTimes:
@@ -297,24 +334,18 @@ def small_write(task: StreamTask) -> StreamTimes:
     for operation in range(task.step.blocks_per_stream):
         buffer = task.blocks.renew(0)
         watch.begin(operation)
-        with ExitStack() as undo:
-            sink = task.storage.create(small_key(task.key, operation), len(buffer))
-            undo.callback(sink.abort)
-            sink.submit(buffer)
-            sink.finish()
-            undo.pop_all()
+        write_object(task.storage, f"{task.key}-{operation}", [buffer], size_bytes=buffer.nbytes)
         watch.done(operation)
     return watch.stop()
 
 
 def small_read(task: StreamTask) -> StreamTimes:
     """Many objects of one block: open, read, close."""
-    buffer = task.blocks.view(0)
     watch = _Watch(task)
     for operation in range(task.step.blocks_per_stream):
         watch.begin(operation)
-        with closing(task.storage.open(small_key(task.key, operation))) as source:
-            source.read_into(0, buffer)
+        with closing(task.storage.open(f"{task.key}-{operation}")) as source:
+            source.read_into(0, task.blocks.views[0])
         watch.done(operation)
     return watch.stop()
 
@@ -343,32 +374,21 @@ _STAMPED_BYTES: Final = 4096
 
 
 class Blocks:
-    """`num_blocks` blocks of `block_bytes` each, for one stream on one thread."""
+    """`num_blocks` blocks of `block_bytes` each, for one stream on one thread; `views` are their buffers."""
 
     def __init__(self, num_blocks: int, block_bytes: int, *, stream_id: int) -> None:
         # The same memory as the pipeline of checkpoints has: a limit must not be lower for its small pages.
-        memory = WarmMemory(num_blocks * _whole_pages(block_bytes))
+        memory = WarmMemory(num_blocks * round_up(block_bytes, _STAMPED_BYTES))
         random = np.random.Generator(np.random.SFC64(stream_id))
         words = np.frombuffer(memory.view, dtype=np.uint64)
         words[:] = random.integers(0, 2**64, size=words.size, dtype=np.uint64)
         words = words.reshape(num_blocks, -1)
         self._stamped = words[:, :: _STAMPED_BYTES // 8]
-        self._views = [memoryview(row).cast("B")[:block_bytes] for row in words]  # type: ignore[arg-type]
+        self.views = [memoryview(row).cast("B")[:block_bytes] for row in words]  # type: ignore[arg-type]
         self._stamps = np.arange(self._stamped.shape[1], dtype=np.uint64)
         self._next_stamp = count((stream_id + 1) << 48, self._stamps.size)
-
-    def __len__(self) -> int:
-        return len(self._views)
-
-    def view(self, index: int) -> memoryview:
-        """Block `index` as it is: the buffer to read into."""
-        return self._views[index]
 
     def renew(self, index: int) -> memoryview:
         """Block `index` with content that was never written before by this stream."""
         self._stamped[index] = self._stamps + np.uint64(next(self._next_stamp))
-        return self._views[index]
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // _STAMPED_BYTES) * _STAMPED_BYTES
+        return self.views[index]

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.probe.probe_plan import (
+from penstock.bench.probe.probe_run import (
     NUM_SMALL_OBJECTS,
-    Mode,
     ProbeRequest,
-    StepGroup,
     plan_groups,
     probe_locations,
 )
+from penstock.bench.probe.timed_streams import Mode, ProbeStep
 from penstock.errors import UsageError
 
 requests = st.builds(
@@ -25,7 +24,7 @@ requests = st.builds(
 )
 
 
-def _sequential(groups: tuple[StepGroup, ...]) -> list[StepGroup]:
+def _sequential(groups: tuple[tuple[ProbeStep, ...], ...]) -> list[tuple[ProbeStep, ...]]:
     return [group for group in groups if group[0].op == "write"]
 
 

@@ -27,9 +27,8 @@ def test_content_does_not_compress() -> None:
 
 def test_blocks_start_on_pages_and_have_exactly_their_size() -> None:
     blocks = Blocks(3, 10_000, stream_id=0)
-    assert len(blocks) == 3
-    for index in range(3):
-        view = blocks.view(index)
+    assert len(blocks.views) == 3
+    for view in blocks.views:
         assert view.nbytes == 10_000
         assert np.frombuffer(view, dtype=np.uint8).ctypes.data % 4096 == 0
 
