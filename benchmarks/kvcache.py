@@ -35,13 +35,12 @@ from penstock.bench.probe.probe_run import measure as measure_step
 from penstock.bench.probe.timed_streams import ProbeStep
 from penstock.cluster.comm import SoloComm
 from penstock.errors import Unavailable
-from penstock.kvcache.block_trace import generate_trace
+from penstock.kvcache.block_trace import find_reuse, generate_trace
+from penstock.kvcache.cache_figures import compare_cache_runs
 from penstock.kvcache.cache_run import CacheRequest, measure_plan
-from penstock.kvcache.compare_runs import compare_cache_runs
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, TierSizes, plan_blocks
-from penstock.kvcache.lru_simulation import find_reuse
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import MODELS
 from penstock.kvcache.read_traces import read_trace

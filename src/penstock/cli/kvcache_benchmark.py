@@ -368,8 +368,8 @@ def compare(
 
       penstock kvcache compare results/fast results/slow --json
     """
+    from penstock.kvcache.cache_figures import compare_cache_runs, latency_note, read_cache_run
     from penstock.kvcache.cache_pages import make_comparison_page
-    from penstock.kvcache.compare_runs import compare_cache_runs, latency_note, read_cache_run
 
     comparison = compare_cache_runs([read_cache_run(folder) for folder in runs])
     rows = [

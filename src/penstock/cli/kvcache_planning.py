@@ -195,8 +195,8 @@ def simulate(
 
       penstock kvcache simulate trace.jsonl --model deepseek-v3 --gpu 40GiB --cpu 512GiB --storage 10TiB
     """
+    from penstock.kvcache.block_trace import find_reuse, simulate_tiers
     from penstock.kvcache.cache_pages import make_simulation_page
-    from penstock.kvcache.lru_simulation import find_reuse, simulate_tiers
     from penstock.kvcache.models import find_model
 
     requests = reading.load(trace, terminal)
@@ -222,11 +222,11 @@ def simulate(
             for capacity in capacities
         ],
         "tiers": [
-            asdict(figures)
+            figures
             | {
-                "hit_ratio": figures.hit_blocks / requests.num_blocks if requests.num_blocks else 0.0,
-                "read_bytes": figures.hit_blocks * block_bytes,
-                "written_bytes": figures.written_blocks * block_bytes,
+                "hit_ratio": figures["hit_blocks"] / requests.num_blocks if requests.num_blocks else 0.0,
+                "read_bytes": figures["hit_blocks"] * block_bytes,
+                "written_bytes": figures["written_blocks"] * block_bytes,
             }
             for figures in simulate_tiers(reuse, tiers)
         ],

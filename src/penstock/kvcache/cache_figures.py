@@ -1,19 +1,25 @@
-"""Figures of a run of cache operations, from the times of all ranks: rates, latencies, misses, time saved.
+"""Figures of runs of cache operations: rates, latencies, misses, time saved, and several runs in one table.
 
-Pure. Histograms of ranks are added up, so that a percentile is one of all operations. The load time of a
-request is that of its slowest rank, from its first read to its last.
+Histograms of ranks are added up, so that a percentile is one of all operations. The load time of a request is
+that of its slowest rank, from its first read to its last. Runs are comparable if the digests of their plans
+are equal. Latencies order storages only if all runs kept as many operations in flight: more of them wait
+longer for each on the same storage. For runs of mlperf-v3 the published metrics stand next to ours, with the
+order of the storages that each of them gives.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.errors import StorageError
 from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import MISSES, EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
@@ -28,15 +34,11 @@ COARSE_BUCKETS: Final = _NUM_BUCKETS // _COARSER
 PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}
 
 
-def _empty() -> NDArray[np.int64]:
-    return np.zeros(_NUM_BUCKETS, np.int64)
-
-
 @dataclass(slots=True)
 class LatencyHistogram:
     """Counts of latencies in nanoseconds, with their exact sum, smallest and largest."""
 
-    counts: NDArray[np.int64] = field(default_factory=_empty)
+    counts: Integers = field(default_factory=lambda: np.zeros(_NUM_BUCKETS, np.int64))
     sum_ns: float = 0.0
     max_ns: int = 0
 
@@ -59,23 +61,14 @@ class LatencyHistogram:
             total.max_ns = max(total.max_ns, part.max_ns)
         return total
 
-    @property
-    def num_values(self) -> int:
-        """The number of latencies."""
-        return int(self.counts.sum())
-
     def percentile_ms(self, percent: float) -> float | None:
         """The latency below which this share is, to 0.4 %; None without values."""
-        num = self.num_values
-        if not num:
-            return None
-        wanted = max(1, int(np.ceil(num * percent / 100)))
-        bucket = int(np.searchsorted(np.cumsum(self.counts), wanted))
-        return min(_middle(bucket), self.max_ns) / 1e6
+        bucket = _bucket_at(self.counts, percent)
+        return None if bucket is None else min(_middle(bucket), self.max_ns) / 1e6
 
     def document(self) -> dict[str, Any]:
         """The distribution in milliseconds, as plain data."""
-        num = self.num_values
+        num = int(self.counts.sum())
         if not num:
             return {"count": 0}
         return {
@@ -86,20 +79,14 @@ class LatencyHistogram:
         }
 
 
-def coarse_buckets(latencies_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The bucket of each latency where a few percent do not matter."""
-    return _bucket(np.maximum(latencies_ns, 0)) // _COARSER
+def _bucket_at(counts: Integers, percent: float) -> int | None:
+    """The bucket of the latency below which this share is; None without values."""
+    num = int(counts.sum())
+    wanted = max(1, int(np.ceil(num * percent / 100)))
+    return int(np.searchsorted(np.cumsum(counts), wanted)) if num else None
 
 
-def coarse_percentile_ms(counts: NDArray[np.int64], percent: float) -> float | None:
-    """The latency below which this share is; None without values."""
-    if not (num := int(counts.sum())):
-        return None
-    bucket = int(np.searchsorted(np.cumsum(counts), max(1, int(np.ceil(num * percent / 100)))))
-    return _middle(bucket * _COARSER + _COARSER // 2) / 1e6
-
-
-def _bucket(values: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bucket(values: Integers) -> Integers:
     """Values below 2**8 have buckets of their own; the others the power of two and the 8 bits below it."""
     _, exponents = np.frexp(values.astype(np.float64))
     shift = np.maximum(exponents.astype(np.int64) - (_SUB_BITS + 1), 0)
@@ -165,7 +152,8 @@ def count_rank(operations: Operations, timed: NDArray[np.void], end_ns: int) -> 
         which = is_done & (operations["op"] == op)
         parts = _parts(timed["end_ns"][which].astype(np.float64), float(max(end_ns, 1)))
         np.add.at(counts[direction, :, 0], parts, operations["bytes"][which])
-        np.add.at(counts[direction], (parts, 1 + coarse_buckets(timed["busy_ns"][which])), 1)
+        buckets = _bucket(np.maximum(timed["busy_ns"][which], 0)) // _COARSER
+        np.add.at(counts[direction], (parts, 1 + buckets), 1)
     return counts
 
 
@@ -174,27 +162,22 @@ def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]
     if not end_ns:
         return []
     total = np.sum(ranks, axis=0)
-    return [
-        {
-            "begin_s": part * end_ns / PARTS / 1e9,
-            **{
-                f"{name}_{figure}": value
-                for direction, name in enumerate(_DIRECTIONS)
-                for figure, value in _describe(total[direction, part]).items()
-            },
-        }
-        for part in range(PARTS)
-    ]
+    rows = []
+    for part in range(PARTS):
+        row: dict[str, Any] = {"begin_s": part * end_ns / PARTS / 1e9}
+        for direction, name in enumerate(_DIRECTIONS):
+            moved_bytes, *counts = total[direction, part].tolist()
+            row[f"{name}_bytes"] = moved_bytes
+            for percent in (50, 95):
+                bucket = _bucket_at(np.array(counts), percent)
+                middle = None if bucket is None else _middle(bucket * _COARSER + _COARSER // 2) / 1e6
+                row[f"{name}_p{percent}_ms"] = middle
+        rows.append(row)
+    return rows
 
 
-def _describe(counted: Integers) -> dict[str, Any]:
-    return {
-        "bytes": int(counted[0]),
-        "p50_ms": coarse_percentile_ms(counted[1:], 50),
-        "p95_ms": coarse_percentile_ms(counted[1:], 95),
-    }
-
-
+FORMAT_VERSION: Final = 1
+FILE: Final = "kvcache.json"
 GIB: Final = 1 << 30
 _SMALL_BYTES: Final = 1 << 20
 """Below this, an object takes as long as a request does, however large it is."""
@@ -358,3 +341,98 @@ def say_doubts(document: Mapping[str, Any]) -> list[str]:
             "the time saved are figures of small objects, and show nothing about whole ones."
         )
     return texts
+
+
+_FIGURES: Final[Mapping[str, tuple[str, ...]]] = {
+    "read_gib_per_s": ("read", "gib_per_s"),
+    "write_gib_per_s": ("write", "gib_per_s"),
+    "read_p99_ms": ("read", "latency_ms", "p99"),
+    "write_p99_ms": ("write", "latency_ms", "p99"),
+    "load_p95_ms": ("requests", "load_ms", "p95"),
+    "hits_worth_it": ("time_to_first_token", "hits_worth_it"),
+    "saved_s": ("time_to_first_token", "saved_s"),
+}
+
+
+def read_cache_run(folder: Path) -> dict[str, Any]:
+    """The document of the run in a folder."""
+    path = folder / FILE
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"This folder has no run of `penstock kvcache`: {error}",
+            uri=str(path),
+            fix="Name a run's folder.",
+        ) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
+        raise StorageError(
+            "This run has another format", uri=str(path), fix="Read it with the version that wrote it."
+        )
+    return document
+
+
+def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of all runs by name, each with the order of the runs that it gives, best first."""
+    figures = [_figures(document) for document in documents]
+    names = [name for name in figures[0] if all(name in of_run for of_run in figures)]
+    streams = [document.get("engine", {}).get("streams") for document in documents]
+    in_flight = [
+        None if count is None else int(count) * int(document.get("ranks", 1))
+        for count, document in zip(streams, documents, strict=True)
+    ]
+    identities = {
+        json.dumps(document.get("digests") or document["plan"]["digest"], sort_keys=True)
+        for document in documents
+    }
+    unordered = {name for name in names if is_latency(name)} if len(set(in_flight)) > 1 else set()
+    return {
+        "targets": [document["target"] for document in documents],
+        "is_comparable": len(identities) == 1,
+        "in_flight": in_flight,
+        "figures": {
+            name: {
+                "values": [of_run[name] for of_run in figures],
+                "best_first": [] if name in unordered else _order([of_run[name] for of_run in figures], name),
+            }
+            for name in names
+        },
+    }
+
+
+def is_latency(name: str) -> bool:
+    """True if a figure is a latency of ours; published ones are shown with the order that they claim."""
+    return "_ms" in name and not name.endswith("theirs")
+
+
+def latency_note(comparison: Mapping[str, Any]) -> str | None:
+    """Why latencies of these runs order nothing; None where they do."""
+    in_flight = comparison["in_flight"]
+    if len(set(in_flight)) <= 1:
+        return None
+    counts = ", ".join("an unknown number of" if count is None else f"{count:,}" for count in in_flight)
+    return f"Latencies order no storages: the runs had {counts} operations in flight."
+
+
+def _figures(document: Mapping[str, Any]) -> dict[str, float | None]:
+    if "options" in document:
+        return {
+            f"option {number}, {name.removeprefix('aggregated_')}, {whose}": metric[whose]
+            for number, option in document["options"].items()
+            for name, metric in option["metrics"].items()
+            for whose in ("honest", "theirs")
+        }
+    figures = {}
+    for figure, path in _FIGURES.items():
+        value: Any = document
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        figures[figure] = None if value is None else float(value)
+    return figures
+
+
+def _order(values: Sequence[float | None], name: str) -> list[int]:
+    """The numbers of the runs, best first; those without a figure are left out."""
+    known = [(value, number) for number, value in enumerate(values) if value is not None]
+    is_time = "_ms" in name
+    return [number for _, number in sorted(known, reverse=not is_time)]

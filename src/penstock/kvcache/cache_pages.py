@@ -6,8 +6,13 @@ Pure: documents of `penstock kvcache` in, pages out.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from penstock.kvcache.cache_figures import has_small_objects, limited_by_client, say_doubts
-from penstock.kvcache.compare_runs import is_latency, latency_note
+from penstock.kvcache.cache_figures import (
+    has_small_objects,
+    is_latency,
+    latency_note,
+    limited_by_client,
+    say_doubts,
+)
 from penstock.reports.report import (
     Banner,
     Chart,

@@ -20,7 +20,7 @@ from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound
 from penstock.kvcache import cache_figures
 from penstock.kvcache.block_trace import Integers
-from penstock.kvcache.cache_figures import Times
+from penstock.kvcache.cache_figures import FILE, FORMAT_VERSION, Times
 from penstock.kvcache.entries import MISSES, EntryLayout, EntryOutcome
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
@@ -136,7 +136,9 @@ def find_sustained_load(
         points.append(measure(points[-1].speedup * factor))
         if points[-1].meets(objective_ms) is not points[0].meets(objective_ms):
             break
-        if factor < 1 and _is_idle(points[-2], points[-1], objective_ms):
+        before, now = points[-2:]
+        is_idle = now.in_flight < _IDLE and max(before.lag_p95_ms, now.lag_p95_ms) <= objective_ms
+        if factor < 1 and is_idle and now.load_p95_ms > _IMPROVED * before.load_p95_ms:
             break
     for _ in range(_BISECTIONS):
         best = _best(points, objective_ms)
@@ -151,22 +153,11 @@ def find_sustained_load(
     return _best(points, objective_ms), points
 
 
-def _is_idle(before: LoadPoint, now: LoadPoint, objective_ms: float) -> bool:
-    """True if the storage had little to do and kept up, and was as slow as at the larger load."""
-    return (
-        now.in_flight < _IDLE
-        and max(before.lag_p95_ms, now.lag_p95_ms) <= objective_ms
-        and now.load_p95_ms > _IMPROVED * before.load_p95_ms
-    )
-
-
 def _best(points: list[LoadPoint], objective_ms: float) -> LoadPoint | None:
-    met = [point for point in points if point.meets(objective_ms)]
-    return max(met, key=lambda point: point.speedup, default=None)
+    sustained = (point for point in points if point.meets(objective_ms))
+    return max(sustained, key=lambda point: point.speedup, default=None)
 
 
-FORMAT_VERSION: Final = 1
-FILE: Final = "kvcache.json"
 _CEILING_BYTES: Final = 64 << 20
 _CEILING_OBJECTS: Final = 512
 _CEILING_ROUNDS: Final = 4
@@ -236,14 +227,19 @@ def measure_plan(
 ) -> CacheResult:
     """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
     plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
-    left = _prepare_store(request, storage, comm=comm)
+    left: dict[str, int] = {}
+    if comm.rank == 0:  # make the store as the plan expects it; what was there, in figures
+        left["reclaimed_objects"] = reclaim_unfinished(storage, older_than_s=request.stale_s)
+        left |= remove_leftovers(storage, plan.in_storage, request.layout)
+    left = comm.broadcast(left, awaiting="rank 0 to remove what earlier runs left")
+    require_room(storage, plan.most_stored_bytes(comm.size), comm=comm)
     ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
-    advance = _begin_progress(progress, phase, len(operations), comm.size)
-    engine = IoEngine(storage, operations, request.layout, request.engine, advance=advance)
+    progress.begin(phase, len(operations))
+    progress.enter("working", unit="operations", times=comm.size)
+    engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
     before = count_requests(storage)
     with (
-        _left_as_asked(request, storage, engine, operations, progress=progress),
-        _beside_entries(request, storage, is_writer=comm.rank == 0),
+        _left_as_asked(request, storage, engine, operations, comm.rank, progress=progress),
         DeviceObserver(comm, folder, storage) as observer,
     ):
         with observer.during("read"), observer.during("write"):
@@ -260,6 +256,9 @@ def measure_plan(
         ]
     mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
     times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
+    counts = cache_figures.count_rank(operations, engine.timed, times.elapsed_ns)
+    of_ranks = comm.gather(counts, awaiting="the run over time")
+    elapsed_s = times.elapsed_s
     counters = sum(comm.gather(after, awaiting="what the storages of all ranks counted"), Counters())
     document = {
         "format": FORMAT_VERSION,
@@ -270,9 +269,18 @@ def measure_plan(
         "plan": plan.document(),
         "engine": asdict(request.engine),
         "layout": request.layout.name,
-        **_times_document(request, times),
+        "elapsed_s": elapsed_s,
+        "operations_done": times.done,
+        "read": cache_figures.direction_document(times.read_bytes, elapsed_s, times.reads),
+        "write": cache_figures.direction_document(times.written_bytes, elapsed_s, times.writes),
+        "requests": {"load_ms": times.loads.document()},
+        "lag_ms": times.lags.document() if request.engine.speedup else None,
+        "misses": {outcome.name.lower(): times.outcomes[outcome.name.lower()] for outcome in MISSES},
+        "time_to_first_token": cache_figures.time_saved_document(
+            plan, times, prefill_tokens_per_s=request.prefill_tokens_per_s
+        ),
         "over_workload": cache_figures.hits_over_time(plan),
-        "over_run": _gather_timeline(engine, operations, times, comm),
+        "over_run": cache_figures.run_over_time(of_ranks, times.elapsed_ns),
         "most_stored_bytes": plan.most_stored_bytes(comm.size),
         **left,
         "ceiling": ceiling,
@@ -283,23 +291,6 @@ def measure_plan(
         "peak_rss_bytes": comm.gather(peak_rss_bytes(), awaiting="all ranks' memory"),
     }
     return CacheResult(document=document, times=times)
-
-
-def _clear_store(request: CacheRequest, storage: Storage) -> dict[str, int]:
-    """Make the store as the plan expects it; what was there, in figures."""
-    reclaimed = reclaim_unfinished(storage, older_than_s=request.stale_s)
-    left = remove_leftovers(storage, request.plan.in_storage, request.layout)
-    return {"reclaimed_objects": reclaimed, **left}
-
-
-def _prepare_store(request: CacheRequest, storage: Storage, *, comm: Comm) -> dict[str, int]:
-    """Clear the store, and see that the plan's cache fits; what was there, in figures. Collective."""
-    left = comm.broadcast(
-        _clear_store(request, storage) if comm.rank == 0 else None,
-        awaiting="rank 0 to remove what earlier runs left",
-    )
-    require_room(storage, request.plan.most_stored_bytes(comm.size), comm=comm)
-    return left
 
 
 def require_room(storage: Storage, most_bytes: int, *, comm: Comm) -> None:
@@ -322,49 +313,49 @@ def require_room(storage: Storage, most_bytes: int, *, comm: Comm) -> None:
 
 @contextmanager
 def _left_as_asked(
-    request: CacheRequest, storage: Storage, engine: IoEngine, operations: Operations, *, progress: Progress
+    request: CacheRequest,
+    storage: Storage,
+    engine: IoEngine,
+    operations: Operations,
+    rank: int,
+    *,
+    progress: Progress,
 ) -> Iterator[None]:
-    """Remove this rank's entries at the end, also after an interruption, or keep them with their names."""
-    try:
-        yield
-    finally:
-        if not request.keeps:
-            remove_entries(storage, operations, request.layout, engine.timed["outcome"], progress)
-    if request.keeps:
-        sync_entry_names(storage, operations, request.layout)
+    """Remove this rank's entries at the end, also after an interruption, or keep them with their names.
 
-
-@contextmanager
-def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool) -> Iterator[None]:
-    """Keep the files that the engine of a layout has next to its entries, as long as those are there."""
-    files = request.layout.side_files() if is_writer else {}
+    The files that the engine of a layout has next to its entries are there as long as those are.
+    """
+    files = request.layout.side_files() if rank == 0 else {}
     for key, content in files.items():
         write_object(storage, key, [content])
     try:
         yield
     finally:
-        for key in () if request.keeps else files:
-            storage.delete(key)
-
-
-def _begin_progress(
-    progress: Progress, phase: str, num_operations: int, num_ranks: int
-) -> Callable[[float], None]:
-    progress.begin(phase, num_operations)
-    progress.enter("working", unit="operations", times=num_ranks)
-    return progress.advance
+        if not request.keeps:
+            for key in files:
+                storage.delete(key)
+            remove_entries(storage, operations, request.layout, engine.timed["outcome"], progress)
+    if request.keeps:
+        sync_entry_names(storage, operations, request.layout)
 
 
 def _search_load(
     request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
 ) -> CacheResult:
     """Find the largest load that meets the objective; the result is that of this load. Collective."""
-    assert request.objective_ms is not None
+    objective_ms = request.objective_ms
+    assert objective_ms is not None
     results: dict[float, CacheResult] = {}
     ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
+    span_s = float(request.plan.operations["time_s"].max(initial=0.0))
 
     def measure(speedup: float) -> LoadPoint:
-        at_load = replace(request, engine=_at_pace(request, speedup), measures_ceiling=False)
+        engine = replace(request.engine, speedup=speedup)
+        if speedup:
+            # A storage that is far behind at the end has missed the objective by then.
+            limit_s = 1.1 * span_s / speedup + 20 * objective_ms / 1e3
+            engine = replace(engine, duration_s=min(limit_s, engine.duration_s or limit_s))
+        at_load = replace(request, engine=engine, measures_ceiling=False)
         phase = f"load {len(results) + 1}, {speedup:.3g} times the pace" if speedup else "the most load"
         result = results[speedup] = measure_plan(
             at_load, storage, folder, comm=comm, progress=progress, phase=phase
@@ -380,56 +371,21 @@ def _search_load(
             in_flight=(times.reads.sum_ns + times.writes.sum_ns) / max(times.elapsed_ns, 1) / comm.size,
         )
 
-    # The first load, unless one is asked for, is what the storage takes at most: small loads take long.
-    best, points = find_sustained_load(
-        measure,
-        objective_ms=request.objective_ms,
-        first=request.engine.speedup or _most_speedup(request, measure),
-    )
+    first = request.engine.speedup
+    if not first:
+        # The pace at which the storage would be busy all the time: small loads take long.
+        rate = measure(0.0).requests_per_s
+        first = rate * span_s / request.plan.num_requests if rate and span_s else 1.0
+    best, points = find_sustained_load(measure, objective_ms=objective_ms, first=first)
     result = results[(best or points[-1]).speedup]
     sustained = {
-        "objective_ms": request.objective_ms,
+        "objective_ms": objective_ms,
         "users": None if best is None else int(request.users * best.speedup),
         "requests_per_s": None if best is None else best.requests_per_s,
-        "points": [asdict(point) | {"meets": point.meets(request.objective_ms)} for point in points],
+        "points": [asdict(point) | {"meets": point.meets(objective_ms)} for point in points],
     }
     document = result.document | {"ceiling": ceiling, "sustained": sustained}
     return replace(result, document=document)
-
-
-def _at_pace(request: CacheRequest, speedup: float) -> EngineSettings:
-    """The engine at this pace; a storage that is far behind at the end has missed the objective by then."""
-    assert request.objective_ms is not None
-    if not speedup:
-        return replace(request.engine, speedup=speedup)
-    span_s = float(request.plan.operations["time_s"].max(initial=0.0)) / speedup
-    limit_s = 1.1 * span_s + 20 * request.objective_ms / 1e3
-    return replace(
-        request.engine, speedup=speedup, duration_s=min(limit_s, request.engine.duration_s or limit_s)
-    )
-
-
-def _most_speedup(request: CacheRequest, measure: Callable[[float], LoadPoint]) -> float:
-    """The pace of the workload at which the storage would be busy all the time."""
-    rate = measure(0.0).requests_per_s
-    span_s = float(request.plan.operations["time_s"].max(initial=0.0))
-    return rate * span_s / request.plan.num_requests if rate and span_s else 1.0
-
-
-def _times_document(request: CacheRequest, times: Times) -> dict[str, Any]:
-    elapsed_s = times.elapsed_s
-    return {
-        "elapsed_s": elapsed_s,
-        "operations_done": times.done,
-        "read": cache_figures.direction_document(times.read_bytes, elapsed_s, times.reads),
-        "write": cache_figures.direction_document(times.written_bytes, elapsed_s, times.writes),
-        "requests": {"load_ms": times.loads.document()},
-        "lag_ms": times.lags.document() if request.engine.speedup else None,
-        "misses": {outcome.name.lower(): times.outcomes[outcome.name.lower()] for outcome in MISSES},
-        "time_to_first_token": cache_figures.time_saved_document(
-            request.plan, times, prefill_tokens_per_s=request.prefill_tokens_per_s
-        ),
-    }
 
 
 def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -> dict[str, Any] | None:
@@ -457,20 +413,10 @@ def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -
     return {"object_bytes": size, **figures}
 
 
-def _gather_timeline(
-    engine: IoEngine, operations: Operations, times: Times, comm: Comm
-) -> list[dict[str, Any]]:
-    """Rates and latencies of all ranks together, over the run's time."""
-    mine = cache_figures.count_rank(operations, engine.timed, times.elapsed_ns)
-    return cache_figures.run_over_time(comm.gather(mine, awaiting="the run over time"), times.elapsed_ns)
-
-
 def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> CacheEviction:
     """The bytes read that were in memory: the proof that reads were cold."""
-    files, residue = capabilities.find_local_paths(storage), engine.residue
-    counts = comm.gather(
-        (residue.before_bytes, residue.after_bytes, residue.total_bytes), awaiting="what was in memory"
-    )
+    files = capabilities.find_local_paths(storage)
+    counts = comm.gather(engine.resident.tolist(), awaiting="what was in memory")
     if files is None:
         return CacheEviction(path="no page cache")
     if not files.uses_page_cache:

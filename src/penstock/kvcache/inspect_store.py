@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, Final, Literal, Self
@@ -154,18 +154,6 @@ def _joined(base: str, name: str) -> str:
     return f"{base}/{name}" if base else name
 
 
-def config_base(key: str) -> str | None:
-    """The folder whose config.json of vLLM's this is, None for other files."""
-    parts = PurePosixPath(key).parts
-    tail = "/".join(parts[-2:])
-    return "/".join(parts[:-1]) if _VLLM_CONFIG.fullmatch(tail) else None
-
-
-def is_unfinished_entry(name: str) -> bool:
-    """True if engines give such names to what they have not finished."""
-    return _UNFINISHED.fullmatch(PurePosixPath(name).name) is not None
-
-
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_NAMED: Final = 20
 _MOST_GROUPS: Final = 8
@@ -224,16 +212,6 @@ class _Entry:
             self.outcome, self.why = outcome, why
 
 
-@dataclass(slots=True)
-class _Found:
-    """The store by name."""
-
-    series: dict[str, list[_Entry]] = field(default_factory=dict)
-    configs: dict[str, ObjectInfo] = field(default_factory=dict)
-    unfinished: list[ObjectInfo] = field(default_factory=list)
-    unknown: list[ObjectInfo] = field(default_factory=list)
-
-
 def inspect_store(
     storage: Storage,
     progress: Progress,
@@ -246,21 +224,36 @@ def inspect_store(
 
     `model` tells what a token takes, if nothing in the store does.
     """
-    found = _sort_by_name(storage)
-    all_entries = [entry for series in found.series.values() for entry in series]
-    configs = {base: _read_config(storage, info) for base, info in found.configs.items()}
+    by_name: dict[str, list[_Entry]] = {}
+    configs: dict[str, Mapping[str, Any] | str] = {}
+    unfinished: list[ObjectInfo] = []
+    unknown: list[ObjectInfo] = []
+    for info in storage.list():
+        path = PurePosixPath(info.key)
+        if _VLLM_CONFIG.fullmatch("/".join(path.parts[-2:])):
+            configs[str(path.parent)] = _read_config(storage, info)
+        elif _UNFINISHED.fullmatch(path.name):
+            unfinished.append(info)
+        elif (entry_name := parse_entry_name(info.key)) is not None:
+            by_name.setdefault(f"{entry_name.tier}:{entry_name.series}", []).append(_Entry(entry_name, info))
+        else:
+            unknown.append(info)
+    unfinished += [
+        ObjectInfo(key=name, size_bytes=entry.size_bytes, modified_s=entry.modified_s)
+        for name, entry in unfinished_objects(storage)
+    ]
+    named = sorted(by_name.items())
+    all_entries = [entry for series in by_name.values() for entry in series]
     progress.begin("entries", len(all_entries))
     with ThreadPoolExecutor(streams, "inspect") as pool:
         with_headers = [entry for entry in all_entries if entry.name.tier == "lmcache-fs"]
         list(pool.map(lambda entry: _read_header(storage, entry), with_headers))
         described = [
-            _describe(name, series, configs.get(series[0].name.base), model)
-            for name, series in sorted(found.series.items())
+            _describe(name, series, configs.get(series[0].name.base), model) for name, series in named
         ]
         for _ in pool.map(lambda entry: _judge_content(storage, entry, verifies=verifies), all_entries):
             progress.advance(1)
-    of_names = sorted(found.series.items())
-    counted = [_count(of, facts["ranks"]) for facts, (_, of) in zip(described, of_names, strict=True)]
+    counted = [_count(of, facts["ranks"]) for facts, (_, of) in zip(described, named, strict=True)]
     wrong = [entry for entry in all_entries if entry.outcome is not EntryOutcome.DONE]
     return {
         "target": storage.uri,
@@ -273,27 +266,9 @@ def inspect_store(
             {"key": entry.info.key, "outcome": entry.outcome.name.lower(), "why": entry.why}
             for entry in wrong[:_MOST_NAMED]
         ],
-        "unfinished": _sum_up(found.unfinished),
-        "unknown": _sum_up(found.unknown),
+        "unfinished": _sum_up(unfinished),
+        "unknown": _sum_up(unknown),
     }
-
-
-def _sort_by_name(storage: Storage) -> _Found:
-    found = _Found()
-    for info in storage.list():
-        if (base := config_base(info.key)) is not None:
-            found.configs[base] = info
-        elif is_unfinished_entry(info.key):
-            found.unfinished.append(info)
-        elif (name := parse_entry_name(info.key)) is not None:
-            found.series.setdefault(f"{name.tier}:{name.series}", []).append(_Entry(name, info))
-        else:
-            found.unknown.append(info)
-    found.unfinished += [
-        ObjectInfo(key=name, size_bytes=entry.size_bytes, modified_s=entry.modified_s)
-        for name, entry in unfinished_objects(storage)
-    ]
-    return found
 
 
 def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
@@ -304,12 +279,8 @@ def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
         return f"{CONFIG} cannot be read: {error}"
     if not isinstance(config, dict) or "model_name" not in config:
         return f"{CONFIG} names no model"
-    folder = info.key.split("/")[-2]
-    return (
-        config
-        if vllm_folder(config) == folder
-        else f"{CONFIG} is not what the name of its folder was made of"
-    )
+    is_its_own = vllm_folder(config) == info.key.split("/")[-2]
+    return config if is_its_own else f"{CONFIG} is not what the name of its folder was made of"
 
 
 def _describe(
@@ -318,9 +289,17 @@ def _describe(
     """Describe a series, and judge the sizes and places of its entries."""
     first = series[0].name
     facts: Mapping[str, Any] = config if isinstance(config, dict) else {}
-    seen = {entry.name.rank for entry in series}
-    ranks = _expected_ranks(first, facts, seen)
-    layers = _num_layers(series)
+    present = {entry.name.rank for entry in series}
+    if facts:
+        sizes = ("tp_size", "pp_size", "pcp_size", "dcp_size")
+        ranks = prod(_whole(facts, size, 1) for size in sizes)
+    elif first.ranks is not None:
+        # Of a latent that all ranks share, LMCache lets the first one keep it for all.
+        ranks = first.ranks if len(present) > 1 else 1
+    else:
+        ranks = max(present) + 1
+    # Entries of a rank for each block: one, or one for each layer.
+    layers = len({entry.name.layer for entry in series})
     tokens = _whole(facts, "tokens_per_hash") * _whole(facts, "blocks_per_file")
     full_bytes = _full_bytes(series)
     token_bytes = model.bytes_per_token / ranks / layers if model else None
@@ -330,15 +309,18 @@ def _describe(
     tokens = tokens or max(entry.header.tokens if entry.header else 0 for entry in series)
     if not tokens and token_bytes:
         tokens = round(max(full_bytes.values()) / token_bytes)
-    bytes_per_token = layers * sum(full_bytes.values()) / tokens if tokens and len(seen) == ranks else None
+    bytes_per_token = layers * sum(full_bytes.values()) / tokens if tokens and len(present) == ranks else None
     num_blocks = len({entry.name.hash for entry in series})
+    problem = config if isinstance(config, str) else None
+    if first.tier == "vllm" and config is None:
+        problem = f"there is no {CONFIG}"
     return {
         "name": name.partition(":")[2],
         "layout": first.tier,
         "model": str(facts.get("model_name", first.model)) or None,
         "dtype": str(facts.get("dtype", first.dtype)) or None,
         "config": dict(facts) or None,
-        "config_problem": _config_problem(first, config),
+        "config_problem": problem,
         "entries": len(series),
         "bytes": sum(entry.info.size_bytes for entry in series),
         "ranks": ranks,
@@ -357,31 +339,9 @@ def _describe(
     }
 
 
-def _config_problem(first: EntryName, config: Mapping[str, Any] | str | None) -> str | None:
-    if first.tier != "vllm" or isinstance(config, dict):
-        return None
-    return config if isinstance(config, str) else f"there is no {CONFIG}"
-
-
 def _whole(facts: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
     value = facts.get(name)
     return value if isinstance(value, int) and value > 0 else otherwise
-
-
-def _expected_ranks(first: EntryName, facts: Mapping[str, Any], seen: set[int]) -> int:
-    """The number of ranks that keep a part of each block."""
-    if facts:
-        sizes = ("tp_size", "pp_size", "pcp_size", "dcp_size")
-        return prod(_whole(facts, name, 1) for name in sizes)
-    if first.ranks is not None:
-        # Of a latent that all ranks share, LMCache lets the first one keep it for all.
-        return first.ranks if len(seen) > 1 else 1
-    return max(seen) + 1
-
-
-def _num_layers(series: Sequence[_Entry]) -> int:
-    """The number of entries of a rank for each block: one, or one for each layer."""
-    return len({entry.name.layer for entry in series})
 
 
 def _full_bytes(series: Sequence[_Entry]) -> dict[int, int]:
@@ -491,10 +451,11 @@ def _count(series: Sequence[_Entry], ranks: int) -> dict[str, Any]:
     wrong = Counter(entry.outcome.name.lower() for entry in series if entry.outcome is not EntryOutcome.DONE)
     whole = [entry for entry in series if entry.outcome is EntryOutcome.DONE]
     parts = Counter(entry.name.hash for entry in whole)
+    layers = len({entry.name.layer for entry in series})
     return {
         "whole": len(whole),
         "partial": sum(entry.is_partial for entry in whole),
-        "usable_blocks": sum(count >= ranks * _num_layers(series) for count in parts.values()),
+        "usable_blocks": sum(count >= ranks * layers for count in parts.values()),
         "misses": {outcome.name.lower(): wrong[outcome.name.lower()] for outcome in entries.MISSES},
     }
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -56,48 +57,18 @@ class EngineSettings:
     most_writers: int = 0
 
 
-@dataclass(slots=True)
-class Residue:
-    """The bytes of reads that were in the page cache before and after eviction."""
-
-    before_bytes: int = 0
-    after_bytes: int = 0
-    total_bytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, eviction: residency.Eviction) -> None:
-        """Count one object."""
-        with self.lock:
-            self.before_bytes += eviction.before.resident_bytes
-            self.after_bytes += eviction.after.resident_bytes
-            self.total_bytes += eviction.after.total_bytes
-
-
-@dataclass(slots=True)
-class _Progress:
-    """The next operation, and the operations in progress on each object; guarded by `changed`."""
-
-    next_place: int = 0
-    is_stopped: bool = False
-    writing: set[int] = field(default_factory=set)
-    readers: dict[int, int] = field(default_factory=dict)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-
 def count_requests(storage: Storage) -> Counters:
     """The counters of a storage so far, entries that an engine wrote included."""
-    written = _for_writes(storage).counters
+    written = capabilities.defer_sync(storage, "names").counters
     mine = storage.counters.snapshot()
     return mine if written is storage.counters else mine + written.snapshot()
 
 
-def _for_writes(storage: Storage) -> Storage:
-    # A name that a power cut takes is a miss; but what is read is never wrong, so bytes are synced.
-    return capabilities.defer_sync(storage, "names")
-
-
 class IoEngine:
-    """One rank's executor of a list of operations; `timed` has a row for each of them afterwards."""
+    """One rank's executor of a list of operations; `timed` has a row for each of them afterwards.
+
+    `resident` are the bytes of reads that were in the page cache before and after eviction, and all of them.
+    """
 
     def __init__(
         self,
@@ -109,15 +80,21 @@ class IoEngine:
         advance: Callable[[float], None] = lambda _amount: None,
     ) -> None:
         self.timed: NDArray[np.void] = np.zeros(len(operations), TIMED)
-        self.residue = Residue()
+        self.resident = np.zeros(3, np.int64)
         self._storage = storage
-        self._written = _for_writes(storage)
+        # A name that a power cut takes is a miss; but what is read is never wrong, so bytes are synced.
+        self._written = capabilities.defer_sync(storage, "names")
         self._operations = operations
         self._objects = operations["entry"] * layout.parts + operations["part"]
         self._layout = layout
         self._settings = settings
         self._advance = advance
-        self._progress = _Progress()
+        # The next operation, and those in progress on each object; guarded by `_changed`.
+        self._next_place = 0
+        self._is_stopped = False
+        self._writing: set[int] = set()
+        self._readers: Counter[int] = Counter()
+        self._changed = threading.Condition()
         self._free_streams = threading.Semaphore(max(1, settings.streams))
         self._start_ns = 0
         self._paths = capabilities.find_local_paths(storage) if settings.evicts else None
@@ -129,23 +106,20 @@ class IoEngine:
         warm = Content(self._settings.seed, 0)
         if not self._layout.has_footer:
             warm.prepare_verification()
-        buffers = self._buffers()
+        # The memory of each worker: one chunk where two of them share a stream, else up to two.
+        sizes = self._operations["bytes"][self._operations["op"] != Op.DELETE]
+        largest, chunk_bytes = int(sizes.max(initial=1)), self._settings.chunk_bytes
+        is_shared = _WORTH_PREPARING_BYTES <= largest <= chunk_bytes
+        workers = max(1, min(self._settings.streams * (2 if is_shared else 1), len(self._operations)))
+        buffers = [
+            _Buffers(min(chunk_bytes, largest), self._layout.footer_bytes, most=1 if is_shared else 2)
+            for _ in range(workers)
+        ]
         wait_for_start()
         self._start_ns = time.monotonic_ns()
         with ThreadPoolExecutor(len(buffers), "kvcache") as pool:
             for future in [pool.submit(self._run_worker, own) for own in buffers]:
                 future.result()
-
-    def _buffers(self) -> list[_Buffers]:
-        """The memory of each worker: one chunk where two of them share a stream, else up to two."""
-        sizes = self._operations["bytes"][self._operations["op"] != Op.DELETE]
-        largest, chunk_bytes = int(sizes.max(initial=1)), self._settings.chunk_bytes
-        is_shared = _WORTH_PREPARING_BYTES <= largest <= chunk_bytes
-        workers = max(1, min(self._settings.streams * (2 if is_shared else 1), len(self._operations)))
-        return [
-            _Buffers(min(chunk_bytes, largest), self._layout.footer_bytes, most=1 if is_shared else 2)
-            for _ in range(workers)
-        ]
 
     def _run_worker(self, buffers: _Buffers) -> None:
         with ExitStack() as undo:
@@ -160,42 +134,35 @@ class IoEngine:
             undo.pop_all()
 
     def _stop(self) -> None:
-        with self._progress.changed:
-            self._progress.is_stopped = True
-            self._progress.changed.notify_all()
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
 
     def _take(self) -> int | None:
         """The next operation of the plan, once nothing that is going on stands in its way; None at the end.
 
         Operations begin in order: none overtakes one that waits, so that what it waits for has begun.
         """
-        progress = self._progress
-        with progress.changed:
-            while not progress.is_stopped and progress.next_place < len(self._operations):
-                place = progress.next_place
+        limit = self._settings.most_writers
+        with self._changed:
+            while not self._is_stopped and self._next_place < len(self._operations):
+                place = self._next_place
                 if self._is_over(place):
                     break
                 target, is_read = int(self._objects[place]), self._operations["op"][place] == Op.READ
-                if self._is_free(target, is_read=is_read):
-                    progress.next_place += 1
+                is_full = limit and len(self._writing) >= limit
+                if target not in self._writing and (is_read or not (self._readers[target] or is_full)):
+                    self._next_place += 1
                     if is_read:
-                        progress.readers[target] = progress.readers.get(target, 0) + 1
+                        self._readers[target] += 1
                     else:
-                        progress.writing.add(target)
+                        self._writing.add(target)
                     # Whoever takes an operation wakes the one who may take the next.
-                    progress.changed.notify()
+                    self._changed.notify()
                     return place
-                progress.changed.wait()
-            progress.changed.notify()
+                self._changed.wait()
+            self._changed.notify()
         return None
-
-    def _is_free(self, target: int, *, is_read: bool) -> bool:
-        progress, limit = self._progress, self._settings.most_writers
-        if target in progress.writing:
-            return False
-        return is_read or (
-            not progress.readers.get(target) and not (limit and len(progress.writing) >= limit)
-        )
 
     def _is_over(self, place: int) -> bool:
         """True if the run ends before this operation: now, or before its time comes."""
@@ -206,15 +173,13 @@ class IoEngine:
         return max(due_s, (time.monotonic_ns() - self._start_ns) / 1e9) > limit_s
 
     def _done(self, place: int) -> None:
-        progress, target = self._progress, int(self._objects[place])
-        with progress.changed:
-            if target in progress.writing:
-                progress.writing.remove(target)
-            elif (left := progress.readers[target] - 1) > 0:
-                progress.readers[target] = left
+        target = int(self._objects[place])
+        with self._changed:
+            if target in self._writing:
+                self._writing.remove(target)
             else:
-                del progress.readers[target]
-            progress.changed.notify()
+                self._readers[target] -= 1
+            self._changed.notify()
 
     def _execute(self, place: int, buffers: _Buffers) -> None:
         operation, row = self._operations[place], self.timed[place]
@@ -226,7 +191,13 @@ class IoEngine:
             elif operation["op"] == Op.WRITE:
                 outcome = self._write(key, int(operation["bytes"]), buffers, turn)
             else:
-                outcome = self._delete(key, turn)
+                outcome = EntryOutcome.DONE
+                turn.begin()
+                try:
+                    with turn.storage():
+                        self._storage.delete(key)
+                except ObjectNotFound:
+                    outcome = EntryOutcome.MISSING
         row["begin_ns"], row["end_ns"] = turn.begin_ns - self._start_ns, turn.end_ns - self._start_ns
         row["busy_ns"], row["outcome"] = turn.busy_ns, outcome
         row["lag_ns"] = 0 if turn.due_ns is None else turn.begin_ns - turn.due_ns
@@ -235,19 +206,17 @@ class IoEngine:
         if not self._settings.speedup:
             return None
         due_ns = self._start_ns + int(time_s / self._settings.speedup * 1e9)
-        while (left_ns := due_ns - time.monotonic_ns()) > 0 and not self._progress.is_stopped:
+        while (left_ns := due_ns - time.monotonic_ns()) > 0 and not self._is_stopped:
             time.sleep(min(left_ns / 1e9, 0.1))
         return due_ns
 
-    def _evict(self, paths: capabilities.SupportsLocalPaths, key: str) -> None:
-        try:
-            self.residue.add(residency.evict_file(paths.local_path(key)))
-        except ObjectNotFound:
-            return  # the read finds out, and counts the miss
-
     def _read(self, key: str, size_bytes: int, buffers: _Buffers, turn: _Turn) -> EntryOutcome:
         if self._paths is not None:
-            self._evict(self._paths, key)
+            with suppress(ObjectNotFound):  # the read finds out, and counts the miss
+                drop = residency.evict_file(self._paths.local_path(key))
+                before, after = drop.before.resident_bytes, drop.after.resident_bytes
+                with self._changed:
+                    self.resident += (before, after, drop.after.total_bytes)
         turn.begin()
         try:
             with turn.storage():
@@ -315,15 +284,6 @@ class IoEngine:
             with turn.storage():
                 sink.finish()
             undo.pop_all()
-        return EntryOutcome.DONE
-
-    def _delete(self, key: str, turn: _Turn) -> EntryOutcome:
-        turn.begin()
-        try:
-            with turn.storage():
-                self._storage.delete(key)
-        except ObjectNotFound:
-            return EntryOutcome.MISSING
         return EntryOutcome.DONE
 
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kvcache.block_trace import BlockTrace, Integers
-from penstock.kvcache.lru_simulation import Reuse, find_reuse, limit_of
+from penstock.kvcache.block_trace import BlockTrace, Integers, Reuse, find_reuse, limit_of
 from penstock.kvcache.models import KvModel
 
 OPERATION: Final = np.dtype(

@@ -18,41 +18,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kvcache.cache_figures import LatencyHistogram
+from penstock.kvcache.block_trace import Integers
+from penstock.kvcache.cache_figures import GIB, PERCENTILES, LatencyHistogram
 from penstock.kvcache.entries import EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
 from penstock.kvcache.mlperf_plan import LEVELS, OptionSettings
 from penstock.results import published_files
 from penstock.submission.recomputed_metrics import SUMS
 
-GIB: Final = 1 << 30
-_PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}
 _TARGETS_MS: Final[Mapping[str, float]] = {"interactive": 50, "responsive": 100, "batch": 1000}
-_TIERS: Final[Mapping[str, TierNumber]] = {
-    "gpu": TierNumber.GPU,
-    "cpu": TierNumber.CPU,
-    "storage": TierNumber.STORAGE,
-}
 _LARGEST: Final[Mapping[str, tuple[str, ...]]] = {
     "aggregated_p95_latency_ms": ("storage_io_latency_ms", "p95"),
     "aggregated_device_read_p95_ms": ("cache_stats", "storage_read_device_p95_ms"),
     "aggregated_device_write_p95_ms": ("cache_stats", "storage_write_device_p95_ms"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTrial:
-    """One rank's trial: the plan's storage operations with their times."""
-
-    option: int
-    trial: int
-    rank: int
-    settings: OptionSettings
-    plan: IoPlan
-    operations: Operations
-    timed: NDArray[np.void]
-    elapsed_s: float
-    accelerator_tokens_per_s: float = 20_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,111 +58,121 @@ class TrialResult:
         return found
 
 
-def judge_trial(trial: RankTrial) -> TrialResult:
-    """One rank's file of one trial."""
-    ran = trial.timed["outcome"] != EntryOutcome.NOT_RUN
-    operations, timed = trial.operations[ran], trial.timed[ran]
+def judge_trial(
+    plan: IoPlan,
+    settings: OptionSettings,
+    planned: Operations,
+    timed: NDArray[np.void],
+    *,
+    trial: int,
+    rank: int,
+) -> TrialResult:
+    """One rank's file of one trial: the plan's storage operations with their times."""
+    elapsed_s = float(timed["end_ns"].max(initial=0)) / 1e9
+    ran = timed["outcome"] != EntryOutcome.NOT_RUN
+    operations, timed = planned[ran], timed[ran]
     is_done = timed["outcome"] == EntryOutcome.DONE
     is_read = (operations["op"] == Op.READ) & is_done
     is_write = (operations["op"] == Op.WRITE) & is_done
-    requests = _requests_done(trial, operations, timed)
-    read_bytes, written_bytes = (int(operations["bytes"][which].sum()) for which in (is_read, is_write))
-    summary = _summary(trial, operations, timed, requests)
-    document = {
-        "requests_completed": len(requests.numbers),
-        "total_tokens_generated": summary["total_tokens"],
-        "total_storage_io_latency": summary["total_storage_io_time"],
-        "total_generation_latency": 0.0,
-        "end_to_end_latencies": requests.span_s.tolist(),
-        "storage_latencies": requests.storage_s.tolist(),
-        "generation_latencies": [0.0] * len(requests.numbers),
-        "prefill_latencies": (timed["busy_ns"][is_write] / 1e9).tolist(),
-        "decode_latencies": (timed["busy_ns"][is_read] / 1e9).tolist(),
-        "throughput_timeline": [],
-        "multi_turn_cache_hits": summary["multi_turn_stats"]["cache_hits"],
-        "multi_turn_cache_misses": summary["multi_turn_stats"]["cache_misses"],
-        "seed": trial.settings.seed,
-        "summary": summary,
-    }
-    return TrialResult(
-        option=trial.option,
-        trial=trial.trial,
-        rank=trial.rank,
-        document=document,
-        reads=LatencyHistogram.of(timed["busy_ns"][is_read]),
-        writes=LatencyHistogram.of(timed["busy_ns"][is_write]),
-        requests=LatencyHistogram.of(requests.span_s * 1e9),
-        read_bytes=read_bytes,
-        written_bytes=written_bytes,
-        tokens=summary["total_tokens"],
-        elapsed_s=trial.elapsed_s,
-        misses=int((~is_done & (operations["op"] == Op.READ)).sum()),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _RequestsDone:
-    """Requests of which every operation on storage was done: their storage time, and from first to last.
-
-    Those that memory served alone count as far as the run came; those that found no room did nothing.
-    """
-
-    numbers: NDArray[np.int64]
-    storage_s: NDArray[np.float64]
-    span_s: NDArray[np.float64]
-
-
-def _requests_done(trial: RankTrial, operations: Operations, timed: NDArray[np.void]) -> _RequestsDone:
-    num = len(trial.plan.requests)
-    planned = np.bincount(trial.operations["request"], minlength=num)
-    done = np.bincount(operations["request"], minlength=num)
-    requests = trial.plan.requests
-    found_room = np.bincount(trial.plan.operations["request"], minlength=num) > 0
-    reached_s = np.inf
-    if len(operations) < len(trial.operations):
-        reached_s = float(operations["time_s"].max(initial=0.0))
-    is_reached = (planned > 0) | (requests["taken_s"] <= reached_s)
-    numbers = np.flatnonzero(requests["is_taken"] & found_room & (done == planned) & is_reached)
-    busy_s = np.zeros(num)
-    np.add.at(busy_s, operations["request"], timed["busy_ns"] / 1e9)
-    begin_ns = np.full(num, np.iinfo(np.int64).max)
-    end_ns = np.zeros(num, np.int64)
-    np.minimum.at(begin_ns, operations["request"], timed["begin_ns"])
-    np.maximum.at(end_ns, operations["request"], timed["end_ns"])
-    span_s = np.where(done > 0, (end_ns - begin_ns) / 1e9, 0.0)
-    return _RequestsDone(numbers, busy_s[numbers], span_s[numbers])
-
-
-def _summary(
-    trial: RankTrial, operations: Operations, timed: NDArray[np.void], requests: _RequestsDone
-) -> dict[str, Any]:
-    """The figures of a rank's file."""
-    tokens = int(trial.plan.requests["answer"][requests.numbers].sum())
-    elapsed_s = trial.elapsed_s
-    return {
-        "total_requests": len(requests.numbers),
+    numbers, storage_s, span_s = _requests_done(plan, planned, operations, timed)
+    rows = plan.requests[numbers]
+    tokens, summed_s = int(rows["answer"].sum()), float(storage_s.sum())
+    hits, misses = int(rows["turn_hits"].sum()), int(rows["turn_misses"].sum())
+    prefix_misses = int(rows["asks_prefix"].sum())
+    in_memory = plan.operations[
+        np.isin(plan.operations["request"], numbers) & (plan.operations["tier"] != TierNumber.STORAGE)
+    ]
+    summary = {
+        "total_requests": len(numbers),
         "total_tokens": tokens,
         "elapsed_time": elapsed_s,
-        "avg_throughput_tokens_per_sec": tokens / elapsed_s if elapsed_s else 0.0,
-        "total_storage_io_time": float(requests.storage_s.sum()),
-        "storage_throughput_tokens_per_sec": _ratio(tokens, float(requests.storage_s.sum())),
-        "requests_per_second": _ratio(len(requests.numbers), elapsed_s),
-        "end_to_end_latency_ms": _distribution(requests.span_s),
-        "storage_io_latency_ms": _distribution(requests.storage_s),
-        "generation_latency_ms": _distribution(np.zeros(len(requests.numbers))),
-        "cache_stats": _cache_stats(trial, operations, timed, requests),
-        "qos_metrics": _levels(trial, requests),
+        "avg_throughput_tokens_per_sec": _ratio(tokens, elapsed_s),
+        "total_storage_io_time": summed_s,
+        "storage_throughput_tokens_per_sec": _ratio(tokens, summed_s),
+        "requests_per_second": _ratio(len(numbers), elapsed_s),
+        "end_to_end_latency_ms": _distribution(span_s),
+        "storage_io_latency_ms": _distribution(storage_s),
+        "generation_latency_ms": _distribution(np.zeros(len(numbers))),
+        "cache_stats": {
+            **_cache_stats(operations, timed, in_memory, elapsed_s, misses=misses + prefix_misses),
+            "cpu_memory_used_gb": settings.cpu_bytes / GIB,
+            "multi_turn_hits": hits,
+            "storage_tokens_processed": int(
+                operations["bytes"][operations["op"] != Op.DELETE].sum() // plan.bytes_per_token
+            ),
+        },
+        "qos_metrics": _levels(rows["level"], span_s),
         "prefix_cache_stats": {
             "prefix_hits": 0,
-            "prefix_misses": int(trial.plan.requests["asks_prefix"][requests.numbers].sum()),
+            "prefix_misses": prefix_misses,
             "system_prompt_reuse": 0,
             "common_phrase_reuse": 0,
             "bytes_saved": 0,
         },
         "autoscaling_stats": [],
         "autoscaling_summary": None,
-        "multi_turn_stats": _turn_stats(trial, requests),
+        "multi_turn_stats": {
+            "cache_hits": hits,
+            "cache_misses": misses,
+            "hit_rate": _ratio(hits, hits + misses),
+        },
     }
+    document = {
+        "requests_completed": len(numbers),
+        "total_tokens_generated": tokens,
+        "total_storage_io_latency": summed_s,
+        "total_generation_latency": 0.0,
+        "end_to_end_latencies": span_s.tolist(),
+        "storage_latencies": storage_s.tolist(),
+        "generation_latencies": [0.0] * len(numbers),
+        "prefill_latencies": (timed["busy_ns"][is_write] / 1e9).tolist(),
+        "decode_latencies": (timed["busy_ns"][is_read] / 1e9).tolist(),
+        "throughput_timeline": [],
+        "multi_turn_cache_hits": hits,
+        "multi_turn_cache_misses": misses,
+        "seed": settings.seed,
+        "summary": summary,
+    }
+    return TrialResult(
+        option=settings.number,
+        trial=trial,
+        rank=rank,
+        document=document,
+        reads=LatencyHistogram.of(timed["busy_ns"][is_read]),
+        writes=LatencyHistogram.of(timed["busy_ns"][is_write]),
+        requests=LatencyHistogram.of(span_s * 1e9),
+        read_bytes=int(operations["bytes"][is_read].sum()),
+        written_bytes=int(operations["bytes"][is_write].sum()),
+        tokens=tokens,
+        elapsed_s=elapsed_s,
+        misses=int((~is_done & (operations["op"] == Op.READ)).sum()),
+    )
+
+
+def _requests_done(
+    plan: IoPlan, planned: Operations, operations: Operations, timed: NDArray[np.void]
+) -> tuple[Integers, NDArray[np.float64], NDArray[np.float64]]:
+    """Requests of which every operation on storage was done: storage time, and time from first to last.
+
+    Those that memory served alone count as far as the run came; those that found no room did nothing.
+    """
+    requests, num = plan.requests, len(plan.requests)
+    num_planned = np.bincount(planned["request"], minlength=num)
+    num_done = np.bincount(operations["request"], minlength=num)
+    found_room = np.bincount(plan.operations["request"], minlength=num) > 0
+    reached_s = np.inf
+    if len(operations) < len(planned):
+        reached_s = float(operations["time_s"].max(initial=0.0))
+    is_reached = (num_planned > 0) | (requests["taken_s"] <= reached_s)
+    numbers = np.flatnonzero(requests["is_taken"] & found_room & (num_done == num_planned) & is_reached)
+    busy_s = np.zeros(num)
+    np.add.at(busy_s, operations["request"], timed["busy_ns"] / 1e9)
+    begin_ns = np.full(num, np.iinfo(np.int64).max)
+    end_ns = np.zeros(num, np.int64)
+    np.minimum.at(begin_ns, operations["request"], timed["begin_ns"])
+    np.maximum.at(end_ns, operations["request"], timed["end_ns"])
+    span_s = np.where(num_done > 0, (end_ns - begin_ns) / 1e9, 0.0)
+    return numbers, busy_s[numbers], span_s[numbers]
 
 
 def _ratio(amount: float, by: float) -> float:
@@ -193,24 +182,22 @@ def _ratio(amount: float, by: float) -> float:
 def _distribution(values_s: NDArray[np.float64]) -> dict[str, float]:
     milliseconds = values_s * 1e3
     if not len(milliseconds):
-        return dict.fromkeys(("mean", *_PERCENTILES), 0.0)
+        return dict.fromkeys(("mean", *PERCENTILES), 0.0)
     return {
         "mean": float(milliseconds.mean()),
-        **{name: float(np.percentile(milliseconds, share)) for name, share in _PERCENTILES.items()},
+        **{name: float(np.percentile(milliseconds, share)) for name, share in PERCENTILES.items()},
     }
 
 
 def _cache_stats(
-    trial: RankTrial, operations: Operations, timed: NDArray[np.void], requests: _RequestsDone
+    operations: Operations, timed: NDArray[np.void], in_memory: Operations, elapsed_s: float, *, misses: int
 ) -> dict[str, Any]:
-    done_requests = np.isin(trial.plan.operations["request"], requests.numbers)
-    in_memory = trial.plan.operations[done_requests & (trial.plan.operations["tier"] != TierNumber.STORAGE)]
     everything = np.concatenate([operations, in_memory])
     reads = int((everything["op"] == Op.READ).sum())
     writes = int((everything["op"] == Op.WRITE).sum())
-    turns = _turn_stats(trial, requests)
-    prefix_misses = int(trial.plan.requests["asks_prefix"][requests.numbers].sum())
-    misses = turns["cache_misses"] + prefix_misses
+    read_bytes, written_bytes = (
+        int(everything["bytes"][everything["op"] == op].sum()) for op in (Op.READ, Op.WRITE)
+    )
     stats: dict[str, Any] = {
         "cache_hit_rate": _ratio(reads, reads + misses),
         "cache_hits": reads,
@@ -219,7 +206,6 @@ def _cache_stats(
         "cpu_entries": len(np.unique(in_memory["entry"])),
         "storage_entries": len(np.unique(operations["entry"][operations["op"] == Op.WRITE])),
         "gpu_memory_used_gb": 0.0,
-        "cpu_memory_used_gb": trial.settings.cpu_bytes / GIB,
         "offloads_cpu": int((in_memory["op"] == Op.WRITE).sum()),
         "offloads_storage": int((operations["op"] == Op.WRITE).sum()),
         "prefill_writes": writes,
@@ -227,39 +213,27 @@ def _cache_stats(
         "system_prompt_hits": 0,
         "common_phrase_hits": 0,
         "user_cache_hits": 0,
-        "multi_turn_hits": turns["cache_hits"],
-        "total_read_bytes": int(everything["bytes"][everything["op"] == Op.READ].sum()),
-        "total_write_bytes": int(everything["bytes"][everything["op"] == Op.WRITE].sum()),
+        "total_read_bytes": read_bytes,
+        "total_write_bytes": written_bytes,
         "read_iops": reads,
         "write_iops": writes,
-        "storage_tokens_processed": int(
-            operations["bytes"][operations["op"] != Op.DELETE].sum() // trial.plan.bytes_per_token
-        ),
+        "total_read_gb": read_bytes / GIB,
+        "total_write_gb": written_bytes / GIB,
+        "read_write_ratio": _ratio(read_bytes, written_bytes),
     }
-    stats["total_read_gb"], stats["total_write_gb"] = (
-        stats["total_read_bytes"] / GIB,
-        stats["total_write_bytes"] / GIB,
-    )
-    stats["read_write_ratio"] = _ratio(stats["total_read_bytes"], stats["total_write_bytes"])
-    for name, tier in _TIERS.items():
-        stats |= _tier_stats(name, everything[everything["tier"] == tier], trial.elapsed_s)
-    for op, word in ((Op.READ, "read"), (Op.WRITE, "write")):
+    for op, word, done in ((Op.READ, "read", "read"), (Op.WRITE, "write", "written")):
+        for tier in TierNumber:
+            is_moved = (everything["op"] == op) & (everything["tier"] == tier)
+            moved_gib, name = int(everything["bytes"][is_moved].sum()) / GIB, tier.name.lower()
+            stats[f"tier_{name}_kv_bytes_{done}_gb"] = moved_gib
+            stats[f"tier_{name}_{word}_bandwidth_gbps"] = _ratio(moved_gib, elapsed_s)
         latencies = _distribution(timed["busy_ns"][operations["op"] == op] / 1e9)
-        for percentile in _PERCENTILES:
+        for percentile in PERCENTILES:
             stats[f"storage_{word}_{percentile}_ms"] = latencies[percentile]
             # The whole of a write or a read, for which the device is waited for.
             stats[f"storage_{word}_device_{percentile}_ms"] = latencies[percentile]
             stats[f"storage_{word}_host_{percentile}_ms"] = 0.0
     stats["storage_health"] = _health(stats)
-    return stats
-
-
-def _tier_stats(name: str, operations: Operations, elapsed_s: float) -> dict[str, float]:
-    stats = {}
-    for op, word, done in ((Op.READ, "read", "read"), (Op.WRITE, "write", "written")):
-        moved = int(operations["bytes"][operations["op"] == op].sum()) / GIB
-        stats[f"tier_{name}_kv_bytes_{done}_gb"] = moved
-        stats[f"tier_{name}_{word}_bandwidth_gbps"] = _ratio(moved, elapsed_s)
     return stats
 
 
@@ -289,11 +263,10 @@ def _health(stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _levels(trial: RankTrial, requests: _RequestsDone) -> dict[str, Any]:
+def _levels(of_requests: NDArray[np.uint8], span_s: NDArray[np.float64]) -> dict[str, Any]:
     levels: dict[str, Any] = {}
-    of_requests = trial.plan.requests["level"][requests.numbers]
     for number, name in enumerate(LEVELS):
-        spans_s = requests.span_s[of_requests == number]
+        spans_s = span_s[of_requests == number]
         if not len(spans_s):
             levels[name] = {"no_data": True}
             continue
@@ -311,12 +284,6 @@ def _levels(trial: RankTrial, requests: _RequestsDone) -> dict[str, Any]:
             },
         }
     return levels
-
-
-def _turn_stats(trial: RankTrial, requests: _RequestsDone) -> dict[str, Any]:
-    rows = trial.plan.requests[requests.numbers]
-    hits, misses = int(rows["turn_hits"].sum()), int(rows["turn_misses"].sum())
-    return {"cache_hits": hits, "cache_misses": misses, "hit_rate": _ratio(hits, hits + misses)}
 
 
 def summarize(results: Sequence[TrialResult], *, time: str, hosts: int, ranks: int) -> dict[str, Any]:
@@ -367,7 +334,7 @@ def _at(summary: Mapping[str, Any], path: Sequence[str]) -> float:
 
 
 def honest_figures(results: Sequence[TrialResult]) -> dict[str, Any]:
-    """Beside each metric of an option what it should say, from all ranks and trials together."""
+    """The honest value of each metric of an option, next to it, from all ranks and trials together."""
     return {
         str(option): _honest_option([result for result in results if result.option == option])
         for option in sorted({result.option for result in results})
@@ -445,12 +412,6 @@ def trial_command(
     }
     words = " ".join(f"--{name} {value}" for name, value in values.items())
     return f"penstock-ranks -n {ranks} kvcache-mlperf-v3.py {words}"
-
-
-def write_rank_file(leaf: Path, time: str, result: TrialResult) -> None:
-    """One rank's file of one trial."""
-    folder = leaf / f"option_{result.option}" / f"trial_{result.trial}" / f"rank_{result.rank}"
-    published_files.write_json(folder, f"kvcache_results_{time}.json", result.document)
 
 
 def write_files(leaf: Path, time: str, metadata: Mapping[str, Any], results: Sequence[TrialResult]) -> None:

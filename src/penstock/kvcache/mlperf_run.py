@@ -8,17 +8,19 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from penstock.bench.recorded_run import DeviceObserver, RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.kvcache import mlperf_files
+from penstock.kvcache.cache_figures import FILE, FORMAT_VERSION
 from penstock.kvcache.cache_run import LONGEST_RUN_S, remove_entries, remove_leftovers, require_room
 from penstock.kvcache.entries import EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.io_plan import IoPlan
-from penstock.kvcache.mlperf_files import RankTrial, TrialResult
+from penstock.kvcache.mlperf_files import TrialResult, judge_trial
 from penstock.kvcache.mlperf_plan import OptionSettings, plan_option
 from penstock.kvcache.models import find_model
 from penstock.progress import Progress
@@ -28,9 +30,6 @@ from penstock.storage import Storage
 from penstock.storage.files.file_storage import reclaim_unfinished
 from penstock.submission.edition import KvCacheLimits, load_edition
 from penstock.workload.spec import Workload
-
-FILE: Final = "kvcache.json"
-FORMAT_VERSION: Final = 1
 
 
 def load_limits() -> KvCacheLimits:
@@ -89,13 +88,15 @@ def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress
         with DeviceObserver(comm, folder, storage) as observer:
             before = count_requests(storage)
             with observer.during("read"), observer.during("write"):
-                mine = list(_run_options(request, storage, plans, leaf, comm=comm, progress=progress))
+                mine = _run_options(request, storage, plans, leaf, comm=comm, progress=progress)
             after = count_requests(storage)
             deliveries = [
                 observer.deliver("read", after.read_bytes - before.read_bytes),
                 observer.deliver("write", after.written_bytes - before.written_bytes),
             ]
-        gathered = comm.gather([_without_lists(result) for result in mine], awaiting="all ranks' results")
+        # Raw latencies stay in each rank's own file.
+        summaries = [replace(result, document={"summary": result.summary}) for result in mine]
+        gathered = comm.gather(summaries, awaiting="all ranks' results")
         results = [result for of_rank in gathered for result in of_rank]
         document = {
             "format": FORMAT_VERSION,
@@ -132,70 +133,41 @@ def _run_options(
     comm: Comm,
     progress: Progress,
 ) -> list[TrialResult]:
+    """All options in their trials; each rank writes a file for each."""
     if comm.rank == 0:
         reclaim_unfinished(storage)
     results = []
-    pause_s = request.limits.delay_s if request.pause_s is None else request.pause_s
     for position, number in enumerate(request.options):
         if position:
-            time.sleep(pause_s)
-        for trial in range(request.trials):
-            measured = _run_trial(request, storage, plans[number], trial=trial, comm=comm, progress=progress)
-            results.append(result := mlperf_files.judge_trial(measured))
-            mlperf_files.write_rank_file(leaf, leaf.name, result)
-    return results
-
-
-def _run_trial(
-    request: MlperfRequest,
-    storage: Storage,
-    plan: IoPlan,
-    *,
-    trial: int,
-    comm: Comm,
-    progress: Progress,
-) -> RankTrial:
-    number = int(plan.facts["option"])
-    settings, operations = request.settings(number, comm.rank), plan.in_storage
-    progress.begin(f"option {number}, trial {trial + 1} of {request.trials}", len(operations))
-    progress.enter("working", unit="operations", times=comm.size)
-    layout = EntryLayout(namespace=f"mlperf-v3:{number}:{trial}:{settings.seed}", folder=f"rank_{comm.rank}")
-    remove_leftovers(storage, operations, layout)
-    engine = IoEngine(
-        storage,
-        operations,
-        layout,
-        replace(
-            request.engine,
-            duration_s=settings.duration_s,
-            most_writers=settings.option.max_allocations,
-        ),
-        advance=progress.advance,
-    )
-    try:
-        run_on_all_ranks(
-            comm,
-            lambda: engine.run(lambda: comm.barrier(awaiting="all ranks to begin the trial")),
-            awaiting="all ranks to finish the trial",
-            timeout_s=LONGEST_RUN_S,
+            time.sleep(request.limits.delay_s if request.pause_s is None else request.pause_s)
+        plan, settings = plans[number], request.settings(number, comm.rank)
+        operations = plan.in_storage
+        at_pace = replace(
+            request.engine, duration_s=settings.duration_s, most_writers=settings.option.max_allocations
         )
-    finally:
-        remove_entries(storage, operations, layout, engine.timed["outcome"], progress)
-    return RankTrial(
-        option=number,
-        trial=trial,
-        rank=comm.rank,
-        settings=settings,
-        plan=plan,
-        operations=operations,
-        timed=engine.timed,
-        elapsed_s=float(engine.timed["end_ns"].max(initial=0)) / 1e9,
-    )
-
-
-def _without_lists(result: TrialResult) -> TrialResult:
-    """The part of a result that travels to rank 0; raw latencies stay in the rank's own file."""
-    return replace(result, document={"summary": result.summary})
+        for trial in range(request.trials):
+            progress.begin(f"option {number}, trial {trial + 1} of {request.trials}", len(operations))
+            progress.enter("working", unit="operations", times=comm.size)
+            layout = EntryLayout(
+                namespace=f"mlperf-v3:{number}:{trial}:{settings.seed}", folder=f"rank_{comm.rank}"
+            )
+            remove_leftovers(storage, operations, layout)
+            engine = IoEngine(storage, operations, layout, at_pace, advance=progress.advance)
+            wait = partial(comm.barrier, awaiting="all ranks to begin the trial")
+            try:
+                run_on_all_ranks(
+                    comm,
+                    partial(engine.run, wait),
+                    awaiting="all ranks to finish the trial",
+                    timeout_s=LONGEST_RUN_S,
+                )
+            finally:
+                remove_entries(storage, operations, layout, engine.timed["outcome"], progress)
+            result = judge_trial(plan, settings, operations, engine.timed, trial=trial, rank=comm.rank)
+            folder = leaf / f"option_{number}" / f"trial_{trial}" / f"rank_{comm.rank}"
+            published_files.write_json(folder, f"kvcache_results_{leaf.name}.json", result.document)
+            results.append(result)
+    return results
 
 
 def _metadata(request: MlperfRequest, leaf: Path, began: str, *, hosts: int, ranks: int) -> dict[str, Any]:

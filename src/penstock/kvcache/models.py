@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
-from penstock.kvcache.block_trace import BlockTrace
-from penstock.kvcache.lru_simulation import find_reuse
+from penstock.kvcache.block_trace import BlockTrace, find_reuse
 
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}

@@ -10,11 +10,10 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final, NamedTuple, TextIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,210 +31,192 @@ _OUTPUT: Final = ("output_length", "output_tokens")
 _DELAY: Final = ("delay", "delay_ms")
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Requests in the order of their file; `counts` are their numbers of blocks."""
-
-    arrival_s: NDArray[np.float64]
-    inputs: Integers
-    outputs: Integers
-    counts: Integers
-    ids: Integers
-
-
-def order_requests(path: Path, block_tokens: int, columns: Columns, notes: list[str]) -> BlockTrace:
-    """The trace with its requests in the order of their arrival."""
-    order, ids = np.argsort(columns.arrival_s, kind="stable"), columns.ids
+def order_requests(
+    path: Path,
+    block_tokens: int,
+    arrival_s: NDArray[np.float64],
+    *,
+    inputs: Integers,
+    outputs: Integers,
+    counts: Integers,
+    ids: Integers,
+    notes: list[str],
+) -> BlockTrace:
+    """The trace with its requests in the order of their arrival; `counts` are their numbers of blocks."""
+    order = np.argsort(arrival_s, kind="stable")
     if (order[1:] < order[:-1]).any():
         notes.insert(0, "The requests of the file are not in the order of their times, and were sorted.")
-        begin = offsets(columns.counts)
+        begin = offsets(counts)
         ids = number_densely(np.concatenate([ids[begin[request] : begin[request + 1]] for request in order]))
-    sorted_s = columns.arrival_s[order]
+    sorted_s = arrival_s[order]
     return BlockTrace(
         name=path.name,
         block_tokens=block_tokens,
         arrival_s=sorted_s - sorted_s[0],
-        input_tokens=columns.inputs[order],
-        output_tokens=columns.outputs[order],
-        first_block=offsets(columns.counts[order]),
+        input_tokens=inputs[order],
+        output_tokens=outputs[order],
+        first_block=offsets(counts[order]),
         block_ids=ids,
         notes=tuple(notes),
     )
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Columns while they are read. `hash_ids` are as in the file; `lines` are numbers for messages.
+class _Request(NamedTuple):
+    """One request. `line` is a number for messages; `arrival_ms` of None is `delay_ms` after the one before.
 
-    `scopes` tell ids of different conversations apart where each counts its own.
+    `scope` tells ids of different conversations apart if each counts its own.
     """
 
-    arrivals_ms: list[float | None] = field(default_factory=list)
-    delays_ms: list[float] = field(default_factory=list)
-    sessions: list[object] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    hash_ids: list[Sequence[Any]] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-    scopes: list[int] = field(default_factory=list)
-    without_output: list[int] = field(default_factory=list)
-    stated_block_tokens: set[int] = field(default_factory=set)
-    is_scoped: bool = False
-
-    def add(self, request: Mapping[str, Any], line: int, where: str, *, scope: int = 0) -> None:
-        """One request with Mooncake's names, or their other ones."""
-        ids = request.get("hash_ids")
-        if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
-            raise UsageError(
-                f"hash_ids is {shorten(ids)}, not a list of whole numbers or texts",
-                where=f"{where}: hash_ids",
-                fix="Give the ids of the request's blocks, in order.",
-            )
-        self.inputs.append(whole_number(request, _INPUT, where))
-        if find_value(request, _OUTPUT) is None:
-            self.outputs.append(0)
-            self.without_output.append(line)
-        else:
-            self.outputs.append(whole_number(request, _OUTPUT, where))
-        session, delay = request.get("session_id"), find_value(request, _DELAY)
-        is_timed = find_value(request, _TIME) is not None or (session is None and delay is None)
-        self.arrivals_ms.append(time_value(request, _TIME, where) if is_timed else None)
-        self.delays_ms.append(0.0 if delay is None else time_value(request, _DELAY, where))
-        self.sessions.append(session)
-        self.hash_ids.append(ids)
-        self.lines.append(line)
-        self.scopes.append(scope)
-
-    def state_block_tokens(self, holder: Mapping[str, Any], name: str, where: str) -> None:
-        """Note the block size that a line states; one size holds for a trace."""
-        if (tokens := whole_number(holder, (name,), where)) < 1:
-            raise UsageError(f"{name} is 0", where=f"{where}: {name}", fix="Give the tokens of a block.")
-        self.stated_block_tokens.add(tokens)
-        if len(self.stated_block_tokens) > 1:
-            sizes = " and ".join(map(str, sorted(self.stated_block_tokens)))
-            raise UsageError(
-                f"Blocks have {sizes} tokens in one trace",
-                where=f"{where}: {name}",
-                fix="Divide it into one file for each size.",
-            )
+    arrival_ms: float | None
+    delay_ms: float
+    session: object
+    inputs: int
+    outputs: int | None
+    hash_ids: list[Any]
+    line: int
+    scope: int
 
 
-def read_block_lines(
-    lines: Iterable[str], path: Path, block_tokens: int | None, *, is_chained: bool
+def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: int = 0) -> _Request:
+    """A request with Mooncake's names, or their other ones."""
+    ids = request.get("hash_ids")
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
+        raise UsageError(
+            f"hash_ids is {shorten(ids)}, not a list of whole numbers or texts",
+            where=f"{where}: hash_ids",
+            fix="Give the ids of the request's blocks, in order.",
+        )
+    session, delay = request.get("session_id"), find_value(request, _DELAY)
+    is_timed = find_value(request, _TIME) is not None or (session is None and delay is None)
+    has_output = find_value(request, _OUTPUT) is not None
+    return _Request(
+        arrival_ms=time_value(request, _TIME, where) if is_timed else None,
+        delay_ms=0.0 if delay is None else time_value(request, _DELAY, where),
+        session=session,
+        inputs=whole_number(request, _INPUT, where),
+        outputs=whole_number(request, _OUTPUT, where) if has_output else None,
+        hash_ids=ids,
+        line=line,
+        scope=scope,
+    )
+
+
+def _state_block_tokens(stated: set[int], holder: Mapping[str, Any], name: str, where: str) -> None:
+    """Add the block size that a line states; one size holds for a trace."""
+    if (tokens := whole_number(holder, (name,), where)) < 1:
+        raise UsageError(f"{name} is 0", where=f"{where}: {name}", fix="Give the tokens of a block.")
+    stated.add(tokens)
+    if len(stated) > 1:
+        raise UsageError(
+            f"Blocks have {' and '.join(map(str, sorted(stated)))} tokens in one trace",
+            where=f"{where}: {name}",
+            fix="Divide it into one file for each size.",
+        )
+
+
+def _read_blocks(
+    found: Iterable[tuple[int, str, Any]], path: Path, block_tokens: int | None, *, is_chained: bool
 ) -> BlockTrace:
-    """A trace of lines; `is_chained` says that a block's id stands for everything before it, too."""
-    rows = _Rows()
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            _add_line(rows, _parse(line, f"{path}:{number}"), number, f"{path}:{number}")
-    return _finish(rows, path, block_tokens, is_chained=is_chained)
+    """A trace of objects, each with its number and its place for messages.
 
-
-def read_block_objects(
-    objects: Sequence[Any], path: Path, block_tokens: int | None, *, is_chained: bool
-) -> BlockTrace:
-    """The same from a file that is one JSON document."""
-    rows = _Rows()
-    for number, found in enumerate(objects, start=1):
-        _add_line(rows, found, number, f"{path}: request {number}")
-    return _finish(rows, path, block_tokens, is_chained=is_chained)
-
-
-def _finish(rows: _Rows, path: Path, block_tokens: int | None, *, is_chained: bool) -> BlockTrace:
-    if not rows.inputs:
+    `is_chained` says that a block's id stands for everything before it, too.
+    """
+    stated: set[int] = set()
+    rows = [row for number, where, one in found for row in _read_object(one, number, where, stated)]
+    if not rows:
         raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
-    counts = np.array([len(ids) for ids in rows.hash_ids], np.int64)
-    inputs = np.array(rows.inputs, np.int64)
+    counts = np.array([len(row.hash_ids) for row in rows], np.int64)
+    inputs = np.array([row.inputs for row in rows], np.int64)
     if block_tokens is None:
-        stated = next(iter(rows.stated_block_tokens), None)
         usual = None if is_chained else BAILIAN_BLOCK_TOKENS
-        block_tokens = stated or usual or _infer_block_tokens(inputs, counts)
+        block_tokens = next(iter(stated), None) or usual or _infer_block_tokens(inputs, counts)
     notes = _note_counts(rows, inputs, counts, block_tokens)
-    if is_chained and not rows.is_scoped:
-        ids = _number_ids(rows.hash_ids)
+    if is_chained and not any(row.scope for row in rows):
+        ids = _number_ids([row.hash_ids for row in rows])
         notes += _note_unchained(ids, counts)
     else:
-        ids = _chain_ids(rows.hash_ids, rows.scopes)
+        ids = _chain_ids(rows)
+    times, last_ms = [], dict[object, float]()
+    for row in rows:
+        known = row.arrival_ms
+        # In a session without times, the delay after the request before it.
+        last_ms[row.session] = last_ms.get(row.session, 0.0) + row.delay_ms if known is None else known
+        times.append(last_ms[row.session])
     # Bailian's times are in seconds.
-    times = np.array(list(_arrivals(rows)), np.float64)
-    arrival_s = (times - times.min()) / (1000 if is_chained else 1)
-    outputs = np.array(rows.outputs, np.int64)
-    return order_requests(path, block_tokens, Columns(arrival_s, inputs, outputs, counts, ids), notes)
+    arrival_s = (np.array(times) - min(times)) / (1000 if is_chained else 1)
+    outputs = np.array([row.outputs or 0 for row in rows], np.int64)
+    return order_requests(
+        path, block_tokens, arrival_s, inputs=inputs, outputs=outputs, counts=counts, ids=ids, notes=notes
+    )
 
 
-def _parse(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise UsageError(
-            f"This line is no JSON: {error}", where=where, fix="Repair or remove the line; one object a line."
-        ) from error
+def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        try:
+            if line.strip():
+                yield number, where, json.loads(line)
+        except ValueError as error:
+            raise UsageError(
+                f"This line is no JSON: {error}",
+                where=where,
+                fix="Repair or remove the line; one object a line.",
+            ) from error
 
 
-def _add_line(rows: _Rows, found: Any, line: int, where: str) -> None:
+def _read_object(found: Any, line: int, where: str, stated: set[int]) -> Iterator[_Request]:
+    """The requests of one line: itself, a record of Dynamo's, or one of Weka's conversations."""
     if not isinstance(found, dict):
         raise UsageError("This line is no JSON object", where=where, fix="Write one object a line.")
     event = found["event"] if isinstance(found.get("event"), dict) else found
     if str(event.get("schema", "")).startswith("dynamo."):
-        _add_event(rows, event, line, where)
-    elif isinstance(found.get("requests"), list):
-        rows.is_scoped = True
-        rows.state_block_tokens(found, "block_size", where)
-        _add_turns(rows, found["requests"], line, f"{where}: requests")
-    else:
-        if "block_size" in found:
-            rows.state_block_tokens(found, "block_size", where)
-        rows.add(found, line, where)
-
-
-def _add_event(rows: _Rows, event: Mapping[str, Any], line: int, where: str) -> None:
-    """A record of Dynamo's; those of tools have no request."""
-    request = event.get("request")
-    if not isinstance(request, dict):
-        return
-    replay = request.get("replay")
-    if not isinstance(replay, dict):
-        raise UsageError(
-            f"replay is {shorten(replay)}: this record does not say which blocks its request had",
-            where=f"{where}: request: replay",
-            fix="Record requests with their hashes of blocks.",
-        )
-    rows.state_block_tokens(replay, "trace_block_size", where)
-    received = request.get("request_received_ms", event.get("event_time_unix_ms"))
-    rows.add(
-        {
-            "timestamp": received,
+        request = event.get("request")
+        if not isinstance(request, dict):
+            return  # a record of tools
+        replay = request.get("replay")
+        if not isinstance(replay, dict):
+            raise UsageError(
+                f"replay is {shorten(replay)}: this record does not say which blocks its request had",
+                where=f"{where}: request: replay",
+                fix="Record requests with their hashes of blocks.",
+            )
+        _state_block_tokens(stated, replay, "trace_block_size", where)
+        renamed = {
+            "timestamp": request.get("request_received_ms", event.get("event_time_unix_ms")),
             "input_length": replay.get("input_length", request.get("input_tokens")),
             "output_length": request.get("output_tokens"),
             "hash_ids": replay.get("input_sequence_hashes"),
-        },
-        line,
-        where,
-    )
+        }
+        yield _read_request(renamed, line, where)
+    elif isinstance(found.get("requests"), list):
+        _state_block_tokens(stated, found, "block_size", where)
+        yield from _read_turns(found["requests"], line, f"{where}: requests", after_s=0.0)
+    else:
+        if "block_size" in found:
+            _state_block_tokens(stated, found, "block_size", where)
+        yield _read_request(found, line, where)
 
 
-def _add_turns(rows: _Rows, turns: Sequence[Any], line: int, where: str, *, after_s: float = 0.0) -> None:
+def _read_turns(turns: Sequence[Any], line: int, where: str, *, after_s: float) -> Iterator[_Request]:
     """The requests of one of Weka's conversations; their ids mean nothing in others."""
     for number, turn in enumerate(turns, start=1):
         at = f"{where} {number}"
         if not isinstance(turn, dict):
             raise UsageError("This is no JSON object", where=at, fix="Give requests as objects.")
-        began_s = time_value(turn, ("t",), at)
-        if isinstance(turn.get("requests"), list):
+        began_s, inner = time_value(turn, ("t",), at), turn.get("requests")
+        if isinstance(inner, list):
             # Some producers count a subagent's times from its beginning, others from the conversation's.
-            times_s = [time_value(inner, ("t",), at) for inner in turn["requests"] if isinstance(inner, dict)]
+            times_s = [time_value(one, ("t",), at) for one in inner if isinstance(one, dict)]
             is_relative = min(times_s, default=0.0) < began_s
-            _add_turns(
-                rows, turn["requests"], line, at, after_s=after_s + began_s if is_relative else after_s
-            )
-            continue
-        renamed = {"timestamp": 1000 * (began_s + after_s), "input_length": turn.get("in")}
-        rows.add(
-            renamed | {"output_length": turn.get("out"), "hash_ids": turn.get("hash_ids")},
-            line,
-            at,
-            scope=line,
-        )
+            yield from _read_turns(inner, line, at, after_s=after_s + is_relative * began_s)
+        else:
+            renamed = {
+                "timestamp": 1000 * (began_s + after_s),
+                "input_length": turn.get("in"),
+                "output_length": turn.get("out"),
+                "hash_ids": turn.get("hash_ids"),
+            }
+            yield _read_request(renamed, line, at, scope=line)
 
 
 def find_value(request: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -260,17 +241,13 @@ def whole_number(request: Mapping[str, Any], names: Sequence[str], where: str) -
 def time_value(request: Mapping[str, Any], names: Sequence[str], where: str) -> float:
     """A time."""
     value = find_value(request, names)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_time(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(
             f"{names[0]} is {shorten(value)}, not a time",
             where=f"{where}: {names[0]}",
             fix=f"Give {' or '.join(names)} as a number of at least 0.",
         )
     return float(value)
-
-
-def _is_time(value: float) -> bool:
-    return math.isfinite(value) and value >= 0
 
 
 def shorten(value: object) -> str:
@@ -281,15 +258,10 @@ def shorten(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _ceil(inputs: Integers, tokens: Integers | int) -> Integers:
-    return -(-inputs // tokens)
-
-
-def _floor(inputs: Integers, tokens: int) -> Integers:
-    return inputs // tokens
-
-
-_COUNTS: Final[tuple[Callable[[Integers, int], Integers], ...]] = (_ceil, _floor)
+_COUNTS: Final[tuple[Callable[[Integers, int], Integers], ...]] = (
+    lambda inputs, tokens: -(-inputs // tokens),
+    lambda inputs, tokens: inputs // tokens,
+)
 """A request lists all of its blocks, or in some traces only those that are full."""
 
 
@@ -301,7 +273,7 @@ def _infer_block_tokens(inputs: Integers, counts: Integers) -> int:
     is_whole = counts > 0
     if not is_whole.any():
         return DEFAULT_BLOCK_TOKENS
-    least = int(_ceil(inputs[is_whole], counts[is_whole]).max())
+    least = int((-(-inputs[is_whole] // counts[is_whole])).max())
     shares = []
     for count_blocks in _COUNTS:
         fits = [float(np.mean(counts == count_blocks(inputs, tokens))) for tokens in _USUAL_BLOCK_TOKENS]
@@ -313,25 +285,25 @@ def _infer_block_tokens(inputs: Integers, counts: Integers) -> int:
     return _USUAL_BLOCK_TOKENS[int(np.argmax(shares[0]))]
 
 
-def _note_counts(rows: _Rows, inputs: Integers, counts: Integers, tokens: int) -> list[str]:
+def _note_counts(rows: Sequence[_Request], inputs: Integers, counts: Integers, tokens: int) -> list[str]:
     notes = []
-    if rows.without_output:
+    if without_output := [row.line for row in rows if row.outputs is None]:
         notes.append(
-            f"{len(rows.without_output):,} of {len(counts):,} requests do not say how long their answers "
-            f"are; they count as 0 tokens: lines {name_some(rows.without_output)}."
+            f"{len(without_output):,} of {len(counts):,} requests do not say how long their answers "
+            f"are; they count as 0 tokens: lines {name_some(without_output)}."
         )
     if not any((counts == count_blocks(inputs, tokens)).all() for count_blocks in _COUNTS):
-        off = np.flatnonzero(counts != _ceil(inputs, tokens))
+        off = np.flatnonzero(counts != -(-inputs // tokens))
         notes.append(
             f"{len(off):,} of {len(counts):,} requests have another number of blocks than they take in "
-            f"blocks of {tokens}: lines {name_some([rows.lines[index] for index in off])}. "
+            f"blocks of {tokens}: lines {name_some([rows[index].line for index in off.tolist()])}. "
             "Their blocks count as they are listed."
         )
     return notes
 
 
 def _note_unchained(ids: Integers, counts: Integers) -> list[str]:
-    """True if ids follow different ones: then they cannot stand for everything before them."""
+    """A note if ids follow different ones: then they cannot stand for everything before them."""
     before = np.empty_like(ids)
     before[1:] = ids[:-1]
     before[offsets(counts)[:-1][counts > 0]] = -1
@@ -359,25 +331,16 @@ def _number_ids(hash_ids: Sequence[Sequence[Any]]) -> Integers:
     return np.array([names.setdefault(block, len(names)) for block in flat], np.int64)
 
 
-def _chain_ids(hash_ids: Sequence[Sequence[Any]], scopes: Sequence[int]) -> Integers:
+def _chain_ids(rows: Sequence[_Request]) -> Integers:
     """Dense numbers of ids of single blocks, made to stand for everything before them in their scope."""
     names: dict[tuple[int, Any], int] = {}
     numbered: list[int] = []
-    for ids, scope in zip(hash_ids, scopes, strict=True):
-        prefix = -1 - scope
-        for block in ids:
+    for row in rows:
+        prefix = -1 - row.scope
+        for block in row.hash_ids:
             prefix = names.setdefault((prefix, block), len(names))
             numbered.append(prefix)
     return np.array(numbered, np.int64)
-
-
-def _arrivals(rows: _Rows) -> Iterator[float]:
-    """The arrival of each request; in a session without times, its delay after the request before."""
-    last: dict[object, float] = {}
-    for arrival_ms, delay_ms, session in zip(rows.arrivals_ms, rows.delays_ms, rows.sessions, strict=True):
-        known = arrival_ms if arrival_ms is not None else last.get(session, 0.0) + delay_ms
-        last[session] = known
-        yield known
 
 
 FORMATS: Final = ("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
@@ -412,13 +375,18 @@ def read_trace(
                 rows = _csv_rows(csv.reader(file), str(path))
                 return _unshared(rows, path, block_tokens or DEFAULT_BLOCK_TOKENS)
             objects = _read_document(file)
-            if chosen == "sharegpt" and not _has_blocks(objects):
+            keys = objects[0].keys() if objects and isinstance(objects[0], dict) else set()
+            has_blocks = "conversations" not in keys and not keys.isdisjoint({"hash_ids", "requests"})
+            if chosen == "sharegpt" and not has_blocks:
                 file.seek(0)
                 return _read_sharegpt(file.read(), path, block_tokens or DEFAULT_BLOCK_TOKENS, request_rate)
-            if objects is not None:
-                return read_block_objects(objects, path, block_tokens, is_chained=chosen != "bailian")
-            file.seek(0)
-            return read_block_lines(file, path, block_tokens, is_chained=chosen != "bailian")
+            if objects is None:
+                file.seek(0)
+                found = _parse_lines(file, path)
+            else:
+                numbered = enumerate(objects, start=1)
+                found = ((number, f"{path}: request {number}", one) for number, one in numbered)
+            return _read_blocks(found, path, block_tokens, is_chained=chosen != "bailian")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"This is no text: {error.reason} at byte {error.start}", where=str(path), fix="Unpack it first."
@@ -459,30 +427,16 @@ def _detect_format(path: Path, beginning: str) -> str:
 def _read_document(file: TextIO) -> Sequence[Any] | None:
     """The objects of a file that is one JSON document, not lines; None where it has lines."""
     first = file.readline()
-    if _is_json_object(first):
-        return None
+    try:
+        if isinstance(json.loads(first), dict):
+            return None
+    except ValueError:
+        pass  # the document has several lines
     try:
         document = json.loads(first + file.read())
     except ValueError:
         return None  # reading its lines finds the wrong one
     return document if isinstance(document, list) else [document]
-
-
-def _is_json_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _has_blocks(objects: Sequence[Any] | None) -> bool:
-    """True if a list has requests with blocks, and no conversations."""
-    first = objects[0] if objects else None
-    return (
-        isinstance(first, dict)
-        and "conversations" not in first
-        and bool({"hash_ids", "requests"} & first.keys())
-    )
 
 
 def _csv_rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[float, int, int]]:
@@ -536,7 +490,9 @@ def _unshared(rows: Iterable[tuple[float, int, int]], path: Path, block_tokens: 
     notes = ["The format does not say what requests have in common: no block of it is ever used again."]
     ids = np.arange(int(counts.sum()), dtype=np.int64)
     outputs = table[:, 2].astype(np.int64)
-    return order_requests(path, block_tokens, Columns(table[:, 0], inputs, outputs, counts, ids), notes)
+    return order_requests(
+        path, block_tokens, table[:, 0], inputs=inputs, outputs=outputs, counts=counts, ids=ids, notes=notes
+    )
 
 
 def _read_sharegpt(text: str, path: Path, block_tokens: int, request_rate: float) -> BlockTrace:
@@ -564,17 +520,19 @@ def _read_sharegpt(text: str, path: Path, block_tokens: int, request_rate: float
     if not inputs:
         raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
     sizes = np.array(inputs, np.int64)
-    columns = Columns(
-        arrival_s=np.arange(len(sizes)) / request_rate,
+    note = (
+        f"Tokens are characters / {_CHARACTERS_PER_TOKEN}; requests have no times: {request_rate:g} a second."
+    )
+    return order_requests(
+        path,
+        block_tokens,
+        np.arange(len(sizes)) / request_rate,
         inputs=sizes,
         outputs=np.array(outputs, np.int64),
         counts=-(-sizes // block_tokens),
         ids=number_densely(np.array(ids, np.int64)),
+        notes=[note],
     )
-    text = (
-        f"Tokens are characters / {_CHARACTERS_PER_TOKEN}; requests have no times: {request_rate:g} a second."
-    )
-    return order_requests(path, block_tokens, columns, [text])
 
 
 def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:

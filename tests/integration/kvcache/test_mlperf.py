@@ -15,7 +15,7 @@ from penstock.kvcache.cache_figures import LatencyHistogram
 from penstock.kvcache.entries import EntryOutcome
 from penstock.kvcache.io_engine import TIMED, EngineSettings
 from penstock.kvcache.io_plan import IoPlan, Op
-from penstock.kvcache.mlperf_files import RankTrial, TrialResult, judge_trial, summarize
+from penstock.kvcache.mlperf_files import TrialResult, judge_trial, summarize
 from penstock.kvcache.mlperf_plan import OptionSettings, plan_option
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import find_model
@@ -83,18 +83,7 @@ def test_a_run_that_ends_early_counts_no_requests_that_it_did_not_come_to(
     timed["outcome"][: len(operations) // 4] = EntryOutcome.DONE
     timed["busy_ns"] = timed["end_ns"] = 1000
     settings = planned_settings(number, capacity=capacity)
-    judged = judge_trial(
-        RankTrial(
-            option=number,
-            trial=0,
-            rank=0,
-            settings=settings,
-            plan=plan,
-            operations=operations,
-            timed=timed,
-            elapsed_s=5.0,
-        )
-    )
+    judged = judge_trial(plan, settings, operations, timed, trial=0, rank=0)
     reached_s = operations["time_s"][len(operations) // 4]
     active = np.isin(np.arange(len(plan.requests)), plan.operations["request"])
     most = (plan.requests["is_taken"] & active & (plan.requests["taken_s"] <= reached_s)).sum()

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.kvcache.test_lru_simulation import REQUESTS, trace_of
 
-from penstock.kvcache.block_trace import generate_trace
+from penstock.kvcache.block_trace import find_reuse, generate_trace
 from penstock.kvcache.io_plan import IoPlan, ObjectLayout, Op, TierNumber, TierSizes, plan_blocks
-from penstock.kvcache.lru_simulation import find_reuse
 from penstock.kvcache.models import MODELS
 
 MODEL = MODELS["llama3.1-8b"]

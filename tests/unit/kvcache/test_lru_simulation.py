@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kvcache.block_trace import BlockTrace, offsets
-from penstock.kvcache.lru_simulation import find_reuse, simulate_tiers
+from penstock.kvcache.block_trace import BlockTrace, find_reuse, offsets, simulate_tiers
 from penstock.kvcache.read_traces import read_trace
 
 FIXTURES = Path(os.environ.get("PENSTOCK_MOONCAKE_FIXTURES", "/nowhere"))
@@ -62,7 +61,7 @@ def test_tiers_serve_together_what_the_largest_alone_would(
     trace = trace_of(requests)
     reuse = find_reuse(trace)
     figures = simulate_tiers(reuse, {str(number): blocks for number, blocks in enumerate(capacities)})
-    served = sum(tier.hit_blocks for tier in figures)
+    served = sum(tier["hit_blocks"] for tier in figures)
     assert served == round(reuse.prefix_hit_ratio(max(capacities)) * trace.num_blocks)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import StorageError
+from penstock.kvcache.cache_figures import compare_cache_runs, latency_note, read_cache_run
 from penstock.kvcache.cache_run import LoadPoint, find_sustained_load
-from penstock.kvcache.compare_runs import compare_cache_runs, latency_note, read_cache_run
 
 
 @pytest.mark.parametrize("limit", [0.013, 0.9, 1.0, 7.3, 900.0])
