@@ -31,9 +31,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from penstock.bench.own_loader.loader_watch import ProcessWatch, TorchWatch
 from penstock.bench.own_loader.own_loader_run import EpochLoop, OwnLoaderRequest, run_own_loader
-from penstock.bench.own_loader.process_watch import ProcessWatch
-from penstock.bench.own_loader.torch_watch import TorchWatch
 from penstock.bench.own_loader.user_code import DescribedLoader, SampleCounter
 from penstock.bench.recorded_run import EventsInMemory
 from penstock.cluster.comm import SoloComm

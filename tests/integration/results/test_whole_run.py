@@ -33,19 +33,19 @@ folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 times = DrawnTimes(duration=Duration(mean_s=0.004), seed=1, phase=StepPhase.TRAIN, rank=rank)
 with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n"))) as recorder:
     for epoch in (1, 2):
-        begun = clock.now_ns()
+        begun = time.monotonic_ns()
         for step, compute_ns in enumerate(times.of_epoch(epoch, 5), start=1):
-            start = clock.now_ns()
-            clock.sleep(0.001)
-            loaded = clock.now_ns()
+            start = time.monotonic_ns()
+            time.sleep(0.001)
+            loaded = time.monotonic_ns()
             computed = compute_until(loaded + compute_ns)
             recorder.add_step(
                 StepEvent(
                     StepPhase.TRAIN, epoch, 1, step, start, loaded, computed, computed, 7, 100, 7, 900, 5
                 )
             )
-        recorder.add_span(SpanEvent(SpanKind.BLOCK, StepPhase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
-        recorder.add_span(SpanEvent(SpanKind.EPOCH, StepPhase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
+        for kind in (SpanKind.BLOCK, SpanKind.EPOCH):
+            recorder.add_span(SpanEvent(kind, StepPhase.TRAIN, epoch, 1, 5, begun, time.monotonic_ns(), 0))
 """
 
 WORKLOAD = load("unet3d_h100", overrides=parse_settings(["dataset.num_files_train=105"])).workload

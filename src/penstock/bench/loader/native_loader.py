@@ -69,7 +69,8 @@ class RangeReader:
             piece = self._buffer[: min(len(self._buffer), size_bytes - done)]
             source.read_into(request.offset + done, piece)
             done += len(piece)
-        self._close_if_whole(request)
+        if request.size_bytes is None:
+            self.close()  # an object that was read whole is not requested again in this epoch
         return done
 
     def close(self) -> None:
@@ -90,8 +91,8 @@ class RangeReader:
             self._open(read).read_into(read.offset, piece)
             pieces.append(Extent(read.offset, piece))
             begin += place
-        for read in block.reads:
-            self._close_if_whole(read)
+        if any(read.size_bytes is None for read in block.reads):
+            self.close()
         return pieces
 
     def _open(self, request: ReadRequest) -> Source:
@@ -109,10 +110,6 @@ class RangeReader:
                 fix="Generate or copy it again; `penstock training verify` finds all such files.",
             )
         return self._source
-
-    def _close_if_whole(self, request: ReadRequest) -> None:
-        if request.size_bytes is None:
-            self.close()  # an object that was read whole is not requested again in this epoch
 
 
 def _length(request: ReadRequest, source: Source) -> int:

@@ -92,8 +92,9 @@ class PytorchLoader:
     ) -> None:
         self._requests = _Requests()
         self._reads = _Reads(options, decoder)
-        with _advice_withheld():
-            self._torch = _torch_loader(self._reads, self._requests, options)
+        # Torch warns of more workers than cores, for each loader: the harness limit measures that.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        self._torch = _torch_loader(self._reads, self._requests, options)
         self._workers: list[BaseProcess] = []
         self._arrivals: Any = None
         self._counted: dict[int, Counters] = {}
@@ -114,20 +115,17 @@ class PytorchLoader:
         """The counters of all workers' storages, up to the last batch that arrived."""
         return sum(self._counted.values(), Counters())
 
-    def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """The batches of one epoch, in order; `Unavailable` where a worker has died."""
-        yield from self._serve(requests)
-
-    def _serve(self, requests: Iterable[BatchRequest | OpenStorage]) -> Iterator[Batch]:
+    def epoch(self, requests: Iterable[BatchRequest | OpenStorage]) -> Iterator[Batch]:
+        """The batches of one epoch, in order; `Unavailable` if a worker has died."""
         self._requests.of_epoch = requests
-        with self._deaths_told():
+        with self._explained_deaths():
             self._arrivals = iter(self._torch)
         yield from self._batches(self._arrivals)
 
     def change_storage(self, reopen: OpenStorage) -> None:
         """Let all workers open this storage, and wait until they have."""
         self._counted = {}
-        deque(self._serve([reopen] * self._num_readers), maxlen=0)
+        deque(self.epoch([reopen] * self._num_readers), maxlen=0)
         assert len(self._counted) == self._num_readers, "torch deals to its workers in turn"
 
     def close(self) -> None:
@@ -143,28 +141,32 @@ class PytorchLoader:
         self._reads.close()
         torch.set_num_threads(self._rank_threads)
 
-    def _abandon_start(self, others: set[BaseProcess]) -> None:
-        """Kill workers that hold nothing yet: those that still import torch would not hear of an end."""
-        self._workers = _children_but(others)
-        for worker in self._workers:
-            worker.kill()
-        self.close()
-
     def _start_workers(self, open_storage: OpenStorage) -> None:
         """Start all of them and wait until each has opened its storage; no sample is read."""
         others = set(multiprocessing.active_children())
+
+        def own_workers() -> list[BaseProcess]:
+            return [child for child in multiprocessing.active_children() if child not in others]
+
+        def abandon() -> None:
+            # They hold nothing yet, and those that still import torch would not notice an end.
+            self._workers = own_workers()
+            for worker in self._workers:
+                worker.kill()
+            self.close()
+
         self._requests.of_epoch = [open_storage] * self._num_readers
         with ExitStack() as undo:
-            undo.callback(self._abandon_start, others)
-            with _deaths_awaited(), _interrupts_blocked(), _advice_withheld():
+            undo.callback(abandon)
+            with _deaths_awaited(), _interrupts_blocked():
                 self._arrivals = iter(self._torch)
-            self._workers = _children_but(others)
+            self._workers = own_workers()
             deque(self._batches(self._arrivals), maxlen=0)
             undo.pop_all()
 
     def _batches(self, arrivals: Iterator[_Arrival]) -> Iterator[Batch]:
         while True:
-            with self._deaths_told():
+            with self._explained_deaths():
                 arrival = next(arrivals, None)
             if arrival is None:
                 return
@@ -174,8 +176,8 @@ class PytorchLoader:
             yield arrival.outcome
 
     @contextmanager
-    def _deaths_told(self) -> Iterator[None]:
-        """Say which worker died, where torch met the remains: as its own error, or as a broken pipe's."""
+    def _explained_deaths(self) -> Iterator[None]:
+        """Name the worker that died, when torch notices: by an error of its own, or a broken pipe."""
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
@@ -185,8 +187,15 @@ class PytorchLoader:
                 raise
             for worker in dead:
                 worker.join(_KILL_S)  # its descriptors close before its exit code can be had
+            causes = []
+            for worker in dead:
+                code = worker.exitcode
+                cause = f"with exit code {code}"
+                if code is not None and code < 0:
+                    cause = f"by {signal.Signals(-code).name}"
+                causes.append(f"process {worker.pid} {cause}")
             raise Unavailable(
-                "A worker of the pytorch loader died: " + ", ".join(map(_describe_death, dead)),
+                f"A worker of the pytorch loader died: {', '.join(causes)}",
                 fix="The system's log tells why. Most are killed for want of memory, or by SIGBUS where "
                 "/dev/shm is too small: use fewer workers (reader.read_threads) or a smaller prefetch.",
             ) from error
@@ -270,10 +279,6 @@ class _Reads(Dataset[_Arrival]):
         return batch
 
 
-def _children_but(others: set[BaseProcess]) -> list[BaseProcess]:
-    return [child for child in multiprocessing.active_children() if child not in others]
-
-
 def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -> DataLoader[_Arrival]:
     context = worker_context(options.context) if options.workers else None
     if options.context is ProcessStart.FORKSERVER and context is not None:
@@ -304,17 +309,17 @@ def worker_context(start: ProcessStart) -> BaseContext:
     return context
 
 
-@dataclass(frozen=True, slots=True)
 class _LockFreeEvent:
     """The part of an event that torch uses, as one byte of shared memory."""
 
-    flag: ctypes.c_byte
+    def __init__(self, flag: ctypes.c_byte) -> None:
+        self._flag = flag
 
     def set(self) -> None:
-        self.flag.value = 1
+        self._flag.value = 1
 
     def is_set(self) -> bool:
-        return bool(self.flag.value)
+        return bool(self._flag.value)
 
 
 def _as_it_is(arrival: Any) -> Any:
@@ -351,22 +356,14 @@ def _leave_the_rank() -> None:
     Other ranks and the supervisor see a rank's end by its sockets, so a worker must not hold them open. Their
     numbers stay taken: an object of the rank that closes its own later must not close a file of ours.
     """
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for entry in list(Path("/proc/self/fd").iterdir()):
         number = int(entry.name)
         with suppress(FileNotFoundError):  # the descriptor of this very listing
             if number > 2 and stat.S_ISSOCK(entry.stat().st_mode):
-                os.dup2(nowhere, number, inheritable=False)
-    os.close(nowhere)
+                os.dup2(devnull, number, inheritable=False)
+    os.close(devnull)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _advice_withheld() -> Iterator[None]:
-    """Undo that torch warns of more workers than cores, for each loader: the harness limit measures that."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        yield
 
 
 @contextmanager
@@ -401,10 +398,3 @@ def _deaths_awaited() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGCHLD, before)
-
-
-def _describe_death(worker: BaseProcess) -> str:
-    code = worker.exitcode
-    if code is not None and code < 0:
-        return f"process {worker.pid} by {signal.Signals(-code).name}"
-    return f"process {worker.pid} with exit code {code}"

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.bench.epoch_order import DrawnTimes
-from penstock.bench.own_loader.process_watch import ProcessWatch
-from penstock.bench.own_loader.torch_watch import TorchWatch, parse_trial
+from penstock.bench.own_loader.loader_watch import ProcessWatch, TorchWatch, parse_trial
 from penstock.bench.own_loader.user_code import (
     DescribedLoader,
     SampleCounter,

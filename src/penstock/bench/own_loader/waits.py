@@ -56,20 +56,16 @@ class Fetch(NamedTuple):
     is_batch: bool
 
 
-@dataclass(slots=True)
-class WorkerFetches:
-    """The fetches of one worker, and since when it was being started; 0 if it was already there."""
-
-    began_ns: int
-    rows: list[Fetch]
-
-
 class Delivery(NamedTuple):
-    """A batch that was asked for and given: fetch `row` of its worker."""
+    """A batch that was asked for and given: fetch `row` among the `rows` of its worker.
+
+    The worker was being started since `began_ns`; 0 if it was already there.
+    """
 
     asked_ns: int
     given_ns: int
-    worker: WorkerFetches
+    began_ns: int
+    rows: Sequence[Fetch]
     row: Fetch
 
 
@@ -101,8 +97,8 @@ def divide_waits(
             position += 1
             asked_ns = max(batch.asked_ns, step.start_ns)
             # The start of workers belongs to the first batch, though it was before that was asked for.
-            if step.is_first and batch.worker.began_ns > 0:
-                asked_ns = max(step.start_ns, min(asked_ns, batch.worker.began_ns))
+            if step.is_first and batch.began_ns > 0:
+                asked_ns = max(step.start_ns, min(asked_ns, batch.began_ns))
             if batch.given_ns > asked_ns:
                 for stage, part_ns in _stages_between(batch, asked_ns):
                     found[stage] += part_ns  # type: ignore[assignment]  # parts of nanoseconds
@@ -121,11 +117,11 @@ def divide_waits(
 
 def _stages_between(batch: Delivery, start_ns: int) -> Iterator[tuple[WaitStage, float]]:
     """The stages of the time from `start_ns` until the batch was given."""
-    rows, end_ns, now_ns = batch.worker.rows, batch.given_ns, start_ns
+    rows, end_ns, now_ns = batch.rows, batch.given_ns, start_ns
     last = bisect_left(rows, batch.row.began_ns, key=lambda row: row.began_ns)
     if now_ns < rows[0].began_ns:
         until_ns = min(rows[0].began_ns, end_ns)
-        yield (WaitStage.STARTUP if batch.worker.began_ns else WaitStage.COPY), until_ns - now_ns
+        yield (WaitStage.STARTUP if batch.began_ns else WaitStage.COPY), until_ns - now_ns
         now_ns = until_ns
     for row in rows[bisect_right(rows, now_ns, key=lambda row: row.ended_ns) : last + 1]:
         began_ns, loaded_ns, ended_ns = (min(moment, end_ns) for moment in row[:3])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.own_loader.process_watch import read_io, read_proc
+from penstock.bench.own_loader.loader_watch import read_io, read_proc
 
 torch = pytest.importorskip("torch")
 data = pytest.importorskip("torch.utils.data")
 
-from penstock.bench.own_loader.torch_watch import TorchWatch  # noqa: E402 - needs torch
+from penstock.bench.own_loader.loader_watch import TorchWatch  # noqa: E402 - needs torch
 from penstock.bench.own_loader.waits import Delivery  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -69,7 +69,7 @@ def test_a_slow_fetch_among_fast_ones_slept() -> None:
     loader = data.DataLoader(Samples(40, late=21), batch_size=1, collate_fn=WithoutHash())
     batches, deliveries = watch(loader)
     assert batches == [[-1]] * 40
-    slept = [row.loaded_ns - row.began_ns - row.awake_ns for _, _, _, row in deliveries]
+    slept = [row.loaded_ns - row.began_ns - row.awake_ns for *_, row in deliveries]
     assert len(slept) == 40
     assert slept.index(max(slept)) == 21
     assert max(slept) > 0.8 * 0.05e9
@@ -81,13 +81,13 @@ def test_batches_are_those_of_the_workers_that_made_them(*, persistent: bool) ->
     batches, deliveries = watch(loader, epochs=2)
     made_by = [int(batch[0]) for batch in batches]
     assert made_by == [0, 1, 2, 1, 2, 2]
-    known = {id(delivery.worker): maker for delivery, maker in zip(deliveries, made_by, strict=True)}
-    assert [known[id(delivery.worker)] for delivery in deliveries] == made_by
+    known = {id(delivery.rows): maker for delivery, maker in zip(deliveries, made_by, strict=True)}
+    assert [known[id(delivery.rows)] for delivery in deliveries] == made_by
     assert Counter(known.values()) == {0: 1, 1: 1, 2: 1}
     for delivery in deliveries:
         assert delivery.row.ended_ns <= delivery.given_ns
-        assert delivery.worker.began_ns <= delivery.row.began_ns
-    assert any(delivery.worker.began_ns for delivery in deliveries) is not persistent
+        assert delivery.began_ns <= delivery.row.began_ns
+    assert any(delivery.began_ns for delivery in deliveries) is not persistent
 
 
 def test_a_fetch_that_fails_is_no_batch_and_torch_is_as_before() -> None:

@@ -10,21 +10,20 @@ from penstock.bench.own_loader.waits import (
     LoaderWaits,
     StepWait,
     WaitStage,
-    WorkerFetches,
     divide_waits,
 )
 
 
-def worker(*fetches: Fetch) -> WorkerFetches:
-    return WorkerFetches(began_ns=5, rows=list(fetches))
+def worker(*fetches: Fetch) -> list[Fetch]:
+    return list(fetches)
 
 
 def fetch(began: int, loaded: int, ended: int, *, awake: int = 0) -> Fetch:
     return Fetch(began, loaded, ended, awake, is_batch=True)
 
 
-def delivery(asked: int, given_: int, fetches: WorkerFetches, number: int = 0) -> Delivery:
-    return Delivery(asked, given_, fetches, fetches.rows[number])
+def delivery(asked: int, given_: int, fetches: list[Fetch], number: int = 0) -> Delivery:
+    return Delivery(asked, given_, 5, fetches, fetches[number])
 
 
 def test_wait_for_a_reading_worker_is_storage_then_collation_then_copy() -> None:

@@ -1,9 +1,13 @@
-"""Watch torch DataLoaders from outside: when each batch was fetched, collated and given, by which worker.
+"""Watch a user's loader from outside: DataLoaders by their fetches, any loader by the kernel's figures.
 
-While the watch runs, `DataLoader.__iter__` gives iterators that note when the consumer asked for a batch and
-got it, and workers start with a probe that times each fetch. torch has no public hook for a fetch, so the
+While `TorchWatch` runs, `DataLoader.__iter__` gives iterators that note when the consumer asked for a batch
+and got it, and workers start with a probe that times each fetch. torch has no public hook for a fetch, so the
 probe replaces `fetch` of torch's two fetchers and puts it back at the end. Invariant: the loader yields what
 it would, and its data set, samples and functions are the user's own.
+
+`ProcessWatch` reads the kernel's figures of the loader's processes: bytes read, memory, and how busy their
+threads are. This is all that can be known of a loader that torch did not make. One thread reads /proc now and
+then, and spends at most a thousandth of the time on it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -25,9 +29,171 @@ from struct import Struct
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
-from penstock.bench.own_loader.process_watch import read_io, read_open_proc
-from penstock.bench.own_loader.waits import Delivery, Fetch, WorkerFetches
+from penstock.bench.own_loader.waits import Delivery, Fetch
 from penstock.errors import UsageError
+
+WATCH_THREAD: Final = "penstock-watch"
+_LEAST_INTERVAL_S: Final = 0.1
+_MOST_COST: Final = 0.001
+"""The share of the time that watching may take."""
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
+_HELPERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
+_own_reads: Counter[str] = Counter()
+"""Reads by the measurement itself in this process, which are not the loader's."""
+
+
+def read_proc(path: str) -> str:
+    """A file of /proc; empty if its process or thread is gone."""
+    with suppress(OSError):
+        file = os.open(f"/proc/{path}", os.O_RDONLY)
+        try:
+            return read_open_proc(file)
+        finally:
+            os.close(file)
+    return ""
+
+
+def read_open_proc(file: int) -> str:
+    """An open file of /proc, as it is now."""
+    content = os.pread(file, 1 << 16, 0)
+    _own_reads["syscr"] += 1
+    _own_reads["rchar"] += len(content)
+    return content.decode(errors="replace")
+
+
+def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]:
+    """The kernel's figures of what a process has read, without the reads of some threads and of measuring."""
+    own_reads = _own_reads.copy() if process == os.getpid() else Counter[str]()
+    found: Counter[str] = Counter()
+    for path, counts in (("io", 1), *((f"task/{thread}/io", -1) for thread in without)):
+        for line in read_proc(f"{process}/{path}").splitlines():
+            name, _, value = line.partition(": ")
+            found[name] += counts * int(value)
+    if found:
+        found.subtract(own_reads)
+    return found
+
+
+def find_descendants() -> list[int]:
+    """The processes that this one has started, and theirs, without those that serve `multiprocessing`."""
+    found: list[int] = []
+    unseen = [(os.getpid(), False)]
+    while unseen:
+        pid, is_server = unseen.pop()
+        for task in _tasks(pid):
+            for child in map(int, read_proc(f"{pid}/task/{task}/children").split()):
+                command = read_proc(f"{child}/cmdline").encode()
+                # A process that a fork server has forked has the server's command line.
+                is_helper = not is_server and any(helper in command for helper in _HELPERS)
+                unseen.append((child, is_helper))
+                if not is_helper:
+                    found.append(child)
+    return found
+
+
+def _tasks(pid: int) -> list[str]:
+    with suppress(OSError):
+        return [task.name for task in Path(f"/proc/{pid}/task").iterdir()]
+    return []
+
+
+class ProcessWatch:
+    """Watches this process and those that it starts while its block runs.
+
+    `waited_ns` returns how long the consumer has waited so far.
+    """
+
+    def __init__(self, waited_ns: Callable[[], int]) -> None:
+        workers = ("worker_rss_bytes", "workers_rss_bytes", "workers_shared_bytes")
+        self.memory: dict[str, int] = dict.fromkeys((*workers, "shm_used_bytes", "shm_total_bytes"), 0)
+        self.num_workers = 0
+        """The most processes that were there at two looks in turn: a helper that reads one sample is none."""
+        self._waited_ns = waited_ns
+        self._strangers = frozenset(find_descendants())
+        self._busy_ns = self._observed_ns = 0.0
+        self._io: dict[int, Counter[str]] = {}
+        self._threads: dict[str, int] = {}
+        self._present: frozenset[int] = frozenset()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=WATCH_THREAD, daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._look_at_memory([])  # a loader may be gone before the first look
+        self._first_io = read_io(os.getpid())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watching thread."""
+        self._stopped.set()
+        self._thread.join(5.0)
+
+    def read_so_far(self) -> Counter[str]:
+        """The reads since the start: of the loader's processes if there are any, else of this one."""
+        for pid in self._find_pids():
+            self._io[pid] = read_io(pid) or self._io.get(pid, Counter())
+        if self._io:
+            return sum(self._io.values(), Counter())
+        found = read_io(os.getpid())
+        found.subtract(self._first_io)
+        return found
+
+    @property
+    def busy_share(self) -> float:
+        """The part of the waits in which the busiest thread of the loader computed, or wanted to."""
+        return min(self._busy_ns / self._observed_ns, 1.0) if self._observed_ns else 0.0
+
+    def _find_pids(self) -> list[int]:
+        return [pid for pid in find_descendants() if pid not in self._strangers]
+
+    def _run(self) -> None:
+        interval_s, looked_ns, waited_ns, cost_s = _LEAST_INTERVAL_S, time.monotonic_ns(), 0, 0.0
+        while not self._stopped.wait(interval_s):
+            now_ns, total_ns, pids = time.monotonic_ns(), self._waited_ns(), self._find_pids()
+            self._look_at_threads(pids, now_ns - looked_ns, total_ns - waited_ns)
+            looked_ns, waited_ns = now_ns, total_ns
+            self._look_at_memory(pids)
+            self.read_so_far()  # of a process that has ended the last figures count
+            self.num_workers = max(self.num_workers, len(self._present.intersection(pids)))
+            self._present = frozenset(pids)
+            before_s, cost_s = cost_s, time.thread_time()
+            interval_s = max(_LEAST_INTERVAL_S, (cost_s - before_s) / _MOST_COST)
+
+    def _look_at_threads(self, pids: list[int], elapsed_ns: int, waited_ns: int) -> None:
+        """Find the busiest thread since the last look, and count it if the consumer mostly waited."""
+        own = {str(threading.main_thread().native_id), str(self._thread.native_id)}
+        times = {}
+        for pid in (os.getpid(), *pids):
+            for task in _tasks(pid):
+                if task not in own and (figures := read_proc(f"{pid}/task/{task}/schedstat").split()):
+                    times[task] = int(figures[0]) + int(figures[1])  # computed, and waited for a core
+        busiest_ns = max((times[task] - self._threads.get(task, times[task]) for task in times), default=0)
+        self._threads = times
+        if waited_ns > elapsed_ns // 2:
+            self._busy_ns += waited_ns * min(busiest_ns / elapsed_ns, 1.0)
+            self._observed_ns += waited_ns
+
+    def _look_at_memory(self, pids: list[int]) -> None:
+        rss, shared = [0], [0]
+        for pid in pids:
+            lines = (line.split() for line in read_proc(f"{pid}/status").splitlines())
+            status = {words[0]: int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
+            rss.append(status.get("VmRSS:", 0))
+            shared.append(status.get("RssShmem:", 0))
+        found = {
+            "worker_rss_bytes": max(rss),
+            "workers_rss_bytes": sum(rss),
+            "workers_shared_bytes": sum(shared),
+        }
+        with suppress(OSError):
+            room = os.statvfs(_SHARED_MEMORY)
+            found["shm_total_bytes"] = room.f_blocks * room.f_frsize
+            found["shm_used_bytes"] = (room.f_blocks - room.f_bfree) * room.f_frsize
+        for name, value in found.items():
+            self.memory[name] = max(self.memory[name], value)
+
 
 _RECORD: Final = Struct(f"<{len(Fetch._fields)}q")
 _REPORTED_EVERY_NS: Final = 100_000_000
@@ -109,6 +275,41 @@ class FetchProbe:
             return 0
 
 
+class FetchLog:
+    """A worker's fetches and reads, in files of `folder`: `worker-N` has a record for each fetch."""
+
+    def __init__(self, folder: Path, worker_id: int) -> None:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        self._records = os.open(folder / f"worker-{worker_id}", flags, 0o600)
+        self._report = folder / f"{os.getpid()}.json"
+        self._first_io = self._read_io()
+        self._due_ns = 0
+
+    def keep(self, fetch: Fetch) -> None:
+        """Write one record; now and then a report of the reads so far."""
+        # A full disk must not end the loader: the rest of its fetches is unknown.
+        with suppress(OSError):
+            os.write(self._records, _RECORD.pack(*fetch))
+        if fetch.ended_ns >= self._due_ns:
+            self._due_ns = fetch.ended_ns + _REPORTED_EVERY_NS
+            self.write_report()
+
+    def write_report(self) -> None:
+        """Replace the report of this process's reads for samples."""
+        found = self._read_io()
+        found.subtract(self._first_io)
+        with suppress(OSError):
+            unfinished = self._report.with_suffix(".part")
+            unfinished.write_text(json.dumps(found))
+            unfinished.replace(self._report)
+
+    def _read_io(self) -> Counter[str]:
+        """The reads of this process, without those of threads that send batches."""
+        threads = threading.enumerate()
+        senders = [one.native_id for one in threads if any(name in one.name for name in _MESSENGERS)]
+        return read_io(os.getpid(), without=senders)
+
+
 class ProbedWorker:
     """A worker's `worker_init_fn`: the user's own first, then the probe. It can be pickled."""
 
@@ -120,37 +321,9 @@ class ProbedWorker:
         """Start the probe in a worker, before torch builds what fetches."""
         if self._user_init is not None:
             self._user_init(worker_id)
-        records = os.open(self._folder / f"worker-{worker_id}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        report, first, due_ns = self._folder / f"{os.getpid()}.json", _read_own_io(), 0
-
-        def write_report() -> None:
-            found = _read_own_io()
-            found.subtract(first)
-            with suppress(OSError):
-                unfinished = report.with_suffix(".part")
-                unfinished.write_text(json.dumps(found))
-                unfinished.replace(report)
-
-        def keep(fetch: Fetch) -> None:
-            nonlocal due_ns
-            # A full disk must not end the loader: the rest of its fetches is unknown.
-            with suppress(OSError):
-                os.write(records, _RECORD.pack(*fetch))
-            if fetch.ended_ns >= due_ns:
-                due_ns = fetch.ended_ns + _REPORTED_EVERY_NS
-                write_report()
-
-        FetchProbe(keep, is_worker=True)
-        Finalize(None, write_report, exitpriority=100)
-
-
-def _read_own_io() -> Counter[str]:
-    """The reads of this process for samples."""
-    threads = threading.enumerate()
-    return read_io(
-        os.getpid(),
-        without=[one.native_id for one in threads if any(name in one.name for name in _MESSENGERS)],
-    )
+        log = FetchLog(self._folder, worker_id)
+        FetchProbe(log.keep, is_worker=True)
+        Finalize(None, log.write_report, exitpriority=100)
 
 
 @dataclass(slots=True)
@@ -256,7 +429,7 @@ class TorchWatch:
     def take_deliveries(self) -> list[Delivery]:
         """The batches since the last call, each with the fetches of the worker that made it."""
         iterations, self._iterations[:] = self._iterations[:], []
-        own, self._own[:] = WorkerFetches(0, self._own[:]), []
+        own, self._own[:] = self._own[:], []
         found: list[Delivery] = []
         for number, iteration in enumerate(iterations):
             end_ns = min(
@@ -266,10 +439,8 @@ class TorchWatch:
             if iteration.loader.num_workers:
                 found += _deliveries_of_workers(iteration, end_ns)
         # Without workers the consumer fetches for itself.
-        alone = [one for one in iterations if not one.loader.num_workers]
-        if alone:
-            own.began_ns = alone[0].began_ns
-        found += [Delivery(row.began_ns, row.ended_ns, own, row) for row in own.rows if row.is_batch]
+        began_ns = next((one.began_ns for one in iterations if not one.loader.num_workers), 0)
+        found += [Delivery(row.began_ns, row.ended_ns, began_ns, own, row) for row in own if row.is_batch]
         if iterations:
             most = max(iterations, key=lambda one: len(one.moments)).loader
             self.settings = {
@@ -288,23 +459,22 @@ def _deliveries_of_workers(iteration: _Iteration, end_ns: int) -> Iterator[Deliv
         content = b""
         with suppress(OSError):
             content = (iteration.folder / f"worker-{number}").read_bytes()
-        rows = map(Fetch._make, _RECORD.iter_unpack(content[: len(content) // _RECORD.size * _RECORD.size]))
-        fetches = WorkerFetches(
-            began_ns, [row for row in rows if iteration.began_ns <= row.began_ns < end_ns]
+        records = map(
+            Fetch._make, _RECORD.iter_unpack(content[: len(content) // _RECORD.size * _RECORD.size])
         )
-        workers.append(fetches)
+        workers.append([row for row in records if iteration.began_ns <= row.began_ns < end_ns])
     # Worker 0's first batch, worker 1's first batch, ..., worker 0's second; one that has no more is skipped.
     order = sorted(
         (turn, number)
-        for number, worker in enumerate(workers)
-        for turn in range(sum(row.is_batch for row in worker.rows))
+        for number, rows in enumerate(workers)
+        for turn in range(sum(row.is_batch for row in rows))
     )
-    batches = [[row for row in worker.rows if row.is_batch] for worker in workers]
+    batches = [[row for row in rows if row.is_batch] for rows in workers]
     made = [(batches[number][turn], workers[number]) for turn, number in order]
     if not getattr(iteration.loader, "in_order", True):
         made.sort(key=lambda one: one[0].ended_ns)
-    for (asked_ns, given_ns), (row, worker) in zip(iteration.moments, made, strict=False):
-        yield Delivery(asked_ns, given_ns, worker, row)
+    for (asked_ns, given_ns), (row, rows) in zip(iteration.moments, made, strict=False):
+        yield Delivery(asked_ns, given_ns, began_ns, rows, row)
 
 
 TRIALS: Final[Mapping[str, str]] = {
