@@ -301,11 +301,8 @@ def name_kind(plan: IoPlan) -> str:
 
 def has_small_objects(document: Mapping[str, Any]) -> bool:
     """True if a run moved objects so far scaled down that their latencies are not those of whole ones."""
-    return document["plan"]["scale"] != "1" and _object_bytes(document) < _SMALL_BYTES
-
-
-def _object_bytes(document: Mapping[str, Any]) -> int:
-    return int(document["plan"]["chunk_bytes"] // document["plan"]["objects_per_chunk"])
+    plan = document["plan"]
+    return plan["scale"] != "1" and bool(plan["chunk_bytes"] // plan["objects_per_chunk"] < _SMALL_BYTES)
 
 
 def limited_by_client(document: Mapping[str, Any], name: str) -> float | None:
@@ -337,8 +334,9 @@ def say_doubts(document: Mapping[str, Any]) -> list[str]:
         texts.append("The run ended by its duration before all operations were done.")
     if has_small_objects(document):
         texts.append(
-            f"Objects have {format_bytes(_object_bytes(document))} at --scale {plan['scale']}: latencies and "
-            "the time saved are figures of small objects, and show nothing about whole ones."
+            f"Objects have {format_bytes(plan['chunk_bytes'] // plan['objects_per_chunk'])} at "
+            f"--scale {plan['scale']}: latencies and the time saved are figures of small objects, and show "
+            "nothing about whole ones."
         )
     return texts
 

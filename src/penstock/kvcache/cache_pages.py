@@ -134,7 +134,9 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
             verdict="misses" if misses else "whole",
             look=Look.BAD if misses else Look.GOOD,
             figure=f"read {format_bytes(read)}/s, wrote {format_bytes(write)}/s of payload",
-            limited_by=_say_limit(document),
+            limited_by="this client: the same streams are hardly faster on objects in memory"
+            if any(limited_by_client(document, name) for name in ("read", "write"))
+            else "the storage, or the streams in flight",
             since=f"the start: the run took {format_seconds(document['elapsed_s'])}",
             to_do="Look for what damaged or removed entries."
             if misses
@@ -165,12 +167,6 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
             table_section("latency", "Latencies, ms", _latency_rows(document)),
         ],
     )
-
-
-def _say_limit(document: Mapping[str, Any]) -> str:
-    if any(limited_by_client(document, name) for name in ("read", "write")):
-        return "this client: the same streams are hardly faster on objects in memory"
-    return "the storage, or the streams in flight"
 
 
 def _load_charts(document: Mapping[str, Any]) -> list[Chart]:
@@ -205,7 +201,10 @@ def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
     tiers = [tier for tier in _TIERS if any(row[f"{tier}_hits"] for row in rows)]
     shares = [
         _known_series(
-            tier, _TIERS[tier], middles, [_percent(row[f"{tier}_hits"], row["chunks"]) for row in rows]
+            tier,
+            _TIERS[tier],
+            middles,
+            [100 * row[f"{tier}_hits"] / row["chunks"] if row["chunks"] else None for row in rows],
         )
         for tier in tiers or ["storage"]
     ]
@@ -217,9 +216,12 @@ def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
         for tier in tiers
     ]
     written = [row["storage_written_bytes"] / width_s for row in rows]
+    # Lines have a legend; one alone has none, so that its title names it.
+    hits_by = ", by tier" if len(shares) > 1 else f" in {shares[0].name}"
+    read_by = ", by tier" if len(read) > 1 else f" from {''.join(tiers)}"
     lines = [
-        (_title("Chunks that hit", "in", shares), "%", 100.0, shares),
-        *([(_title("Read", "from", read), "B/s", 0.0, read)] if read else []),
+        (f"Chunks that hit{hits_by}", "%", 100.0, shares),
+        *([(f"Read{read_by}", "B/s", 0.0, read)] if read else []),
         ("Written to storage", "B/s", 0.0, [Series(x=middles, y=written)]),
     ]
     return [
@@ -234,11 +236,6 @@ def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
         )
         for title, unit, y_end, series in lines
     ]
-
-
-def _title(what: str, word: str, series: Sequence[Series]) -> str:
-    """Lines have a legend; one alone has none, so that its title names it."""
-    return f"{what}, by tier" if len(series) > 1 else f"{what} {word} {series[0].name}"
 
 
 def _run_charts(document: Mapping[str, Any]) -> list[Chart]:
@@ -290,10 +287,6 @@ def _known_series(name: str, tone: Tone, xs: Sequence[float], ys: Sequence[float
     return Series(name=name, tone=tone, x=[x for x, _ in pairs], y=[y for _, y in pairs])
 
 
-def _percent(part: int, whole: int) -> float | None:
-    return 100 * part / whole if whole else None
-
-
 def _latency_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
     named: Sequence[tuple[str, Mapping[str, Any]]] = (
         ("objects read", document["read"]["latency_ms"]),
@@ -333,8 +326,9 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
             )
             or "no run moved anything on its storage",
             limited_by="; ".join(
-                f"{_in_words(name)}: best over worst {_spread(figure['values'])}"
+                f"{_in_words(name)}: best over worst {max(known) / min(known):.2f}x"
                 for name, figure in rates.items()
+                if (known := [value for value in figure["values"] if value])
             )
             or "the workload: nothing was moved",
             since="all runs executed the same operations" if is_same else "the operations differ",
@@ -365,11 +359,6 @@ def _in_words(name: str) -> str:
         .replace("_ms", "")
         .replace("_", " ")
     )
-
-
-def _spread(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value]
-    return f"{max(known) / min(known):.2f}x"
 
 
 def _compare_bars(name: str, runs: Sequence[str], values: Sequence[float | None]) -> Chart:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -86,15 +85,14 @@ def _written_keys(operations: Operations, layout: EntryLayout, *, reads: bool = 
 
 
 def _remove(storage: Storage, keys: Collection[str], progress: Progress) -> None:
+    def remove(key: str) -> None:
+        with suppress(ObjectNotFound):
+            storage.delete(key)
+        progress.advance(1)
+
     progress.begin("removing entries", len(keys))
     with ThreadPoolExecutor(_REMOVERS) as pool:
-        for _ in pool.map(partial(_delete, storage), keys):
-            progress.advance(1)
-
-
-def _delete(storage: Storage, key: str) -> None:
-    with suppress(ObjectNotFound):
-        storage.delete(key)
+        list(pool.map(remove, keys))
 
 
 _DOUBLINGS: Final = 12

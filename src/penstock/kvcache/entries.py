@@ -8,8 +8,9 @@ The layouts of vLLM's and LMCache's file tiers have no checksum; their entries a
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from hashlib import blake2b, sha256
 from typing import Any, Final, Literal
 
@@ -63,7 +64,7 @@ def make_footer(key: str, payload_bytes: int, payload_digest: bytes) -> bytes:
 
 
 def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_digest: bytes) -> EntryOutcome:
-    """True if an entry of the right size is the one of this key, whole and unchanged."""
+    """`DONE` if an entry of the right size is the one of this key, whole and unchanged."""
     if not np.frombuffer(footer, np.uint8).any():
         return EntryOutcome.TORN
     fields = bytes(footer[: _FIELDS.size])
@@ -79,14 +80,10 @@ def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_diges
     return EntryOutcome.DONE if of_payload == payload_digest else EntryOutcome.FLIPPED
 
 
-def begins_footer(footer: memoryview) -> bool:
-    """True if a page is a footer at all, right or wrong."""
-    return bytes(footer[: len(_MAGIC)]) == _MAGIC
-
-
-def stated_digest(footer: memoryview) -> bytes:
-    """The digest of the payload that a footer states."""
-    return bytes(footer[_FIELDS.size - 16 : _FIELDS.size])
+def stated_digest(footer: memoryview) -> bytes | None:
+    """The digest of the payload that a footer states; None if the page is no footer, right or wrong."""
+    magic, _, _, of_payload = _FIELDS.unpack_from(footer)
+    return bytes(of_payload) if magic == _MAGIC else None
 
 
 def judge_size(size_bytes: int, expected_bytes: int) -> EntryOutcome:
@@ -102,7 +99,7 @@ def has_zero_page(content: memoryview) -> bool:
     return bool((~pages.any(axis=1)).any())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EntryLayout:
     """The names of entries, and whether they have a footer.
 
@@ -120,21 +117,16 @@ class EntryLayout:
     layers: int = 0
     dtype: str = "float16"
     folder: str = ""
-    _folder: str = field(init=False, default="")
-
-    def __post_init__(self) -> None:
-        if self.name == "vllm":
-            object.__setattr__(self, "_folder", vllm_folder(self.vllm_configuration()))
-
-    @property
-    def has_footer(self) -> bool:
-        """True if entries prove themselves; others are compared with what was written."""
-        return self.name == "penstock"
 
     @property
     def footer_bytes(self) -> int:
-        """The bytes of an entry beyond its payload."""
-        return FOOTER_BYTES if self.has_footer else 0
+        """The bytes of an entry beyond its payload; without a footer it is compared with the original."""
+        return FOOTER_BYTES if self.name == "penstock" else 0
+
+    @cached_property
+    def _vllm_folder(self) -> str:
+        """The name of vLLM's folder, which takes long to make."""
+        return vllm_folder(self.vllm_configuration())
 
     def vllm_configuration(self) -> dict[str, Any]:
         """The configuration that vLLM's tier hashes into its folders' names, as in its `config.json`."""
@@ -158,7 +150,7 @@ class EntryLayout:
         """Files that the engine of this layout writes once, next to its entries."""
         if self.name != "vllm":
             return {}
-        key = f"{self._folder}/config.json"
+        key = f"{self._vllm_folder}/config.json"
         content = json.dumps(self.vllm_configuration(), indent=2, sort_keys=True).encode()
         return {f"{self.folder}/{key}" if self.folder else key: content}
 
@@ -171,7 +163,7 @@ class EntryLayout:
         size = 32 if self.name == "vllm" else 16
         digest = blake2b(f"{self.namespace}:{entry}".encode(), digest_size=size).hexdigest()
         if self.name == "vllm":
-            return f"{self._folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
+            return f"{self._vllm_folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
         if self.name == "lmcache":
             model = self.model.replace("/", "-")
             dtype = _LMCACHE_DTYPES.get(self.dtype, self.dtype)

@@ -411,7 +411,8 @@ def _judge_own(source: Source, entry: _Entry, *, verifies: bool) -> None:
         entry.judge(EntryOutcome.TRUNCATED, "it is shorter than what ends an entry")
         return
     source.read_into(payload_bytes, footer)
-    digest = entries.stated_digest(footer)
+    stated = entries.stated_digest(footer)
+    digest = stated or b""
     if verifies:
         computed = xxhash.xxh3_128()
         for chunk in _chunks(source, payload_bytes):
@@ -421,7 +422,7 @@ def _judge_own(source: Source, entry: _Entry, *, verifies: bool) -> None:
     parts = entry.info.key.split("/")
     names = ["/".join(parts[start:]) for start in range(len(parts) - 1)]
     judged = [entries.judge_footer(footer, name, payload_bytes, digest) for name in names]
-    if judged[-1] is EntryOutcome.FLIPPED and not entries.begins_footer(footer):
+    if judged[-1] is EntryOutcome.FLIPPED and stated is None:
         entry.judge(EntryOutcome.TRUNCATED, "it does not end as entries do")
     elif EntryOutcome.DONE not in judged:
         outcome = EntryOutcome.FLIPPED if EntryOutcome.FLIPPED in judged else judged[-1]

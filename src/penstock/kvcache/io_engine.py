@@ -104,7 +104,7 @@ class IoEngine:
     def run(self, wait_for_start: Callable[[], None] = lambda: None) -> None:
         """Execute everything; the first error of storage, other than a miss, ends it and is raised."""
         warm = Content(self._settings.seed, 0)
-        if not self._layout.has_footer:
+        if not self._layout.footer_bytes:
             warm.prepare_verification()
         # The memory of each worker: one chunk where two of them share a stream, else up to two.
         sizes = self._operations["bytes"][self._operations["op"] != Op.DELETE]

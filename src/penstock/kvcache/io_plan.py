@@ -66,19 +66,16 @@ class ObjectLayout:
     def part_bytes(self, model: KvModel, tokens: int) -> list[int]:
         """The sizes of a chunk's objects, in the order of their numbers."""
         splits = 1 if model.latent_dims else min(self.tensor, model.kv_heads)
-        layers = [1] * model.layers if self.is_per_layer else _divided(model.layers, self.pipeline)
-        shares = _divided(model.kv_heads, splits)
+        # Whole numbers that differ by 1 at most: of layers, and of heads.
+        layer_parts = model.layers if self.is_per_layer else self.pipeline
+        layers = [(model.layers + part) // layer_parts for part in reversed(range(layer_parts))]
+        shares = [(model.kv_heads + part) // splits for part in reversed(range(splits))]
         return [
             ceil(tokens * count * model.layer_bytes_per_token * share * self.scale / model.kv_heads)
             for count in layers
             if count
             for share in shares
         ]
-
-
-def _divided(number: int, parts: int) -> list[int]:
-    """Whole numbers that differ by 1 at most and add up to `number`."""
-    return [number // parts + (part < number % parts) for part in range(parts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +135,12 @@ class IoPlan:
 
     def most_stored_bytes(self, num_ranks: int) -> int:
         """The most bytes stored at a time, however far ranks get apart: the sum of each rank's most."""
-        return sum(_most_stored(self.share_of(rank, num_ranks)) for rank in range(num_ranks))
+        most = 0
+        for rank in range(num_ranks):
+            share = self.share_of(rank, num_ranks)
+            signs = np.select([share["op"] == Op.WRITE, share["op"] == Op.DELETE], [1, -1], 0)
+            most += int(np.cumsum(signs * share["bytes"]).max(initial=0))
+        return most
 
     def document(self) -> dict[str, Any]:
         """The plan in figures, as plain data."""
@@ -172,11 +174,6 @@ def owners(operations: Operations, parts: int, num_ranks: int) -> Integers:
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
     ranks: Integers = ((mixed >> np.uint64(33)) % np.uint64(num_ranks)).astype(np.int64)
     return ranks
-
-
-def _most_stored(operations: Operations) -> int:
-    signs = np.select([operations["op"] == Op.WRITE, operations["op"] == Op.DELETE], [1, -1], 0)
-    return int(np.cumsum(signs * operations["bytes"]).max(initial=0))
 
 
 def plan_blocks(

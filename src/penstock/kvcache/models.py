@@ -8,16 +8,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
 from penstock.kvcache.block_trace import BlockTrace, find_reuse
 
-DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType(
-    {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
-)
+DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,34 +76,26 @@ class KvModel:
         return layers * 2 * heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
-def _heads(name: str, layers: int, heads: int, kv_heads: int, head_dim: int) -> KvModel:
-    return KvModel(name=name, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-
-
-def _latent(name: str, layers: int, heads: int, latent_dims: int) -> KvModel:
-    return KvModel(
-        name=name, layers=layers, heads=heads, kv_heads=heads, head_dim=128, latent_dims=latent_dims
-    )
-
-
-MODELS: Final[Mapping[str, KvModel]] = MappingProxyType(
-    {
-        model.name: model
-        for model in (
-            _heads("tiny-1b", 12, 8, 4, 128),
-            _heads("mistral-7b", 32, 32, 8, 128),
-            _heads("llama2-7b", 32, 32, 32, 128),
-            _heads("llama3.1-8b", 32, 32, 8, 128),
-            _heads("llama3.1-70b-instruct", 80, 64, 8, 128),
-            _latent("deepseek-v3", 61, 128, 512 + 64),
-            _heads("qwen3-32b", 64, 64, 8, 128),
-            _heads("gpt-oss-120b", 36, 64, 8, 64),
-            _heads("gpt-oss-20b", 24, 64, 8, 64),
-            _latent("glm5", 78, 64, 512 + 64 + 128),
-            _latent("kimi-k2.6", 61, 64, 512 + 64),
-        )
-    }
+_SHIPPED: Final = (
+    ("tiny-1b", 12, 8, 4, 128, 0),
+    ("mistral-7b", 32, 32, 8, 128, 0),
+    ("llama2-7b", 32, 32, 32, 128, 0),
+    ("llama3.1-8b", 32, 32, 8, 128, 0),
+    ("llama3.1-70b-instruct", 80, 64, 8, 128, 0),
+    ("deepseek-v3", 61, 128, 128, 128, 512 + 64),
+    ("qwen3-32b", 64, 64, 8, 128, 0),
+    ("gpt-oss-120b", 36, 64, 8, 64, 0),
+    ("gpt-oss-20b", 24, 64, 8, 64, 0),
+    ("glm5", 78, 64, 64, 128, 512 + 64 + 128),
+    ("kimi-k2.6", 61, 64, 64, 128, 512 + 64),
 )
+"""Name, layers, heads, heads of keys and values, their dimensions, and those of the latent of MLA."""
+MODELS: Final[Mapping[str, KvModel]] = {
+    name: KvModel(
+        name=name, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, latent_dims=latent
+    )
+    for name, layers, heads, kv_heads, head_dim, latent in _SHIPPED
+}
 
 
 def find_model(name: str, *, dtype: str | None = None) -> KvModel:
@@ -157,27 +146,21 @@ def _number(config: Mapping[str, Any], key: str, path: Path) -> int:
     return value
 
 
-GIB: Final = 1 << 30
-
-UPSTREAM_BYTES_PER_TOKEN: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "tiny-1b": 768,
-        "mistral-7b": 4096,
-        "llama2-7b": 8192,
-        "llama3.1-8b": 4096,
-        "llama3.1-70b-instruct": 16_384,
-    }
-)
+UPSTREAM_BYTES_PER_TOKEN: Final[Mapping[str, int]] = {
+    "tiny-1b": 768,
+    "mistral-7b": 4096,
+    "llama2-7b": 8192,
+    "llama3.1-8b": 4096,
+    "llama3.1-70b-instruct": 16_384,
+}
 """Factors of `datasize` in MLPerf Storage v3.0: 20 to 64 times less than its run writes."""
-_TYPICAL_TOKENS: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "tiny-1b": 2048,
-        "mistral-7b": 4096,
-        "llama2-7b": 4096,
-        "llama3.1-8b": 8192,
-        "llama3.1-70b-instruct": 8192,
-    }
-)
+_TYPICAL_TOKENS: Final[Mapping[str, int]] = {
+    "tiny-1b": 2048,
+    "mistral-7b": 4096,
+    "llama2-7b": 4096,
+    "llama3.1-8b": 8192,
+    "llama3.1-70b-instruct": 8192,
+}
 DEFAULT_TOKENS: Final = 8192
 _HIT_SHARES: Final = (0.5, 0.9, 0.99)
 
