@@ -985,7 +985,8 @@ def index_byte_items(index: CheckpointIndex) -> ByteItemIndex:
     byte_tensors = tuple(
         TensorFacts(name, "uint8", (size,), 1) for name, size in zip(names, sizes.tolist(), strict=True)
     )
-    whole = _byte_regions(np.arange(len(byte_tensors)) + first_packed, sizes)
+    numbers = np.arange(len(byte_tensors)) + first_packed
+    whole = Regions(numbers, np.zeros((len(numbers), 1), dtype=np.int64), sizes[:, None])
     plain = stored.take(plain_rows)
     return ByteItemIndex(
         tensors=(*index.tensors, *byte_tensors),
@@ -1001,10 +1002,6 @@ def index_byte_items(index: CheckpointIndex) -> ByteItemIndex:
         packed_rows=packed_rows,
         first_packed=first_packed,
     )
-
-
-def _byte_regions(tensor: Ints, sizes: Ints) -> Regions:
-    return Regions(tensor, np.zeros((len(tensor), 1), dtype=np.int64), sizes[:, None])
 
 
 def build_requests(
@@ -1075,7 +1072,8 @@ def build_matched_requests(
     items = dict.fromkeys(item_index.first_packed + row for row, _, _ in unpacking)
     items.update(dict.fromkeys(item_index.first_object + number for number in wanted_objects.values()))
     sizes = np.array([item_index.tensors[number].shape[0] for number in items], dtype=np.int64)
-    whole = _byte_regions(np.array(list(items), dtype=np.int64), sizes)
+    tensor = np.array(list(items), dtype=np.int64)
+    whole = Regions(tensor, np.zeros((len(tensor), 1), dtype=np.int64), sizes[:, None])
     return LoadRequests(
         regions=Regions.concatenated([regions, whole]),
         names=names,

@@ -508,11 +508,13 @@ def run_rounds(line: PointToPoint, outbox: Outbox, incoming: Sequence[Incoming],
             memory = (
                 np.empty(awaited.size_bytes, dtype=np.uint8) if awaited.memory is None else awaited.memory
             )
-            receiving.append((awaited, memory, line.receive(awaited.peer, memory.data, tag=_tag(awaited))))
+            receiving.append(
+                (awaited, memory, line.receive(awaited.peer, memory.data, tag=FIRST_TAG + awaited.number))
+            )
         sending = []
         for message in out[number]:
             memory = outbox.wait_filled(message)
-            sending.append((message, line.send(message.peer, memory.data, tag=_tag(message))))
+            sending.append((message, line.send(message.peer, memory.data, tag=FIRST_TAG + message.number)))
         for awaited, memory, pending in receiving:
             awaiting = f"parts of the checkpoint that rank {awaited.peer} reads"
             pending.wait(awaiting=awaiting, timeout_s=timeout_s)
@@ -522,7 +524,3 @@ def run_rounds(line: PointToPoint, outbox: Outbox, incoming: Sequence[Incoming],
             awaiting = f"rank {message.peer} to take its part of the checkpoint"
             pending.wait(awaiting=awaiting, timeout_s=timeout_s)
             outbox.sent(message)
-
-
-def _tag(message: Outgoing | Incoming) -> int:
-    return FIRST_TAG + message.number

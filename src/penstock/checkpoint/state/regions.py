@@ -85,7 +85,12 @@ class Regions:
 
     def take(self, rows: Ints | Bools | slice) -> Regions:
         """Some of the regions, in the order of `rows`; this object itself if those are all rows in order."""
-        if isinstance(rows, np.ndarray) and len(rows) == len(self) and _is_all(rows):
+        # Checking costs far less than copying a million regions.
+        if (
+            isinstance(rows, np.ndarray)
+            and len(rows) == len(self)
+            and (rows if rows.dtype == np.bool_ else rows == np.arange(len(rows))).all()
+        ):
             return self
         return Regions(self.tensor[rows], self.offsets[rows], self.sizes[rows])
 
@@ -133,11 +138,6 @@ def pad_rows(rows: Sequence[Sequence[int]], padding: int, *, least_width: int = 
     table = np.full((len(rows), width), padding, dtype=np.int64)
     table[np.arange(width) < length[:, None]] = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
     return table
-
-
-def _is_all(rows: Ints | Bools) -> bool:
-    """True for all rows in order. Checking costs far less than copying a million regions."""
-    return bool(rows.all() if rows.dtype == np.bool_ else (rows == np.arange(len(rows))).all())
 
 
 def element_sizes(tensors: Sequence[TensorFacts]) -> Ints:
