@@ -18,16 +18,16 @@ class _UniqueKeys:
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - the loader's signature
         loader: Any = super()
-        seen: set[Hashable] = set()
+        known: set[Hashable] = set()
         for key_node, _ in node.value:
             key = loader.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # the loader itself refuses it
-            if key in seen:
+            if key in known:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
                 )
-            seen.add(key)
+            known.add(key)
         mapping: dict[Hashable, Any] = loader.construct_mapping(node, deep)
         return mapping
 

@@ -230,9 +230,9 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
     """The error for the user if the loader fails."""
     text = "".join(traceback.format_exception(error))
     # Torch's message has the traceback of a worker, where a file of the user's may lie in /dev/shm.
-    said = _PLACE.sub("", text if isinstance(error, OSError) else _last_line(str(error)))
+    message = _PLACE.sub("", text if isinstance(error, OSError) else _last_line(str(error)))
     when = f"at step {step} of epoch {epoch}"
-    if _SHARED.search(said):
+    if _SHARED.search(message):
         return OutOfSpace(
             f"Shared memory is full: the loader {loader} failed {when} ({_last_line(str(error))})",
             where=_describe_shared_memory(),
@@ -261,9 +261,9 @@ def is_dead_worker(error: BaseException) -> bool:
 
 def explain_code(error: BaseException, who: str, when: str) -> StorageError:
     """An error of the user's own code, with the innermost line of it."""
-    said, kind = _last_line(str(error)), type(error).__name__
+    message, kind = _last_line(str(error)), type(error).__name__
     return StorageError(
-        f"{f'{who} failed {when}'.rstrip()}: {said if said.startswith(kind) else f'{kind}: {said}'}",
+        f"{f'{who} failed {when}'.rstrip()}: {message if message.startswith(kind) else f'{kind}: {message}'}",
         where=_find_place("".join(traceback.format_exception(error))),
         fix="Run it alone to see the whole traceback.",
     )
