@@ -151,12 +151,8 @@ def cells(answer: Answer, row: Sequence[Value]) -> list[str]:
     ]
 
 
-def _text(value: Any) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
-
-
 _FORMATS: Final[Mapping[Unit, Callable[[Any], str]]] = {
-    Unit.TEXT: _text,
+    Unit.TEXT: lambda value: ("yes" if value else "no") if isinstance(value, bool) else str(value),
     Unit.COUNT: lambda value: f"{value:,}",
     Unit.BYTES: format_bytes,
     Unit.GIB: lambda value: f"{value:.6f}",
