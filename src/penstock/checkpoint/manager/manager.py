@@ -57,26 +57,27 @@ logger = logging.getLogger(__name__)
 
 
 class Manager:
-    """The checkpoints below `durable`, a path, a URI or an open storage, of which the newest `keep` stay.
+    """Saves and restores the checkpoints of a run below `durable`: a path, a URI or an open storage.
 
     >>> with Manager("/pfs/run", keep=3) as manager:
     ...     step = manager.restore(state) or 0
     ...     handle = manager.save_async(step + 1, state)
 
-    `process_group` has the ranks whose checkpoints these are: by default all ranks, or this process alone.
-    Managers of disjoint groups can work at the same time; each needs its own folder. Making and closing a
-    manager is collective; waits last `timeout_s` at most. `has_pointer`: a file `latest` names the last step.
+    The newest `keep` checkpoints stay; None keeps all. `process_group` names the ranks that save together
+    (default: all ranks, or this process alone). Managers of disjoint groups can work at the same time; each
+    needs a folder of its own. Making and closing a manager is collective. No wait takes longer than
+    `timeout_s`. With `has_pointer`, a file `latest` names the last step.
 
     Each rank writes `writers` files in parallel. `staging_bytes` limits the memory of pending saves on a rank
     (2 GiB); a larger state blocks `save_async` until the rest is written. `replicas="compare"` refuses
     replicas that differ.
 
     With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
-    `durable` in the background as `flush` says; the newest `keep_cached` stay. `failure_domain` names what
-    fails together (default: this host); its ranks never protect each other. See `penstock docs levels`.
+    `durable` in the background according to `flush`; the newest `keep_cached` stay. Ranks with the same
+    `failure_domain` (default: this host) never protect each other. See `penstock docs levels`.
 
     `save_policy` answers `should_save`: `if manager.should_save(step): manager.save_async(step, state)`.
-    `stop` lists what else ends the job: then `should_save` is true and `stop_reason` says why.
+    `stop` lists events that end the job: then `should_save` is true and `stop_reason` gives the reason.
     """
 
     def __init__(  # noqa: PLR0913 - as many as a run has choices
@@ -156,7 +157,7 @@ class Manager:
 
     @property
     def stop_reason(self) -> str:
-        """Why this job should end, the same on all ranks after a `should_save`; empty while it should not."""
+        """The reason to end this job, the same on all ranks after a `should_save`; empty if there is none."""
         return self._stop.reason
 
     def should_save(self, step: int) -> bool:
@@ -334,7 +335,7 @@ class Manager:
         return self._restart
 
     def close(self) -> None:
-        """Wait for all saves and release everything; raises a failure not yet reported. Collective."""
+        """Wait for all saves, then release everything; raises a failure that was not reported. Collective."""
         # A fork has the manager, but neither its threads nor its lease.
         if self._owner != os.getpid():
             return
