@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, flag, option, repeated, required
-from penstock.cli.parsers import ASSIGNMENT, FILE, FOLDER, GATE, SETTING, TEXT, URI, WORKLOAD
+from penstock.cli.parsers import ASSIGNMENT, FOLDER, GATE, NEW_PAGE, SETTING, TEXT, URI, WORKLOAD
 from penstock.cli.terminal import Terminal
 from penstock.environment import process_environment, untraced
 
@@ -86,7 +86,7 @@ class DataOptions:
 RUNS_FOLDER: Final = option(
     "--results", FOLDER, "Look up runs by name in this results directory.", default="runs"
 )
-PAGE: Final = option("--page", FILE, "Write the result as a page with charts to this file.")
+PAGE: Final = option("--page", NEW_PAGE, "Write the result as a page with charts to this file.")
 
 
 def write_page(path: Path | None, draw: Callable[[], Report], terminal: Terminal) -> None:

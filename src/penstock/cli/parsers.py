@@ -182,6 +182,13 @@ def _list_runs(parent: str) -> Iterable[str]:
     return [run.name for run in run_folders(folder)] if folder.is_dir() else []
 
 
+def _new_page(text: str) -> Path:
+    # Refused before hours of measuring, not after.
+    from penstock.reports.page import require_replaceable
+
+    return require_replaceable(Path(text))
+
+
 TEXT = Parser("TEXT", str)
 WORKLOAD = Parser("TEXT", str, list_names=_list_workloads)
 MODEL = Parser("TEXT", str, list_names=_list_models)
@@ -192,6 +199,7 @@ URI = Parser("URI", str, completes="file")
 FOLDER_URI = Parser("DIR", str, completes="dir")
 FOLDER = Parser("DIR", Path, completes="dir")
 FILE = Parser("FILE", Path, completes="file")
+NEW_PAGE = Parser("FILE", _new_page, completes="file")
 SIZE = Parser("SIZE", parse_bytes)
 RATE = Parser("RATE", parse_rate)
 TIME = Parser("TIME", parse_seconds)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.option_groups import PAGE, RUNS_FOLDER, write_page
 from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
-from penstock.cli.parsers import FILE, FOLDER, RUN, TEXT, whole
+from penstock.cli.parsers import FOLDER, NEW_PAGE, RUN, TEXT, whole
 from penstock.cli.run_reports import reconciliation_lines
 from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, format_number
 from penstock.environment import TRACE
@@ -372,7 +372,7 @@ def page(
     run: str = _RUN,
     parent: Path = RUNS_FOLDER,
     out: Path | None = option(
-        "--out", FILE, "Write this page (default: report.html in the run's directory).", short="-o"
+        "--out", NEW_PAGE, "Write this page (default: report.html in the run's directory).", short="-o"
     ),
 ) -> None:
     """Draw the page of a run: whether it passed, what limits it, since when, and the charts that show it.

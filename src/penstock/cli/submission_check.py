@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
-from penstock.cli.parsers import EDITION, FILE, FOLDER, RULE
+from penstock.cli.parsers import EDITION, FILE, FOLDER, NEW_PAGE, RULE
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
 from penstock.errors import name_some, printable
 from penstock.submission import check as judging
@@ -36,7 +36,7 @@ def check(
     folder: Path = _FOLDER,
     edition: str = _EDITION,
     csv: Path | None = option("--csv", FILE, "Write findings to this CSV file, a row for each."),
-    html: Path | None = option("--html", FILE, "Write an HTML page that needs no network to this file."),
+    html: Path | None = option("--html", NEW_PAGE, "Write an HTML page that needs no network to this file."),
 ) -> int:
     """Check every result below DIR against the rules of MLPerf Storage, from its files alone.
 

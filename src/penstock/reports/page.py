@@ -35,12 +35,18 @@ def is_page(path: Path) -> bool:
         return False
 
 
-def write_report(report: Report, path: Path) -> None:
-    """Write the page, over an earlier one; any other file is kept, and an error."""
+def require_replaceable(path: Path) -> Path:
+    """Raise `UsageError` if a page at `path` would replace a file that is no page; return the path."""
     if path.exists() and not is_page(path):
         raise UsageError(
             "This file is not a page of Penstock, and is kept", where=str(path), fix="Choose another name."
         )
+    return path
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write the page, over an earlier one; any other file is kept, and an error."""
+    require_replaceable(path)
     text = render_report(report).encode(errors="backslashreplace")
     # Complete or not at all, as every file of a run's folder.
     write_object(open_local(path.parent), path.name, [text])

@@ -35,7 +35,7 @@ from penstock.dataset.generate import generate
 from penstock.environment import Environment
 from penstock.errors import name_some
 from penstock.progress import Progress
-from penstock.reports.page import write_report
+from penstock.reports.page import require_replaceable, write_report
 from penstock.reports.report import (
     Banner,
     Chart,
@@ -109,6 +109,7 @@ def tour(
 ) -> Tour:
     """Run every benchmark below `out`, for about a minute, and write `out/report.html` and `report.json`."""
     out.mkdir(parents=True, exist_ok=True)
+    report = require_replaceable(out / "report.html")
     diagnoses = tuple(examine(out, environment))
     limits = probe(
         ProbeRequest(
@@ -133,7 +134,7 @@ def tour(
         progress=progress,
     )
     results = Tour(
-        report=out / "report.html",
+        report=report,
         probe=limits,
         training=training,
         checkpoints=checkpoints,

@@ -9,6 +9,7 @@ import pytest
 from tests.support.browser import Browser
 from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page, read_banner
 
+from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.reports.page import write_report
 from penstock.units import format_rate
@@ -38,8 +39,15 @@ def phases() -> _Phases:
 def seen(tmp_path_factory: pytest.TempPathFactory, phases: _Phases) -> Tour:
     """One tour, in a folder that has the report of an earlier one."""
     out = tmp_path_factory.mktemp("demo")
-    (out / "report.html").write_text("the page of yesterday", encoding="utf-8")
+    (out / "report.html").write_text('<meta name="generator" content="Penstock">the page of yesterday')
     return tour(out, environment=dict(os.environ), progress=phases, probe_size_bytes=16 << 20)
+
+
+def test_a_file_that_is_no_page_stops_the_tour_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("notes")
+    with pytest.raises(UsageError, match="not a page of Penstock"):
+        tour(tmp_path, environment={}, progress=_Phases())
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_the_tour_leaves_its_report_and_nothing_else(seen: Tour) -> None:

@@ -81,3 +81,10 @@ def test_a_scale_is_taken_exactly_as_written(text: str, share: str) -> None:
 def test_a_scale_outside_of_its_range_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"Choose a value|Write 0\.01"):
         parsers.SCALE(text)
+
+
+def test_a_page_over_another_file_is_refused_before_the_work_begins(tmp_path: Path) -> None:
+    (tmp_path / "notes.html").write_text("notes")
+    with pytest.raises(UsageError, match="not a page of Penstock"):
+        parsers.NEW_PAGE(str(tmp_path / "notes.html"))
+    assert parsers.NEW_PAGE(str(tmp_path / "new.html")) == tmp_path / "new.html"
