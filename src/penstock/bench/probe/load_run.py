@@ -41,9 +41,9 @@ from penstock.bench.probe.timed_streams import (
     Blocks,
     BlockTarget,
     FileTarget,
-    Gate,
     ObjectTarget,
     ProbeStep,
+    StartGate,
     StreamTask,
     StreamTimes,
     find_local_files,
@@ -211,7 +211,7 @@ def _fill(
     place.expect_objects([key])
     blocks = Blocks(_FILL_BLOCKS, step_bytes, stream_id=comm.rank << 12)
 
-    def fill(_thread: int, gate: Gate) -> StreamTimes:
+    def fill(_thread: int, gate: StartGate) -> StreamTimes:
         return write(
             StreamTask(storage=place.storage, step=step, key=key, blocks=blocks, gate=gate, progress=progress)
         )
@@ -307,7 +307,7 @@ class LoadLoop:
         # A `zip` of such iterators is thread-safe: its items are made without the interpreter.
         operations = zip(count(), offsets, writes, count() if due_ns is None else due_ns)
 
-        def serve(slot: int, gate: Gate) -> NDArray[np.int64]:
+        def serve(slot: int, gate: StartGate) -> NDArray[np.int64]:
             # Let sleeps of this thread end on time; by default the kernel adds up to 50 us to save power.
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
             gate.wait()
@@ -337,7 +337,7 @@ class LoadLoop:
         self,
         slot: int,
         operations: Iterator[tuple[int, int, bool, int]],
-        gate: Gate,
+        gate: StartGate,
         *,
         stop_ns: int,
         is_closed: bool,

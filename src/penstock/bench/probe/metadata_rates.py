@@ -16,7 +16,7 @@ from typing import Final, Literal
 import numpy as np
 
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.timed_streams import Gate, find_local_files, run_together
+from penstock.bench.probe.timed_streams import StartGate, find_local_files, run_together
 from penstock.cluster.comm import Comm
 from penstock.errors import StorageError
 from penstock.progress import Progress
@@ -115,7 +115,7 @@ def _run(call: MetadataCall, names: Sequence[_Calls], created: Sequence[int], co
     """One call in all threads of this rank, which begin together, and with those of other ranks."""
     most = [MOST_FILES // len(names)] * len(names) if call == "create" else created
 
-    def time_calls(thread: int, gate: Gate) -> _Times:
+    def time_calls(thread: int, gate: StartGate) -> _Times:
         act, limit = names[thread][call], most[thread]
         gate.wait()
         start_ns = began_ns = time.monotonic_ns()

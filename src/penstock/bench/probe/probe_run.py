@@ -29,9 +29,9 @@ from penstock.bench.probe.metadata_rates import MetadataRate, measure_metadata
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
 from penstock.bench.probe.timed_streams import (
     Blocks,
-    Gate,
     Mode,
     ProbeStep,
+    StartGate,
     StreamTask,
     StreamTimes,
     run_together,
@@ -453,7 +453,7 @@ def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: P
         for stream in range(step.streams)
     ]
 
-    def run_stream(stream: int, gate: Gate) -> StreamTimes:
+    def run_stream(stream: int, gate: StartGate) -> StreamTimes:
         return _OPERATIONS[step.op](
             StreamTask(
                 storage=place.storage,

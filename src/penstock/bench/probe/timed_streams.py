@@ -62,7 +62,7 @@ class StreamStopped(PenstockError):
         super().__init__("Stopped because the measurement as a whole stopped")
 
 
-class Gate:
+class StartGate:
     """The common start of threads, on all ranks; `start_ns` is its moment on this host."""
 
     def __init__(self, num_threads: int) -> None:
@@ -86,13 +86,13 @@ class Gate:
 
 
 def run_together(
-    num_threads: int, work: Callable[[int, Gate], Result], *, comm: Comm, what: str
+    num_threads: int, work: Callable[[int, StartGate], Result], *, comm: Comm, what: str
 ) -> list[Result]:
     """Call `work(thread, gate)` on each thread. They begin together with those of other ranks.
 
     A thread that fails stops all others, and its error is the one that is raised. Collective.
     """
-    gate = Gate(num_threads)
+    gate = StartGate(num_threads)
 
     def stop() -> None:
         gate.stopped.set()
@@ -204,7 +204,7 @@ class StreamTask:
     step: ProbeStep
     key: str
     blocks: Blocks
-    gate: Gate
+    gate: StartGate
     progress: Progress
 
 
