@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,8 @@ from penstock.errors import Unavailable, UsageError, WaitTimeout
 
 LONGEST_CALL = timedelta(days=7)
 """gloo's own limit, which must not come first: each call of a `Comm` has one of its own."""
+HEAD_BYTES = 504
+"""The part of a payload that travels with its size: most payloads of a save are shorter, and need no more."""
 
 
 class TorchComm(Comm):
@@ -62,50 +65,54 @@ class TorchComm(Comm):
     def _move_nothing(self, wait: PollingWait) -> None:
         self._finish(self._group.allreduce([torch.zeros(1, device="cpu")]), wait)
 
-    # gloo moves equal shapes only: sizes travel first, and payloads are padded to the largest.
+    # gloo moves equal shapes only. Heads travel first: the size of a payload and its first bytes, which are
+    # all of a short one. Longer payloads follow, padded to the longest.
 
     def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
-        size = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device="cpu")
-        self._finish(self._group.broadcast(size, 0), wait)
-        return self._broadcast_known(payload, int(size), wait)
-
-    def _broadcast_known(self, payload: bytes | None, size_bytes: int, wait: PollingWait) -> bytes:
+        head = _make_head(payload or b"")
+        self._finish(self._group.broadcast(head, 0), wait)
+        size_bytes, beginning = _read_head(head)
+        if size_bytes <= HEAD_BYTES:
+            return beginning
         whole = _padded(payload or b"", size_bytes)
         self._finish(self._group.broadcast(whole, 0), wait)
         return whole.numpy().tobytes() if payload is None else payload
 
-    def _gather_sizes(self, payload: bytes, wait: PollingWait) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        own = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
-        self._finish(self._group.allgather([sizes], [own]), wait)
-        return [int(size) for size in sizes]
-
-    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        sizes = self._gather_sizes(payload, wait)
-        parts = [_padded(b"", max(sizes)) for _ in sizes]
-        self._finish(self._group.allgather([parts], [_padded(payload, max(sizes))]), wait)
-        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+    def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool = False) -> list[bytes]:
+        heads = [_make_head(b"") for _ in range(self.size)]
+        self._finish(self._group.allgather([heads], [_make_head(payload)]), wait)
+        read = [_read_head(head) for head in heads]
+        longest = max(size_bytes for size_bytes, _ in read)
+        if longest <= HEAD_BYTES:
+            return [beginning for _, beginning in read]
+        parts = [_padded(b"", longest) for _ in read]
+        whole = _padded(payload, longest)
+        if only_on_rank0:
+            parts = parts if self.rank == 0 else []
+            self._finish(self._group.gather(parts, whole, 0), wait)
+        else:
+            self._finish(self._group.allgather([parts], [whole]), wait)
+        return [
+            part[:size_bytes].numpy().tobytes() for part, (size_bytes, _) in zip(parts, read, strict=False)
+        ]
 
     def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        sizes = self._gather_sizes(payload, wait)
-        parts = [_padded(b"", max(sizes)) for _ in sizes] if self.rank == 0 else []
-        self._finish(self._group.gather(parts, _padded(payload, max(sizes)), 0), wait)
-        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+        return self._gather_bytes(payload, wait, only_on_rank0=True)
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
-        # Equal parts for all travel as one broadcast, which a last number announces.
-        sizes = torch.zeros(self.size + 1, dtype=torch.int64, device="cpu")
+        # One broadcast carries a part that is the same for all ranks, or else the sizes of their parts.
+        announced = None
         if payloads is not None:
             is_same = all(part is payloads[0] for part in payloads)
-            sizes = torch.tensor([*map(len, payloads), is_same], dtype=torch.int64, device="cpu")
-        self._finish(self._group.broadcast(sizes, 0), wait)
-        *of_ranks, is_same = sizes.tolist()
-        if is_same:
-            return self._broadcast_known(payloads[0] if payloads else None, of_ranks[0], wait)
-        own = _padded(b"", max(of_ranks))
-        parts = [_padded(part, max(of_ranks)) for part in payloads or ()]
+            announced = pickle.dumps(payloads[0] if is_same else [len(part) for part in payloads])
+        same_or_sizes = pickle.loads(self._broadcast_bytes(announced, wait))  # noqa: S301 - from rank 0
+        if isinstance(same_or_sizes, bytes):
+            return same_or_sizes
+        longest = max(same_or_sizes)
+        own = _padded(b"", longest)
+        parts = [_padded(part, longest) for part in payloads or ()]
         self._finish(self._group.scatter(own, parts, 0), wait)
-        return own[: of_ranks[self.rank]].numpy().tobytes()
+        return own[: same_or_sizes[self.rank]].numpy().tobytes()
 
 
 def _require_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -130,6 +137,17 @@ def _padded(content: bytes, size_bytes: int) -> torch.Tensor:
     if content:
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return padded
+
+
+def _make_head(payload: bytes) -> torch.Tensor:
+    return _padded(len(payload).to_bytes(8) + payload[:HEAD_BYTES], 8 + HEAD_BYTES)
+
+
+def _read_head(head: torch.Tensor) -> tuple[int, bytes]:
+    """The size of a payload, and its first bytes."""
+    content = head.numpy().tobytes()
+    size_bytes = int.from_bytes(content[:8])
+    return size_bytes, content[8 : 8 + size_bytes]
 
 
 class TorchPointToPoint:
