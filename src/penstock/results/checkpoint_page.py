@@ -46,51 +46,18 @@ Round = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRun:
-    """Everything that the page is made of; `figures` is `checkpoints.json`."""
+    """Everything that the page is made of; `figures` is `checkpoints.json`.
+
+    `rounds` are the rounds of each direction, if any. `rates` have, for each rank, what it moved in each
+    bucket between `edges`, in bytes a second.
+    """
 
     record: RunRecord
     figures: Mapping[str, Any]
     throughput: Sequence[RoundThroughput]
-
-    @property
-    def rounds(self) -> Sequence[Round]:
-        """All rounds, in their order."""
-        rounds: Sequence[Round] = self.figures.get("checkpoints", ())
-        return rounds
-
-    @property
-    def directions(self) -> dict[str, Mapping[str, Any]]:
-        """The totals of writing and of reading, for those that were done."""
-        return {name: self.figures[name] for name in ("write", "read") if self.figures[name] is not None}
-
-    def of(self, direction: str) -> list[Round]:
-        """The rounds of one direction."""
-        return [one for one in self.rounds if one["direction"] == direction]
-
-    @property
-    def edges(self) -> Numbers:
-        """The edges of buckets of time, from the first round's start to the last one's end."""
-        end_s = max((one["ended_at_s"] for one in self.rounds), default=1.0) - self._origin_s
-        return np.linspace(0.0, max(end_s, 1e-3), MOST_BUCKETS + 1)
-
-    @property
-    def _origin_s(self) -> float:
-        return min((one["began_at_s"] for one in self.rounds), default=0.0)
-
-    def rates(self, direction: str) -> Numbers:
-        """For each rank, what it moved in one direction in each bucket, in bytes a second."""
-        edges, num_ranks = self.edges, max((len(one.ranks) for one in self.throughput), default=0)
-        rates = np.zeros((num_ranks, len(edges) - 1))
-        began = {(one["direction"], one["step"]): one["began_at_s"] - self._origin_s for one in self.rounds}
-        for one in self.throughput:
-            start_s = began.get((one.direction, one.step))
-            if one.direction != direction or start_s is None:
-                continue
-            for rank, moved in enumerate(one.ranks):
-                moments = start_s + moved.width_s * np.arange(len(moved.sizes_bytes) + 1)
-                totals = np.concatenate([[0.0], np.cumsum(moved.sizes_bytes)])
-                rates[rank] += np.diff(np.interp(edges, moments, totals))
-        return rates / np.diff(edges)
+    rounds: Mapping[str, Sequence[Round]]
+    edges: Numbers
+    rates: Mapping[str, Numbers]
 
 
 def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
@@ -106,12 +73,30 @@ def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[
             to_do="Run the same command again with --resume: complete checkpoints are kept.",
         )
         return Report(title=f"Checkpoint run {record.id}", subtitle="", banner=banner), {}
-    run = CheckpointRun(record=record, figures=figures, throughput=read_throughput(folder))
+    throughput, all_rounds = read_throughput(folder), figures.get("checkpoints", ())
+    origin_s = min((one["began_at_s"] for one in all_rounds), default=0.0)
+    end_s = max((one["ended_at_s"] for one in all_rounds), default=1.0) - origin_s
+    edges = np.linspace(0.0, max(end_s, 1e-3), MOST_BUCKETS + 1)
+    num_ranks = max((len(one.ranks) for one in throughput), default=0)
+    rates = {direction: np.zeros((num_ranks, MOST_BUCKETS)) for direction in _DOING}
+    began = {(one["direction"], one["step"]): one["began_at_s"] - origin_s for one in all_rounds}
+    for one in throughput:
+        start_s = began.get((one.direction, one.step))
+        if start_s is None:
+            continue
+        for rank, moved in enumerate(one.ranks):
+            moments = start_s + moved.width_s * np.arange(len(moved.sizes_bytes) + 1)
+            totals = np.concatenate([[0.0], np.cumsum(moved.sizes_bytes)])
+            rates[one.direction][rank] += np.diff(np.interp(edges, moments, totals)) / np.diff(edges)
+    rounds = {name: [one for one in all_rounds if one["direction"] == name] for name in _DOING}
+    run = CheckpointRun(
+        record=record, figures=figures, throughput=throughput, rounds=rounds, edges=edges, rates=rates
+    )
     page = Report(
         title=f"Checkpoint run {record.id}",
         subtitle="",
         banner=_banner(run),
-        highlights=[_each_checkpoint(run), _over_time(run), _until_durable(run)],
+        highlights=list(_highlights(run)),
         sections=list(_sections(run)),
     )
     return page, {"target": figures["target"]}
@@ -129,8 +114,11 @@ def _banner(run: CheckpointRun) -> Banner:
         verdict, look = "failed", Look.BAD
     # The time that one checkpoint took, and the time it would take at its full size.
     size_bytes, parts, limits, rates = run.figures["checkpoint_bytes"], [], [], []
-    for name, totals in run.directions.items():
-        slowest = max(one["p99_ms"] for one in run.of(name))
+    for name in _DOING:
+        totals = run.figures[name]
+        if totals is None:
+            continue
+        slowest = max(one["p99_ms"] for one in run.rounds[name])
         limits.append(
             f"{_DOING[name].capitalize()}: {totals['bottleneck']} (p99 of a chunk {slowest:.0f} ms)."
         )
@@ -166,31 +154,32 @@ def _banner(run: CheckpointRun) -> Banner:
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
     """The troubles that stand out, the gravest first."""
-    wrong = sum(one["wrong_bytes"] for one in run.rounds)
+    all_rounds = run.figures.get("checkpoints", ())
+    wrong = sum(one["wrong_bytes"] for one in all_rounds)
     if wrong:
-        first = next(one["wrong"][0] for one in run.rounds if one["wrong"])
+        first = next(one["wrong"][0] for one in all_rounds if one["wrong"])
         yield Trouble(
             "wrong bytes",
             f"{wrong} chunks do not hold what was written, the first at byte {first['offset']:,} of "
             f"{first['key']}.",
             "Do not trust this storage with checkpoints before the cause is found.",
         )
-    warm = [one["cold"]["resident_share"] for one in run.of("read") if one["from_memory"]]
+    warm = [one["cold"]["resident_share"] for one in run.rounds["read"] if one["from_memory"]]
     to_do = "Read past the page cache (direct://...), or after a restart of the hosts."
     if warm:
-        reads = f"{len(warm)} of {len(run.of('read'))} reads"
+        reads = f"{len(warm)} of {len(run.rounds['read'])} reads"
         says = f"{reads} came from the page cache: up to {max(warm):.0%} of their bytes."
         yield Trouble("page cache", says, to_do)
     for delivery in run.record.deliveries:
         if delivery.verdict is ReconciliationVerdict.FAIL and not warm:
             yield Trouble("page cache", f"Not all bytes came from storage: {delivery.why}.", to_do)
-    for name in run.directions:
+    for name in _DOING:
         # While all wait for one rank, the throughput of all is low as well.
         yield from list(_late_rank(run, name)) or _slower_from_then_on(run, name)
 
 
 def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
-    rates = run.rates(direction).sum(axis=0)
+    rates = run.rates[direction].sum(axis=0)
     moves = np.concatenate([[False], rates > 0, [False]])
     # In the first and the last bucket of a round, bytes moved for a part of the time.
     moving = np.flatnonzero(moves[:-2] & moves[1:-1] & moves[2:])
@@ -232,58 +221,48 @@ def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
 # Charts and tables
 
 
-def _each_checkpoint(run: CheckpointRun) -> Chart:
+def _highlights(run: CheckpointRun) -> Iterator[Chart]:
     bars: dict[str, float] = {}
     limits: dict[str, float] = {}
-    for direction in ("write", "read"):
-        rates = [one["gib_per_s"] * GIB for one in run.of(direction)]
-        numbers = [one["number"] for one in run.of(direction)]
-        bars |= {f"{direction[0]}{number}": rate for number, rate in zip(numbers, rates, strict=True)}
-        if len(rates) > 1:
-            mean = float(np.mean(rates))
+    for direction, rounds in run.rounds.items():
+        bars |= {f"{direction[0]}{one['number']}": one["gib_per_s"] * GIB for one in rounds}
+        if len(rounds) > 1:
+            mean = float(np.mean([one["gib_per_s"] * GIB for one in rounds]))
             limits[f"mean of {direction}s {format_rate(mean)}"] = mean
-    return bar_chart("Each checkpoint: w written, r read back", run.record.id, bars, "B/s", limits=limits)
-
-
-def _over_time(run: CheckpointRun) -> Chart:
-    """Writing and reading on one axis of time; all writes come before all reads."""
-    rates = {direction: run.rates(direction).sum(axis=0) for direction in ("write", "read")}
-    moved = {direction: series for direction, series in rates.items() if series.any()}
-    return Chart(
+    title, name = "Each checkpoint: w written, r read back", run.record.id
+    yield bar_chart(title, name, bars, "B/s", limits=limits)
+    # Writing and reading on one axis of time: all writes come before all reads.
+    moved = {direction: rates.sum(axis=0) for direction, rates in run.rates.items() if rates.any()}
+    yield Chart(
         kind=Kind.AREA,
         title="Throughput of all ranks",
-        run=run.record.id,
+        run=name,
         unit="B/s",
         series=[
-            Series(name=_WORDS[direction], x=run.edges, y=series, tone=_TONES[direction])
-            for direction, series in moved.items()
+            Series(name=_WORDS[direction], x=run.edges, y=rates, tone=_TONES[direction])
+            for direction, rates in moved.items()
         ],
-        note=", ".join(f"{name} at most {format_rate(float(each.max()))}" for name, each in moved.items()),
+        note=", ".join(f"{way} at most {format_rate(float(rates.max()))}" for way, rates in moved.items()),
     )
-
-
-def _until_durable(run: CheckpointRun) -> Chart:
-    """The parts of the time until the last written byte is durable."""
     keys: list[tuple[str, str, Tone]] = [
         ("set-up", "setup_s", "light"),
         ("moving bytes", "pipeline_s", "dark"),
         ("making durable", "drain_s", "doubt"),
     ]
-    parts = [(name, tone, sum(one[key] for one in run.of("write"))) for name, key, tone in keys]
+    parts = [(part, tone, sum(one[key] for one in run.rounds["write"])) for part, key, tone in keys]
     whole = sum(spent_s for _, _, spent_s in parts) or 1.0
-    return Chart(
+    yield Chart(
         kind=Kind.STACK,
         title="Until a written checkpoint is durable",
-        run=run.record.id,
-        series=[Series(name=name, tone=tone, y=[spent_s]) for name, tone, spent_s in parts],
-        note=", ".join(f"{name} {format_seconds(spent)} ({spent / whole:.0%})" for name, _, spent in parts),
+        run=name,
+        series=[Series(name=part, tone=tone, y=[spent_s]) for part, tone, spent_s in parts],
+        note=", ".join(f"{part} {format_seconds(spent)} ({spent / whole:.0%})" for part, _, spent in parts),
     )
 
 
 def _sections(run: CheckpointRun) -> Iterator[Section]:
     charts = []
-    for direction in ("write", "read"):
-        rates = run.rates(direction)
+    for direction, rates in run.rates.items():
         if rates.any():
             series = heat_rows(
                 [f"rank {rank}" for rank in range(len(rates))], rates, run.edges, tone=_TONES[direction]
@@ -302,6 +281,7 @@ def _sections(run: CheckpointRun) -> Iterator[Section]:
     text = [f"While {_DOING[delivery.direction]}, {delivery.why}." for delivery in run.record.deliveries]
     if gap is not None:
         text.insert(0, f"The first read began {format_seconds(gap)} after the last write.")
+    all_rounds = run.figures.get("checkpoints", ())
     rows = [
         {
             "checkpoint": f"{one['direction']} {one['number']}",
@@ -310,7 +290,7 @@ def _sections(run: CheckpointRun) -> Iterator[Section]:
             "verified": format_bytes(one["verified_bytes"]) if one["direction"] == "read" else "-",
             "wrong chunks": str(one["wrong_bytes"]),
         }
-        for one in run.rounds
+        for one in all_rounds
     ]
     tables = [Table(rows)] if rows else ()
     yield Section(name="proof", title="Cold reads and verified bytes", text=text, tables=tables)
@@ -325,7 +305,7 @@ def _sections(run: CheckpointRun) -> Iterator[Section]:
             "p99": f"{one['p99_ms']:.1f} ms",
             "held up by": one["bottleneck"],
         }
-        for one in run.rounds
+        for one in all_rounds
     ]
     if rows:
         yield table_section("rounds", "All checkpoints", rows, bars="GiB/s")

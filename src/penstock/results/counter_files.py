@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 
 from penstock.cluster.host_counters import CounterCoverage, CounterSample, HostHardware
 from penstock.errors import ObjectNotFound
-from penstock.results.parquet_tables import WORDS, open_table, parse_spool_header, publishing_table
+from penstock.results.parquet_tables import (
+    WORDS,
+    append_to_spool,
+    open_table,
+    parse_spool_header,
+    publishing_table,
+)
 from penstock.results.step_events import RankEvents, SpanKind
 from penstock.units import format_bytes
 
@@ -79,9 +85,7 @@ class CounterSpool:
         self._file.close()
 
     def _write(self, document: Mapping[str, Any]) -> None:
-        rest = memoryview(json.dumps(document, separators=(",", ":")).encode() + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        append_to_spool(self._file, json.dumps(document, separators=(",", ":")).encode() + b"\n")
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:
@@ -325,7 +329,26 @@ def reconcile(direction: Direction, application_bytes: int, hosts: Sequence[Host
         if host.failure is not None or host.coverage.watched == "nothing"
     }
     is_covered = bool(hosts) and not uncovered
-    by = _sum_traffic(direction, hosts) if is_covered else {}
+    by: dict[str, int] = {}
+    drives: set[tuple[str, str]] = set()
+    for host in hosts if is_covered else ():
+        watched, hardware = host.coverage.watched, host.hardware
+        counters: dict[str, str] = {}
+        if watched in ("network", "client"):
+            counters |= {name: f"net.{name}.{_NETWORK[direction]}" for name in hardware.nics}
+            counters |= {name: f"ib.{name}.{_NETWORK[direction]}" for name in hardware.ports}
+        # Clients of network file systems may keep a cache on drives of their own.
+        shared = {"device": (host.coverage.device,), "drives": hardware.drives, "client": hardware.drives}
+        for name in shared.get(watched, ()):
+            # Hosts on one machine share its drives, which count once.
+            if (hardware.boot_id or host.host, name) not in drives:
+                drives.add((hardware.boot_id or host.host, name))
+                counters[name] = f"disk.{name}.{_DISK[direction]}"
+        by |= {
+            f"{host.host} {name}": size_bytes
+            for name, counter in counters.items()
+            if (size_bytes := host.moved.get(counter, 0))
+        }
     delivered_bytes = sum(by.values())
     loopback_bytes = sum(host.moved.get(f"net.lo.{_NETWORK[direction]}", 0) for host in hosts)
     is_network = any(host.coverage.watched in ("network", "client") for host in hosts)
@@ -356,30 +379,3 @@ def reconcile(direction: Direction, application_bytes: int, hosts: Sequence[Host
         verdict=verdict,
         why=why,
     )
-
-
-def _sum_traffic(direction: Direction, hosts: Sequence[HostTraffic]) -> dict[str, int]:
-    """The bytes of the devices behind the storage, by host and device.
-
-    Hosts on one machine share its drives, which count once.
-    """
-    by: dict[str, int] = {}
-    drives: set[tuple[str, str]] = set()
-    for host in hosts:
-        watched, hardware = host.coverage.watched, host.hardware
-        counters: dict[str, str] = {}
-        if watched in ("network", "client"):
-            counters |= {name: f"net.{name}.{_NETWORK[direction]}" for name in hardware.nics}
-            counters |= {name: f"ib.{name}.{_NETWORK[direction]}" for name in hardware.ports}
-        # Clients of network file systems may keep a cache on drives of their own.
-        shared = {"device": (host.coverage.device,), "drives": hardware.drives, "client": hardware.drives}
-        for name in shared.get(watched, ()):
-            if (hardware.boot_id or host.host, name) not in drives:
-                drives.add((hardware.boot_id or host.host, name))
-                counters[name] = f"disk.{name}.{_DISK[direction]}"
-        by |= {
-            f"{host.host} {name}": size_bytes
-            for name, counter in counters.items()
-            if (size_bytes := host.moved.get(counter, 0))
-        }
-    return by

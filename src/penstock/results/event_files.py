@@ -22,7 +22,13 @@ import pyarrow as pa
 
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results import step_events
-from penstock.results.parquet_tables import WORDS, open_table, parse_spool_header, publishing_table
+from penstock.results.parquet_tables import (
+    WORDS,
+    append_to_spool,
+    open_table,
+    parse_spool_header,
+    publishing_table,
+)
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
@@ -54,14 +60,16 @@ class SpoolWriter:
     def __init__(self, path: Path, clock: step_events.RankClock) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)
-        self._write(json.dumps({"format": step_events.FORMAT_VERSION, **asdict(clock)}).encode() + b"\n")
+        header = {"format": step_events.FORMAT_VERSION, **asdict(clock)}
+        append_to_spool(self._file, json.dumps(header).encode() + b"\n")
 
     def append(self, rows: step_events.Rows) -> None:
         """Append steps or spans, in one frame."""
         if len(rows):
             kind = _STEPS if rows.dtype == step_events.STEP_TYPE else _SPANS
             content = rows.tobytes()
-            self._write(_FRAME.pack(_MAGIC, kind, len(rows), zlib.crc32(content)) + content)
+            frame = _FRAME.pack(_MAGIC, kind, len(rows), zlib.crc32(content))
+            append_to_spool(self._file, frame + content)
 
     def close(self) -> None:
         """Make everything durable. May be called twice."""
@@ -74,11 +82,6 @@ class SpoolWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _write(self, content: bytes) -> None:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[self._file.write(rest) :]
 
 
 def read_clock(path: Path) -> step_events.RankClock:

@@ -266,58 +266,49 @@ def read_catalog(parent: Path) -> tuple[list[CatalogedRun], list[str]]:
     history = _History(entries)
     folders = {folder.name: folder for folder in run_folder.run_folders(parent)}
     folders |= {name: parent / name for name in history.owners if (parent / name).is_dir()}
-    runs = [_catalog_folder(folder, name, history) for name, folder in folders.items()]
+    runs = [
+        _catalog(history, history.owners.get(name, name), name, folder) for name, folder in folders.items()
+    ]
     present = {run.id for run in runs}
-    runs += [_catalog_entry(run, history) for run in history.began if run not in present]
+    runs += [
+        _catalog(history, run, history.folders[run], None) for run in history.began if run not in present
+    ]
     runs.sort(key=lambda run: (run.started.timestamp() if run.started else 0.0, run.folder), reverse=True)
     return runs, complaints
 
 
-def _catalog_folder(folder: Path, name: str, history: _History) -> CatalogedRun:
-    run_id = history.owners.get(name, name)
-    began, summary = history.began.get(run_id), None
-    if began is not None and not run_folder.is_run(folder):
-        outcome, why = history.outcome(run_id, f"There is no {run_folder.RUN_FILE} in its folder.")
+def _catalog(history: _History, run: str, name: str, path: Path | None) -> CatalogedRun:
+    """One run, in the folder `path` called `name`, or without one."""
+    began, moved, summary = history.began.get(run), history.moved.get(run), None
+    event = moved["event"] if moved and path is None else ""
+    what = f"There is no {run_folder.RUN_FILE} in its folder."
+    if path is None:
+        later = history.owners[name]
+        what = f"Its folder is run {later}'s now." if later != run else "Its folder is gone."
+    if event == "deleted":
+        what = ""
+    elif moved is not None and event == "removed":
+        what = f"An earlier version moved its folder to {FOLDER}/trash/{moved['batch']}."
+    if began is not None and (path is None or not run_folder.is_run(path)):
+        outcome, why = history.outcome(run, what)
     else:
+        assert path is not None
         try:
-            summary = run_comparison.summarize_run(folder)
+            summary = run_comparison.summarize_run(path)
             outcome, why = summary.outcome, summary.why
         except PenstockError as error:
             outcome, why = "unreadable", str(error)
     return CatalogedRun(
-        id=run_id,
+        id=run,
         folder=name,
-        path=folder,
-        where="here",
+        path=path,
+        where="here" if path else "deleted" if event == "deleted" else "gone",
         outcome=outcome,
         why=why,
         workload=summary.workload if summary else began["workload"] if began else "",
         started=_parse_date(summary.started if summary else began["at"] if began else None),
         began=began,
         summary=summary,
-    )
-
-
-def _catalog_entry(run: str, history: _History) -> CatalogedRun:
-    began, folder, moved = history.began[run], history.folders[run], history.moved.get(run)
-    later, event = history.owners[folder], moved["event"] if moved else ""
-    what = f"Its folder is run {later}'s now." if later != run else "Its folder is gone."
-    if event == "deleted":
-        what = ""
-    elif moved is not None and event == "removed":
-        what = f"An earlier version moved its folder to {FOLDER}/trash/{moved['batch']}."
-    outcome, why = history.outcome(run, what)
-    return CatalogedRun(
-        id=run,
-        folder=folder,
-        path=None,
-        where="deleted" if event == "deleted" else "gone",
-        outcome=outcome,
-        why=why,
-        workload=began["workload"],
-        started=_parse_date(began["at"]),
-        began=began,
-        summary=None,
     )
 
 

@@ -3,6 +3,7 @@
 While the run lasts, spools hold the rows; their first line is such a header, too.
 """
 
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,13 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
             fix="Read them with the version that wrote them.",
         )
     return file, header
+
+
+def append_to_spool(file: io.RawIOBase, content: bytes) -> None:
+    """Write all of `content`: it then survives a kill."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def parse_spool_header(

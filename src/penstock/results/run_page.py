@@ -3,23 +3,17 @@
 Invariant: a page never fails its run. What goes wrong is logged with how to make the page later.
 """
 
-from __future__ import annotations
-
 import logging
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.errors import ObjectNotFound, Unavailable
 from penstock.reports.page import write_report
 from penstock.reports.report import Look, Report, table_section
 from penstock.results.run_folder import CHECKPOINTS_FILE, PAGE_FILE
 from penstock.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from penstock.results.run_record import RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +42,17 @@ def draw_run(folder: Path) -> Report:
     if record.why:
         why = f"The run is {record.outcome}: {record.why}"
         banner = replace(banner, troubles=[why, *banner.troubles])
-    table = table_section("facts", "Run and settings", _fact_rows(record, facts))
-    return replace(page, subtitle=_subtitle(record), banner=banner, sections=[*page.sections, table])
-
-
-def _subtitle(record: RunRecord) -> str:
-    """The workload, the ranks, the hosts and the date."""
     hosts = ", ".join(host.host for host in record.hosts[:3]) + (
         f" and {len(record.hosts) - 3} more" if len(record.hosts) > 3 else ""
     )
     workload = "_".join(filter(None, (record.name, record.accelerator)))
-    return (
+    subtitle = (
         f"{workload}, {format_count(record.ranks, 'rank')} on {hosts or 'unknown hosts'}, "
         f"{record.started_at[:16].replace('T', ' ')} UTC, penstock {record.penstock_version}"
     )
-
-
-def _fact_rows(record: RunRecord, more: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts of a run, as rows."""
     facts = {
         "command": shlex.join(record.command),
-        **more,
+        **facts,
         "outcome": f"{record.outcome}: {record.why}" if record.why else str(record.outcome),
         "began": record.started_at,
         "ended": record.ended_at or "-",
@@ -79,7 +63,9 @@ def _fact_rows(record: RunRecord, more: Mapping[str, str]) -> list[dict[str, str
         "versions": f"penstock {record.penstock_version}, Python {record.python_version}",
     }
     facts |= {f"remark {number}": remark for number, remark in enumerate(record.remarks, start=1)}
-    return [{"fact": name, "value": value} for name, value in facts.items()]
+    rows = [{"fact": name, "value": value} for name, value in facts.items()]
+    table = table_section("facts", "Run and settings", rows)
+    return replace(page, subtitle=subtitle, banner=banner, sections=[*page.sections, table])
 
 
 def leave_run_page(folder: Path) -> None:

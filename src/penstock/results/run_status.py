@@ -338,11 +338,6 @@ class _Phase:
     times: int = 1
     counted: set[str] = field(default_factory=set)
 
-    def elapsed_s(self, now_s: float) -> float:
-        """The time so far, or until the last advance once the phase is complete."""
-        end_s = self.moved_s if self.total and self.done >= self.total else now_s
-        return max(end_s - self.began_s, 0.0)
-
 
 _Look = tuple[float, float, dict[str, float]]
 """A moment, and what the phase and the run had counted by then."""
@@ -503,11 +498,14 @@ class Meter(Progress):
             while len(self._looks) > 2 and now_s - self._looks[1][0] >= RECENT_S:
                 self._looks.popleft()
             looks = tuple(self._looks)
+            # A complete phase ended with its last advance.
+            end_s = moved_s if phase.total and done >= phase.total else now_s
+            elapsed_s = max(end_s - phase.began_s, 0.0)
             means = {
                 unit: total / spent_s
                 for unit, total in totals.items()
                 if not unit.endswith("_s")
-                and (spent_s := self._spent_s[unit] + (unit in phase.counted) * phase.elapsed_s(now_s)) > 0
+                and (spent_s := self._spent_s[unit] + (unit in phase.counted) * elapsed_s) > 0
             }
         outcome, why, exit_code = self._outcome
         state, state_s = self._state(now_s, moved_s, wait)

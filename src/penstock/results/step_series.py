@@ -55,23 +55,20 @@ class RunSteps:
     def rates(self, column: str) -> Numbers:
         """The growth of a column over all ranks' steps, per second, in each bucket."""
         edges = self.edges
-        taken: Numbers = np.sum([rank.growth(column, edges) for rank in self.ranks], axis=0)
+        growth = [
+            _growth(rank.at_s("start_ns"), rank.at_s("barrier_ns"), rank.steps[column], edges)
+            for rank in self.ranks
+        ]
+        taken: Numbers = np.sum(growth, axis=0)
         return taken / np.diff(edges)
 
-    def wait_shares(self) -> Numbers:
-        """For each rank, the share of each bucket in which it waited for samples."""
-        edges = self.edges
-        return np.array([rank.spent_s("start_ns", "loaded_ns", edges) for rank in self.ranks]) / np.diff(
-            edges
-        )
-
-    def compute_shares(self) -> Numbers:
-        """The share of each bucket in which the ranks computed, on average."""
-        edges = self.edges
-        spent: Numbers = np.mean(
-            [rank.spent_s("loaded_ns", "computed_ns", edges) for rank in self.ranks], axis=0
-        )
-        return spent / np.diff(edges)
+    def shares(self, begin: str, end: str) -> Numbers:
+        """For each rank, the share of each bucket that it spent from one moment of a step to another."""
+        edges, spent = self.edges, []
+        for rank in self.ranks:
+            begins, ends = rank.at_s(begin), rank.at_s(end)
+            spent.append(_growth(begins, ends, ends - begins, edges))
+        return np.array(spent) / np.diff(edges)
 
     def percentiles(self, measure: Callable[[Rows], Nanoseconds]) -> tuple[Numbers, Numbers]:
         """The middles of buckets, and p50 and p99 in seconds of the steps that ended in each, as rows."""
@@ -97,15 +94,6 @@ class RankSteps:
         """One of the moments of all steps."""
         at_s: Numbers = (self.steps[moment] + self.shift_ns) / 1e9
         return at_s
-
-    def growth(self, column: str, edges: Numbers) -> Numbers:
-        """The growth of a column between edges, spread evenly from each step's start to its end."""
-        return _growth(self.at_s("start_ns"), self.at_s("barrier_ns"), self.steps[column], edges)
-
-    def spent_s(self, begin: str, end: str, edges: Numbers) -> Numbers:
-        """The time that this rank spent from one moment of a step to another, between edges."""
-        begins, ends = self.at_s(begin), self.at_s(end)
-        return _growth(begins, ends, ends - begins, edges)
 
 
 def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:

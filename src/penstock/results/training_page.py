@@ -320,7 +320,7 @@ def _highlights(run: TrainingRun) -> Iterator[Chart]:
         limits={f"ceiling {ceiling['samples_per_s']:,.1f}": ceiling["samples_per_s"]} if ceiling else {},
         note=f"mean {rates.mean():,.1f}",
     )
-    shares = steps.wait_shares()
+    shares = steps.shares("start_ns", "loaded_ns")
     rows = np.where(shares < _HARDLY, 0.0, np.minimum(shares, 1.0))
     yield Chart(
         kind=Kind.HEAT,

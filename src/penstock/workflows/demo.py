@@ -356,7 +356,7 @@ def _utilization(tour: Tour) -> Chart:
         title="Training: accelerator busy",
         run=tour.probe.uri,
         unit="%",
-        series=[Series(x=steps.edges, y=100 * steps.compute_shares())],
+        series=[Series(x=steps.edges, y=100 * steps.shares("loaded_ns", "computed_ns").mean(axis=0))],
         y_end=100,
         limits=limits,
         note=f"AU {tour.training.train.au_compat_percent.mean:.1f} %; dips: between epochs",
