@@ -143,9 +143,7 @@ def record_checkpoints(parent: Path, story: CheckpointStory) -> Path:
         throughput, rounds, at_s = [], [], 1_767_225_600.0
         for direction in ("write", "read"):
             for step in (1, 2):
-                ranks = [
-                    MovedBytes(BUCKET_S, story.rank_bytes(direction, step, rank)) for rank in range(RANKS)
-                ]
+                ranks = [(BUCKET_S, list(story.rank_bytes(direction, step, rank))) for rank in range(RANKS)]
                 throughput.append(RoundThroughput(direction=direction, step=step, ranks=ranks))
                 rounds.append(_round(story, direction, step, at_s, ranks))
                 at_s = rounds[-1]["ended_at_s"] + 0.5
@@ -158,8 +156,8 @@ def record_checkpoints(parent: Path, story: CheckpointStory) -> Path:
 def _round(
     story: CheckpointStory, direction: str, step: int, at_s: float, ranks: Sequence[MovedBytes]
 ) -> dict[str, Any]:
-    moved = sum(sum(rank.sizes_bytes) for rank in ranks)
-    took_s = max(len(rank.sizes_bytes) for rank in ranks) * BUCKET_S
+    moved = sum(sum(sizes_bytes) for _, sizes_bytes in ranks)
+    took_s = max(len(sizes_bytes) for _, sizes_bytes in ranks) * BUCKET_S
     is_read = direction == "read"
     cold = {"path": "page cache dropped", "resident_share": story.resident_share} if is_read else None
     wrong = [{"key": "epoch1_step1/0.distcp", "offset": 4096}] if is_read and story.wrong_bytes else []

@@ -19,13 +19,13 @@ from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.history import (
     CatalogedRun,
     HistoryFile,
-    RunCriteria,
     delete_runs,
     describe,
     find_run,
     find_run_folder,
     plan_removal,
     read_catalog,
+    select_runs,
 )
 from penstock.results.run_comparison import RunSummary
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -59,11 +59,9 @@ class CriteriaOptions:
         metavar="AGE|DATE",
     )
 
-    def criteria(self) -> RunCriteria:
-        """The criteria of these options."""
-        return RunCriteria.parse(
-            status=self.status, workload=self.workload, older_than=self.older_than, now=datetime.now(UTC)
-        )
+    def select(self, runs: Sequence[CatalogedRun]) -> list[CatalogedRun]:
+        """The runs that meet these options."""
+        return select_runs(runs, **asdict(self), now=datetime.now(UTC))
 
 
 @verb
@@ -86,11 +84,10 @@ def list_runs(
 
       penstock results ls /mnt/results --workload unet3d --json
     """
-    criteria = selection.criteria()
     catalog, complaints = read_catalog(folder)
     unreadable = [run.why for run in catalog if run.outcome == "unreadable"]
     terminal.notes((*complaints, *unreadable))
-    selected = [run for run in catalog if criteria.fit(run) and run.outcome != "unreadable"]
+    selected = [run for run in selection.select(catalog) if run.outcome != "unreadable"]
     here, gone, deleted = ([run for run in selected if run.where == w] for w in ("here", "gone", "deleted"))
     runs = []
     for run in here:
@@ -163,15 +160,14 @@ def remove(
 
       penstock results rm --older-than 2w --status incomplete --keep-last 3 --results /mnt/results --dry-run
     """
-    criteria = selection.criteria()
     # Names and criteria are mutually exclusive, so that neither surprises.
-    if bool(runs) == (criteria.is_selective or keep_last > 0):
+    if bool(runs) == (any(asdict(selection).values()) or keep_last > 0):
         raise UsageError(
             "Runs are named and selected by options" if runs else "No run is named or selected",
             fix="Give names, or --status, --workload, --older-than, --keep-last; not both.",
         )
     here = [run for run in read_catalog(parent)[0] if run.where == "here"]
-    removed, spared = plan_removal(here, criteria, keep_last=keep_last)
+    removed, spared = plan_removal(selection.select(here), keep_last)
     if runs:
         named = (find_run(name, here, where=str(parent)) for name in runs)
         removed, spared = list({run.folder: run for run in named}.values()), []

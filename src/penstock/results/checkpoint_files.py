@@ -71,12 +71,8 @@ def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
-@dataclass(frozen=True, slots=True)
-class MovedBytes:
-    """The bytes that one rank moved in each bucket of a round; buckets are `width_s` long."""
-
-    width_s: float
-    sizes_bytes: Sequence[int]
+MovedBytes = tuple[float, list[int]]
+"""The length in seconds of a round's buckets, and the bytes that one rank moved in each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +93,10 @@ _COLUMNS: Final = {
 def write_throughput(folder: Path, rounds: Sequence[RoundThroughput]) -> None:
     """Publish the rounds of a run."""
     rows = [
-        (one.direction, one.step, rank, number * moved.width_s, moved.width_s, size_bytes)
+        (one.direction, one.step, rank, number * width_s, width_s, size_bytes)
         for one in rounds
-        for rank, moved in enumerate(one.ranks)
-        for number, size_bytes in enumerate(moved.sizes_bytes)
+        for rank, (width_s, sizes_bytes) in enumerate(one.ranks)
+        for number, size_bytes in enumerate(sizes_bytes)
         if size_bytes
     ]
     columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(_COLUMNS)
@@ -121,16 +117,14 @@ def read_throughput(folder: Path) -> list[RoundThroughput]:
     rows = zip(directions, *(table[name].to_pylist() for name in list(_COLUMNS)[1:]), strict=True)
     num_ranks = 0
     for direction, step, rank, at_s, width_s, size_bytes in rows:
-        moved = found.setdefault((direction, step), {}).setdefault(rank, MovedBytes(width_s, []))
-        assert isinstance(moved.sizes_bytes, list)
-        missing = round(at_s / width_s) - len(moved.sizes_bytes)
-        moved.sizes_bytes.extend([*[0] * missing, size_bytes])
+        _, sizes_bytes = found.setdefault((direction, step), {}).setdefault(rank, (width_s, []))
+        sizes_bytes += [*[0] * (round(at_s / width_s) - len(sizes_bytes)), size_bytes]
         num_ranks = max(num_ranks, rank + 1)
     return [
         RoundThroughput(
             direction=direction,
             step=step,
-            ranks=[ranks.get(rank, MovedBytes(1.0, ())) for rank in range(num_ranks)],
+            ranks=[ranks.get(rank, (1.0, [])) for rank in range(num_ranks)],
         )
         for (direction, step), ranks in found.items()
     ]

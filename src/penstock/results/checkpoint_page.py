@@ -84,9 +84,9 @@ def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[
         start_s = began.get((one.direction, one.step))
         if start_s is None:
             continue
-        for rank, moved in enumerate(one.ranks):
-            moments = start_s + moved.width_s * np.arange(len(moved.sizes_bytes) + 1)
-            totals = np.concatenate([[0.0], np.cumsum(moved.sizes_bytes)])
+        for rank, (width_s, sizes_bytes) in enumerate(one.ranks):
+            moments = start_s + width_s * np.arange(len(sizes_bytes) + 1)
+            totals = np.concatenate([[0.0], np.cumsum(sizes_bytes)])
             rates[one.direction][rank] += np.diff(np.interp(edges, moments, totals)) / np.diff(edges)
     rounds = {name: [one for one in all_rounds if one["direction"] == name] for name in _DOING}
     run = CheckpointRun(
@@ -200,7 +200,7 @@ def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble
 def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
     """The rank that all others wait for in most rounds."""
     ends = [
-        [moved.width_s * len(moved.sizes_bytes) for moved in one.ranks]
+        [width_s * len(sizes_bytes) for width_s, sizes_bytes in one.ranks]
         for one in run.throughput
         if one.direction == direction and len(one.ranks) > 1
     ]

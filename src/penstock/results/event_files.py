@@ -30,7 +30,6 @@ from penstock.results.parquet_tables import (
     publishing_table,
 )
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
-from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
 from penstock.storage.files.durable import sync_open_file
 
@@ -47,11 +46,6 @@ _TYPES: Final = {_STEPS: step_events.STEP_TYPE, _SPANS: step_events.SPAN_TYPE}
 def spool_path(run_folder: Path, rank: int) -> Path:
     """The file of a rank's events while the run lasts; `gather_events` removes it."""
     return run_folder / FOLDER / f"{rank:06d}{_SUFFIX}"
-
-
-def spool_paths(run_folder: Path) -> list[Path]:
-    """The existing spools, in rank order."""
-    return sorted((run_folder / FOLDER).glob(f"*{_SUFFIX}"))
 
 
 class SpoolWriter:
@@ -84,21 +78,16 @@ class SpoolWriter:
         self.close()
 
 
-def read_clock(path: Path) -> step_events.RankClock:
+def _read_clock(path: Path) -> step_events.RankClock:
     """Read the header of a spool, without its rows."""
     with path.open("rb") as file:
-        line = file.readline()
-    return _parse_clock(line, path)
-
-
-def _parse_clock(line: bytes, path: Path) -> step_events.RankClock:
-    version = step_events.FORMAT_VERSION
+        line, version = file.readline(), step_events.FORMAT_VERSION
     return parse_spool_header(line, step_events.RankClock, what="step events", version=version, path=path)
 
 
 def read_spool(path: Path) -> step_events.RankEvents:
     """Read all complete frames of a spool; a torn tail is logged and left out."""
-    line, _, content = path.read_bytes().partition(b"\n")
+    _, _, content = path.read_bytes().partition(b"\n")
     frames: dict[int, list[step_events.Rows]] = {_STEPS: [], _SPANS: []}
     position = 0
     while len(content) - position >= _FRAME.size:
@@ -116,7 +105,7 @@ def read_spool(path: Path) -> step_events.RankEvents:
     if position < len(content):
         logger.warning("%s: the last %d bytes are torn and left out", path, len(content) - position)
     return step_events.RankEvents(
-        clock=_parse_clock(line, path),
+        clock=_read_clock(path),
         steps=np.concatenate([np.empty(0, step_events.STEP_TYPE), *frames[_STEPS]]),
         spans=np.concatenate([np.empty(0, step_events.SPAN_TYPE), *frames[_SPANS]]),
     )
@@ -138,7 +127,7 @@ def gather_events(run_folder: Path, num_ranks: int) -> None:
             uri=str(run_folder),
             fix="Put the results on a file system that all hosts share.",
         )
-    write_tables(run_folder, [read_clock(path) for path in paths], map(read_spool, paths))
+    write_tables(run_folder, list(map(_read_clock, paths)), map(read_spool, paths))
     for path in paths:
         path.unlink()
     (run_folder / FOLDER).rmdir()
@@ -175,7 +164,7 @@ def write_tables(
 def read_events(run_folder: Path) -> list[step_events.RankEvents]:
     """Read all ranks' events: from the tables, or from the spools of an active or interrupted run."""
     if not (run_folder / STEPS_FILE).exists():
-        paths = spool_paths(run_folder)
+        paths = sorted((run_folder / FOLDER).glob(f"*{_SUFFIX}"))
         if not paths:
             raise ObjectNotFound("This run has no step events", uri=str(run_folder))
         return [read_spool(path) for path in paths]
@@ -216,7 +205,5 @@ def recompute_figures(
 
     Includes times by rank. None if no epoch has a block that all ranks completed.
     """
-    workload = read_recorded_workload(
-        record.workload, name=record.name, accelerator=record.accelerator, where=str(folder / RUN_FILE)
-    )
+    workload = read_recorded_workload(record, folder)
     return compute_phase_figures(read_events(folder), workload, phase=phase)

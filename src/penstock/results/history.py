@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from penstock.errors import PenstockError, StorageError, UsageError, name_some
 from penstock.results import provenance, run_comparison, run_folder
@@ -353,35 +353,22 @@ def _cannot_choose(text: str, names: Sequence[str], where: str) -> UsageError:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCriteria:
-    """The criteria that selected runs meet; None and empty match every run."""
+def select_runs(
+    runs: Sequence[CatalogedRun], *, status: str = "", workload: str = "", older_than: str = "", now: datetime
+) -> list[CatalogedRun]:
+    """Select the runs that meet all criteria of a command line; "" matches every run.
 
-    outcomes: frozenset[str] = frozenset()
-    workload: str = ""
-    begun_before: datetime | None = None
-
-    @classmethod
-    def parse(cls, *, status: str, workload: str, older_than: str, now: datetime) -> Self:
-        """Parse the criteria of a command line."""
-        return cls(
-            outcomes=parse_outcomes(status) if status else frozenset(),
-            workload=workload.lower(),
-            begun_before=parse_age(older_than, now) if older_than else None,
-        )
-
-    @property
-    def is_selective(self) -> bool:
-        """True if any criterion is given."""
-        return bool(self.outcomes or self.workload or self.begun_before)
-
-    def fit(self, run: CatalogedRun) -> bool:
-        """Check a run. One without a start time is never old."""
-        if self.outcomes and run.outcome not in self.outcomes:
-            return False
-        if self.workload and self.workload not in run.workload.lower():
-            return False
-        return self.begun_before is None or (run.started is not None and run.started < self.begun_before)
+    A run without a start time is never old.
+    """
+    outcomes = parse_outcomes(status) if status else frozenset()
+    before = parse_age(older_than, now) if older_than else None
+    return [
+        run
+        for run in runs
+        if (not outcomes or run.outcome in outcomes)
+        and workload.lower() in run.workload.lower()
+        and (before is None or (run.started is not None and run.started < before))
+    ]
 
 
 def parse_outcomes(text: str) -> frozenset[str]:
@@ -412,17 +399,14 @@ def parse_age(text: str, now: datetime) -> datetime:
     return date
 
 
-Spared = list[tuple[CatalogedRun, str]]
-
-
 def plan_removal(
-    runs: Sequence[CatalogedRun], wanted: RunCriteria, *, keep_last: int = 0
-) -> tuple[list[CatalogedRun], Spared]:
-    """Choose among `runs` (newest first) those to remove; each matching run that stays has a reason."""
-    fitting = [run for run in runs if wanted.fit(run)]
-    spared = [(run, f"one of the last {keep_last}") for run in fitting[:keep_last]]
-    spared += [(run, "still running") for run in fitting[keep_last:] if run.outcome == "running"]
-    return [run for run in fitting[keep_last:] if run.outcome != "running"], spared
+    selected: Sequence[CatalogedRun], keep_last: int = 0
+) -> tuple[list[CatalogedRun], list[tuple[CatalogedRun, str]]]:
+    """Choose among `selected` (newest first) the runs to remove; each one that stays has a reason."""
+    older = selected[keep_last:]
+    spared = [(run, f"one of the last {keep_last}") for run in selected[:keep_last]]
+    spared += [(run, "still running") for run in older if run.outcome == "running"]
+    return [run for run in older if run.outcome != "running"], spared
 
 
 def delete_runs(parent: Path, runs: Sequence[CatalogedRun]) -> None:

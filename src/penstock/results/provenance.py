@@ -110,7 +110,8 @@ def redact(words: Sequence[str]) -> tuple[str, ...]:
     """A command line whose secrets became `***`: values of suspicious names, and users in URIs."""
     shown: list[str] = []
     for word in words:
-        follows_secret_option = shown and shown[-1].startswith("--") and _is_secret_option(shown[-1])
+        before = shown[-1] if shown else ""
+        follows_secret_option = before.startswith("--") and "=" not in before and _SECRET_NAME.search(before)
         shown.append(_HIDDEN if follows_secret_option else _redact_word(replace_surrogates(word)))
     return tuple(shown)
 
@@ -171,10 +172,6 @@ def is_alive(mark: ProcessMark) -> bool | None:
     )
     has_ended = process.has_ended(observer=observer)
     return None if has_ended is None else not has_ended
-
-
-def _is_secret_option(word: str) -> bool:
-    return "=" not in word and _SECRET_NAME.search(word) is not None
 
 
 def _redact_word(word: str) -> str:

@@ -40,15 +40,6 @@ def workload_values(workload: Workload) -> dict[str, Any]:
     return set_values(write_workload(workload))
 
 
-def read_recorded_workload(values: Mapping[str, Any], *, name: str, accelerator: str, where: str) -> Workload:
-    """The workload in a record; `where` names the record in the error if this version cannot read it."""
-    workload, problems = read_workload(values, name=name, accelerator=accelerator)
-    if workload is None:
-        path, why = problems[0]
-        raise StorageError(f"Cannot read the recorded workload: {dotted(path)} {why}".rstrip(), uri=where)
-    return workload
-
-
 FORMAT_VERSION: Final = 3
 """Raised whenever a key is added, renamed or means something else."""
 _READABLE: Final = (2, FORMAT_VERSION)
@@ -122,6 +113,18 @@ class RunRecord:
     train: PhaseFigures | None = None
     evaluation: PhaseFigures | None = None
     deliveries: tuple[IoReconciliation, ...] = ()
+
+
+def read_recorded_workload(record: RunRecord, folder: Path) -> Workload:
+    """The workload of a run in `folder`, for the error if this version cannot read it."""
+    workload, problems = read_workload(record.workload, name=record.name, accelerator=record.accelerator)
+    if workload is None:
+        path, why = problems[0]
+        raise StorageError(
+            f"Cannot read the recorded workload: {dotted(path)} {why}".rstrip(),
+            uri=str(folder / run_folder.RUN_FILE),
+        )
+    return workload
 
 
 def format_record(record: RunRecord) -> bytes:

@@ -44,7 +44,7 @@ from penstock.results.phase_figures import (
     TimeShares,
     time_rows,
 )
-from penstock.results.run_folder import RUN_FILE, STAGES_FILE
+from penstock.results.run_folder import STAGES_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
 from penstock.results.step_events import wait_ns
 from penstock.results.step_series import Numbers, RunSteps, WaitShift, find_wait_shift, heat_rows
@@ -101,9 +101,7 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
     steps = RunSteps.of_events(read_events(folder))
     if steps is None:
         raise ObjectNotFound("This run has no steps yet", uri=str(folder))
-    workload = read_recorded_workload(
-        record.workload, name=record.name, accelerator=record.accelerator, where=str(folder / RUN_FILE)
-    )
+    workload = read_recorded_workload(record, folder)
     stages: dict[str, Any] = {}
     if (folder / STAGES_FILE).is_file():
         stages = json.loads((folder / STAGES_FILE).read_bytes())

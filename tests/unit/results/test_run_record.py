@@ -139,7 +139,7 @@ def test_a_run_is_recorded_before_it_starts_and_closed_with_its_figures(tmp_path
         assert (seen.outcome, seen.ended_at, seen.train) == (RunOutcome.RUNNING, None, None)
         assert seen.seeds == {"order": 7}
         assert seen.hosts == (HOST,)
-        assert read_recorded_workload(seen.workload, name="unet3d", accelerator="h100", where="") == unet3d()
+        assert read_recorded_workload(seen, run.folder) == unet3d()
         run.finish(train=figures)
     seen = read_record(run.folder)
     assert seen.outcome is RunOutcome.FINISHED
@@ -272,19 +272,17 @@ def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_recorded_workload_is_an_error() -> None:
-    values = {**workload_values(unet3d()), "colour": "blue"}
+    record = replace(golden_record(), workload={**workload_values(unet3d()), "colour": "blue"})
     with pytest.raises(StorageError, match=r"colour.*run\.json"):
-        read_recorded_workload(values, name="unet3d", accelerator="h100", where="run.json")
+        read_recorded_workload(record, Path())
 
 
 @pytest.mark.parametrize("name", ["unet3d", "resnet50_h100", "cosmoflow_a100", "dlrm_b200", "bert_v100"])
 def test_every_workload_survives_its_record(name: str) -> None:
     workload = load(name, accelerator="" if "_" in name else "h100").workload
     values = json.loads(json.dumps(workload_values(workload)))
-    assert (
-        read_recorded_workload(values, name=workload.name, accelerator=workload.accelerator, where="")
-        == workload
-    )
+    record = replace(golden_record(), workload=values, name=workload.name, accelerator=workload.accelerator)
+    assert read_recorded_workload(record, Path()) == workload
 
 
 @pytest.mark.parametrize(

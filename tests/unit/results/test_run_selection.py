@@ -11,11 +11,11 @@ from penstock.errors import UsageError
 from penstock.results.history import (
     OUTCOMES,
     CatalogedRun,
-    RunCriteria,
     find_run,
     parse_age,
     parse_outcomes,
     plan_removal,
+    select_runs,
 )
 
 NOW = datetime(2026, 2, 1, 12, tzinfo=UTC)
@@ -67,14 +67,16 @@ def test_incomplete_stands_for_runs_without_a_recorded_end() -> None:
 
 
 def test_criteria_fit_together() -> None:
-    wanted = RunCriteria.parse(status="failed", workload="UNET", older_than="2d", now=NOW)
-    assert wanted.fit(a_run(outcome="failed", age_days=3))
-    assert not wanted.fit(a_run(outcome="finished", age_days=3))
-    assert not wanted.fit(a_run(outcome="failed", age_days=1))
-    assert not wanted.fit(a_run(outcome="failed", age_days=3, workload="resnet50_h100"))
-    assert not wanted.fit(a_run(outcome="failed", age_days=None))
-    assert not RunCriteria().is_selective
-    assert wanted.is_selective
+    fitting = a_run(outcome="failed", age_days=3)
+    others = [
+        a_run(outcome="finished", age_days=3),
+        a_run(outcome="failed", age_days=1),
+        a_run(outcome="failed", age_days=3, workload="resnet50_h100"),
+        a_run(outcome="failed", age_days=None),
+    ]
+    runs = [*others, fitting]
+    assert select_runs(runs, status="failed", workload="UNET", older_than="2d", now=NOW) == [fitting]
+    assert select_runs(runs, now=NOW) == runs
 
 
 RUNS = st.lists(
@@ -92,16 +94,15 @@ RUNS = st.lists(
 @given(
     runs=RUNS,
     outcomes=st.frozensets(st.sampled_from(OUTCOMES), max_size=3),
-    age_days=st.none() | st.integers(0, 30),
+    age_days=st.none() | st.integers(1, 30),
     keep_last=st.integers(0, 5),
 )
 def test_every_run_that_fits_is_taken_or_spared_with_a_reason(
     runs: list[CatalogedRun], outcomes: frozenset[str], age_days: int | None, keep_last: int
 ) -> None:
-    before = None if age_days is None else NOW - timedelta(days=age_days)
-    wanted = RunCriteria(outcomes=outcomes, begun_before=before)
-    removed, spared = plan_removal(runs, wanted, keep_last=keep_last)
-    fitting = [run for run in runs if wanted.fit(run)]
+    older_than = "" if age_days is None else f"{age_days}d"
+    fitting = select_runs(runs, status=",".join(sorted(outcomes)), older_than=older_than, now=NOW)
+    removed, spared = plan_removal(fitting, keep_last)
     assert len(removed) + len(spared) == len(fitting)
     assert all(run.outcome != "running" for run in removed)
     assert all(reason for _, reason in spared)
@@ -124,14 +125,11 @@ def test_a_run_is_named_by_id_folder_or_part() -> None:
 
 @pytest.mark.parametrize(("age_days", "is_old"), [(7.0, False), (7.1, True), (6.9, False), (None, False)])
 def test_run_is_older_than_an_age_from_the_moment_after_it(age_days: float | None, *, is_old: bool) -> None:
-    criteria = RunCriteria.parse(status="", workload="", older_than="7d", now=NOW)
-    assert criteria.is_selective
-    assert criteria.fit(a_run(age_days=age_days)) is is_old
+    assert bool(select_runs([a_run(age_days=age_days)], older_than="7d", now=NOW)) is is_old
 
 
 def test_removal_spares_the_last_runs_and_running_ones() -> None:
     runs = [a_run(3), a_run(2, outcome="running"), a_run(1)]
-    removed, spared = plan_removal(runs, RunCriteria(), keep_last=1)
+    removed, spared = plan_removal(runs, keep_last=1)
     assert removed == [runs[2]]
     assert spared == [(runs[0], "one of the last 1"), (runs[1], "still running")]
-    assert not RunCriteria().is_selective

@@ -122,7 +122,7 @@ class RoundProgress(Progress):
         sizes = [0.0] * -(-length // fold)
         for bucket, moved_bytes in self._moved_by_bucket.items():
             sizes[bucket // fold] += moved_bytes * scale
-        return MovedBytes(BUCKET_S * fold, [round(size) for size in sizes])
+        return BUCKET_S * fold, [round(size) for size in sizes]
 
     @contextmanager
     def track(self, title: str, bytes_of_ranks: list[int], *, unit: str) -> Iterator[None]:
