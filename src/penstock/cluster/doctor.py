@@ -213,16 +213,6 @@ def _limits() -> Iterator[Diagnosis]:
             good=unlimited or soft >= wanted,
             otherwise=f"Raise it in the shell that starts jobs: {fix}",
         )
-    if aio := _first_line(Path("/proc/sys/fs/aio-max-nr")):
-        yield _check("limits", "asynchronous requests", f"{aio} system-wide")
-    if uring := _first_line(Path("/proc/sys/kernel/io_uring_disabled")):
-        yield _check(
-            "limits",
-            "io_uring",
-            "allowed" if uring == "0" else f"kernel.io_uring_disabled = {uring}",
-            good=uring == "0",
-            otherwise="Only other tools need it (fio's io_uring engine); Penstock does not.",
-        )
     is_root = os.access("/proc/sys/vm/drop_caches", os.W_OK)
     yield _check(
         "limits",
@@ -233,12 +223,9 @@ def _limits() -> Iterator[Diagnosis]:
     )
 
 
-def _first_line(path: Path) -> str:
-    return path.read_text(encoding="ascii").strip() if path.exists() else ""
-
-
 def _clock() -> Iterator[Diagnosis]:
-    source = _first_line(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
+    source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    name = source.read_text(encoding="ascii").strip() if source.exists() else "unknown source"
     resolution_s = time.get_clock_info("monotonic").resolution
     start = time.perf_counter()
     for _ in range(1000):
@@ -247,8 +234,7 @@ def _clock() -> Iterator[Diagnosis]:
     yield _check(
         "clock",
         "monotonic",
-        f"{source or 'unknown source'}, {format_seconds(resolution_s)} resolution, "
-        f"{format_seconds(cost_s)} per reading",
+        f"{name}, {format_seconds(resolution_s)} resolution, {format_seconds(cost_s)} per reading",
         good=cost_s < 1e-6,
         otherwise="Reading the clock takes a system call; select the clock source tsc if there is one.",
     )

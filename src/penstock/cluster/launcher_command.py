@@ -98,18 +98,6 @@ def build_launch_plan(
         is_local = is_single and not any(name in environment for name in _ALLOCATIONS)
     if ranks is None:
         raise UsageError("The number of ranks is not given", fix="Give --ranks N, or --hosts a:4,b:4.")
-    names = _traveling_names(request, environment)
-    options = _options(launcher.kind, request.hostfile, ranks, hosts, names)
-    return LaunchPlan(
-        argv=(launcher.program, *options, *request.launcher_args, *program_argv),
-        environment=environment,
-        ranks=ranks,
-        launcher=launcher,
-        is_local=is_local,
-    )
-
-
-def _traveling_names(request: LaunchRequest, environment: Environment) -> tuple[str, ...]:
     for name in request.env_names:
         if "=" in name:
             raise UsageError(
@@ -119,7 +107,15 @@ def _traveling_names(request: LaunchRequest, environment: Environment) -> tuple[
         if name not in environment:
             raise UsageError(f"--env {name} is not set here", fix=f"Set it first: export {name}=...")
     ours = {CONTROL_ADDRESS, CONTROL_TOKEN, *({PROGRESS_COLUMNS} & environment.keys())}
-    return tuple(sorted({*user_settings(environment), *request.env_names, *ours}))
+    names = tuple(sorted({*user_settings(environment), *request.env_names, *ours}))
+    options = _options(launcher.kind, request.hostfile, ranks, hosts, names)
+    return LaunchPlan(
+        argv=(launcher.program, *options, *request.launcher_args, *program_argv),
+        environment=environment,
+        ranks=ranks,
+        launcher=launcher,
+        is_local=is_local,
+    )
 
 
 def _options(

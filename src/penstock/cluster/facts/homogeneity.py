@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-from penstock.cluster.facts.host_facts import ClusterFacts, Cpu, HostReport, Mount, PresentHost
+from penstock.cluster.facts.host_facts import ClusterFacts, HostReport, PresentHost
 from penstock.reports.report import Banner, Chart, Look, Report, bar_chart, table_section
 from penstock.units import format_bytes
 
@@ -46,7 +46,11 @@ def check_homogeneity(cluster: ClusterFacts) -> tuple[HomogeneityCheck, ...]:
         _same(
             hosts,
             "cores",
-            lambda report: None if report.cpu is None else _cores(report.cpu),
+            lambda report: (
+                None
+                if report.cpu is None
+                else f"{report.cpu.num_logical} logical, {report.cpu.num_physical or 'unknown'} physical"
+            ),
             "Use hosts of one kind only.",
         ),
         _same(
@@ -123,11 +127,6 @@ def _memory(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
     return _pass("memory", by_size, f"{format_bytes(sum(known.values()))} on all hosts together")
 
 
-def _cores(cpu: Cpu) -> str:
-    physical = "unknown" if cpu.num_physical is None else cpu.num_physical
-    return f"{cpu.num_logical} logical, {physical} physical"
-
-
 def _each_version(hosts: Sequence[PresentHost]) -> Iterator[HomogeneityCheck]:
     for name in sorted({name for host in hosts for name in host.report.versions}):
         fix = f"Install one version of {name} on all hosts."
@@ -135,17 +134,15 @@ def _each_version(hosts: Sequence[PresentHost]) -> Iterator[HomogeneityCheck]:
 
 
 def _mounts_by_folder(report: HostReport) -> dict[str, str] | None:
+    """The kind of each mount; where the storage is shared, its source and options as well."""
     if report.mounts is None:
         return None
-    return {mount.folder: _mounted(mount) for mount in report.mounts}
-
-
-def _mounted(mount: Mount) -> str:
-    """The kind of a mount; where the storage is shared, its source and options as well."""
-    if not mount.kind.startswith(("fuse", *_SHARED_KINDS)):
-        return mount.kind
-    options = ",".join(option for option in mount.options if not option.startswith(_OWN_OPTIONS))
-    return f"{mount.kind} from {mount.device} with {options}"
+    mounts = {mount.folder: mount.kind for mount in report.mounts}
+    for mount in report.mounts:
+        if mount.kind.startswith(("fuse", *_SHARED_KINDS)):
+            options = ",".join(option for option in mount.options if not option.startswith(_OWN_OPTIONS))
+            mounts[mount.folder] += f" from {mount.device} with {options}"
+    return mounts
 
 
 def _skew(hosts: Sequence[PresentHost]) -> HomogeneityCheck:

@@ -12,7 +12,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
@@ -70,6 +70,7 @@ _STATE_KINDS = frozenset(
 
 _NIC_KINDS: Final[dict[str, Literal["ethernet", "infiniband"]]] = {"1": "ethernet", "32": "infiniband"}
 _DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
+"""Vendor and model, without serial numbers; virtual machines may have none."""
 _PACKAGES = ("mpi4py", "torch", "numpy")
 
 WITHHELD = "<withheld>"
@@ -142,8 +143,8 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
         ),
         kernel=f"{platform.system()} {platform.release()}",
         system=attempt("system", lambda: parse_system(_text(root / "etc/os-release"))),
-        dmi=attempt("dmi", lambda: _dmi(root / "sys/class/dmi/id")),
-        sysctl=attempt("sysctl", lambda: _sysctl(root / "proc/sys")),
+        dmi=attempt("dmi", lambda: _settings(root / "sys/class/dmi/id", _DMI)),
+        sysctl=attempt("sysctl", lambda: _settings(root / "proc/sys", SYSCTLS)),
         limits=attempt("limits", lambda: _limits(root / "dev/shm")),
         environment=redact_environment(environment),
         versions={
@@ -257,15 +258,9 @@ def _transport(name: str, device: str) -> str:
     return next((transport for mark, transport in marks.items() if mark in device), "")
 
 
-def _dmi(folder: Path) -> dict[str, str]:
-    """Vendor and model, without serial numbers; virtual machines may have none."""
-    values = {name: _optional_text(folder / name) for name in _DMI}
-    return {name: value for name, value in values.items() if value}
-
-
-def _sysctl(folder: Path) -> dict[str, str]:
-    """The settings that this kernel has."""
-    values = {name: _optional_text(folder / name.replace(".", "/")) for name in SYSCTLS}
+def _settings(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Those of the names that this kernel has below `folder`, with their values."""
+    values = {name: _optional_text(folder / name.replace(".", "/")) for name in names}
     return {name: " ".join(value.split()) for name, value in values.items() if value}
 
 
