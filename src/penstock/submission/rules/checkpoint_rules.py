@@ -11,9 +11,7 @@ from penstock.submission.rules.rule import (
     CHECKPOINTING,
     CONFIG,
     LATER,
-    NAME,
     NEWEST,
-    SUMMARY,
     Case,
     Finding,
     Rule,
@@ -322,7 +320,6 @@ RULES: Final = (
         fact=lambda case: (_intervals(case)[-1][1] - _intervals(case)[0][0]).total_seconds(),
         compare=">",
         limit=0,
-        at=NAME,
         show=("{fact:g} s", "more than {limit:g} s"),
         proof="{fact:g} s from the first begin to the last end",
         fix="Compare the hosts' clocks.",
@@ -373,7 +370,6 @@ RULES: Final = (
         passes="fsync: true",
         fails="fsync: false",
         fact=lambda case: str(case.run.config.boolean("workload", "checkpoint", "fsync")).lower(),
-        compare="==",
         limit="true",
         at=CONFIG,
         proof="checkpoint.fsync is {fact}",
@@ -404,7 +400,6 @@ RULES: Final = (
         fact=lambda case: num_accelerators(case) / num_hosts(case.run),
         compare=">",
         limit=lambda case: case.edition.checkpoints.min_per_host,
-        at=SUMMARY,
         show=("{fact:g}", "more than {limit}"),
         proof=lambda it: (
             f"{num_accelerators(it.case)} accelerators / {num_hosts(it.case.run)} hosts = {it.fact:g}"
@@ -465,7 +460,6 @@ RULES: Final = (
         holds=lambda it: any(
             abs(it.size - expected) <= it.tolerance * expected for expected in (it.stated, it.by_design)
         ),
-        at=SUMMARY,
         show=("{size:g} GiB", "{stated:g} or {by_design:g} GiB +- {tolerance:.0%}"),
         proof="{size:g} GiB, stated are {stated:g} GiB, by its architecture {by_design:g} GiB",
         fix="Let the reviewer see what was written.",

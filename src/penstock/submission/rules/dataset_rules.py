@@ -21,7 +21,6 @@ from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import num_accelerators, record_bytes
 from penstock.submission.result_files import ResultDir, ResultRun
 from penstock.submission.rules.rule import (
-    ALL,
     BOTH,
     EVERY,
     LATER,
@@ -565,7 +564,6 @@ RULES: Final = (
     Rule(
         id="sizing.steps",
         title="The data set feeds every accelerator for enough steps an epoch",
-        editions=ALL,
         each="result",
         source=_SIZING_SOURCE,
         formula="files >= min_steps x batch x accelerators / samples a file, rounded as the edition says",
@@ -576,7 +574,6 @@ RULES: Final = (
     Rule(
         id="sizing.memory",
         title="The data set is several times larger than the memory of all hosts",
-        editions=ALL,
         each="result",
         source=_SIZING_SOURCE,
         formula=(
@@ -596,7 +593,6 @@ RULES: Final = (
         passes="28,000 samples, batches of 7 on 8 accelerators: none is left out",
         fails="28,001 samples: one is left out of each epoch (a warning)",
         fact=_largest_remainder,
-        compare="==",
         limit=0,
         at=lambda case: case.run.record.file,
         show=("{fact:,} samples", "{limit:,} samples"),

@@ -21,13 +21,10 @@ from penstock.submission.recomputed_metrics import (
     utilization_percent,
 )
 from penstock.submission.rules.rule import (
-    ALL,
     BOTH,
     CHECKPOINTING,
     FIRST,
     LATER,
-    NAME,
-    SUMMARY,
     Case,
     Facts,
     Finding,
@@ -314,7 +311,6 @@ RULES: Final = (
     limit(
         id="utilization.minimum",
         title="Accelerators are kept as busy as the workload asks for",
-        editions=ALL,
         source="v1.0 rules, workloads; 3.3.2 of later editions",
         formula="mean of train_au_percentage over the epochs >= the workload's minimum",
         passes="cosmoflow at 70.1 %",
@@ -322,7 +318,6 @@ RULES: Final = (
         fact=lambda case: utilization_percent(case.run),
         compare=">=",
         limit=_min_utilization,
-        at=SUMMARY,
         show=("{fact:.6g} %", "{limit:g} %"),
         proof=lambda it: (
             f"mean over epochs {it.fact!r} % {it.sign} {it.limit:g} % of {it.case.run.workload()[0]}"
@@ -333,15 +328,12 @@ RULES: Final = (
     limit(
         id="utilization.stated",
         title="Each run states that it reached its utilization",
-        editions=ALL,
         source="v1.0 rules, success of a run; 3.3.2 of later editions",
         formula='metric.train_au_meet_expectation == "success"',
         passes='"success"',
         fails='"fail"',
         fact=lambda case: case.run.summary.text("metric", "train_au_meet_expectation"),
-        compare="==",
         limit="success",
-        at=SUMMARY,
         proof="train_au_meet_expectation is {fact!r}",
         fix="Repeat the run with fewer accelerators, which this storage can feed.",
         is_lenient_in_warm_up=True,
@@ -359,9 +351,7 @@ RULES: Final = (
             if isinstance(entries := case.run.summary.value("metric", "train_au_percentage"), list)
             else 0
         ),
-        compare="==",
         limit=lambda case: case.run.config.integer("workload", "train", "epochs"),
-        at=SUMMARY,
         show=("{fact} entries", "{limit} epochs"),
         proof="train_au_percentage has {fact} entries for {limit} epochs",
         fix="Repeat the run, to its end.",
@@ -371,7 +361,6 @@ RULES: Final = (
     Rule(
         id="means.run",
         title="The means that a run states are the means of its epochs",
-        editions=ALL,
         source="ours: a stated mean is never trusted",
         formula="stated == mean over epochs, within the edition's tolerance; MB/s by the record's length",
         passes="train_au_percentage [90, 92], train_au_mean_percentage 91",
@@ -418,7 +407,6 @@ RULES: Final = (
     limit(
         id="rates.maximum",
         title="A run reads no more samples than its accelerators can compute",
-        editions=ALL,
         source="ours; batch and computation time are the workload's",
         formula="mean samples/s <= batch x accelerators / computation time, + 0.2 %",
         passes="unet3d on 2 h100: 42 samples/s of at most 7 x 2 / 0.323 s = 43.3",
@@ -426,7 +414,6 @@ RULES: Final = (
         fact=lambda case: samples_per_second(case.run),
         compare="<=",
         limit=lambda case: _maximum_rate(case) * _RATE_TOLERANCE,
-        at=SUMMARY,
         show=("{fact:.6g} samples/s", "{limit:.6g} samples/s"),
         proof=lambda it: (
             f"{it.fact:.6g} samples/s are {it.fact / _maximum_rate(it.case):.2%} of what "
@@ -437,7 +424,6 @@ RULES: Final = (
     limit(
         id="utilization.maximum",
         title="Accelerators are not busy for more than all of the time",
-        editions=ALL,
         source="ours: the time of computation is part of the time that it is divided by",
         formula="each entry of train_au_percentage <= 100, + 0.5",
         passes="99.6 % in every epoch",
@@ -445,7 +431,6 @@ RULES: Final = (
         fact=lambda case: max(case.run.summary.numbers("metric", "train_au_percentage")),
         compare="<=",
         limit=100 + _UTILIZATION_TOLERANCE,
-        at=SUMMARY,
         show=("{fact:.6g} %", "{limit:.6g} %"),
         proof="the highest utilization of an epoch is {fact:.6g} %",
         fix=_AS_WRITTEN,
@@ -453,7 +438,6 @@ RULES: Final = (
     check(
         id="rates.utilization",
         title="The rate of a run is the one that its utilization says",
-        editions=ALL,
         source="ours: accelerators that are busy for a share of the time compute that share of the samples",
         formula=(
             "share of the accelerators' rate <= mean of train_au_percentage + 0.5; more than 30 below it "
@@ -468,7 +452,6 @@ RULES: Final = (
         holds=lambda it: (
             it.utilization - _MAX_UTILIZATION_GAP <= it.share <= it.utilization + _UTILIZATION_TOLERANCE
         ),
-        at=SUMMARY,
         show=("{share:.6g} %", "{utilization:.6g} %"),
         proof="the rate is {share:.6g} % of the accelerators', the utilization {utilization:.6g} %",
         fix=lambda it: (
@@ -481,7 +464,6 @@ RULES: Final = (
     check(
         id="epochs.recorded",
         title="The statistics have every epoch that the summary has a rate of",
-        editions=ALL,
         source="ours: both are written by the same program, from the same epochs",
         formula="epochs of per_epoch_stats.json == entries of train_throughput_samples_per_second",
         passes="5 rates, and epochs 1 to 5",
@@ -497,7 +479,6 @@ RULES: Final = (
     Rule(
         id="rates.files",
         title="Rate and time of each epoch come to the samples of the data set",
-        editions=ALL,
         source="ours; runs of several clients, which share the samples, are left out",
         formula=(
             "samples/s x seconds of the epoch's blocks == files x samples a file, +- 5 % and 0.5 s; less is "
@@ -511,7 +492,6 @@ RULES: Final = (
     Rule(
         id="times.recorded",
         title="Durations are those between start and end, and all that is recorded lies within the run",
-        editions=ALL,
         benchmarks=BOTH,
         source="ours: start, end and duration are written by one clock",
         formula=(
@@ -526,14 +506,12 @@ RULES: Final = (
     nothing(
         id="runs.distinct",
         title="No run is a copy of another",
-        editions=ALL,
         each="result",
         source="ours: no two runs take the same time to the last digit",
         formula="the rates of all epochs of a run, and its start, differ from every other run's",
         passes="five runs with rates of their own",
         fails="run4 with the rates of run3",
         problems=_find_copies,
-        at=NAME,
         show=("{number} copies", "0 copies"),
         proof="each run has rates and a start of its own",
         fix="Repeat the runs that are copies.",
@@ -548,7 +526,6 @@ RULES: Final = (
         passes="10:00 to 10:03, 10:04 to 10:07",
         fails="10:00 to 10:03, 10:02 to 10:05",
         problems=_find_overlaps,
-        at=NAME,
         show=("{number} overlap", "0 overlap"),
         proof=lambda it: f"{len(it.case.result.runs)} runs come one after the other",
         fix="Repeat the runs one after the other.",

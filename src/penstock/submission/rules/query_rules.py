@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import LATENCY, SUMS, options_of, recompute_option, recompute_run
@@ -17,7 +17,6 @@ from penstock.submission.rules.rule import (
     METADATA,
     NAME,
     NEWEST,
-    SUMMARY,
     Case,
     Finding,
     Judge,
@@ -35,11 +34,12 @@ from penstock.submission.rules.rule import (
     require_runs,
 )
 from penstock.submission.rules.tree_rules import SOLUTION, require_description
-from penstock.submission.tree_layout import SUMMARY as SUMMARY_FILE
-from penstock.submission.tree_layout import Benchmark
+from penstock.submission.tree_layout import SUMMARY, Benchmark
 
 _CACHE: Final[Scope] = {"editions": NEWEST, "benchmarks": (Benchmark.KV_CACHE,)}
 _VECTORS: Final[Scope] = {"editions": NEWEST, "benchmarks": (Benchmark.VECTOR_SEARCH,)}
+_CLOSED_CACHE: Final[Any] = {**_CACHE, "unless": free_in_open}
+_CLOSED_VECTORS: Final[Any] = {**_VECTORS, "unless": free_in_open}
 _LATENCIES: Final = ("mean_latency_ms", "p95_latency_ms", "p99_latency_ms", "p999_latency_ms")
 _CLOCK_TOLERANCE: Final = 1e-7
 """A time since 1970 in a double is exact to a quarter of a microsecond."""
@@ -113,8 +113,8 @@ def _file_problems(case: Case) -> list[str]:
         raise MissingFact(run.unlisted, where=run.name)
     problems = [] if run.metadata.file != run.name else [run.metadata.problem]
     if run.summary.is_missing:
-        problems.append(f"there is no {SUMMARY_FILE}")
-    elif name.lower() != SUMMARY_FILE:
+        problems.append(f"there is no {SUMMARY}")
+    elif name.lower() != SUMMARY:
         problems.append(f"its summary is called {name}")
     return problems
 
@@ -453,7 +453,7 @@ RULES: Final = (
         problems=_file_problems,
         at=NAME,
         proof="both are there",
-        fix=f"Restore the metadata; call the summary {SUMMARY_FILE}.",
+        fix=f"Restore the metadata; call the summary {SUMMARY}.",
     ),
     check(
         id="kvcache.runs",
@@ -471,7 +471,6 @@ RULES: Final = (
             "number": len(case.result.location.run_folders),
         },
         holds=lambda it: it.number == 1,
-        at=NAME,
         show=("{number}", "1"),
         proof="{names}: {counted} counts",
         fix="Hand in the one run that counts, or give each a system of its own.",
@@ -486,7 +485,6 @@ RULES: Final = (
         passes="partial_failure false",
         fails="partial_failure true, 45 missing files (a warning)",
         problems=_losses,
-        at=SUMMARY,
         proof="all ranks reported in all trials",
         fix="Repeat the run; its means leave out the lost ranks.",
         otherwise=Verdict.WARNING,
@@ -494,18 +492,17 @@ RULES: Final = (
     Rule(
         id="kvcache.table",
         title="In CLOSED each option ran with the values of the table",
-        **_CACHE,
+        **_CLOSED_CACHE,
         source="6.3.1.1, table KVCache-1",
         formula="model, duration, memory tiers, allocations and generation of every command == the edition's",
         passes="option 1: --model llama3.1-8b --duration 300 --gpu-mem-gb 0 --cpu-mem-gb 0",
         fails="option 1: --cpu-mem-gb 32",
-        unless=free_in_open,
         judge=_judge_table,
     ),
     Rule(
         id="kvcache.sequence",
         title="In CLOSED the options ran in order, in three trials each, with the edition's seed and delay",
-        **_CACHE,
+        **_CLOSED_CACHE,
         source="6.3.2.1",
         formula=(
             "commands are options 1, 2, 3 with trials 0, 1, 2; --seed-base and inter_option_delay are the "
@@ -513,20 +510,17 @@ RULES: Final = (
         ),
         passes="nine commands in order, --seed-base 42, inter_option_delay 90",
         fails="two trials of option 3",
-        unless=free_in_open,
         judge=_judge_sequence,
     ),
     limit(
         id="kvcache.autoscaling",
         title="In CLOSED nothing scales the users",
-        **_CACHE,
+        **_CLOSED_CACHE,
         source="6.3.2.2, by the commands: the metadata have the tool's default, which its options do not use",
         formula="no command has --enable-autoscaling",
         passes="... --generation-mode none",
         fails="... --enable-autoscaling",
-        unless=free_in_open,
         fact=lambda case: sum("enable-autoscaling" in command.options for command in _commands(case)),
-        compare="==",
         limit=0,
         at=METADATA,
         show=("{fact} commands", "{limit} commands"),
@@ -546,12 +540,11 @@ RULES: Final = (
     check(
         id="kvcache.users",
         title="In CLOSED every rank serves all users of its option",
-        **_CACHE,
+        **_CLOSED_CACHE,
         source="6.3.3.2",
         formula="--num-users of every command == the option's, which are not divided among ranks",
         passes="option 1 on 32 ranks: --num-users 200",
         fails="option 1 on 2 ranks: --num-users 100",
-        unless=free_in_open,
         facts=lambda case: (
             {"number": number, "users": option.num_users, "stated": _stated_users(case, int(number))}
             for number, option in case.edition.kv_cache.options.items()
@@ -638,7 +631,6 @@ RULES: Final = (
         passes="options 1, 2 and 3 with all figures",
         fails="options 1 and 2 alone",
         problems=_missing_figures,
-        at=SUMMARY,
         show=("{number} missing", "0 missing"),
         proof="all figures are there",
         bad="missing: {}",
@@ -662,7 +654,6 @@ RULES: Final = (
             for number, option in _options(case)
         ),
         holds=lambda it: it.read > 0 and it.written > 0,
-        at=SUMMARY,
         show=("{read:g} and {written:g} GiB/s", "more than 0 GiB/s"),
         proof="option {number} read {read:g} GiB/s and wrote {written:g} GiB/s",
         fix="Repeat the run with less memory for the cache.",
@@ -682,12 +673,11 @@ RULES: Final = (
     nothing(
         id="kvcache.closed",
         title="In CLOSED only hosts, ranks and paths are the submitter's choice",
-        **_CACHE,
+        **_CLOSED_CACHE,
         source="6.6.1",
         formula="every command has only the edition's flags; args.params and override_parameters are empty",
         passes="--model --num-users ... --rank-cache-base",
         fails="--performance-profile latency",
-        unless=free_in_open,
         problems=_extra_cache_settings,
         at=METADATA,
         proof="only hosts, ranks and paths are set",
@@ -706,9 +696,7 @@ RULES: Final = (
         passes="five result directories in run/",
         fails="four result directories in run/",
         fact=lambda case: len(case.result.runs),
-        compare="==",
         limit=lambda case: case.edition.vectors.num_runs,
-        at=NAME,
         proof="{fact} runs {sign} {limit}",
         fix="Hand in all runs of the index.",
     ),
@@ -734,7 +722,6 @@ RULES: Final = (
         fails="num_vectors 0",
         facts=lambda case: {name: case.run.summary.integer(name) for name in ("num_vectors", "dimension")},
         holds=lambda it: it.num_vectors > 0 and it.dimension > 0,
-        at=SUMMARY,
         show=("{num_vectors:,} x {dimension:,}", "more than 0"),
         proof="{num_vectors:,} vectors of {dimension:,} dimensions",
         fix="Repeat the run on vectors.",
@@ -753,7 +740,6 @@ RULES: Final = (
             "asked": case.run.metadata.integer("args", "vector_dim"),
         },
         holds=lambda it: it.loaded == it.searched == it.asked,
-        at=SUMMARY,
         show=("{searched}", "{loaded}"),
         proof="{loaded} dimensions loaded, {searched} searched, {asked} asked for",
         fix="Search the vectors that were loaded.",
@@ -794,7 +780,6 @@ RULES: Final = (
             "folder": case.result.location.model.upper(),
         },
         holds=lambda it: it.built == it.searched == it.folder,
-        at=SUMMARY,
         show=("{searched}", "{built}"),
         proof="{built} was built, {searched} searched, the folder is called {folder}",
         fix="Search the index that was built, and name the folder by it.",
@@ -813,7 +798,6 @@ RULES: Final = (
             "tolerance": case.edition.means.relative_tolerance,
         },
         holds=lambda it: 0 < it.recall <= 1 and math.isclose(it.recall, it.mean, rel_tol=it.tolerance),
-        at=SUMMARY,
         show=("{recall:g}", "more than 0"),
         proof="recall is {recall:g}, the mean over all queries {mean:g}",
         fix="Build the ground truth from the vectors that were loaded, and repeat the runs.",
@@ -834,7 +818,6 @@ RULES: Final = (
             * case.run.summary.number("total_time_seconds"),
         },
         holds=lambda it: it.queries > 0 and math.isclose(it.queries, it.product, rel_tol=1e-6),
-        at=SUMMARY,
         show=("{queries:,.0f}", "{product:,.0f}"),
         proof="{queries:,.0f} queries; {rate:g} a second x {seconds:g} s = {product:,.0f}",
         fix=_RESTORE_SUMMARY,
@@ -853,7 +836,6 @@ RULES: Final = (
             "listed": ", ".join(f"{case.run.summary.number(name):g}" for name in _LATENCIES),
         },
         holds=lambda it: min(it.rate, *it.latencies) > 0 and it.latencies[1:] == sorted(it.latencies[1:]),
-        at=SUMMARY,
         show=("{listed}", "in order"),
         proof="{rate:g} queries a second; mean, p95, p99, p999: {listed} ms",
         fix=_RESTORE_SUMMARY,
@@ -881,12 +863,11 @@ RULES: Final = (
     limit(
         id="vectors.engine",
         title="In CLOSED the engine is one of the edition's",
-        **_VECTORS,
+        **_CLOSED_VECTORS,
         source="5.6.2",
         formula="args.vdb_engine is in the edition's list",
         passes="milvus",
         fails="pgvector",
-        unless=free_in_open,
         fact=lambda case: case.run.metadata.text("args", "vdb_engine").lower(),
         compare="in",
         limit=lambda case: sorted(case.edition.vectors.engines),
@@ -897,28 +878,25 @@ RULES: Final = (
     limit(
         id="vectors.closed_index",
         title="In CLOSED the index is one of the edition's",
-        **_VECTORS,
+        **_CLOSED_VECTORS,
         source="5.6.3",
         formula="index_type is in the edition's list",
         passes="DISKANN",
         fails="IVF_FLAT",
-        unless=free_in_open,
         fact=lambda case: case.run.summary.text("index_type").upper(),
         compare="in",
         limit=lambda case: sorted(case.edition.vectors.closed_indexes),
-        at=SUMMARY,
         proof="the index is {fact}",
         fix="Hand it in as OPEN.",
     ),
     nothing(
         id="vectors.parameters",
         title="In CLOSED only keys are set that the division leaves free",
-        **_VECTORS,
+        **_CLOSED_VECTORS,
         source="5.6.4",
         formula="every key of override_parameters and args.params is in the edition's list",
         passes="index.M=64",
         fails="dataset.distribution=zipfian",
-        unless=free_in_open,
         problems=lambda case: sorted(_vector_keys(case) - case.edition.vectors.closed_keys),
         at=METADATA,
         proof=lambda it: f"{len(_vector_keys(it.case))} keys, all are free",
@@ -941,7 +919,6 @@ RULES: Final = (
             ),
         },
         holds=lambda it: it.case.is_closed or it.index in it.known.split(", "),
-        at=SUMMARY,
         show=("{index}", "{known}"),
         proof=lambda it: "this is CLOSED" if it.case.is_closed else f"the index is {it.index}",
         fix="Let the reviewer see what this index is.",

@@ -1,12 +1,13 @@
 """The row of a rule, the three kinds of rows that need no function of their own, and their findings.
 
-    limit(id=..., editions=..., fact=..., compare="<=", limit=..., at=SUMMARY, proof=..., fix=...)
-    check(id=..., editions=..., facts=..., holds=..., at=SUMMARY, show=..., proof=..., fix=...)
-    nothing(id=..., editions=..., problems=..., at=SUMMARY, proof=..., fix=...)
-    Rule(id=..., editions=..., judge=function)
+    limit(id=..., fact=..., compare="<=", limit=..., proof=..., fix=...)
+    check(id=..., facts=..., holds=..., show=..., proof=..., fix=...)
+    nothing(id=..., problems=..., proof=..., fix=...)
+    Rule(id=..., judge=function)
 
 `limit` compares one fact with one limit, `check` judges several facts together, and `nothing` passes if a
 list of problems is empty. A function yields findings of any kind. The tables of rows are in `*_rules.py`.
+Unless a row says otherwise, it is of all editions, judges each run of a training, and `==` compares.
 Invariant: what cannot be judged is `not checked`, with the reason, and neither valid nor invalid.
 """
 
@@ -192,7 +193,7 @@ Text = str | Callable[[Facts], str]
 class Scope(TypedDict, total=False):
     """The scope of rules, shared by several rows: limit(id=..., **SCOPE, ...)."""
 
-    editions: Required[tuple[str, ...]]
+    editions: tuple[str, ...]
     benchmarks: tuple[Benchmark, ...]
     each: Literal["run", "result"]
 
@@ -221,7 +222,7 @@ class Rule:
 
     id: str
     title: str
-    editions: tuple[str, ...]
+    editions: tuple[str, ...] = ALL
     benchmarks: tuple[Benchmark, ...] = TRAINING
     each: Literal["run", "result"] = "run"
     source: str
@@ -256,11 +257,10 @@ class Rule:
 
 
 NAME: Final[Read] = attrgetter("name")
-SUMMARY: Final[Read] = attrgetter("run.summary.file")
 CONFIG: Final[Read] = attrgetter("run.config.file")
 OVERRIDES: Final[Read] = attrgetter("run.overrides.file")
 METADATA: Final[Read] = attrgetter("run.metadata.file")
-"""The files that are usual evidence."""
+"""Files that several rows have as evidence."""
 
 _SIGNS: Final[Mapping[str, tuple[Callable[[Any, Any], bool], str]]] = {
     "==": (operator.eq, "!="),
@@ -276,7 +276,7 @@ def check(
     *,
     facts: Callable[[Case], Mapping[str, Any] | Iterable[Mapping[str, Any]]],
     holds: Callable[[Facts], bool],
-    at: Read | str,
+    at: Read | str = lambda case: case.name if case.run is _NO_RUN else case.run.summary.file,
     show: tuple[Text, Text],
     proof: Text,
     fix: Text,
@@ -287,7 +287,8 @@ def check(
 
     check(facts=lambda case: {"hosts": ..., "ranks": ...}, holds=lambda it: it.ranks >= it.hosts, ...)
 
-    `at` returns the file that is the evidence, or names the fact that does. `show` has the texts of the
+    `at` returns the file that is the evidence, or names the fact that does; unless given, it is the result's
+    folder, or the summary of the run. `show` has the texts of the
     finding's value and limit; `otherwise` is the verdict where the facts do not hold.
     """
 
@@ -314,7 +315,7 @@ def check(
 def limit(
     *,
     fact: Read,
-    compare: Literal["==", "<=", ">=", ">", "in"],
+    compare: Literal["==", "<=", ">=", ">", "in"] = "==",
     limit: Read | float | str,
     show: tuple[Text, Text] = ("{fact}", "{limit}"),
     **row: Any,

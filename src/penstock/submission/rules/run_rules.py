@@ -18,13 +18,10 @@ from penstock.submission.recomputed_metrics import num_accelerators as num_accel
 from penstock.submission.recomputed_metrics import per_run, read_interval, samples_per_second
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
-    ALL,
     BOTH,
     FIRST,
     LATER,
-    NAME,
     OVERRIDES,
-    SUMMARY,
     Case,
     Finding,
     Rule,
@@ -43,7 +40,6 @@ from penstock.submission.rules.rule import (
 from penstock.workload.dlio_keys import canonical_path, canonical_values
 from penstock.workload.shipped_catalog import families, shipped_card
 
-_BOTH: Final[Scope] = {"editions": ALL, "benchmarks": BOTH}
 _LATER_BOTH: Final[Scope] = {"editions": LATER, "benchmarks": BOTH, "each": "result"}
 _ONE_RUN: Final = "Hand in the files of one run, as the benchmark wrote them."
 _ABSENT: Final = object()
@@ -534,9 +530,7 @@ RULES: Final = (
         passes="datagen/20260701_080000/",
         fails="two result directories in datagen/",
         fact=lambda case: len(case.result.datagen),
-        compare="==",
         limit=lambda case: case.edition.timed.num_datagen,
-        at=NAME,
         proof="{fact} result directories {sign} {limit}",
         fix="Hand in the result directory of the data set that the runs read.",
     ),
@@ -554,16 +548,13 @@ RULES: Final = (
     limit(
         id="runs.number",
         title="A result has exactly as many runs as the edition asks for",
-        editions=ALL,
         each="result",
         source="v1.0 rules, a result is the mean of five runs; 2.1.17: one warm-up and five",
         formula="number of runs == num_runs; in v2.0 five runs without the warm-up are a warning",
         passes="run1 ... run5",
         fails="run1 ... run4",
         fact=lambda case: len(require_runs(case.result, "there is no folder of a run")),
-        compare="==",
         limit=lambda case: case.edition.num_runs,
-        at=NAME,
         proof="{fact} runs {sign} {limit}",
         fix="Hand in {limit} consecutive runs, all of them.",
         otherwise=lambda it: (
@@ -573,7 +564,7 @@ RULES: Final = (
     Rule(
         id="runs.files",
         title="Each run has its files",
-        **_BOTH,
+        benchmarks=BOTH,
         source="v1.0 rules, structure of a submission; 2.1.19 and 2.1.25 of later editions",
         formula="every pattern of the edition's list matches a file in the run's folder",
         passes="run1/ with summary.json, per_epoch_stats.json and configs/",
@@ -603,7 +594,7 @@ RULES: Final = (
     Rule(
         id="runs.workload",
         title="Workload and accelerator belong to the edition",
-        **_BOTH,
+        benchmarks=BOTH,
         source="v1.0 rules, workloads; 2.1.11, 2.1.21 and 4.3.3 of later editions",
         formula=(
             "workload= in overrides.yaml (of checkpoints, the metadata) names a workload and an accelerator "
@@ -616,7 +607,6 @@ RULES: Final = (
     check(
         id="runs.same",
         title="Workload, accelerators, files and samples a file are the same in all runs",
-        editions=ALL,
         benchmarks=BOTH,
         each="result",
         source="v1.0 rules, a result is the mean of runs of one configuration; 1.3 of later editions",
@@ -625,7 +615,6 @@ RULES: Final = (
         fails="four runs with 8 accelerators, one with 7",
         facts=_shared_settings,
         holds=lambda it: len(it.values) == 1,
-        at=NAME,
         show=(lambda it: ", ".join(it.values), "one value"),
         proof=lambda it: (
             f"{it.setting}: {f'{it.values[0]} in all runs' if len(it.values) == 1 else it.listed}"
@@ -657,7 +646,6 @@ RULES: Final = (
             "least": case.edition.timed.min_accelerators_alone,
         },
         holds=lambda it: it.hosts > 1 or it.ranks >= it.least,
-        at=SUMMARY,
         show=("{ranks}", "{least}"),
         proof="{ranks} accelerators on {hosts} hosts; one host should have {least}",
         fix="Simulate more accelerators on this host.",
@@ -682,9 +670,7 @@ RULES: Final = (
         passes="8 accelerators on 2 hosts",
         fails="9 accelerators on 2 hosts",
         fact=lambda case: num_accelerators(case) % num_hosts(case.run),
-        compare="==",
         limit=0,
-        at=SUMMARY,
         proof=lambda it: (
             f"{num_accelerators(it.case)} accelerators / {num_hosts(it.case.run)} hosts leaves {it.fact}"
         ),
@@ -706,7 +692,7 @@ RULES: Final = (
     Rule(
         id="hosts.memory",
         title="The hosts' memory is what they themselves report",
-        **_BOTH,
+        benchmarks=BOTH,
         source="ours: the same program reads both from the same hosts",
         formula=(
             "an entry of host_memory_GB is the MemTotal of host_meminfo, or a multiple, +- 1 %; or else a "
@@ -720,7 +706,7 @@ RULES: Final = (
     check(
         id="parameters.allowed",
         title="A run sets only what its division leaves free",
-        **_BOTH,
+        benchmarks=BOTH,
         source="v1.0 rules, CLOSED and OPEN; 3.6.2, 3.6.3 and 4.6.3 of later editions",
         formula="keys in overrides.yaml are in the division's list or set by the benchmark's own script",
         passes="closed, ++workload.reader.read_threads=16",
@@ -764,7 +750,7 @@ RULES: Final = (
     Rule(
         id="parameters.configuration",
         title="A run's configuration is the workload's, except for what its division leaves free",
-        **_BOTH,
+        benchmarks=BOTH,
         source="v1.0 rules, CLOSED and OPEN; the workload's published parameters",
         formula="compared keys of config.yaml == the workload's, unless the division leaves them free",
         passes="closed, unet3d, config.yaml with batch_size 7",
@@ -788,7 +774,6 @@ RULES: Final = (
     Rule(
         id="runs.recorded",
         title="Configuration, command line and metadata have the numbers of the summary",
-        editions=ALL,
         source="ours: one program writes all of them",
         formula=(
             "files, samples a file, epochs, accelerators and model are the same everywhere; another number "
@@ -819,7 +804,6 @@ RULES: Final = (
     Rule(
         id="files.keys",
         title="No file gives a key twice",
-        editions=ALL,
         benchmarks=BOTH,
         each="result",
         source="ours: of two values programs read the last, and people the first",

@@ -15,13 +15,11 @@ from penstock.submission.code_image import ALGORITHM, EMPTY_TREE, image_name, pa
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
-    ALL,
     BOTH,
     EVERY,
     FIRST,
     LATER,
     METADATA,
-    NAME,
     NEWEST,
     Case,
     Finding,
@@ -470,7 +468,6 @@ RULES: Final = (
             "edition": case.edition.edition,
         },
         holds=lambda _: False,
-        at=NAME,
         show=("{benchmark}", "training, checkpointing"),
         proof="{edition} has no rules for {benchmark}",
         fix="Have it judged by the benchmark's own tool.",
@@ -492,7 +489,6 @@ RULES: Final = (
             )
         ),
         holds=lambda it: re.fullmatch(it.pattern, it.name) is not None,
-        at=NAME,
         show=("{name}", "{pattern}"),
         proof=lambda it: (
             f"the {it.kind} {it.name!r} "
@@ -531,7 +527,6 @@ RULES: Final = (
     Rule(
         id="structure.folders",
         title="A submitter's folder holds the folders of the edition",
-        editions=ALL,
         benchmarks=EVERY,
         each="result",
         source="v1.0 rules, structure of a submission; 2.1.5 of later editions",
@@ -580,7 +575,6 @@ RULES: Final = (
         passes="training/unet3d/ with datasize/, datagen/ and run/",
         fails="training/unet3d/ with run/ alone",
         problems=_phase_problems,
-        at=NAME,
         show=(
             lambda it: ", ".join(it.case.result.location.phases),
             lambda it: ", ".join(sorted(it.case.edition.timed.phases)),
@@ -596,7 +590,6 @@ RULES: Final = (
     nothing(
         id="structure.stray",
         title="A result's folder holds only runs and their report",
-        editions=ALL,
         benchmarks=EVERY,
         each="result",
         source="ours: real trees hold other files, and no edition decides about them",
@@ -604,7 +597,6 @@ RULES: Final = (
         passes="run1 ... run5 and mlperf_storage_report.json",
         fails="output.txt next to run1 (a warning)",
         problems=lambda case: case.result.location.stray,
-        at=NAME,
         proof="nothing else is here",
         bad="not known here: {}",
         join=", ".join,
@@ -648,7 +640,6 @@ RULES: Final = (
         passes="results/fast/, submission_name: fast",
         fails="results/fast/, submission_name: faster",
         fact=lambda case: require_description(case).text(*SOLUTION, "submission_name"),
-        compare="==",
         limit=lambda case: case.result.location.system,
         at=lambda case: require_description(case).file,
         proof="submission_name is {fact}, the results call it {limit}",
@@ -727,7 +718,6 @@ RULES: Final = (
         fails='rules_edition "4.0", judged by v3.0',
         unless=lambda case: "the run declares no provenance" if case.run.provenance.is_missing else "",
         fact=lambda case: _stated_edition(case.run.provenance),
-        compare="==",
         limit=lambda case: case.edition.rules,
         at=lambda case: case.run.provenance.file,
         proof="made by the rules of {fact}, judged by the rules of {limit}",
@@ -771,7 +761,6 @@ RULES: Final = (
             else "its tool states no exit status"
         ),
         fact=lambda case: case.run.metadata.integer("exit_status"),
-        compare="==",
         limit=0,
         at=METADATA,
         proof="exit_status is {fact}",
