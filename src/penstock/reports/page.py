@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from penstock.errors import UsageError, printable
@@ -16,9 +16,6 @@ from penstock.reports.drawing import Drawing, assign_hues, draw
 from penstock.reports.report import Cell, Chart, Look, Report, Section, Table
 from penstock.storage.files.file_storage import open_local
 from penstock.storage.protocol import write_object
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 _LONG_TEXT: Final = 36
 """From this many characters on, the text of a table cell may wrap."""
@@ -59,20 +56,9 @@ def render_report(report: Report) -> str:
         id(chart): draw(chart, hues, letters=_LETTERS[room])
         for room, chart in _charts_of(report)
     }  # fmt: skip
-    text: str = _template().render(
-        report=report,
-        hues=hues,
-        drawings=lambda charts: [drawn[id(chart)] for chart in charts],
-        shared_legend=_shared_legend,
-        lay_out=lambda table: _lay_out(table, hues),
-    )
-    return text
-
-
-def _template() -> Template:
     with explained_imports():
         from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415 - comes with an extra
-    return Environment(
+    template = Environment(
         loader=PackageLoader("penstock.reports"),
         autoescape=True,
         # Names of files may have control characters; what is markup was finalized when it was made.
@@ -81,6 +67,14 @@ def _template() -> Template:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     ).get_template("report.html")
+    text: str = template.render(
+        report=report,
+        hues=hues,
+        drawings=lambda charts: [drawn[id(chart)] for chart in charts],
+        shared_legend=_shared_legend,
+        lay_out=lambda table: _lay_out(table, hues),
+    )
+    return text
 
 
 def _sections_of(sections: Sequence[Section]) -> Iterator[Section]:
@@ -136,11 +130,15 @@ def _lay_out(table: Table, hues: Mapping[str, int]) -> dict[str, Any]:
         looks += ["bar"] if has_bar else []
         looks += [cell.look.value] if cell.look is not Look.PLAIN else []
         looks += [f"{'hued' if has_bar else 'hue'} run-{hues[cell.run]}"] if cell.run else []
+        # Quoted and below this page's folder, so that no name of a file becomes a scheme.
+        link = f"./{quote(cell.link)}" if cell.link else ""
+        if cell.link.startswith("#"):
+            link = f"#{quote(cell.link[1:])}"
         return {
             "text": cell.text,
             "look": " ".join(looks),
             "bar": 100 * length / longest if has_bar else None,
-            "link": _make_link(cell.link),
+            "link": link,
         }
 
     return {
@@ -150,11 +148,6 @@ def _lay_out(table: Table, hues: Mapping[str, int]) -> dict[str, Any]:
             for row, length in zip(rows, lengths, strict=True)
         ],
     }
-
-
-def _make_link(link: str) -> str:
-    # Quoted and below this page's folder, so that no name of a file becomes a scheme.
-    return "" if not link else f"#{quote(link[1:])}" if link.startswith("#") else f"./{quote(link)}"
 
 
 def _bar_length(cell: Cell) -> float:

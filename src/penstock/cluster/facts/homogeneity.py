@@ -39,8 +39,14 @@ class HomogeneityCheck:
 def check_homogeneity(cluster: ClusterFacts) -> tuple[HomogeneityCheck, ...]:
     """All checks, the most important first."""
     hosts = cluster.present
+    everyone = HomogeneityCheck("hosts", "pass", f"all {len(cluster.asked)} reported")
+    if cluster.absent:
+        absent = "; ".join(f"{host.host}: {host.reason}" for host in cluster.absent)
+        found = f"{len(cluster.absent)} of {len(cluster.asked)} did not report: {absent}"
+        fix = "Collect the facts of all hosts before comparing them."
+        everyone = HomogeneityCheck("hosts", "not checked", found, fix)
     return (
-        _everyone(cluster),
+        everyone,
         _identity(hosts),
         _memory(hosts),
         _same(
@@ -94,15 +100,6 @@ def overall_verdict(checks: Sequence[HomogeneityCheck]) -> Verdict:
     order: tuple[Verdict, ...] = ("fail", "not checked", "warning")
     verdicts = {check.verdict for check in checks}
     return next((verdict for verdict in order if verdict in verdicts), "pass")
-
-
-def _everyone(cluster: ClusterFacts) -> HomogeneityCheck:
-    if not cluster.absent:
-        return HomogeneityCheck("hosts", "pass", f"all {len(cluster.asked)} reported")
-    absent = "; ".join(f"{host.host}: {host.reason}" for host in cluster.absent)
-    found = f"{len(cluster.absent)} of {len(cluster.asked)} did not report: {absent}"
-    fix = "Collect the facts of all hosts before comparing them."
-    return HomogeneityCheck("hosts", "not checked", found, fix)
 
 
 def _identity(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
