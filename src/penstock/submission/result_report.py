@@ -36,20 +36,6 @@ FINDING_COLUMNS: Final = (
     "name", "org", "division", "system", "workload", "accelerator", "num_accelerators", "result", "rule",
     "verdict", "value", "limit", "evidence", "proof", "fix", "edition",
 )  # fmt: skip
-_COMMON: Final = (
-    "Public ID", "Organization", "Division", "Benchmark Type", "Model", "Name", "Description", "Type",
-    "Access Protocol", "Availability", "RU's", "Integrated Client Storage (TiB)", "Usable Capacity (TiB)",
-    "Provisioned Power (W)", "# Client Nodes", "Code", "Logs",
-)  # fmt: skip
-_TRAINING: Final = ("Accelerator Type", "# Simulated Accelerators", "Read B/W (GiB/s)")
-_CHECKPOINTING: Final = (
-    "Checkpoint Mode", "DP Instances", "Checkpoint Write B/W (GiB/s)", "Checkpoint Write Duration (s)",
-    "Checkpoint Read B/W (GiB/s)", "Checkpoint Read Duration (s)",
-)  # fmt: skip
-_LAST: Final = ("Verdict", "Issues", "Rules Edition", "Comparability Class")
-_VECTORS: Final = (
-    "Vector Count", "Dimension", "Index Type", "Queries per Sec", "Query Latency (ms)", "Recall Percentage",
-)  # fmt: skip
 _KV_CACHE: Final = {
     f"{load} - {title}": f"option {number}: {figure}"
     for number, load in (
@@ -61,7 +47,17 @@ _KV_CACHE: Final = {
     )
 }  # fmt: skip
 """The columns of key-value caches, and the figures in them."""
-RESULT_COLUMNS: Final = (*_COMMON, *_TRAINING, *_CHECKPOINTING, *_LAST, *_VECTORS, *_KV_CACHE)
+RESULT_COLUMNS: Final = (
+    "Public ID", "Organization", "Division", "Benchmark Type", "Model", "Name", "Description", "Type",
+    "Access Protocol", "Availability", "RU's", "Integrated Client Storage (TiB)", "Usable Capacity (TiB)",
+    "Provisioned Power (W)", "# Client Nodes", "Code", "Logs",
+    "Accelerator Type", "# Simulated Accelerators", "Read B/W (GiB/s)",
+    "Checkpoint Mode", "DP Instances", "Checkpoint Write B/W (GiB/s)", "Checkpoint Write Duration (s)",
+    "Checkpoint Read B/W (GiB/s)", "Checkpoint Read Duration (s)",
+    "Verdict", "Issues", "Rules Edition", "Comparability Class",
+    "Vector Count", "Dimension", "Index Type", "Queries per Sec", "Query Latency (ms)", "Recall Percentage",
+    *_KV_CACHE,
+)  # fmt: skip
 FORMAT_VERSION: Final = 1
 """The version of our results.json; raised whenever a key is renamed or changes its meaning."""
 CSV_FILE: Final = "results.csv"

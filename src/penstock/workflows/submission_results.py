@@ -36,7 +36,7 @@ from penstock.results.published_files import write_json
 from penstock.storage import Storage
 from penstock.storage.protocol import read_object, write_object
 from penstock.submission.authoring import owned_tree, run_sequence, write_result_dir
-from penstock.submission.authoring.run_sequence import RequestedResult, RunSequence
+from penstock.submission.authoring.run_sequence import RunSequence
 from penstock.submission.code_image import UNKNOWN, Program, capture
 from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
@@ -307,16 +307,18 @@ class TrainingSequence:
         writer, workload = self.writer, self.request.workload
 
         def plan() -> RunSequence:
-            requested = RequestedResult(
-                accelerator=workload.accelerator,
-                num_processes=num_processes or self.num_accelerators,
-                data_path=writer.data_path,
-                num_files=workload.dataset.num_files_train,
-                num_runs=self.edition.num_runs,
-                max_pause_runs=self.edition.timed.max_pause_runs,
+            sequence = run_sequence.plan_run_sequence(
+                run_sequence.read_series_state(writer.series),
+                {
+                    "accelerator": workload.accelerator,
+                    "num_processes": num_processes or self.num_accelerators,
+                    "data_path": writer.data_path,
+                    "num_files": workload.dataset.num_files_train,
+                },
+                self.edition.num_runs,
+                self.edition.timed.max_pause_runs,
+                now=writer.clock(),
             )
-            state = run_sequence.read_series_state(writer.series)
-            sequence = run_sequence.plan_run_sequence(state, requested, now=writer.clock())
             for run, reason in sequence.excluded:
                 target = owned_tree.set_aside(writer.series.tree, run.folder)
                 self.note(f"{run.folder.name} was set aside: {reason}. It is in {target}")

@@ -9,7 +9,7 @@ reason, so that it can be set aside; a folder that cannot be read is named, too.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -112,18 +112,6 @@ def _read(folder: Path) -> PublishedDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestedResult:
-    """The result to make, and how its runs must follow one another."""
-
-    accelerator: str
-    num_processes: int
-    data_path: str
-    num_files: int
-    num_runs: int
-    max_pause_runs: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSequence:
     """Run `phases` in this order, after the `excluded` runs, each with the reason, were set aside."""
 
@@ -137,9 +125,17 @@ class RunSequence:
         return not self.phases
 
 
-def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: datetime) -> RunSequence:
+def plan_run_sequence(
+    state: SeriesState,
+    request: Mapping[str, object],
+    num_runs: int,
+    max_pause_runs: float,
+    *,
+    now: datetime,
+) -> RunSequence:
     """Plan the rest of a result at this time; `UsageError` where the series is of another result.
 
+    `request` has what all result directories share: accelerator, num_processes, num_files and data_path.
     A size alone is no result yet: one of another request is excluded.
     """
     resized: tuple[PublishedDir, ...] = ()
@@ -152,15 +148,17 @@ def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: date
                 where=str(run_dir.folder),
                 fix="Request the same, name another --system, or move that result's folder away.",
             )
-    counted, excluded = select_runs(state.runs, request.num_runs, request.max_pause_runs, now=now)
+    counted, excluded = select_runs(state.runs, num_runs, max_pause_runs, now=now)
     phases = [] if len(state.datasizes) > len(resized) else [SubmissionPhase.DATASIZE]
     phases += [] if state.datagens else [SubmissionPhase.DATAGEN]
-    phases += [SubmissionPhase.RUN] * (request.num_runs - len(counted))
+    phases += [SubmissionPhase.RUN] * (num_runs - len(counted))
     excluded += tuple((run_dir, "nothing was generated or run for this size") for run_dir in resized)
     return RunSequence(phases=tuple(phases), counted=counted, excluded=excluded)
 
 
-def _differences(run_dir: PublishedDir, request: RequestedResult) -> Iterator[tuple[str, object, object]]:
+def _differences(
+    run_dir: PublishedDir, request: Mapping[str, object]
+) -> Iterator[tuple[str, object, object]]:
     """The values that a result directory does not share with the request, with the requested ones.
 
     A series holds one result: another accelerator, number or data set needs another series.
@@ -172,7 +170,7 @@ def _differences(run_dir: PublishedDir, request: RequestedResult) -> Iterator[tu
         ("files", "num_files"),
         ("data", "data_path"),
     ):
-        present, requested = getattr(run_dir, field), getattr(request, field)
+        present, requested = getattr(run_dir, field), request[field]
         if present != requested and not (is_datagen and what.startswith("accelerator")):
             yield what, present, requested
 

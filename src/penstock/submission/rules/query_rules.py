@@ -107,7 +107,7 @@ def _options(case: Case) -> list[tuple[int, ParsedFile]]:
 
 
 def _file_problems(case: Case) -> list[str]:
-    """The metadata and the summary that are missing; older tools called the summary otherwise."""
+    """The metadata and the summary that are missing; older caches called the summary otherwise."""
     run, name = case.run, case.run.summary.file.rpartition("/")[2]
     if run.unlisted:
         raise MissingFact(run.unlisted, where=run.name)
@@ -346,24 +346,6 @@ def _extra_cache_settings(case: Case) -> list[str]:
         for path in (("args", "params"), ("override_parameters",))
         if metadata.has(*path) and metadata.value(*path)
     ]
-
-
-def _judge_vector_files(case: Case) -> Iterator[Finding]:
-    run = case.run
-    if run.unlisted:
-        raise MissingFact(run.unlisted, where=run.name)
-    has_metadata = run.metadata.file != run.name
-    problems = [] if has_metadata else [run.metadata.problem]
-    problems += ["there is no summary.json"] if run.summary.is_missing else []
-    yield pass_if(
-        not problems,
-        evidence=run.name,
-        value=len(problems),
-        limit=0,
-        proof="; ".join(problems) or "both are there",
-        fix="Hand in the run's whole output folder.",
-        otherwise=Verdict.WARNING if has_metadata and not run.aggregate.is_missing else Verdict.FAIL,
-    )
 
 
 def _judge_truth(case: Case) -> Iterator[Finding]:
@@ -700,7 +682,7 @@ RULES: Final = (
         proof="{fact} runs {sign} {limit}",
         fix="Hand in all runs of the index.",
     ),
-    Rule(
+    nothing(
         id="vectors.files",
         title="A run of vector search has its metadata and its figures",
         **_VECTORS,
@@ -710,7 +692,15 @@ RULES: Final = (
         ),
         passes="summary.json, vector_database_20260701_100000_metadata.json",
         fails="neither summary.json nor vdb_multi_node_summary.json",
-        judge=_judge_vector_files,
+        problems=_file_problems,
+        at=NAME,
+        proof="both are there",
+        fix="Hand in the run's whole output folder.",
+        otherwise=lambda it: (
+            Verdict.FAIL
+            if it.case.run.metadata.file == it.case.name or it.case.run.aggregate.is_missing
+            else Verdict.WARNING
+        ),
     ),
     check(
         id="vectors.scale",

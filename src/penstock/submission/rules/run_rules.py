@@ -21,6 +21,7 @@ from penstock.submission.rules.rule import (
     BOTH,
     FIRST,
     LATER,
+    METADATA,
     OVERRIDES,
     Case,
     Finding,
@@ -394,15 +395,13 @@ def _short(file: ParsedFile) -> str:
     return file.file.rpartition("/")[2]
 
 
-def _judge_recorded_parameters(case: Case) -> Iterator[Finding]:
+def _find_other_parameters(case: Case) -> Iterator[str]:
     run, parameters = case.run, case.parameters
     # What overrides.yaml has, too, is judged by the rule on that file.
     allowed = parameters.allowed(case.division) | run.settings().keys()
-    problems = [
-        f"{place} sets {', '.join(sorted(set(keys) - allowed))}"
-        for place, keys in _recorded_overrides(run.metadata)
-        if set(keys) - allowed
-    ]
+    for place, keys in _recorded_overrides(run.metadata):
+        if forbidden := sorted(set(keys) - allowed):
+            yield f"{place} sets {', '.join(forbidden)}"
     recorded, configured = (
         canonical_values(file.value(*path)) if file.has(*path) else {}
         for file, path in ((run.metadata, _recorded_configuration(case)), (run.config, ("workload",)))
@@ -411,15 +410,7 @@ def _judge_recorded_parameters(case: Case) -> Iterator[Finding]:
         path = canonical_path(tuple(key.split(".")))
         here, there = recorded.get(path, _ABSENT), configured.get(path, _ABSENT)
         if _ABSENT not in (here, there) and _plain(here) != _plain(there):
-            problems.append(f"{key} is {here!r:.40} in {_short(run.metadata)}, {there!r:.40} in config.yaml")
-    yield pass_if(
-        not problems,
-        evidence=run.metadata.file,
-        value=f"{len(problems)} differ",
-        limit="0 differ",
-        proof=name_some(problems, 5, separator="; ") or "the metadata record what the configuration has",
-        fix="Repeat the runs without these parameters, and hand in their files as they were written.",
-    )
+            yield f"{key} is {here!r:.40} in {_short(run.metadata)}, {there!r:.40} in config.yaml"
 
 
 def _recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
@@ -757,7 +748,7 @@ RULES: Final = (
         fails="closed, unet3d, config.yaml with batch_size 1, whatever overrides.yaml says",
         judge=_judge_configuration,
     ),
-    Rule(
+    nothing(
         id="parameters.recorded",
         title="All records of a run's parameters agree with its configuration, and they are allowed",
         editions=LATER,
@@ -769,7 +760,12 @@ RULES: Final = (
         ),
         passes="metadata with reader.batch_size 7, config.yaml with 7",
         fails="args.params with reader.batch_size=1, and nothing in overrides.yaml",
-        judge=_judge_recorded_parameters,
+        problems=_find_other_parameters,
+        at=METADATA,
+        join=lambda problems: name_some(problems, 5, separator="; "),
+        show=("{number} differ", "0 differ"),
+        proof="the metadata record what the configuration has",
+        fix="Repeat the runs without these parameters, and hand in their files as they were written.",
     ),
     Rule(
         id="runs.recorded",

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from penstock.errors import UsageError
 from penstock.submission.authoring.run_sequence import (
     PublishedDir,
-    RequestedResult,
     SeriesState,
     missing_checkpoints,
     plan_run_sequence,
@@ -23,9 +22,7 @@ from penstock.submission.tree_layout import SubmissionPhase
 
 BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
-WANTED = RequestedResult(
-    accelerator="b200", num_processes=8, data_path="/data", num_files=28_000, num_runs=6, max_pause_runs=1.0
-)
+WANTED = {"accelerator": "b200", "num_processes": 8, "data_path": "/data", "num_files": 28_000}
 
 
 def published_dir(
@@ -61,14 +58,14 @@ def state(found: list[PublishedDir], *, has_data: bool = True) -> SeriesState:
 
 
 def test_everything_is_left_to_do_in_an_empty_place() -> None:
-    sequence = plan_run_sequence(state([], has_data=False), WANTED, now=at(0))
+    sequence = plan_run_sequence(state([], has_data=False), WANTED, 6, 1.0, now=at(0))
     assert sequence.phases == (SubmissionPhase.DATASIZE, SubmissionPhase.DATAGEN, *[SubmissionPhase.RUN] * 6)
     assert not sequence.is_complete
 
 
 @pytest.mark.parametrize("num_there", range(7))
 def test_as_many_runs_are_left_as_are_missing(num_there: int) -> None:
-    sequence = plan_run_sequence(state(runs(num_there)), WANTED, now=at(20 * num_there))
+    sequence = plan_run_sequence(state(runs(num_there)), WANTED, 6, 1.0, now=at(20 * num_there))
     assert sequence.phases == (SubmissionPhase.RUN,) * (6 - num_there)
     assert len(sequence.counted) == num_there
     assert sequence.excluded == ()
@@ -84,7 +81,7 @@ def test_an_unfinished_sequence_counts_while_the_next_run_may_follow(
 
 
 def test_a_whole_sequence_counts_for_ever() -> None:
-    sequence = plan_run_sequence(state(runs(6)), WANTED, now=at(100_000))
+    sequence = plan_run_sequence(state(runs(6)), WANTED, 6, 1.0, now=at(100_000))
     assert sequence.is_complete
 
 
@@ -143,18 +140,18 @@ def test_every_run_counts_or_is_excluded_and_counted_runs_follow_one_another(
 )
 def test_another_result_under_way_is_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        plan_run_sequence(state(runs(1)), replace(WANTED, **change), now=at(20))  # type: ignore[arg-type]  # one of the pairs above
+        plan_run_sequence(state(runs(1)), WANTED | change, 6, 1.0, now=at(20))
 
 
 def test_size_of_another_request_is_set_aside_as_long_as_nothing_was_generated() -> None:
     sized = replace(state([], has_data=False), datasizes=(published_dir(-60, 1, phase="datasize"),))
-    other = replace(WANTED, data_path="/other")
-    sequence = plan_run_sequence(sized, other, now=at(0))
+    other = {**WANTED, "data_path": "/other"}
+    sequence = plan_run_sequence(sized, other, 6, 1.0, now=at(0))
     assert [(run.folder.parent.name, reason) for run, reason in sequence.excluded] == [
         ("datasize", "nothing was generated or run for this size")
     ]
     assert sequence.phases[0] is SubmissionPhase.DATASIZE
-    assert plan_run_sequence(sized, WANTED, now=at(0)).excluded == ()
+    assert plan_run_sequence(sized, WANTED, 6, 1.0, now=at(0)).excluded == ()
 
 
 @pytest.mark.parametrize(("counts", "missing"), [((10, 0), (0, 10)), ((10, 10), (0, 0)), ((0, 0), (10, 10))])
