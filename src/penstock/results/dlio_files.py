@@ -342,11 +342,25 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
     first = run.ranks[0]
     yield log_line(run.started, f"Running with {len(run.ranks)} process(es)")
     yield from (log_line(run.started, text) for text in run.preparation)
-    dated = [
-        (moment_ns, text)
-        for span in first.spans_of(SpanKind.EPOCH)
-        for moment_ns, text in _epoch_lines(run, first, span)
-    ]
+    dated: list[tuple[int, str]] = []
+    for span in first.spans_of(SpanKind.EPOCH):
+        epoch, train = span.epoch, first.blocks(StepPhase.TRAIN, span.epoch)
+        num_steps = sum(len(block.steps) for block in train)
+        dated.append((span.start_ns, f"Starting epoch {epoch}: {num_steps} steps expected"))
+        for block in train:
+            ending = _ending(f"block {block.number}", len(block.steps), block.elapsed_ns)
+            dated += [(block.start_ns, f"Starting block {block.number}"), (block.end_ns, ending)]
+            title = f"Epoch {epoch} - Block {block.number} [Training]"
+            dated += [(block.end_ns, text) for text in _rate_lines(run, block, StepPhase.TRAIN, title)]
+        if train:
+            ending = _ending(f"epoch {epoch}", num_steps, train[-1].end_ns - train[0].start_ns)
+            dated.append((train[-1].end_ns, ending))
+        for block in first.blocks(StepPhase.EVAL, epoch):
+            ending = _ending("eval", len(block.steps), block.elapsed_ns)
+            begun = f"Starting eval - {len(block.steps)} steps expected"
+            dated += [(block.start_ns, begun), (block.end_ns, ending)]
+            title = f"Epoch {epoch} [Eval]"
+            dated += [(block.end_ns, text) for text in _rate_lines(run, block, StepPhase.EVAL, title)]
     sizes = checkpoint_sizes(run.ranks)
     for kind, doing in ((SpanKind.SAVE, "saving"), (SpanKind.LOAD, "loading")):
         for span, duration_s, gib_per_s in _checkpoints(first, kind, sizes):
@@ -359,25 +373,6 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
     for moment_ns, text in sorted(dated, key=lambda line: line[0]):
         yield log_line(first.clock.date(moment_ns), text)
     yield from lines
-
-
-def _epoch_lines(run: DlioOutputs, rank: RankEvents, span: SpanEvent) -> Iterator[tuple[int, str]]:
-    epoch, train = span.epoch, rank.blocks(StepPhase.TRAIN, span.epoch)
-    num_steps = sum(len(block.steps) for block in train)
-    yield span.start_ns, f"Starting epoch {epoch}: {num_steps} steps expected"
-    for block in train:
-        yield block.start_ns, f"Starting block {block.number}"
-        yield block.end_ns, _ending(f"block {block.number}", len(block.steps), block.elapsed_ns)
-        title = f"Epoch {epoch} - Block {block.number} [Training]"
-        for text in _rate_lines(run, block, StepPhase.TRAIN, title):
-            yield block.end_ns, text
-    if train:
-        yield train[-1].end_ns, _ending(f"epoch {epoch}", num_steps, train[-1].end_ns - train[0].start_ns)
-    for block in rank.blocks(StepPhase.EVAL, epoch):
-        yield block.start_ns, f"Starting eval - {len(block.steps)} steps expected"
-        yield block.end_ns, _ending("eval", len(block.steps), block.elapsed_ns)
-        for text in _rate_lines(run, block, StepPhase.EVAL, f"Epoch {epoch} [Eval]"):
-            yield block.end_ns, text
 
 
 def _ending(what: str, num_steps: int, elapsed_ns: int) -> str:

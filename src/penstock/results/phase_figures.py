@@ -31,7 +31,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -319,15 +318,13 @@ def _join(blocks: Sequence[StepBlock]) -> Rows:
 # Times
 
 
-MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = MappingProxyType(
-    {
-        "wait": wait_ns,
-        "read": lambda steps: steps["read_ns"],
-        "decode": lambda steps: steps["decode_ns"],
-        "compute": compute_ns,
-        "barrier": barrier_ns,
-    }
-)
+MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = {
+    "wait": wait_ns,
+    "read": lambda steps: steps["read_ns"],
+    "decode": lambda steps: steps["decode_ns"],
+    "compute": compute_ns,
+    "barrier": barrier_ns,
+}
 """The measures of each step, by name."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,30 +117,26 @@ class RankEvents:
 
     def epochs(self, phase: StepPhase) -> list[int]:
         """The epochs in which this rank completed a block of `phase`."""
-        blocks = self._spans(SpanKind.BLOCK)
-        return sorted({int(epoch) for epoch in blocks["epoch"][blocks["phase"] == phase]})
+        return sorted({block.epoch for block in self.spans_of(SpanKind.BLOCK) if block.phase == phase})
 
     def blocks(self, phase: StepPhase, epoch: int) -> list[StepBlock]:
         """The completed blocks of an epoch; steps of an interrupted block are in none."""
         steps = self.steps[(self.steps["phase"] == phase) & (self.steps["epoch"] == epoch)]
         return [
             StepBlock(
-                number=int(span["block"]),
-                start_ns=int(span["start_ns"]),
-                end_ns=int(span["end_ns"]),
-                steps=steps[steps["block"] == span["block"]],
+                number=span.block,
+                start_ns=span.start_ns,
+                end_ns=span.end_ns,
+                steps=steps[steps["block"] == span.block],
             )
-            for span in self._spans(SpanKind.BLOCK)
-            if span["phase"] == phase and span["epoch"] == epoch
+            for span in self.spans_of(SpanKind.BLOCK)
+            if (span.phase, span.epoch) == (phase, epoch)
         ]
 
     def spans_of(self, *kinds: SpanKind) -> Iterator[SpanEvent]:
         """The spans of these kinds, as records."""
         for span in self.spans[np.isin(self.spans["kind"], kinds)]:
             yield SpanEvent(*span.item())
-
-    def _spans(self, kind: SpanKind) -> Any:
-        return self.spans[self.spans["kind"] == kind]
 
 
 def wait_ns(steps: Rows) -> Nanoseconds:

@@ -41,7 +41,6 @@ from penstock.results.phase_figures import (
     Bottleneck,
     PhaseFigures,
     TimeBreakdown,
-    TimeShares,
     time_rows,
 )
 from penstock.results.run_folder import STAGES_FILE
@@ -344,11 +343,26 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         title = "Where the seconds of waiting went"
         yield Section(name="waits", title=title, text=[f"{waits['answer']}."], charts=[chart])
     if figures and figures.times:
+        shares = figures.times.shares
+        parts: list[tuple[str, Tone, float]] = [
+            ("computation", "full", shares.compute),
+            ("waiting for samples", "bad", shares.wait),
+            ("held up by other ranks' samples", "dark", shares.held_up),
+            ("other barriers", "doubt", shares.barrier),
+            ("between steps", "faint", shares.harness),
+        ]
+        chart = Chart(
+            kind=Kind.STACK,
+            title="Time of all accelerators",
+            run=run.record.id,
+            series=[Series(name=name, tone=tone, y=[share]) for name, tone, share in parts],
+            note=", ".join(f"{name} {share:.1%}" for name, _, share in parts),
+        )
         yield Section(
             name="time",
             title="Where the accelerators' time went",
             text=figures.verdict.evidence[1:] if figures.verdict else (),
-            charts=[_shares(run, figures.times.shares)],
+            charts=[chart],
         )
     yield Section(
         name="latency",
@@ -382,26 +396,21 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         why_empty="This run has no sampled counters of its hosts.",
     )
     if figures is not None:
-        yield table_section("epochs", "Epochs", epoch_rows(figures), bars="AU %")
+        rows = [
+            {
+                "epoch": str(rate.epoch),
+                "AU %": f"{rate.au_compat_percent:.2f}",
+                "strict %": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
+                "samples/s": f"{rate.samples_per_s_strict:,.1f}",
+                "samples": f"{rate.samples:,}",
+                "read": format_bytes(rate.read_bytes),
+                "took": format_seconds(rate.elapsed_s),
+            }
+            for rate in figures.epochs
+        ]
+        yield table_section("epochs", "Epochs", rows, bars="AU %")
         if figures.times is not None:
             yield table_section("times", "Times of a step", time_rows(figures.times))
-
-
-def _shares(run: TrainingRun, shares: TimeShares) -> Chart:
-    parts: list[tuple[str, Tone, float]] = [
-        ("computation", "full", shares.compute),
-        ("waiting for samples", "bad", shares.wait),
-        ("held up by other ranks' samples", "dark", shares.held_up),
-        ("other barriers", "doubt", shares.barrier),
-        ("between steps", "faint", shares.harness),
-    ]
-    return Chart(
-        kind=Kind.STACK,
-        title="Time of all accelerators",
-        run=run.record.id,
-        series=[Series(name=name, tone=tone, y=[share]) for name, tone, share in parts],
-        note=", ".join(f"{name} {share:.1%}" for name, _, share in parts),
-    )
 
 
 def _latencies(run: TrainingRun) -> Iterator[Chart]:
@@ -462,19 +471,3 @@ def _bytes(run: TrainingRun) -> Iterator[Chart]:
             y_end=most,
             note=note,
         )
-
-
-def epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
-    """One row for each epoch."""
-    return [
-        {
-            "epoch": str(rate.epoch),
-            "AU %": f"{rate.au_compat_percent:.2f}",
-            "strict %": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
-            "samples/s": f"{rate.samples_per_s_strict:,.1f}",
-            "samples": f"{rate.samples:,}",
-            "read": format_bytes(rate.read_bytes),
-            "took": format_seconds(rate.elapsed_s),
-        }
-        for rate in figures.epochs
-    ]
