@@ -1,6 +1,6 @@
 """The events of a run as rows: one for each step and each span (epoch, block, checkpoint) of a rank.
 
-The benchmark records them, `event_files` stores them, `utilization` and `bottleneck` evaluate them. Times are
+The benchmark records them, `event_files` stores them, `phase_figures` evaluates them. Times are
 nanoseconds of CLOCK_MONOTONIC, so they compare within a host only; `RankClock` converts them to dates.
 """
 
@@ -85,10 +85,14 @@ class RankClock:
     wall_ns: int
     monotonic_ns: int
 
+    @property
+    def shift_ns(self) -> int:
+        """Added to a moment of this rank's events, it makes nanoseconds since 1970."""
+        return self.wall_ns - self.monotonic_ns
+
     def date(self, moment_ns: int) -> datetime:
         """A moment of this rank's events as a date, in UTC."""
-        wall_ns = self.wall_ns + moment_ns - self.monotonic_ns
-        seconds, rest_ns = divmod(wall_ns, 10**9)
+        seconds, rest_ns = divmod(moment_ns + self.shift_ns, 10**9)
         return datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest_ns // 1000)
 
 

@@ -25,9 +25,10 @@ MOST_ROWS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class RunSteps:
-    """The steps of each rank with their moments in seconds since the first of all."""
+    """The ranks with steps, and the first and the last moment of all of them."""
 
-    ranks: Sequence[RankSteps]
+    ranks: Sequence[RankEvents]
+    origin_ns: int
     end_s: float
 
     @classmethod
@@ -36,15 +37,14 @@ class RunSteps:
         ranks = [rank for rank in events if len(rank.steps)]
         if not ranks:
             return None
-        shifts = [rank.clock.wall_ns - rank.clock.monotonic_ns for rank in ranks]
-        origin = min(
-            int(rank.steps["start_ns"][0]) + shift for rank, shift in zip(ranks, shifts, strict=True)
-        )
-        placed = [
-            RankSteps(rank.clock.rank, rank.clock.host, rank.steps, shift - origin)
-            for rank, shift in zip(ranks, shifts, strict=True)
-        ]
-        return cls(placed, max(float(rank.at_s("barrier_ns")[-1]) for rank in placed))
+        origin_ns = min(int(rank.steps["start_ns"][0]) + rank.clock.shift_ns for rank in ranks)
+        end_ns = max(int(rank.steps["barrier_ns"][-1]) + rank.clock.shift_ns for rank in ranks)
+        return cls(ranks, origin_ns, (end_ns - origin_ns) / 1e9)
+
+    def at_s(self, rank: RankEvents, moment: str) -> Numbers:
+        """One of the moments of all steps of a rank."""
+        at_s: Numbers = (rank.steps[moment] + (rank.clock.shift_ns - self.origin_ns)) / 1e9
+        return at_s
 
     @property
     def edges(self) -> Numbers:
@@ -56,7 +56,7 @@ class RunSteps:
         """The growth of a column over all ranks' steps, per second, in each bucket."""
         edges = self.edges
         growth = [
-            _growth(rank.at_s("start_ns"), rank.at_s("barrier_ns"), rank.steps[column], edges)
+            _growth(self.at_s(rank, "start_ns"), self.at_s(rank, "barrier_ns"), rank.steps[column], edges)
             for rank in self.ranks
         ]
         taken: Numbers = np.sum(growth, axis=0)
@@ -66,34 +66,19 @@ class RunSteps:
         """For each rank, the share of each bucket that it spent from one moment of a step to another."""
         edges, spent = self.edges, []
         for rank in self.ranks:
-            begins, ends = rank.at_s(begin), rank.at_s(end)
+            begins, ends = self.at_s(rank, begin), self.at_s(rank, end)
             spent.append(_growth(begins, ends, ends - begins, edges))
         return np.array(spent) / np.diff(edges)
 
     def percentiles(self, measure: Callable[[Rows], Nanoseconds]) -> tuple[Numbers, Numbers]:
         """The middles of buckets, and p50 and p99 in seconds of the steps that ended in each, as rows."""
         edges = self.edges
-        ends = np.concatenate([rank.at_s("barrier_ns") for rank in self.ranks])
+        ends = np.concatenate([self.at_s(rank, "barrier_ns") for rank in self.ranks])
         values = np.concatenate([measure(rank.steps) / 1e9 for rank in self.ranks])
         bucket = np.clip(np.searchsorted(edges, ends) - 1, 0, len(edges) - 2)
         filled = np.unique(bucket)
         spread = [np.percentile(values[bucket == number], (50, 99)) for number in filled]
         return (edges[filled] + edges[filled + 1]) / 2, np.array(spread).T
-
-
-@dataclass(frozen=True, slots=True)
-class RankSteps:
-    """One rank's steps; `shift_ns` makes its moments the run's."""
-
-    rank: int
-    host: str
-    steps: Rows
-    shift_ns: int
-
-    def at_s(self, moment: str) -> Numbers:
-        """One of the moments of all steps."""
-        at_s: Numbers = (self.steps[moment] + self.shift_ns) / 1e9
-        return at_s
 
 
 def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
@@ -143,8 +128,8 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
         for rank in steps.ranks
     ]
     keys = np.concatenate([((r.steps["epoch"] << 32) | r.steps["step"])[some] for r, some in kept])
-    begins = np.concatenate([rank.at_s("start_ns")[some] for rank, some in kept])
-    ends = np.concatenate([rank.at_s("barrier_ns")[some] for rank, some in kept])
+    begins = np.concatenate([steps.at_s(rank, "start_ns")[some] for rank, some in kept])
+    ends = np.concatenate([steps.at_s(rank, "barrier_ns")[some] for rank, some in kept])
     waits = np.concatenate([wait_ns(rank.steps)[some] / 1e9 for rank, some in kept])
     # Each step's wait is that of the median rank: one rank that is slower than the others has a sentence of
     # its own, and must not look like a change.

@@ -107,11 +107,11 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
     rates: dict[str, HostRates] = {}
     with suppress(ObjectNotFound):  # a run without counters
         hosts, counters = read_counters(folder)
-        ranks, machines = {rank.rank: rank for rank in steps.ranks}, set()
+        ranks, machines = {rank.clock.rank: rank.clock for rank in steps.ranks}, set()
         for host in hosts:
             # Hosts on one machine count the same drives and processors.
             if host.rank in ranks and host.boot_id not in machines:
-                edges_ns = steps.edges * 1e9 - ranks[host.rank].shift_ns
+                edges_ns = steps.edges * 1e9 - (ranks[host.rank].shift_ns - steps.origin_ns)
                 rates[host.host] = host_rates(host, read_series(counters, host.host), edges_ns)
                 machines |= {host.boot_id} - {""}
     figures = record.train or recompute_figures(folder, record)
@@ -260,7 +260,9 @@ def _slow_rank(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
         usual_s = skew.fastest_s if len(ranks) == 2 else skew.median_s
         is_late = skew.slowest_s - skew.median_s >= LEAST_WAIT * step_s
         if len(ranks) > 1 and is_late and skew.slowest_s >= STRAGGLER * usual_s:
-            host = next((rank.host for rank in ranks if rank.rank == skew.slowest_rank), "its host")
+            host = next(
+                (each.clock.host for each in ranks if each.clock.rank == skew.slowest_rank), "its host"
+            )
             return Trouble(
                 "slow rank",
                 f"Rank {skew.slowest_rank} on {host} {does} {format_seconds(skew.slowest_s)} a step, the "
@@ -323,7 +325,7 @@ def _highlights(run: TrainingRun) -> Iterator[Chart]:
         kind=Kind.HEAT,
         title="Waiting for samples, by rank",
         run=name,
-        series=heat_rows([f"rank {rank.rank}" for rank in steps.ranks], rows, steps.edges, tone="bad"),
+        series=heat_rows([f"rank {rank.clock.rank}" for rank in steps.ranks], rows, steps.edges, tone="bad"),
         y_end=1.0,
         note="full tone: all of the time",
     )
