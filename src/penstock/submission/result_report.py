@@ -246,14 +246,8 @@ def report_document(report: ResultReport) -> dict[str, Any]:
     return {
         "format": FORMAT_VERSION,
         "edition": report.edition,
-        "name": checked.name,
-        "org": checked.organisation,
-        "division": checked.division,
-        "system": checked.system,
+        **checked.identity(),
         "benchmark": report.benchmark.value,
-        "workload": checked.workload,
-        "accelerator": checked.accelerator,
-        "num_accelerators": checked.num_accelerators,
         "verdict": checked.verdict.value,
         "figures": [
             {

@@ -167,19 +167,11 @@ def _judge_pauses(case: Case) -> Iterator[Finding]:
         )
 
 
-def _judge_single_host(case: Case) -> Iterator[Finding]:
+def _named_hosts(case: Case) -> dict[str, int]:
     hosts, names = num_hosts(case.run), case.run.metadata.value("args", "hosts")
     if isinstance(names, str):
         names = names.replace(",", " ").split()
-    num_named = len(names) if isinstance(names, list) else 0
-    yield pass_if(
-        hosts > 1 or num_named <= 1,
-        evidence=case.run.metadata.file,
-        value=f"{num_named} named",
-        limit=f"{hosts} in the summary",
-        proof=f"{num_named} hosts were named, the summary has {hosts}",
-        fix="Repeat the run on the hosts that are to be handed in.",
-    )
+    return {"hosts": hosts, "named": len(names) if isinstance(names, list) else 0}
 
 
 def _judge_alike_hosts(case: Case) -> Iterator[Finding]:
@@ -642,7 +634,7 @@ RULES: Final = (
         fix="Simulate more accelerators on this host.",
         otherwise=Verdict.WARNING,
     ),
-    Rule(
+    check(
         id="hosts.single",
         title="A run on one host was started on one",
         editions=LATER,
@@ -650,7 +642,12 @@ RULES: Final = (
         formula="num_hosts > 1, or at most one host in the metadata's args.hosts",
         passes="num_hosts 1, hosts [node1]",
         fails="num_hosts 1, hosts [node1, node2]",
-        judge=_judge_single_host,
+        facts=_named_hosts,
+        holds=lambda it: it.hosts > 1 or it.named <= 1,
+        at=METADATA,
+        show=("{named} named", "{hosts} in the summary"),
+        proof="{named} hosts were named, the summary has {hosts}",
+        fix="Repeat the run on the hosts that are to be handed in.",
     ),
     limit(
         id="hosts.equal",
