@@ -58,12 +58,12 @@ class ThreadComm(Comm):
         return ThreadTransfer(self.board, self.rank)
 
     def _move_nothing(self, wait: PollingWait) -> None:
-        self._gather_bytes(b"", wait)
+        self._gather_bytes(b"", wait, only_on_rank0=False)
 
     def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
-        return self._gather_bytes(payload or b"", wait)[0]
+        return self._gather_bytes(payload or b"", wait, only_on_rank0=False)[0]
 
-    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+    def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
         row = self.board.post(self._call, self.rank, payload)
         wait.until(lambda: len(row) == self.size)
         return [row[rank] for rank in range(self.size)]

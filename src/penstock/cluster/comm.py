@@ -373,7 +373,7 @@ class Comm(ABC):
     def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
         """Return every rank's `value`, in rank order, on every rank."""
         with self._collective(awaiting, timeout_s) as wait:
-            packed = self._gather_bytes(_pack(self, value), wait)
+            packed = self._gather_bytes(_pack(self, value), wait, only_on_rank0=False)
         return self._unpack(packed)
 
     def reduce(
@@ -390,7 +390,7 @@ class Comm(ABC):
     ) -> list[bytes]:
         """Return every rank's bytes, in rank order, on rank 0; nothing elsewhere."""
         with self._collective(awaiting, timeout_s) as wait:
-            payloads = self._gather_bytes_on_rank0(payload, wait)
+            payloads = self._gather_bytes(payload, wait, only_on_rank0=True)
         return payloads if self.rank == 0 else []
 
     def scatter_bytes(
@@ -418,14 +418,11 @@ class Comm(ABC):
     def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes: ...
 
     @abstractmethod
-    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]: ...
-
-    # A library that can do these two directly overrides them.
-
-    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        return self._gather_bytes(payload, wait)
+    def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
+        """Return the bytes of all ranks, in their order; if `only_on_rank0`, others may get anything."""
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
+        # A library that can do this directly overrides it.
         packed = None if payloads is None else pickle.dumps(payloads)
         received: list[bytes] = pickle.loads(self._broadcast_bytes(packed, wait))  # noqa: S301 - see `_unpack`
         return received[self.rank]
@@ -487,5 +484,11 @@ class SoloComm(Comm):
         assert payload is not None
         return payload
 
-    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:  # noqa: ARG002 - the base's
+    def _gather_bytes(
+        self,
+        payload: bytes,
+        wait: PollingWait,  # noqa: ARG002 - the base's
+        *,
+        only_on_rank0: bool,  # noqa: ARG002 - the base's
+    ) -> list[bytes]:
         return [payload]

@@ -65,19 +65,9 @@ class MpiComm(Comm):
         _finish(self._mpi.Ibcast(received), wait)
         return received.tobytes()
 
-    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        return self._gather(payload, wait, self._mpi.Iallgather, self._mpi.Iallgatherv)
-
-    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        return self._gather(payload, wait, self._mpi.Igather, self._mpi.Igatherv)
-
-    def _gather(
-        self,
-        payload: bytes,
-        wait: PollingWait,
-        gather_sizes: Callable[..., MPI.Request],
-        gather_payloads: Callable[..., MPI.Request],
-    ) -> list[bytes]:
+    def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
+        gather_sizes = self._mpi.Igather if only_on_rank0 else self._mpi.Iallgather
+        gather_payloads = self._mpi.Igatherv if only_on_rank0 else self._mpi.Iallgatherv
         # On ranks that receive nothing the sizes stay zero, and MPI ignores where they would receive.
         sizes_bytes = np.zeros(self.size, dtype=np.int64)
         _finish(gather_sizes(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)

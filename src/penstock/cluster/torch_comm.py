@@ -78,7 +78,7 @@ class TorchComm(Comm):
         self._finish(self._group.broadcast(whole, 0), wait)
         return whole.numpy().tobytes() if payload is None else payload
 
-    def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool = False) -> list[bytes]:
+    def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
         heads = [_make_head(b"") for _ in range(self.size)]
         self._finish(self._group.allgather([heads], [_make_head(payload)]), wait)
         read = [_read_head(head) for head in heads]
@@ -95,9 +95,6 @@ class TorchComm(Comm):
         return [
             part[:size_bytes].numpy().tobytes() for part, (size_bytes, _) in zip(parts, read, strict=False)
         ]
-
-    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        return self._gather_bytes(payload, wait, only_on_rank0=True)
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
         # One broadcast carries a part that is the same for all ranks, or else the sizes of their parts.

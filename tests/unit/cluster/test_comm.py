@@ -43,7 +43,7 @@ class LonelyComm(Comm):
         assert payload is not None
         return payload
 
-    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+    def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
         return [payload, payload]
 
 
