@@ -26,9 +26,9 @@ from penstock.progress import Progress
 from penstock.units import format_bytes
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
-"""The most that the slowest rank may take longer than the fastest."""
+"""How long the fastest rank waits for the slowest."""
 NUM_READINGS: Final = 5
-"""The number of times that a process without other ranks reads a checkpoint that is replaced meanwhile."""
+"""How often a single process tries to read a checkpoint that is being replaced."""
 
 
 def load(  # noqa: PLR0913 - each option is independent of the others
@@ -57,9 +57,9 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     `only` and `exclude` choose names, with `*` for any text; `process_group` names the ranks that load
     (default: all); `progress` gets every byte that is moved, and cancels the load on all ranks by raising.
 
-    What is loaded whole is compared with its checksum; a folder without the file that has them is a warning.
-    With `verify`, rank 0 reads all of the checkpoint before, also what this load does not want or wants in
-    part, and anything that is damaged, or has no checksum, is an error.
+    Items that are loaded whole are compared with their checksums; a folder without checksums is a warning.
+    With `verify`, rank 0 first reads the whole checkpoint, including what this load does not need; damage
+    or a missing checksum is an error.
     """
     choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
@@ -114,9 +114,9 @@ def save(
 
     An existing checkpoint at `path` is replaced in one step, once the new one is complete. `only` saves the
     parts whose names match, `dtype` converts floating-point tensors. With `transforms`, as in
-    `["stream.zstd/1"]`, items are smaller but can only be read whole. With `replicas="compare"`, an error
-    names tensors and ranks if what several ranks hold is not equal. Each rank writes `writers` files in
-    parallel; parts whose names begin with `separation_hint` go to files of their own. `process_group` names
+    `["stream.zstd/1"]`, items are smaller but can only be read whole. With `replicas="compare"`, replicas
+    that differ are an error that names tensors and ranks. Each rank writes `writers` files in parallel;
+    parts whose names begin with `separation_hint` go to files of their own. `process_group` names
     the ranks that save (default: all); `progress` gets every byte that is moved.
     """
     options = save_plan.SaveOptions(writers=writers, separation_hint=separation_hint)
@@ -141,7 +141,7 @@ NUM_TENSORS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTraffic:
-    """Bytes of tensors on one rank. While loading, other ranks send what it holds but does not read."""
+    """Bytes of tensors on one rank. In a load, other ranks send it the bytes that it does not read itself."""
 
     rank: int
     holds_bytes: int
@@ -204,7 +204,8 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
 
     >>> print(pc.dry_run({"model": model.state_dict()}))
 
-    The load is planned for the same ranks and placements as the save; `process_group` names others than all.
+    The load is planned for the same ranks and placements as the save; `process_group` names the ranks
+    (default: all).
     """
     from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 
