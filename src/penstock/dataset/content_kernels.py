@@ -46,7 +46,11 @@ def _mix(counter: Any, key_b: Any) -> Any:  # pragma: no cover - compiled
 
 @numba.njit
 def _run(recipe: Any, index: Any, num_wanted: Any) -> Any:  # pragma: no cover - compiled
-    """From word `index` on: its counter, the second key, how many words are random, how many a run."""
+    """Describe the content from word `index` on, as far as one rule makes it.
+
+    Returns the counter of the first word, the second key, the number of words that are random, and the number
+    of words in all; those after the random ones are zeros.
+    """
     key_a, key_b, share, zeros = recipe[0], recipe[1], recipe[4], recipe[5]
     if share == np.uint64(0) and zeros == np.uint64(0):
         num_words = min(_RUN_WORDS, num_wanted)

@@ -160,7 +160,7 @@ def _list_one(
 
 
 def _require_root(storage: Storage) -> None:
-    """The storage's own error where not even its root exists: a folder or a bucket that is misspelt."""
+    """Raise the storage's own error if its root does not exist, as for a misspelt folder or bucket."""
     try:
         next(iter(storage.list("")), None)
     except ObjectNotFound as error:

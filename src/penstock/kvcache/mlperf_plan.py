@@ -317,7 +317,7 @@ _RECORDED: Final = ("time_s", "request", "op", "tier", "entry", "bytes")
 
 
 def _turns_before(requests: Requests) -> list[list[int]]:
-    """For each request the earlier ones of its conversation."""
+    """List for each request the earlier requests of its conversation."""
     turns: dict[int, list[int]] = {}
     before = []
     for request, first in enumerate(requests["first_turn"].tolist()):

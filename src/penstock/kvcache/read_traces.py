@@ -239,7 +239,7 @@ def whole_number(request: Mapping[str, Any], names: Sequence[str], where: str) -
 
 
 def time_value(request: Mapping[str, Any], names: Sequence[str], where: str) -> float:
-    """A time."""
+    """Return the time that is given under one of `names`."""
     value = find_value(request, names)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(

@@ -259,10 +259,10 @@ def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
 def choose_operations(
     load: LoadRequest, size_bytes: int, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Offsets, and which operations are writes; both come again and again.
+    """Choose the offsets of operations, and which of them are writes; both sequences are repeated.
 
-    Each block of the object comes once before any comes again. Writes have their exact share, in random
-    order: they are shuffled within each hundred.
+    Each block of the object is used once before any is used again. Of each hundred operations, in random
+    order, exactly the chosen share are writes.
     """
     random = np.random.Generator(np.random.SFC64(_SEED + rank))
     order = random.permutation(max(1, size_bytes // load.block_bytes))

@@ -123,7 +123,7 @@ class BatchPlanner:
     def _blocks_to_decode(
         self, order: RankEpoch, num_samples: int, check: ContentCheck
     ) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
-        """Each block with all that its samples decode from; indexes next to files are read, not decoded."""
+        """Yield each block with the bytes its samples are decoded from: index files are read, not decoded."""
         indexed: set[int] = set()
         for count, (position, number, samples) in enumerate(
             self._pieces_of_streams(_blocks(order, num_samples))

@@ -147,7 +147,7 @@ def read_torch_pickle(content: Bytes, where: str) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Looks up every name in a table of stand-ins. Archives refer to their records, metadata to nothing."""
+    """Looks up every class in a table of stand-ins. Only archives of `torch.save` may refer to records."""
 
     def __init__(self, content: Bytes, stand_ins: StandIns, where: str, *, is_archive: bool) -> None:
         super().__init__(io.BytesIO(content), encoding="utf-8")

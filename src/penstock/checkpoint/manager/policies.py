@@ -56,7 +56,7 @@ class EverySteps:
             raise UsageError(f"steps must be at least 1, not {self.steps}", where="EverySteps")
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Return whether the step is a multiple of `steps`."""
+        """Return whether the step of `measured` is a multiple of `steps`."""
         return measured.step % self.steps == 0
 
 
@@ -82,7 +82,7 @@ class EverySeconds(_Positive):
     seconds: float
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Return whether they have passed."""
+        """Return whether they have passed since the last save, according to `measured`."""
         return measured.since_last_s >= self.seconds
 
 
@@ -93,7 +93,7 @@ class Overhead(_Positive):
     percent: float
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Return whether a save now would stay below that; its cost is not known before the first one."""
+        """Return whether a save now would stay below that, by what earlier saves cost in `measured`."""
         return measured.blocked_s is None or measured.since_last_s * self.percent / 100 >= measured.blocked_s
 
 
@@ -104,7 +104,7 @@ class Daly(_Positive):
     mtbf_s: float
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Return whether that interval has passed."""
+        """Return whether that interval has passed since the last save, according to `measured`."""
         blocked_s = measured.blocked_s
         return blocked_s is None or measured.since_last_s >= daly_interval_s(blocked_s, self.mtbf_s)
 

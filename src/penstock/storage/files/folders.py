@@ -106,8 +106,9 @@ class VerifiedFolders:
     def require_same_root(self) -> None:
         """Raise if the root is gone together with its file system: a write would go to the one below.
 
-        A root that neither is the folder of before nor on its device, and has at most leases, is where it was
-        mounted. File systems that were mounted again may have another device, and some of them other numbers.
+        The root counts as unmounted if it is another folder, on another device, with nothing in it but
+        leases: an empty mount point. A file system that was mounted again may differ in its device or
+        inode number.
         """
         before, path = self._root_facts, self.root
         if before is None:
