@@ -145,7 +145,7 @@ class Manager:
         self._worker = step_store.start_lasting_worker("penstock-save", self._in_flight.print_failures)
         self._owner: int | None = os.getpid()
         self.skipped_steps: tuple[step_store.SkippedStep, ...] = ()
-        """Those that the last `restore` could not load, newest first."""
+        """Steps that the last `restore` could not load, newest first."""
 
     def steps(self) -> list[int]:
         """All committed steps, ascending. Not collective."""
@@ -197,10 +197,11 @@ class Manager:
         dtype: Any = None,
         progress: Progress | None = None,
     ) -> SaveHandle:
-        """Save `state` as `step` in the background, with `only`, `dtype`, `progress` as `save`. Collective.
+        """Save `state` as `step` in the background; `only`, `dtype`, `progress` as in `save`. Collective.
 
-        Returns when the state is copied and its tensors may change; with staging="background" at once, and
-        they may change after `wait_staged`. If the save fails, `result` or the next call here raises.
+        Returns once the state is copied, so that its tensors may change. With staging="background", returns
+        at once; the tensors may change after `wait_staged`. If the save fails, `result` or the next
+        call here raises.
         """
         if staging not in ("copied", "background"):
             raise UsageError(f"Invalid staging={staging!r}", fix='Choose "copied" or "background".')
@@ -256,7 +257,7 @@ class Manager:
         verify: bool = False,
         progress: Progress | None = None,
     ) -> int | None:
-        """Fill `state` in place from the newest usable step, or from `step` and no other. Collective.
+        """Fill `state` in place from the newest usable step, or from exactly `step`. Collective.
 
         Returns the step; None if no step was ever committed. Steps that cannot be loaded are skipped with a
         warning and listed in `skipped_steps`; if none can, every rank raises `StorageError` with the reasons.
@@ -292,7 +293,7 @@ class Manager:
         return None
 
     def output(self, name: str | int, *, checkpoint: bool = True) -> UserOutput:
-        """A step whose files the program writes itself. Collective at both ends of its block.
+        """Open a step whose files the program writes itself. Collective at both ends of its block.
 
         >>> with manager.output("step-100") as out:
         ...     torch.save(state, out.path(f"rank_{rank}.pt"))
@@ -314,7 +315,7 @@ class Manager:
         )
 
     def restart(self, *, step: int | None = None) -> Restart:
-        """The newest step whose files the program wrote itself, or `step` and no other. Collective.
+        """Find the newest step of files that the program wrote itself, or exactly `step`. Collective.
 
         >>> with manager.restart() as found:
         ...     if found.step is not None:
@@ -347,7 +348,7 @@ class Manager:
             self._close_resources()
 
     def __reduce__(self) -> NoReturn:
-        """Copies are refused: two managers would give their saves the same numbers."""
+        """Refuse to copy: two managers would give their saves the same numbers."""
         raise UsageError("A Manager cannot be copied or pickled", fix="Make a new one in each process.")
 
     def __enter__(self) -> Self:
@@ -366,7 +367,7 @@ class Manager:
         self._close_resources()
 
     def _sync(self, activity: str, *, waits: bool = False) -> None:
-        """Wait until all ranks make the same call; raise on all what failed on any and was not reported."""
+        """Wait until all ranks make the same call; raise unreported failures of any rank on all."""
         if self._owner != os.getpid():
             state = (
                 "was closed" if self._owner is None else f"belongs to process {self._owner}, not to its fork,"
@@ -444,7 +445,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """True once it is committed, failed or cancelled."""
+        """True once the save is committed, failed or cancelled."""
         return self._future.done()
 
     @property
@@ -462,14 +463,14 @@ class SaveHandle:
         self._staged.cancel()
 
     def wait_done(self, timeout_s: float | None) -> None:
-        """Return when it is over, successful or not; `WaitTimeout` after `timeout_s`."""
+        """Return when the save is over, successful or not; `WaitTimeout` after `timeout_s`."""
         try:
             self._future.exception(timeout_s)
         except FutureTimeout as error:
             raise WaitTimeout(f"step {self.step} to be committed", timeout_s or 0.0) from error
 
     def unreported_error(self) -> BaseException | None:
-        """Its error, if it failed and no call has raised it yet."""
+        """The error of a failed save, if no call has raised it yet."""
         return None if self.is_reported or not self._future.done() else self._future.exception()
 
     def commit(self, report: SaveReport) -> None:
@@ -477,7 +478,7 @@ class SaveHandle:
         self._future.set_result(report)
 
     def end(self, work: Future[None]) -> None:
-        """Note how the save has ended, and log a failure: the program may end before it asks for it."""
+        """Record how the save ended; log a failure, as the program may end before it asks."""
         error = work.exception()
         if error is None:
             return
@@ -516,7 +517,7 @@ class SavesInFlight:
         first.wait_done(self._timeout_s)
 
     def wait(self) -> None:
-        """Return when all are over, successful or not."""
+        """Return when all saves are over, successful or not."""
         for handle in self.handles:
             handle.wait_done(self._timeout_s)
 
