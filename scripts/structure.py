@@ -29,24 +29,24 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LIMITS = {
-    "statements": 47_800,
-    "expressions": 319_000,
-    "record types": 620,
-    "modules": 407,
-    "protocols": 44,
-    "functions of three lines or less": 1_395,
+    "statements": 43_100,
+    "expressions": 299_300,
+    "record types": 416,
+    "modules": 327,
+    "protocols": 26,
+    "functions of three lines or less": 960,
     "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,
-    "places of avoided English": 400,
+    "places of avoided English": 0,
 }
 ENTERED = {
-    "pc.save": 36,
-    "Manager.save": 37,
-    "Manager.restore": 37,
-    "penstock checkpoint ls": 25,
-    "penstock trace summary": 24,
-    "penstock training run": 105,
+    "pc.save": 29,
+    "Manager.save": 29,
+    "Manager.restore": 27,
+    "penstock checkpoint ls": 24,
+    "penstock trace summary": 19,
+    "penstock training run": 88,
 }
 
 BROAD_EXCEPT = {
