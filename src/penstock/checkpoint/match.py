@@ -210,7 +210,8 @@ StoredPlaces = Mapping[Path, TensorFacts | Skipped | None]
 class StoredNames:
     """The names in a checkpoint with their places in the nested state.
 
-    `find` has for a name of the state the one that is loaded into it, None if the name is not chosen.
+    `stored_name_for` maps a name of the state to the one in the checkpoint that is loaded into it, or to None
+    if the load leaves it out. With `rename={"model.*": "net.*"}`, "model.bias" is loaded from "net.bias".
     """
 
     def __init__(
@@ -219,13 +220,13 @@ class StoredNames:
         paths: Mapping[str, Path],
         key_types: Mapping[str, str] | None = None,
         rank: int = 0,
-        find: Callable[[str], str | None] = str,
+        stored_name_for: Callable[[str], str | None] = str,
         *,
         lacking: Collection[str] = (),
     ) -> None:
         self._paths = paths
         self._lacking = lacking
-        self.find = find
+        self.stored_name_for = stored_name_for
         self.key_types = key_types or {}
         self._rank = rank
         self._tensors = {facts.name: facts for facts in index.tensors}
@@ -242,16 +243,19 @@ class StoredNames:
         """True if this rank has no place for it: a rank's own value, or an entry that only others had."""
         return name in self._lacking or self.is_of_one_rank(name)
 
-    def below(self, prefix: str, key: str) -> StoredPlaces:
-        """The places that the checkpoint has for the part `key`, below `prefix`, a name that ends in a dot.
+    def below(self, stored_prefix: str, own_key: str) -> StoredPlaces:
+        """The places that the checkpoint has below `stored_prefix`, as "opt.", for the part `own_key`.
 
         Other ranks' own values are left out: they have the same places as the common ones.
         """
         found: dict[Path, TensorFacts | Skipped | None] = {}
         for name in self.names:
-            rest = _rest_of(self._paths.get(name, ()), prefix) if name.startswith(prefix) else ()
+            rest = (
+                _rest_of(self._paths.get(name, ()), stored_prefix) if name.startswith(stored_prefix) else ()
+            )
             if rest and not self.is_of_others(name):
-                is_chosen = self.find(f"{key}.{name[len(prefix) :]}") == name
+                # Patterns are about names of the state, which rename= may tell from those of the checkpoint.
+                is_chosen = self.stored_name_for(f"{own_key}.{name[len(stored_prefix) :]}") == name
                 found[rest] = self.facts(name) if is_chosen else SKIPPED
         return found
 
@@ -563,7 +567,7 @@ def begin_optimizer(
             state[entry] = copied(own)
             Places(stored.key_types, f"{prefix}state.{entry}.", parameter).fit(state[entry], given)
             cut += [] if own else skipped
-        elif given or any(stored.find(f"{key}.state.{entry}.{slot}") is None for slot in own):
+        elif given or any(stored.stored_name_for(f"{key}.state.{entry}.{slot}") is None for slot in own):
             state.update({entry: own} if own else {})
         elif parameter.requires_grad:
             without.append(entry)
@@ -752,7 +756,9 @@ class _EmptyPlaces:
             facts = self.stored.facts(stored)
             if facts is not SKIPPED:
                 # An empty list is a place for any object, as None is.
-                if (is_dict or (facts is not None and value is None)) and self.stored.find(name) == stored:
+                if (is_dict or (facts is not None and value is None)) and self.stored.stored_name_for(
+                    name
+                ) == stored:
                     self._begin(holder, key, new_place(facts, None))
             else:
                 empty[prefix] = name, holder, key
@@ -803,7 +809,9 @@ class LoadedParts:
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """The `unused` names of the checkpoint that are below these parts, and chosen."""
         owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
-        found = [name for name, own in owned if own is not None and self.stored.find(own) is not None]
+        found = [
+            name for name, own in owned if own is not None and self.stored.stored_name_for(own) is not None
+        ]
         # A dict that was empty on some ranks alone is taken with what other ranks had in it.
         above = (
             {each[: dot.start()] for each in self.stored.names for dot in re.finditer(r"\.", each)}

@@ -278,6 +278,34 @@ def test_new_optimizer_gets_the_state_of_a_checkpoint_that_is_only_an_optimizer(
     assert all(torch.equal(found[number]["exp_avg"], expected[number]["exp_avg"]) for number in expected)
 
 
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "stepped"])
+def test_parts_that_have_other_names_now_get_the_state_that_was_saved(tmp_path: Path, steps: int) -> None:
+    trained, other = training_parts(steps=1), training_parts(steps=steps)
+    history = {"losses": [0.5, 0.25]}
+    pc.save({"net": trained["model"], "opt": trained["optimizer"], "log": history}, tmp_path / "saved")
+    state = {**other, "history": {}}
+    rename = {"model.*": "net.*", "optimizer.*": "opt.*", "history.*": "log.*"}
+    pc.load(state, tmp_path / "saved", rename=rename)
+    assert torch.equal(trained["model"].weight, other["model"].weight)
+    expected, found = (each["optimizer"].state_dict()["state"] for each in (trained, other))
+    assert found.keys() == expected.keys()
+    for number, slots in expected.items():
+        assert slots.keys() == found[number].keys()
+        assert all(torch.equal(slots[slot], found[number][slot]) for slot in slots)
+    assert state["history"] == history
+
+
+@pytest.mark.parametrize("choice", [{"exclude": "optimizer.state.*"}, {"only": "model.*"}], ids=repr)
+def test_what_is_left_out_of_a_part_that_has_another_name_now_stays_as_it_was(
+    tmp_path: Path, choice: dict[str, Any]
+) -> None:
+    trained, fresh = training_parts(steps=1), training_parts(steps=0)
+    pc.save({"net": trained["model"], "opt": trained["optimizer"]}, tmp_path / "saved")
+    pc.load(fresh, tmp_path / "saved", rename={"model.*": "net.*", "optimizer.*": "opt.*"}, **choice)
+    assert torch.equal(trained["model"].weight, fresh["model"].weight)
+    assert not fresh["optimizer"].state
+
+
 def test_some_of_a_state_is_loaded_only_where_an_optimizer_has_the_rest(tmp_path: Path) -> None:
     trained, stepped = training_parts(steps=1), training_parts(steps=2)
     pc.save(trained, tmp_path / "saved")
