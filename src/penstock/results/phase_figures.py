@@ -1,6 +1,6 @@
 """The figures of a phase, from step events and the workload alone: utilization, times, and the bottleneck.
 
-Pure. `run_record`, `dlio_files` and the command line present the figures.
+Pure. `run_record`, `dlio_files`, `training_page` and the command line present the figures.
 
 Utilization comes twice, as percentages. `au_compat` is DLIO's to the letter, quirks included, so that results
 can be compared with published ones; `au_strict` depends on storage and loader alone.
@@ -62,7 +62,10 @@ class UtilizationWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRate:
-    """One epoch of a phase, over all ranks. `au_strict_percent` is None where every step is left out."""
+    """One epoch of a phase, over all ranks. `au_strict_percent` is None where every step is left out.
+
+    Stored in run.json: a new field needs a default and a new `FORMAT_VERSION`.
+    """
 
     epoch: int
     au_compat_percent: float

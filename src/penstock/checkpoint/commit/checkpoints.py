@@ -433,7 +433,7 @@ class SaveTransaction:
         """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.
 
         Every rank's files must be finished. If this raises, the draft is gone, and an older checkpoint of
-        this name is as it was.
+        this name is as it was, unless only the answer of rank 0 was lost after it had committed.
         """
         with self.ending():
             return run_on_rank0(

@@ -361,7 +361,8 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     """Compare what ranks hold under the same names, and decide who writes it; `holdings` is in rank order.
 
     What the lowest rank has under a name gets the plain name, which is what stock readers find. An object
-    that ranks share is written by the one with the fewest bytes so far, one that differs by its owner:
+    that ranks share is written by the rank with the fewest bytes of objects so far, one that differs by its
+    owner:
 
         rank 0: rng = A    rank 1: rng = B    rank 2: rng = A
         rank 0 writes `rng`, rank 1 `rng@rank1`, rank 2 nothing

@@ -37,7 +37,7 @@ LONGEST_DETAIL = 20_000
 def join_ranks(environment: Environment) -> Comm:
     """Connect to the other ranks; collective, as is `close` of the result. Without a launcher: a job of one.
 
-    Without a supervisor: the other ranks notice one that dies only by their time limits.
+    Without a supervisor, the other ranks notice a dead one by its connection or by their time limits.
     """
     host = host_label(environment, gethostname())
     ranked = detect_rank(environment)

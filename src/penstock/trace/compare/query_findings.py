@@ -1,9 +1,9 @@
-"""Findings from one query each: calls whose number, size, place or tier costs time or misleads.
+"""Findings from a few queries each: calls whose number, size, place or tier costs time or misleads.
 
     query -> rows of a run -> a title and sentences about them -> TraceFinding, with the rows as its evidence
 
-F rules compare runs, or doubt their numbers; R rules look at each run alone. Times are sums over threads,
-of which `spread_over_ranks` makes seconds of one rank.
+F rules are findings of `compare` and `expect`; R rules are of `trace report` alone. Times are sums over
+threads, of which `spread_over_ranks` makes seconds of one rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -255,8 +255,8 @@ class Weight(StrEnum):
 class TraceFinding:
     """One observation: `says` in sentences with numbers, `evidence` as rows, `fix` what to do about it.
 
-    `lost_us` is what it costs a rank of the run, on average, on the clock of the wall; None where that
-    cannot be told. Findings are ranked by it.
+    `lost_us` is the wall-clock time it costs a rank of the run, on average or, where ranks differ, the worst
+    one; None where that is unknown. Findings are ranked by it.
     """
 
     code: str
