@@ -15,14 +15,14 @@ from penstock.cli.options import command_line, flag, group, option, required
 from penstock.cli.parsers import FOLDER_URI, NAME
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
-from penstock.submission.authoring.preflight import DataLocation
-from penstock.submission.tree_layout import Benchmark
 from penstock.workload.dlio_keys import canonical_path
 from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.settings import dotted
 
 if TYPE_CHECKING:
     from penstock.submission.authoring.owned_tree import RunSeries
+    from penstock.submission.authoring.preflight import DataLocation
+    from penstock.submission.tree_layout import Benchmark
     from penstock.workflows.submission_results import ResultWriter
 
 

@@ -40,7 +40,6 @@ from penstock.cluster.comm import Comm
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.environment import process_environment
 from penstock.errors import UsageError
-from penstock.submission.authoring.preflight import locate_data
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload import entry_points, mlperf_divisions
 from penstock.workload.shipped_catalog import families
@@ -207,6 +206,7 @@ def plan_training(
     from penstock.bench.loader import loader_options
     from penstock.bench.training.training_checkpoints import plan_checkpoints
     from penstock.bench.training.training_run import TrainingRequest, choose_seed, list_unsupported
+    from penstock.submission.authoring.preflight import locate_data
 
     loaded = options.workload.load(terminal)
     loader, remainder = mlperf_divisions.choose_reading(
