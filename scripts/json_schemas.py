@@ -58,8 +58,8 @@ training run unet3d_h100 {SMALL} --data data --results runs --trace traces
 training run unet3d_h100 {SMALL} --data data --results runs
 training run --loader my_batches:make --batch-time 1ms --results own
 storage probe data --size 1MiB --streams 1 --blocks 1MiB
-storage probe data --size 1MiB --streams 1 --measure knee,metadata --seconds 0.1
-storage probe data --size 1MiB --measure knee --mix 0 --rates 1000000 --seconds 0.1
+storage probe data --size 1MiB --streams 1 --measure knee,metadata
+storage probe data --size 1MiB --measure knee --mix 0 --rates 1000000
 checkpoint models
 checkpoint size llama3-8b --ranks 8
 checkpoint run llama3-8b --to saved --results runs --scale 0.0001 --writes 1 --reads 1 --interval 0s

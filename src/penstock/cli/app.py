@@ -129,45 +129,17 @@ SUBMISSION = Group(
 )
 
 
-def completion_script(command: click.Command, shell: str | None = None) -> str:
-    """The script that makes a shell complete `penstock`; default: the user's shell."""
-    name = shell or _current_shell()
-    completion = get_completion_class(name)
-    assert completion is not None
-    return completion(command, {}, "penstock", "_PENSTOCK_COMPLETE").source()
-
-
-def install_completion(command: click.Command, shell: str | None = None, home: Path | None = None) -> str:
-    """Write the script into the user's home and load it at start-up; returns what was done, in one line.
-
-    Installed twice, it changes nothing more: the start-up file gets its line only once.
-    """
-    name, folder = shell or _current_shell(), home or Path.home()
-    if name == "fish":  # loads by itself what is in this folder
-        script, start, line = folder / ".config" / "fish" / "completions" / "penstock.fish", None, ""
-    else:
-        script = folder / f".penstock-complete.{name}"
-        start, line = folder / f".{name}rc", f". {script}\n"
-    script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(completion_script(command, name), encoding="utf-8")
-    if start is not None:
-        before = start.read_text(encoding="utf-8") if start.exists() else ""
-        if line not in before:
-            separator = "\n" if before and not before.endswith("\n") else ""
-            start.write_text(f"{before}{separator}{line}", encoding="utf-8")
-    return f"{name} completion is in {script}; it works in the next shell."
-
-
-def _current_shell() -> str:
-    """The user's shell, if penstock completes in it."""
+def completion_script(command: click.Command) -> str:
+    """The script that makes the user's shell complete `penstock`."""
     name = Path(process_environment().get("SHELL", "")).name
-    if name not in ("bash", "zsh", "fish"):
+    completion = get_completion_class(name)
+    if completion is None:
         raise UsageError(
             f"No completion for the shell {name or 'of this session'!r}",
             where="SHELL",
             fix="Use bash, zsh or fish.",
         )
-    return name
+    return completion(command, {}, "penstock", "_PENSTOCK_COMPLETE").source()
 
 
 def _print_and_exit(name: str, make: Callable[[click.Command], str], text: str) -> click.Option:
@@ -208,10 +180,10 @@ app = Group(
             ["--debug"], is_flag=True, expose_value=False, help="Show a traceback with every error."
         ),
         _print_and_exit(
-            "--install-completion", install_completion, "Install completion for the current shell."
-        ),
-        _print_and_exit(
-            "--show-completion", completion_script, "Print the completion script of the current shell."
+            "--show-completion",
+            completion_script,
+            'Print the completion script of the current shell; in bash, load it with: eval "$(penstock '
+            '--show-completion)"',
         ),
     ],
     epilog=EXIT_CODES,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from getpass import getuser
-from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Final
 
-from penstock.cli.option_groups import PAGE, write_page
 from penstock.cli.options import argument, arguments, flag, option, repeated, verb
 from penstock.cli.parsers import FOLDER_URI, TEXT, URI, whole
 from penstock.cli.rank_options import followed
@@ -22,9 +20,7 @@ from penstock.storage.uri import open_here
 from penstock.units import format_bytes, format_count, format_rate
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.manager.policies import StopRequest
-    from penstock.reports.report import Report
 
 
 POLL_S = 0.5
@@ -42,7 +38,6 @@ def status(
         "--cache", FOLDER_URI, "Include this cache, which must be reachable from here."
     ),
     watches: bool = flag("--watch", "Wait until all flushes are finished."),
-    page: Path | None = PAGE,
 ) -> int:
     """Show the steps of RUN on each level, their redundancy, and the progress of flushes.
 
@@ -91,7 +86,6 @@ def status(
                 "flush": ", ".join(phases) or "-",
             }
         )
-    write_page(page, lambda: _report_status(run, levels, rows), terminal)
     terminal.result({"run": run, **levels.model_dump()}, table(run, rows))
     failing = [
         f"step {step}: {state.reason}"
@@ -101,39 +95,6 @@ def status(
     ]
     terminal.notes(failing)
     return FLUSH_FAILS if failing else 0
-
-
-def _report_status(run: str, levels: cache_tools.LevelsOverview, rows: Sequence[Mapping[str, str]]) -> Report:
-    from penstock.reports.report import Banner, Look, Report, bar_chart, table_section
-
-    states = {step: state for flush_ in levels.flushes for step, state in flush_.states.items()}
-    failing = {step: state for step, state in states.items() if state.phase == "failing"}
-    left = {str(step): float(state.size_bytes - state.copied_bytes) for step, state in states.items()}
-    cached = {str(one.step): float(one.size_bytes) for one in levels.cached}
-    rate = sum(flush_.bytes_per_s for flush_ in levels.flushes)
-    to_do = "Wait, or run `penstock checkpoint flush` on each node." if states else "Nothing."
-    return Report(
-        title=f"Checkpoints of {run}",
-        subtitle=f"{format_count(len(rows), 'step')}, on the durable level and in "
-        f"{format_count(len(levels.flushes), 'cache')}",
-        banner=Banner(
-            verdict="failing" if failing else "copying" if states else "durable",
-            look=Look.BAD if failing else Look.DOUBT if states else Look.GOOD,
-            figure=f"newest durable step {max(levels.durable, default='none')}, newest of all "
-            f"{rows[-1]['step'] if rows else 'none'}; {format_bytes(int(sum(left.values())))} to copy",
-            limited_by=f"flushes with {format_rate(rate)}" if rate else "no flush is under way",
-            since=f"step {min(states)} is not durable yet" if states else "every pending step is durable",
-            to_do="Fix what the failing flushes report; they are tried again." if failing else to_do,
-            troubles=[f"Step {step}: {state.reason}" for step, state in failing.items()]
-            + [f"Step {one.step}: {one.reason}" for one in levels.cached if one.reason],
-        ),
-        highlights=[
-            bar_chart(title, run, sizes, "B")
-            for title, sizes in (("Left to copy, by step", left), ("In the caches, by step", cached))
-            if sizes
-        ],
-        sections=[table_section("steps", "All steps", rows)],
-    )
 
 
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from penstock.cli.option_groups import PAGE, STORAGE, write_page
+from penstock.cli.option_groups import STORAGE
 from penstock.cli.options import flag, option, optional_argument, repeated, verb
-from penstock.cli.parsers import FILE, FOLDER, GATE, LAUNCHER, SIZE, TEXT, TIME, URI, chosen
+from penstock.cli.parsers import FILE, FOLDER, GATE, LAUNCHER, TEXT, TIME, URI, chosen
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
@@ -55,7 +55,6 @@ def collect(
         "Run this Python interpreter on the hosts (default: this one's path).",
         metavar="PATH",
     ),
-    page: Path | None = PAGE,
 ) -> None:
     """Collect the facts of each host: cores, memory, networks, drives, mounts, kernel and settings.
 
@@ -116,7 +115,6 @@ def collect(
         allow_partial=allow_partial,
     )
     write_text(output.absolute().parent, output.name, facts.model_dump_json(indent=2) + "\n")
-    write_page(page, lambda: homogeneity.make_cluster_page(facts, _host_rows(facts)), terminal)
     terminal.notes(f"{host.host} is missing: {host.reason}" for host in facts.absent)
     state = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "complete"
     memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
@@ -180,10 +178,6 @@ def check(
     data: str | None = option("--data", URI, "Check the storage that ranks will read or write."),
     storage: tuple[tuple[str, str], ...] = STORAGE,
     results: Path | None = option("--results", FOLDER, "Check the directory where results will be created."),
-    written_bytes: int = option(
-        "--needs", SIZE, "Check that --data has space for this many bytes of each rank.", default="0"
-    ),
-    page: Path | None = PAGE,
 ) -> int:
     """Compare the hosts of a collected cluster, or inspect the preflight gates of runs.
 
@@ -208,7 +202,6 @@ def check(
                 fix="Leave FILE out to inspect gates, or the options to compare hosts.",
             )
         facts = host_facts.read_cluster_facts(file)
-        write_page(page, lambda: homogeneity.make_cluster_page(facts, _host_rows(facts)), terminal)
         checks = homogeneity.check_homogeneity(facts)
         verdict = homogeneity.overall_verdict(checks)
         document = {
@@ -222,13 +215,9 @@ def check(
             _view_checks([(check.verdict, check.subject, check.found, check.fix) for check in checks]),
         )
         return _EXIT_CODES[verdict]
-    if page is not None:
-        raise UsageError("--page takes a FILE to draw", fix="Run `penstock cluster collect` first.")
     environment = untraced(process_environment())
     reopen = None if data is None else partial(open_storage, data, environment, options=dict(storage))
-    request = PreflightRequest(
-        environment=environment, uri=data, reopen=reopen, results=results, written_bytes=written_bytes
-    )
+    request = PreflightRequest(environment=environment, uri=data, reopen=reopen, results=results)
     findings = run_preflight(request, comm, gates=gates or tuple(Gate)).preflight.findings
     verdicts = {str(finding.verdict) for finding in findings}
     worst = next((word for word in _WORST_FIRST if word in verdicts), "pass")

@@ -147,7 +147,6 @@ def remove(
     selection: CriteriaOptions = group(CriteriaOptions),
     keep_last: int = option("--keep-last", whole(0), "Keep the newest N of the selected runs.", default="0"),
     is_confirmed: bool = flag("--yes", "Confirm the deletion."),
-    is_dry: bool = flag("--dry-run", "Show what would be deleted, and delete nothing."),
 ) -> None:
     """Delete runs from a results directory: named runs, or all that match the options.
 
@@ -158,7 +157,7 @@ def remove(
 
       penstock results rm 1a2b3c --yes
 
-      penstock results rm --older-than 2w --status incomplete --keep-last 3 --results /mnt/results --dry-run
+      penstock results rm --older-than 2w --status incomplete --keep-last 3 --results /mnt/results
     """
     # Names and criteria are mutually exclusive, so that neither surprises.
     if bool(runs) == (any(asdict(selection).values()) or keep_last > 0):
@@ -171,16 +170,15 @@ def remove(
     if runs:
         named = (find_run(name, here, where=str(parent)) for name in runs)
         removed, spared = list({run.folder: run for run in named}.values()), []
-    is_deleting = is_confirmed and not is_dry
-    if is_deleting:
+    if is_confirmed:
         delete_runs(parent, removed)
-    title = "Deleted" if is_deleting else "Would be deleted"
+    title = "Deleted" if is_confirmed else "Would be deleted"
     lines = [f"{title}:" if removed else "No run matches."]
     lines += [f"  {_describe_run(run)}" for run in removed]
     lines += [f"  kept: {_describe_run(run)} ({reason})" for run, reason in spared]
     kept = [{**describe(run), "reason": reason} for run, reason in spared]
     terminal.result({"title": title, "runs": list(map(describe, removed)), "spared": kept}, lines)
-    if removed and not (is_confirmed or is_dry):
+    if removed and not is_confirmed:
         raise UsageError("Nothing was deleted", fix="Add --yes to delete these runs.")
 
 

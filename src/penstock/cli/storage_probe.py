@@ -62,9 +62,6 @@ def probe(
     depth: int = option(
         "--depth", whole(1, 4096), "Maximum operations in flight per rank.", default="64", panel=_KNEE_PANEL
     ),
-    seconds: float = option(
-        "--seconds", number(), "Seconds to offer each rate.", default="3", panel=_KNEE_PANEL
-    ),
     rates: tuple[float, ...] | None = option(
         "--rates",
         several(number()),
@@ -121,7 +118,6 @@ def probe(
             block_bytes=request_bytes,
             read_percent=read_percent,
             depth=depth,
-            seconds=seconds,
             rates=rates,
         ),
     )

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
     from penstock.dataset.dataset_manifest import DatasetRecipe
 
+_PREVIEWED_SAMPLES = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
@@ -27,9 +29,6 @@ class DatasetOptions:
 
     workload: WorkloadOptions = group(WorkloadOptions)
     data: DataOptions = group(DataOptions)
-    seed: int | None = option(
-        "--seed", whole(0), "Seed of the contents (default: the workload's train.seed)."
-    )
     threads: int = option("--threads", whole(1), "Maximum files in flight per rank.", default="4")
     compressible: float = option(
         "--compressible",
@@ -46,7 +45,7 @@ class DatasetOptions:
         workload = self.workload.load(terminal, is_data_set=True).workload
         return DatasetRecipe(
             dataset=workload.dataset,
-            seed=workload.train.seed if self.seed is None else self.seed,
+            seed=workload.train.seed,
             reduction=Reduction(compressible=self.compressible),
         )
 
@@ -269,15 +268,11 @@ def plan(
     ranks: int = option("--ranks", whole(1), "Number of ranks to plan for; none is started.", default="1"),
     rank: int = option("--rank", whole(0), "Show the samples of this rank.", default="0"),
     epoch: int = option("--epoch", whole(1), "Show this epoch; the first is 1.", default="1"),
-    head: int = option("--head", whole(0), "Show this many samples.", default="10"),
     division: Remainder = option(
         "--division",
         DIVISION,
         "Handling of samples that do not divide evenly among ranks.",
         default="rotate",
-    ),
-    seed: int | None = option(
-        "--seed", whole(0), "Seed of the sample order (default: the workload's train.seed)."
     ),
 ) -> None:
     """Show the first samples that a rank reads in an epoch, and their files.
@@ -298,9 +293,9 @@ def plan(
         num_ranks=ranks,
         rank=rank,
         epoch=epoch,
-        head=head,
+        head=_PREVIEWED_SAMPLES,
         division=division,
-        seed=loaded.workload.train.seed if seed is None else seed,
+        seed=loaded.workload.train.seed,
     )
     title = f"Rank {rank} of {ranks} reads {num_samples:,} samples in epoch {epoch}; the first"
     document = {

@@ -41,10 +41,9 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
 def test_runs_are_deleted_once_that_is_confirmed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ("--results", str(tmp_path))
     first, second = finished(tmp_path, "penstock"), failed(tmp_path)
-    for confirmation, code in (((), 2), (("--dry-run",), 0), (("--dry-run", "--yes"), 0)):
-        document = told(capsys, "rm", "--status", "failed", *confirmation, *here, code=code)
-        assert [run["name"] for run in document["runs"]] == [second]
-        assert (tmp_path / second).is_dir()
+    document = told(capsys, "rm", "--status", "failed", *here, code=2)
+    assert [run["name"] for run in document["runs"]] == [second]
+    assert (tmp_path / second).is_dir()
     told(capsys, "rm", "--status", "failed", "--yes", *here)
     assert not (tmp_path / second).exists()
     listed = told(capsys, "ls", str(tmp_path))
@@ -56,7 +55,7 @@ def test_a_removal_documents_what_is_known_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = finished(tmp_path, "penstock", "workloads")
-    (known,) = told(capsys, "rm", name, "--dry-run", "--results", str(tmp_path))["runs"]
+    (known,) = told(capsys, "rm", name, "--results", str(tmp_path), code=2)["runs"]
     started = datetime.fromisoformat(known.pop("started"))
     assert timedelta(0) <= datetime.now(UTC) - started < timedelta(minutes=5)
     assert known == {
@@ -75,7 +74,7 @@ def test_a_removal_documents_what_is_known_of_a_run(
 
 def test_newest_runs_are_kept_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [finished(tmp_path, "penstock") for _ in range(3)]
-    answer = told(capsys, "rm", "--keep-last", "2", "--dry-run", "--results", str(tmp_path))
+    answer = told(capsys, "rm", "--keep-last", "2", "--results", str(tmp_path), code=2)
     assert [run["name"] for run in answer["runs"]] == names[:1]
     assert {run["name"]: run["reason"] for run in answer["spared"]} == dict.fromkeys(
         names[1:], "one of the last 2"
@@ -138,13 +137,13 @@ def test_list_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_removal_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ("--results", str(tmp_path))
     name = finished(tmp_path, "penstock")
-    for words, said in (
-        (("rm", name, "--dry-run"), f"Would be deleted:\n  {name}  finished"),
-        (("rm", "--keep-last", "1"), f"No run matches.\n  kept: {name}  finished (one of the last 1)"),
-        (("rm", name, "--yes"), f"Deleted:\n  {name}  finished"),
+    for words, code, said in (
+        (("rm", name), 2, f"Would be deleted:\n  {name}  finished"),
+        (("rm", "--keep-last", "1"), 0, f"No run matches.\n  kept: {name}  finished (one of the last 1)"),
+        (("rm", name, "--yes"), 0, f"Deleted:\n  {name}  finished"),
     ):
         capsys.readouterr()
-        assert main(["results", *words, *here]) == 0
+        assert main(["results", *words, *here]) == code
         assert said in capsys.readouterr().out
 
 

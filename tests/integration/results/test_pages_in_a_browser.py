@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from tests.support.browser import Browser
 from tests.support.page_checks import check_page, read_banner
 from tests.support.recorded_runs import CheckpointStory, TrainingStory, record_checkpoints, record_training
 
-from penstock.checkpoint.manager.manager import Manager
 from penstock.cli import main
 from penstock.reports.page import write_report
 from penstock.workflows.accelerator_sweep import SweepRun, find_most_accelerators, make_sweep_page
@@ -55,39 +53,6 @@ def swept(parent: Path) -> Path:
     return parent / "page.html"
 
 
-def planned(parent: Path) -> Path:
-    words = [
-        "--state",
-        "912GiB",
-        "--nodes",
-        "64",
-        "--fast",
-        "3GiB/s",
-        "--slow",
-        "40GiB/s",
-        "--node-mtbf",
-        "200d",
-    ]
-    assert main(["checkpoint", "plan", *words, "--page", str(parent / "page.html")]) == 0
-    return parent / "page.html"
-
-
-def levels(parent: Path) -> Path:
-    run, cache = parent / "run", parent / "cache"
-    with Manager(run, cache=cache, flush=None) as manager:
-        manager.save(20, {"weight": torch.zeros(1000)})
-    run.mkdir(exist_ok=True)
-    words = ["--cache", str(cache), "--page", str(parent / "page.html")]
-    assert main(["checkpoint", "status", str(run), *words]) == 0
-    return parent / "page.html"
-
-
-def collected(parent: Path) -> Path:
-    words = ["cluster", "collect", "-o", str(parent / "cluster.json"), "--page", str(parent / "page.html")]
-    assert main(words) == 0
-    return parent / "page.html"
-
-
 PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
     "training": (trained, {"Passed?": "passed", "How much": "AU 98.02 %"}),
     "checkpoints": (checkpointed, {"Passed?": "passed", "How much": "5 GiB of llama3-8b: written with 5.00"}),
@@ -118,30 +83,6 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
             "Since": "6 accelerators: AU 83.3 %",
             "To do": "Look at the first run that failed: runs/6/report.html",
         },
-    ),
-    "plan": (
-        planned,
-        {
-            "Passed?": "best",
-            "How much": "cache with xor, flushed every 10, every ",
-            "Limited by": "4.75 s that training waits at each checkpoint, and node failures every 75 h",
-            "Since": "the first checkpoint",
-            "To do": "Save every ",
-        },
-    ),
-    "levels": (
-        levels,
-        {
-            "Passed?": "durable",
-            "How much": "newest durable step none, newest of all 20; 0 B to copy",
-            "Limited by": "no flush is under way",
-            "Since": "every pending step is durable",
-            "To do": "Nothing.",
-        },
-    ),
-    "cluster": (
-        collected,
-        {"How much": "1 of 1 hosts answered, with ", "Since": "the facts of 20"},
     ),
 }
 

@@ -7,7 +7,6 @@ simulation read the same `Strategy`, so if they disagree, the assumptions of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 NUM_FAILURES: Final = 4000
 """How many failures a simulation draws."""
+RESTART_S: Final = 120.0
+"""From a failure until loading begins: the same for every strategy."""
 TRUSTED_DIFFERENCE: Final = 0.02
 """Formula and simulation agree if their shares of time differ by no more than this."""
 
@@ -61,8 +62,6 @@ class Prediction:
     efficiency: float
     """By the formula: useful time over all time."""
     simulated: float
-    num_failures: int
-    """How many failures the simulation drew."""
 
     @property
     def agrees(self) -> bool:
@@ -82,13 +81,10 @@ class Machine:
     """Of the durable storage, for all nodes together."""
     network_bytes_per_s: float
     """Of one node."""
-    restart_s: float
-    process_mtbf_s: float
-    """Of the whole job: processes that die while their hosts stay up."""
     node_mtbf_s: float
     """Of one node."""
-    system_mtbf_s: float
-    """Of failures of several nodes at once."""
+    system_mtbf_s: float | None
+    """Of failures of several nodes at once; None if there are none."""
 
 
 def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> tuple[Strategy, ...]:
@@ -98,40 +94,43 @@ def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> t
     durable_s = machine.state_bytes / machine.slow_bytes_per_s
     encoding_s = cached_s + own_bytes * scheme.losses / machine.network_bytes_per_s
     rebuilding_s = cached_s + own_bytes * max(scheme.group - 1, 1) / machine.network_bytes_per_s
-    # By kind of failure: when a cached checkpoint begins to survive it, the time to load it, and its source.
-    single = {"process": (0.0, cached_s, "cache")}
-    protected = {**single, "node": (encoding_s, rebuilding_s, f"{scheme.name}, rebuilt")}
+    mtbf_s = {"node": machine.node_mtbf_s / machine.nodes}
+    if machine.system_mtbf_s is not None:
+        mtbf_s["system"] = machine.system_mtbf_s
     flushed = f"flushed every {flush_every}"
-    plans = {
-        "durable, each time": ({}, durable_s, 1),
-        f"cache, {flushed}": (single, cached_s, flush_every),
-        f"cache with {scheme.name}, {flushed}": (protected, cached_s, flush_every),
-    }
-    mtbf_s = {
-        "process": machine.process_mtbf_s,
-        "node": machine.node_mtbf_s / machine.nodes,
-        "system": machine.system_mtbf_s,
-    }
+    plans = [
+        ("durable, each time", durable_s, 1),
+        (f"cache, {flushed}", cached_s, flush_every),
+        (f"cache with {scheme.name}, {flushed}", cached_s, flush_every),
+    ]
     strategies = []
-    for name, (cached, blocked_s, every) in list(plans.items())[: 3 if scheme.losses else 2]:
-        failures = []
-        for kind in (kind for kind, apart_s in mtbf_s.items() if math.isfinite(apart_s)):
-            late_s, load_s, source = cached.get(kind, (durable_s if cached else 0.0, durable_s, "durable"))
-            failures.append(
-                FailureMode(
-                    name=kind,
-                    mtbf_s=mtbf_s[kind],
-                    every=1 if kind in cached else every,
-                    latency_s=late_s,
-                    recovery_s=machine.restart_s + load_s,
-                    restored_from=source,
-                )
+    for number, (name, blocked_s, every) in enumerate(plans[: 3 if scheme.losses else 2]):
+        is_cached, is_protected = number > 0, number == 2
+        failures = [
+            FailureMode(
+                name=kind,
+                mtbf_s=apart_s,
+                every=1,
+                latency_s=encoding_s,
+                recovery_s=RESTART_S + rebuilding_s,
+                restored_from=f"{scheme.name}, rebuilt",
             )
+            if is_protected and kind == "node"
+            else FailureMode(
+                name=kind,
+                mtbf_s=apart_s,
+                every=every,
+                latency_s=durable_s if is_cached else 0.0,
+                recovery_s=RESTART_S + durable_s,
+                restored_from="durable",
+            )
+            for kind, apart_s in mtbf_s.items()
+        ]
         warning = (
             f"the cache does not pay off: {machine.nodes} nodes write a checkpoint to it in {cached_s:,.1f} "
             f"s, and to the durable storage in {durable_s:,.1f} s"
         )
-        is_slow = bool(cached) and cached_s >= durable_s
+        is_slow = is_cached and cached_s >= durable_s
         strategies.append(
             Strategy(
                 name=name,
@@ -159,8 +158,6 @@ def efficiency(strategy: Strategy, interval_s: float) -> float:
 
 def best_interval_s(strategy: Strategy) -> float:
     """The interval of the highest efficiency; Daly's, where one kind of failure is all there is."""
-    if not strategy.failures:
-        return math.inf
     rate = sum(failure.every / failure.mtbf_s for failure in strategy.failures)
     guess = max(daly_interval_s(strategy.blocked_s, 1 / rate), 1e-3)
     candidates = [guess * 2 ** (step / 16) for step in range(-64, 65)]
@@ -171,8 +168,6 @@ def simulate(
     strategy: Strategy, interval_s: float, *, random: np.random.Generator, num_failures: int = NUM_FAILURES
 ) -> float:
     """The share of useful time in a simulation of random failures, one after another."""
-    if not strategy.failures:
-        return interval_s / (interval_s + strategy.blocked_s)
     period_s = interval_s + strategy.blocked_s
     rates = [1 / failure.mtbf_s for failure in strategy.failures]
     waits = random.exponential(1 / sum(rates), num_failures)
@@ -196,17 +191,15 @@ def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generato
         interval_s=interval_s,
         efficiency=efficiency(strategy, interval_s),
         simulated=simulate(strategy, interval_s, random=random),
-        num_failures=NUM_FAILURES if strategy.failures else 0,
     )
 
 
-def predict_all(
-    strategies: Sequence[Strategy], *, interval_s: float | None, random: np.random.Generator
-) -> list[Prediction]:
-    """The prediction for each strategy, at one interval or each at its best."""
-    direct, *cached = [
-        predict(each, interval_s or best_interval_s(each), random=random) for each in strategies
-    ]
+def predict_all(strategies: Sequence[Strategy]) -> list[Prediction]:
+    """The prediction for each strategy at its best interval; the same failures are drawn every time."""
+    import numpy as np  # noqa: PLC0415 - slow to import
+
+    random = np.random.default_rng(1)
+    direct, *cached = [predict(each, best_interval_s(each), random=random) for each in strategies]
     for number, prediction in enumerate(cached):
         if prediction.efficiency <= direct.efficiency:
             warning = (
