@@ -17,11 +17,11 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import BinaryIO, Final, Self
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Final, Self
 
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.files.system_calls import translate_os_errors
@@ -30,10 +30,8 @@ from penstock.storage.protocol import ObjectInfo
 _TAIL: Final = struct.Struct("=QQ")
 _END: Final = struct.Struct("=Q")
 _LENGTH: Final = struct.Struct("=I")
-_RUN_ENTRIES: Final = 1 << 17
-"""Names sorted in memory at once: about 30 MB of them."""
-_MAX_RUNS: Final = 256
-"""Runs merged at once, each an open file. When there are more, those so far become one."""
+_RUN_ENTRIES: Final = 1 << 20
+"""Names sorted in memory at once, about 200 MB of them: a run, which is an open file while all are merged."""
 
 
 class Listing:
@@ -83,9 +81,7 @@ class Listing:
         )
 
 
-def list_files(
-    objects: Iterable[ObjectInfo], path: Path, *, run_entries: int = _RUN_ENTRIES, max_runs: int = _MAX_RUNS
-) -> Listing:
+def list_files(objects: Iterable[ObjectInfo], path: Path, *, run_entries: int = _RUN_ENTRIES) -> Listing:
     """Write the listing of `objects` to `path`, a local file, and open it.
 
     Needs twice the room of the names next to `path` while it works. A name that comes twice is a
@@ -94,25 +90,20 @@ def list_files(
     with (
         translate_os_errors("Sorting names", str(path)),
         TemporaryDirectory(dir=path.parent, prefix=".listing-") as folder,
+        ExitStack() as files,
     ):
-        runs: list[Path] = []
+        runs: list[Iterator[bytes]] = []
         names = (found.key.encode("utf-8", "surrogateescape") for found in objects)
-        num_runs = 0
-        while batch := list(islice(names, run_entries)):
-            if len(runs) >= max_runs:
-                joined = Path(folder) / f"joined-{num_runs}"
-                with _merged(runs) as merged:
-                    _write_run(joined, merged)
-                for run in runs:
-                    run.unlink()
-                runs = [joined]
-            runs.append(Path(folder) / f"run-{num_runs}")
-            num_runs += 1
-            _write_run(runs[-1], sorted(batch))
+        while batch := sorted(islice(names, run_entries)):
+            run = files.enter_context(TemporaryFile(dir=folder))
+            for name in batch:
+                run.write(_LENGTH.pack(len(name)) + name)
+            run.seek(0)
+            runs.append(_read_run(run))
         draft, num_files, end, last = Path(folder) / "listing", 0, 0, None
         # The ends wait in a file of their own until all names are written.
-        with draft.open("wb") as out, (Path(folder) / "ends").open("w+b") as ends, _merged(runs) as merged:
-            for name in merged:
+        with draft.open("wb") as out, TemporaryFile(dir=folder) as ends:
+            for name in heapq.merge(*runs):
                 if name == last:
                     raise StorageError(
                         f"{name.decode(errors='replace')!r} comes twice",
@@ -129,19 +120,6 @@ def list_files(
     return Listing(path)
 
 
-def _write_run(path: Path, names: Iterable[bytes]) -> None:
-    with path.open("wb") as file:
-        for name in names:
-            file.write(_LENGTH.pack(len(name)) + name)
-
-
-@contextmanager
-def _merged(runs: list[Path]) -> Iterator[Iterator[bytes]]:
-    """All names of some runs, in order."""
-    with ExitStack() as files:
-        yield heapq.merge(*(_read_run(files.enter_context(path.open("rb"))) for path in runs))
-
-
-def _read_run(file: BinaryIO) -> Iterator[bytes]:
+def _read_run(file: IO[bytes]) -> Iterator[bytes]:
     while length := file.read(_LENGTH.size):
         yield file.read(*_LENGTH.unpack(length))

@@ -46,13 +46,13 @@ def path(tmp_path: Path) -> Path:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)  # real files, fsync
-@given(sets, st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(sets, st.integers(1, 9), st.randoms(use_true_random=False))
 def test_a_listing_holds_what_was_listed_sorted_whatever_the_order_and_the_memory(
-    path: Path, files: Files, run_entries: int, max_runs: int, shuffler: random.Random
+    path: Path, files: Files, run_entries: int, shuffler: random.Random
 ) -> None:
     given_order = list(files.items())
     shuffler.shuffle(given_order)
-    listing = list_files(infos(given_order), path, run_entries=run_entries, max_runs=max_runs)
+    listing = list_files(infos(given_order), path, run_entries=run_entries)
     with closing(listing):
         assert len(listing) == len(files)
         assert [listing.name(index) for index in range(len(listing))] == sorted_names(files)
@@ -79,7 +79,7 @@ def test_a_storages_listing_goes_straight_in(path: Path) -> None:
 
 
 def test_only_the_listing_is_left(path: Path) -> None:
-    list_files(infos(some_files(50).items()), path, run_entries=7, max_runs=2)
+    list_files(infos(some_files(50).items()), path, run_entries=7)
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
@@ -157,7 +157,7 @@ objects = (
     ObjectInfo(key=f"train/{n % 100:03}/sample_{n * 7919 % count:08}_of.npz", size_bytes=n, modified_s=0.0)
     for n in range(count)
 )
-listing = list_files(objects, Path(sys.argv[1]), run_entries=20_000, max_runs=8)
+listing = list_files(objects, Path(sys.argv[1]), run_entries=20_000)
 assert len(listing) == count
 assert listing.name(0) < listing.name(count // 2) < listing.name(count - 1)
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
