@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from penstock.cluster.comm import Comm
 from penstock.dataset.dataset_manifest import KEY
+from penstock.dataset.file_listing import Listing
 from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
 from penstock.errors import ObjectNotFound
 from penstock.storage import Storage
@@ -33,8 +34,8 @@ class DataFiles:
     """All files of a data set, training files first: the number of a file is also that of its content."""
 
     kind: FileFormat
-    train: FileNames
-    evaluation: FileNames
+    train: NumberedFiles | Listing
+    evaluation: NumberedFiles | Listing
 
     def __len__(self) -> int:
         return len(self.train) + len(self.evaluation)
@@ -111,16 +112,6 @@ def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> i
     comm.barrier(awaiting="rank 0 to withdraw the manifest")
     removed = sum(for_each_group(files, remove_group, rank=comm.rank, num_ranks=comm.size, threads=threads))
     return comm.reduce(removed, "sum", awaiting="all ranks to delete their files")
-
-
-class FileNames(Protocol):
-    """The names of a data set's files, as keys below its root; safe to use on any thread."""
-
-    def __len__(self) -> int:
-        """The number of files."""
-
-    def name(self, index: int) -> str:
-        """The key of file `index`; IndexError outside of the set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.dataset.data_files import DataFiles, for_each_group
 from penstock.dataset.dataset_manifest import DatasetRecipe
-from penstock.dataset.formats.data_file_io import verify_file
+from penstock.dataset.formats.data_file_io import WrongFile, verify_file
 from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.dataset.generate import data_files
 from penstock.errors import ObjectNotFound, ShortTransfer
@@ -22,14 +22,6 @@ from penstock.storage import Storage
 
 MAX_REPORTED: Final = 100
 """Wrong files that are reported one by one; all are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrongFile:
-    """A file that differs from its recipe, and how."""
-
-    name: str
-    what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +71,6 @@ def _find_fault(
 ) -> WrongFile | None:
     """Compare one file with its recipe; None if it is right."""
     try:
-        mismatch = verify_file(files.kind, plan, storage, Content(recipe.seed, plan.index, recipe.reduction))
+        return verify_file(files.kind, plan, storage, Content(recipe.seed, plan.index, recipe.reduction))
     except (ObjectNotFound, ShortTransfer) as error:
         return WrongFile(plan.name, str(error))
-    return None if mismatch is None else WrongFile(mismatch.name, f"byte {mismatch.offset}: {mismatch.what}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.dataset.content import Content
 from penstock.dataset.dataset_manifest import DatasetRecipe
-from penstock.dataset.formats.format_protocol import Extent, FileFormat, FilePlan, FileSurvey, SupportsSums
+from penstock.dataset.formats.format_protocol import Extent, FileFormat, FilePlan, FileSurvey
 from penstock.errors import StorageError
 from penstock.storage import Counters, Storage
 
@@ -107,8 +107,7 @@ class FormatDecoder:
         """Decode, and check a block that is to be; `StorageError` names the first wrong sample."""
         decoded = np.array(self.kind.decode(block.plan, block.survey, pieces, block.samples))
         if not block.is_checked:
-            if isinstance(self.kind, SupportsSums):
-                self.kind.check_sums(block.plan, pieces)
+            self.kind.check_sums(block.plan, pieces)
             return
         content = Content(self.recipe.seed, block.plan.index, self.recipe.reduction)
         expected = self.kind.expected(block.plan, content, block.samples)

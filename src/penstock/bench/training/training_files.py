@@ -20,7 +20,7 @@ from penstock.dataset.data_files import DataFiles, evaluation_files, training_fi
 from penstock.dataset.dataset_manifest import DatasetRecipe, read_manifest, require_same
 from penstock.dataset.external_dataset import ExternalFiles
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.format_protocol import ComputedLayout, FileFormat, FilePlan, ReadWhole
+from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, ReadWhole
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
@@ -75,19 +75,14 @@ class TrainingFiles:
     @property
     def needs_survey(self) -> bool:
         """True if ranges are known only after looking into each file."""
-        kind = self.data_files.kind
-        if not isinstance(kind, ComputedLayout):
-            return True
-        # Compressed files share all of a computed layout but the survey, which finds their size.
-        return type(kind).survey is not ComputedLayout.survey  # type: ignore[comparison-overlap]  # self differs
+        return type(self.data_files.kind).survey is not FileFormat.survey
 
     @property
     def are_read_whole(self) -> bool:
         """True if each file is one sample, and one read."""
-        kind = self.data_files.kind
-        if not isinstance(kind, ReadWhole) or self.dataset.num_samples_per_file != 1:
+        if self.dataset.num_samples_per_file != 1 or self.dataset.format.is_stream:
             return False
-        return type(kind).reads is ReadWhole.reads  # type: ignore[comparison-overlap]  # self differs
+        return type(self.data_files.kind).reads is ReadWhole.reads
 
     def plan(self, phase: StepPhase, number: int) -> FilePlan:
         """File `number` of a phase, counting from 0."""

@@ -5,6 +5,7 @@ A part that fails half-way is aborted, and an index is stored before the file th
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 
 from penstock.dataset.content import Content
@@ -77,24 +78,28 @@ def write_together(
     return written
 
 
+@dataclass(frozen=True, slots=True)
+class WrongFile:
+    """A stored part that differs from its recipe, and how."""
+
+    name: str
+    what: str
+
+
 def verify_file(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
-) -> fp.Mismatch | None:
+) -> WrongFile | None:
     """Compare every byte of every part with the generator; None if the file is as it was written.
 
     Raises `ShortTransfer` for a part that is truncated or too long, `ObjectNotFound` for one that is missing.
     """
     for part in range(len(plan.parts)):
-        with closing(storage.open(plan.parts[part].key(plan.name))) as source:
-            offset = _first_wrong_byte(kind, plan, part, source, content)
-        if offset is None:
-            continue
-        if part == 0:
-            return _describe(kind, plan, storage, content, offset)
         name = plan.parts[part].key(plan.name)
-        return fp.Mismatch(
-            name=name, offset=offset, sample=None, samples_intact=False, what="the index is wrong"
-        )
+        with closing(storage.open(name)) as source:
+            offset = _first_wrong_byte(kind, plan, part, source, content)
+        if offset is not None:
+            what = "the index is wrong" if part else _describe(kind, plan, storage, content)
+            return WrongFile(name, f"byte {offset}: {what}")
     return None
 
 
@@ -134,22 +139,19 @@ def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: in
     )
 
 
-def _describe(
-    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content, offset: int
-) -> fp.Mismatch:
-    """Find the sample that the wrong byte at `offset` of the file belongs to."""
-    find = _first_wrong_block if isinstance(kind, fp.LibraryEncoded) else _first_wrong_sample
+def _describe(kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content) -> str:
+    """Say which sample a file's wrong bytes belong to."""
+    find = _first_wrong_block if kind.is_taken_apart_by_library else _first_wrong_sample
     try:
         wrong = find(kind, plan, storage, content)
     except StorageError as error:
-        return fp.Mismatch(name=plan.name, offset=offset, sample=None, samples_intact=False, what=error.what)
-    what = f"sample {wrong} differs"
+        return error.what
     if wrong is None:
-        what = (
+        return (
             "all samples are right, but bytes of the format around them differ: damage, or a file that "
             "another version of its encoder wrote"
         )
-    return fp.Mismatch(name=plan.name, offset=offset, sample=wrong, samples_intact=wrong is None, what=what)
+    return f"sample {wrong} differs"
 
 
 def _first_wrong_sample(
@@ -172,7 +174,6 @@ def _first_wrong_block(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
     """The first sample of the first block with other bytes than in a file made for comparison, in memory."""
-    assert isinstance(kind, fp.LibraryEncoded)
     whole = kind.with_all_columns()
     plan = whole.plan(plan.index, plan.name)
     right = MemoryStorage()

@@ -1,29 +1,24 @@
-"""File objects for h5py, pyarrow and zipfile: over a stored file, over the ranges read of it, or in memory.
-
-Reading a byte that was never fetched is an error, not a zero: what decodes was all read.
-"""
+"""File objects for h5py, pyarrow and zipfile: over the ranges of a stored file, or in memory."""
 
 from __future__ import annotations
 
 import io
-from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.dataset.formats.file_writer import FormatSink
-from penstock.dataset.formats.format_protocol import Extent, GatheredRanges
-from penstock.storage import Source
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 
-class _SeekableFile(io.RawIOBase):
-    """Position and size; subclasses fetch the bytes."""
+class RangesFile(io.RawIOBase):
+    """A file of `size_bytes` whose ranges `fill(offset, buffer)` reads, all of them inside the file."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, fill: Callable[[int, memoryview], None]) -> None:
         super().__init__()
         self._size_bytes = size_bytes
+        self._fill = fill
         self._position = 0
 
     def readable(self) -> bool:
@@ -40,37 +35,9 @@ class _SeekableFile(io.RawIOBase):
         target = memoryview(buffer).cast("B")
         wanted = max(0, min(target.nbytes, self._size_bytes - self._position))
         if wanted:
-            self._fetch(self._position, target[:wanted])
+            self._fill(self._position, target[:wanted])
         self._position += wanted
         return wanted
-
-    @abstractmethod
-    def _fetch(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes at `offset`, all of which are inside the file."""
-
-
-class RecordingFile(_SeekableFile):
-    """A source as a file; `extents` keeps all that was read of it, in order."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source.size_bytes)
-        self.extents: list[Extent] = []
-        self._source = source
-
-    def _fetch(self, offset: int, target: memoryview) -> None:
-        self._source.read_into(offset, target)
-        self.extents.append(Extent(offset, bytes(target)))
-
-
-class PiecesFile(_SeekableFile):
-    """A file of which some pieces are here. Reading others is an `OSError`."""
-
-    def __init__(self, size_bytes: int, pieces: Iterable[Extent]) -> None:
-        super().__init__(size_bytes)
-        self._gathered = GatheredRanges(pieces)
-
-    def _fetch(self, offset: int, target: memoryview) -> None:
-        target[:] = self._gathered.read(offset, target.nbytes)
 
 
 class GrowingBuffer(io.RawIOBase):

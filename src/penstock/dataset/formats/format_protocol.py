@@ -1,4 +1,4 @@
-"""The protocol of data file formats, and the base classes of our own: plans of files, sizes of samples.
+"""The base of data file formats: plans of files, sizes of samples, and what each format must be able to do.
 
 Between a data set's specification and everything that writes, reads or verifies files. A `FilePlan` is a pure
 function of (data set, seed, index), so any file is known by itself; only `survey` opens a stored file.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from statistics import NormalDist
-from typing import Any, ClassVar, Final, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,66 +98,16 @@ class FileSurvey:
 COMPUTED = FileSurvey()  # of formats whose layout is computed: nothing to find out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """The first wrong byte of a stored part, and the first wrong sample, None if none can be named.
-
-    `samples_intact`: all decode to what they should; only the format around them differs.
-    """
-
-    name: str
-    offset: int
-    sample: int | None
-    samples_intact: bool
-    what: str
-
-
-class FileFormat(Protocol):
+class FileFormat(ABC):
     """A kind of data file for one data set and seed. Pure but for `survey`; any thread may call anything."""
-
-    def plan(self, index: int, name: str) -> FilePlan:
-        """File `index`, unique over training and evaluation, as it will be stored under `name`."""
-
-    def emit(self, plan: FilePlan, part: int, out: FormatSink) -> None:
-        """Give the bytes of one part to `out`, front to back."""
-
-    def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
-        """Read what `reads` and `decode` must know of the stored file; once for each opened file."""
-
-    def reads(self, plan: FilePlan, survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
-        """The ranges to read for these samples, in order; the survey's own came before."""
-
-    def decode(self, plan: FilePlan, survey: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
-        """These samples, first axis, from the pieces of part 0 that `reads` named."""
-
-    def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
-        """The samples that `decode` must give."""
-
-
-@runtime_checkable
-class SupportsSums(Protocol):
-    """A format whose readers compare checksums that decoding does not need."""
-
-    def check_sums(self, plan: FilePlan, pieces: Sequence[Extent]) -> None:
-        """Raise `StorageError` where what was read does not have the sums that are stored with it."""
-
-
-@runtime_checkable
-class LibraryEncoded(Protocol):
-    """A format whose files only a library takes apart, and which ends the process over some damaged ones.
-
-    So verification never hands it a file that differs from what it would write itself.
-    """
-
-    def with_all_columns(self) -> FileFormat:
-        """The same files, with everything of each sample read."""
-
-
-class BaseFormat(ABC):
-    """The base of our formats: the data set and seed, and the plan of a file of equal samples."""
 
     compressions: ClassVar[tuple[Compression, ...]] = ()
     """The ways in which the format can compress."""
+    is_taken_apart_by_library: ClassVar[bool] = False
+    """True if only a library can take files apart, and ends the process over some damaged ones.
+
+    So verification never hands it a file that differs from what it would write itself.
+    """
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         if dataset.compression not in (Compression.NONE, *self.compressions):
@@ -174,7 +124,7 @@ class BaseFormat(ABC):
         self._layouts: dict[SampleShape, FilePlan] = {}
 
     def plan(self, index: int, name: str) -> FilePlan:
-        """File `index`, with samples of the shape drawn for it."""
+        """File `index`, unique over training and evaluation, as it will be stored under `name`."""
         shape = self._common_shape or self._draw_shape(index)
         if not self._dataset.record_length_bytes_stdev:
             self._common_shape = shape
@@ -205,21 +155,39 @@ class BaseFormat(ABC):
     def _lay_out(self, plan: FilePlan) -> tuple[int, tuple[FilePart, ...]]:
         """The samples of a block and the parts of a file, of which only these are not yet planned."""
 
+    @abstractmethod
+    def emit(self, plan: FilePlan, part: int, out: FormatSink) -> None:
+        """Give the bytes of one part to `out`, front to back."""
+
+    def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
+        """Read what `reads` and `decode` must know of the stored file; once for each opened file.
+
+        Nothing, where the layout follows from the plan alone.
+        """
+        return COMPUTED
+
+    @abstractmethod
+    def reads(self, plan: FilePlan, survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
+        """The ranges to read for these samples, in order; the survey's own came before."""
+
+    @abstractmethod
+    def decode(self, plan: FilePlan, survey: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+        """These samples, first axis, from the pieces of part 0 that `reads` named."""
+
+    def check_sums(self, plan: FilePlan, pieces: Sequence[Extent]) -> None:  # noqa: B027 - most have none
+        """Raise `StorageError` where checksums are wrong that readers compare and `decode` does not."""
+
     def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
-        """The content of samples that follow each other from offset 0 on."""
+        """The samples that `decode` must give: by default, content one after the other from offset 0 on."""
         text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))
 
-
-class ComputedLayout(BaseFormat):
-    """A format whose layout follows from the plan alone, without a look into the stored file."""
-
-    def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
-        """Nothing, without a read."""
-        return COMPUTED
+    def with_all_columns(self) -> FileFormat:
+        """The same files, with everything of each sample read."""
+        return self
 
 
-class ReadWhole(ComputedLayout):
+class ReadWhole(FileFormat):
     """A format whose readers take whole files."""
 
     def reads(self, plan: FilePlan, _survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
@@ -253,7 +221,12 @@ class GatheredRanges:
             if len(joined) == size_bytes:
                 return memoryview(joined)
             if not piece.nbytes:
+                # Not a zero: what decodes was all read.
                 raise OSError(f"byte {at} was not read")
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer`, as `read` finds its bytes."""
+        buffer[:] = self.read(offset, buffer.nbytes)
 
 
 def read_range(

@@ -16,7 +16,7 @@ import h5py  # type: ignore[import-untyped]  # it brings no types
 import numpy as np
 
 from penstock.dataset.formats import format_protocol as fp
-from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
+from penstock.dataset.formats.file_objects import RangesFile
 from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 from penstock.storage import Source
@@ -30,10 +30,11 @@ _UNREADABLE: Final = (OSError, KeyError, ValueError, RuntimeError, TypeError, At
 """The errors that h5py raises for damaged files."""
 
 
-class Hdf5Format(fp.BaseFormat):
+class Hdf5Format(fp.FileFormat):
     """Files that h5py opens; read by chunk, or by sample where there are no chunks."""
 
     compressions = (Compression.GZIP, Compression.LZF)
+    is_taken_apart_by_library = True
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         super().__init__(dataset, seed)
@@ -72,10 +73,15 @@ class Hdf5Format(fp.BaseFormat):
 
     def survey(self, plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
         """Read the file's metadata, as h5py does, and learn where each chunk is."""
-        recording = RecordingFile(source)
+        known: list[fp.Extent] = []
+
+        def record(offset: int, target: memoryview) -> None:
+            source.read_into(offset, target)
+            known.append(fp.Extent(offset, bytes(target)))
+
         blocks: list[list[fp.RangeRead]] = [[] for _ in range(-(-plan.num_samples // plan.block_samples))]
         try:
-            with h5py.File(recording, "r") as file:
+            with h5py.File(RangesFile(source.size_bytes, record), "r") as file:
                 for number in range(self._num_datasets):
                     stored = file[f"records_{number}"]
                     if stored.chunks:
@@ -93,7 +99,7 @@ class Hdf5Format(fp.BaseFormat):
             raise fp.make_damage_error(plan, str(error)) from error
         return fp.FileSurvey(
             size_bytes=source.size_bytes,
-            known=tuple(recording.extents),
+            known=tuple(known),
             blocks=tuple(fp.merge_ranges(block) for block in blocks),
         )
 
@@ -107,9 +113,9 @@ class Hdf5Format(fp.BaseFormat):
         self, plan: fp.FilePlan, survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Let HDF5 unpack the chunks."""
-        file_like = PiecesFile(survey.size_bytes, [*survey.known, *pieces])
+        gathered = fp.GatheredRanges([*survey.known, *pieces])
         try:
-            with h5py.File(file_like, "r") as file:
+            with h5py.File(RangesFile(survey.size_bytes, gathered.read_into), "r") as file:
                 parts = [
                     file[f"records_{number}"][samples.start : samples.stop]
                     for number in range(self._num_datasets)
@@ -117,10 +123,6 @@ class Hdf5Format(fp.BaseFormat):
             return np.concatenate(parts, axis=1).reshape(len(samples), *plan.dims)
         except _UNREADABLE as error:
             raise fp.make_damage_error(plan, str(error)) from error
-
-    def with_all_columns(self) -> Hdf5Format:
-        """Training reads samples whole anyway."""
-        return self
 
     def _create(self, file: Any, plan: fp.FilePlan, number: int) -> Any:  # h5py has no types
         shape = (plan.num_samples, plan.dims[0] // self._num_datasets, *plan.dims[1:])

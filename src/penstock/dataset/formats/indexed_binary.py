@@ -18,7 +18,7 @@ _STEP: Final = 1 << 16
 """Entries of an index that are made at a time."""
 
 
-class IndexedFormat(fp.ComputedLayout):
+class IndexedFormat(fp.FileFormat):
     """A file of records with its `.off.idx` and `.sz.idx`; each record can be read alone."""
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:

@@ -138,10 +138,11 @@ _UNREADABLE: Final = (pa.ArrowException, OSError, ValueError, KeyError, TypeErro
 _WITH_LEVEL: Final = (Compression.GZIP, Compression.ZSTD)
 
 
-class ParquetFormat(fp.BaseFormat):
+class ParquetFormat(fp.FileFormat):
     """Files that pyarrow opens; read by row group, and of it only the columns marked `read`."""
 
     compressions = tuple(_CODECS)
+    is_taken_apart_by_library = True
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         super().__init__(dataset, seed)
@@ -196,7 +197,7 @@ class ParquetFormat(fp.BaseFormat):
         """Read the footer: the file's last 64 KiB, and the rest of it where it is longer."""
         wanted = {column.name for column in self._columns_of(plan) if column.read}
         try:
-            metadata = pq.read_metadata(file_objects.RecordingFile(source))
+            metadata = pq.read_metadata(file_objects.RangesFile(source.size_bytes, source.read_into))
             self._refuse_other_levels(plan, metadata.schema)
             blocks = tuple(
                 fp.merge_ranges(_column_ranges(metadata.row_group(number), wanted))
@@ -226,7 +227,7 @@ class ParquetFormat(fp.BaseFormat):
         try:
             # Without pre-buffering arrow reads the column chunks and never the gaps between them.
             file = pq.ParquetFile(
-                file_objects.PiecesFile(survey.size_bytes, pieces),
+                file_objects.RangesFile(survey.size_bytes, fp.GatheredRanges(pieces).read_into),
                 metadata=survey.opened,
                 pre_buffer=False,
                 page_checksum_verification=True,

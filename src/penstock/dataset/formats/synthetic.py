@@ -13,7 +13,7 @@ from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 
 
-class SyntheticFormat(fp.ComputedLayout):
+class SyntheticFormat(fp.FileFormat):
     """Files by name only."""
 
     def _lay_out(self, _plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:

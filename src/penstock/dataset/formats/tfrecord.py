@@ -5,7 +5,7 @@ record of a file has the same length, so that any record is found by its number.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -15,23 +15,14 @@ import numpy as np
 from penstock.dataset.content import Content
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_writer import Checksum, FormatSink
-from penstock.workload.spec import Dataset
 
 _LENGTH_BYTES: Final = 12
 _SUM_BYTES: Final = 4
 _DELIMITED: Final = 2
 
 
-DEFAULT_TRANSFER_BYTES: Final = 256 << 10
-"""The buffer of TensorFlow's own reader, where a workload names no `transfer_size`."""
-
-
-class TFRecordFormat(fp.ComputedLayout):
-    """Files that TensorFlow and DALI read, front to back, in pieces of `transfer_bytes`."""
-
-    def __init__(self, dataset: Dataset, seed: int, transfer_bytes: int = DEFAULT_TRANSFER_BYTES) -> None:
-        super().__init__(dataset, seed)
-        self._transfer_bytes = transfer_bytes
+class TFRecordFormat(fp.ReadWhole):
+    """Files that TensorFlow and DALI read, front to back."""
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
         size_bytes = plan.num_samples * record_bytes(plan.sample_bytes)
@@ -46,12 +37,6 @@ class TFRecordFormat(fp.ComputedLayout):
             out.raw(head)
             out.fill(plan.sample_bytes)
             out.raw(struct.pack("<I", mask(out.end_sum())))
-
-    def reads(self, plan: fp.FilePlan, _survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """The whole file in pieces, whichever samples are wanted: readers cannot jump."""
-        end = plan.num_samples * record_bytes(plan.sample_bytes) if samples else 0
-        for offset in range(0, end, self._transfer_bytes):
-            yield fp.RangeRead(offset=offset, size_bytes=min(self._transfer_bytes, end - offset))
 
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range

@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
+from penstock.dataset.formats.file_objects import RangesFile
 from penstock.dataset.formats.format_protocol import Extent, GatheredRanges
-from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import write_object
 
 TEXT = bytes(range(200))
 pieces = st.lists(st.tuples(st.integers(0, 199), st.integers(0, 60)), max_size=8)
@@ -23,7 +21,7 @@ def test_a_file_of_pieces_reads_what_they_hold_and_refuses_the_rest(
 ) -> None:
     held = {at for start, size in cuts for at in range(start, min(200, start + size))}
     wanted = range(offset, min(200, offset + length))
-    file = PiecesFile(200, _extents(cuts))
+    file = RangesFile(200, GatheredRanges(_extents(cuts)).read_into)
     file.seek(offset)
     if held.issuperset(wanted):
         assert file.read(length) == TEXT[offset : offset + length]
@@ -47,7 +45,7 @@ def test_ranges_are_gathered_from_pieces_or_refused(
 
 
 def test_a_file_of_pieces_seeks_as_files_do() -> None:
-    file = PiecesFile(200, [Extent(0, TEXT)])
+    file = RangesFile(200, GatheredRanges([Extent(0, TEXT)]).read_into)
     assert file.readable()
     assert file.seekable()
     assert file.seek(-5, io.SEEK_END) == 195
@@ -56,14 +54,3 @@ def test_a_file_of_pieces_seeks_as_files_do() -> None:
     assert file.seek(10) == 10
     assert file.seek(7, io.SEEK_CUR) == 17
     assert file.read(1) == TEXT[17:18]
-
-
-def test_a_recording_keeps_what_was_read_and_where() -> None:
-    storage = MemoryStorage()
-    write_object(storage, "file", [TEXT])
-    file = RecordingFile(storage.open("file"))
-    file.seek(20)
-    file.read(5)
-    file.seek(190)
-    file.read(50)
-    assert file.extents == [Extent(20, TEXT[20:25]), Extent(190, TEXT[190:])]

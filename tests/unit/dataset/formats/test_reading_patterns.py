@@ -50,6 +50,7 @@ def _dataset(kind: DataFormat, samples: int = 1, size: int = 10_000) -> Dataset:
             for kind in (DataFormat.NPY, DataFormat.NPZ, DataFormat.JPEG, DataFormat.PNG, DataFormat.CSV)
         ),
         _dataset(DataFormat.NPZ, 5),
+        _dataset(DataFormat.TFRECORD, 5),
         replace(_dataset(DataFormat.NPZ, 5), compression=Compression.ZIP),
     ],
     ids=lambda dataset: f"{dataset.format} of {dataset.num_samples_per_file}",
@@ -60,17 +61,6 @@ def test_files_that_cannot_be_read_in_part_are_read_whole_and_once(dataset: Data
     assert plan.block_samples == plan.num_samples
     for samples in (range(1), range(plan.num_samples)):
         assert list(kind.reads(plan, found, samples)) == [whole]
-
-
-@pytest.mark.parametrize(("transfer", "pieces"), [(None, 3), (4096, 148), (10**6, 1)])
-def test_tfrecords_are_read_front_to_back_in_pieces(transfer: int | None, pieces: int) -> None:
-    kind = open_format(_dataset(DataFormat.TFRECORD, 60), 1, transfer_bytes=transfer)
-    plan = kind.plan(0, "file")
-    reads = list(kind.reads(plan, COMPUTED, range(7, 9)))
-    assert len(reads) == pieces
-    assert [read.offset for read in reads] == [number * (transfer or 256 << 10) for number in range(pieces)]
-    assert sum(read.size_bytes for read in reads) == plan.parts[0].size_bytes
-    assert plan.block_samples == 60
 
 
 @pytest.mark.parametrize("kind_name", [DataFormat.INDEXED_BINARY, DataFormat.MMAP_INDEXED_BINARY])
