@@ -4,7 +4,7 @@ Pure. Invariant: the worst result of any rank is the verdict, and its rank or ho
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from penstock.cluster.facts.homogeneity import LARGEST_SKEW_S, check_homogeneity, find_differences
@@ -28,10 +28,6 @@ RESERVE: Final = 20
 SHARED_MEMORY_NEEDED: Final = 32 << 20
 SHARED_MEMORY_WANTED: Final = 1 << 30
 """Containers have 64 MiB by default; a full /dev/shm kills DataLoader workers by SIGBUS."""
-
-
-SEGMENTS_WANTED: Final[Mapping[str, int]] = {"shmmax": 1 << 30, "shmmni": 128}
-"""System V limits, which some MPI libraries still need; current kernels have far more by default."""
 
 
 NEEDS: Final = (
@@ -127,7 +123,7 @@ def check_limits(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
-    """Shared memory is there, and logind does not delete it at logout."""
+    """Shared memory is there, and large enough."""
     problems = []
     for volume, hosts in _by_value((report.host, report.shared_memory) for report in reports).items():
         if volume is None:
@@ -141,22 +137,9 @@ def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
             )
         else:
             continue
-        fix = "Give /dev/shm 1 GiB or more (in a container: --shm-size)."
-        problems.append((verdict, f"{found} on {', '.join(hosts)}", fix))
-    for name, wanted in SEGMENTS_WANTED.items():
-        sizes = _by_value((report.host, report.shared_segments.get(name, wanted)) for report in reports)
-        for size, hosts in sizes.items():
-            if size < wanted:
-                found = f"kernel.{name} = {size:,} on {', '.join(hosts)}"
-                fix = "Raise kernel.shmmax and kernel.shmmni by sysctl, for MPI's messages within a host."
-                problems.append((GateVerdict.WARNING, found, fix))
-    losing = dict.fromkeys(report.host for report in reports if report.loses_shared_memory)
-    if losing:
-        found = f"RemoveIPC: semaphores of this user vanish with the last login on {', '.join(losing)}"
-        fix = "Set RemoveIPC=no in /etc/systemd/logind.conf, or: loginctl enable-linger"
-        problems.append((GateVerdict.WARNING, found, fix))
-    fixes = " ".join(dict.fromkeys(fix for *_, fix in problems))
-    return _judge(Gate.IPC, problems, "shared memory on all hosts, and nothing deletes it", fixes)
+        problems.append((verdict, f"{found} on {', '.join(hosts)}", ""))
+    fix = "Give /dev/shm 1 GiB or more (in a container: --shm-size)." if problems else ""
+    return _judge(Gate.IPC, problems, "enough shared memory on all hosts", fix)
 
 
 def _by_value(values: Iterable[tuple[str, Value]]) -> dict[Value, list[str]]:

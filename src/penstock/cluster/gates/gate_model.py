@@ -118,8 +118,7 @@ class Volume:
 class RankReport:
     """The report of one rank. A limit of None is no limit; a volume of None is no file system of this host.
 
-    `target` is the storage of data or checkpoints; `shared_segments` are the kernel's System V limits;
-    `loses_shared_memory` after the last logout of the user, because logind removes it.
+    `target` is the storage of data or checkpoints.
     """
 
     rank: int
@@ -127,8 +126,6 @@ class RankReport:
     versions: Mapping[str, str]
     limits: Mapping[str, int | None]
     shared_memory: Volume | None
-    shared_segments: Mapping[str, int]
-    loses_shared_memory: bool
     target: Volume | None
     results: Volume | None
     results_option: str = "--results"

@@ -6,8 +6,6 @@ Collective. A gate for which some rank has no report is not checked and never pa
 import hashlib
 import os
 import platform
-import pwd
-import re
 import secrets
 import shutil
 import time
@@ -132,17 +130,10 @@ def _lack(gate: Gate, doing: PreflightRequest, *, is_private: bool) -> str:
     return ""
 
 
-_LOGIND: Final = ("etc/systemd/logind.conf", "usr/lib/systemd/logind.conf")
-_REMOVE_IPC: Final = re.compile(r"^[ \t]*(#?)[ \t]*RemoveIPC[ \t]*=[ \t]*(\w+)", re.MULTILINE)
-
-
 def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
     """The report of this rank. `OSError` where a fact cannot be read."""
-    root = request.root
-    shared_memory = root / "dev/shm"
+    shared_memory = request.root / "dev/shm"
     versions = {"penstock": __version__, "Python": platform.python_version(), **package_versions()}
-    # System V limits: the largest segment, in bytes, and the number of segments, where the kernel has them.
-    segments = {name: root / "proc/sys/kernel" / name for name in ("shmmax", "shmmni")}
     paths = None if request.uri is None else find_local_paths_at(request.uri, request.environment)
     return RankReport(
         rank=comm.rank,
@@ -150,8 +141,6 @@ def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
         versions={**versions, "messages": comm.carrier} if comm.carrier else versions,
         limits=soft_limits(),
         shared_memory=read_volume(shared_memory, comm.host) if shared_memory.is_dir() else None,
-        shared_segments={name: int(path.read_text()) for name, path in segments.items() if path.is_file()},
-        loses_shared_memory=read_loses_shared_memory(root),
         target=None if paths is None else read_volume(Path(paths.local_root), comm.host),
         results=None if request.results is None else read_volume(request.results, comm.host),
         results_option=request.results_option,
@@ -174,36 +163,6 @@ def read_volume(path: Path, host: str) -> Volume:
         total_bytes=usage.total,
         free_bytes=usage.free,
     )
-
-
-def read_loses_shared_memory(root: Path, user_id: int | None = None) -> bool:
-    """Check whether logind removes a user's shared memory after the last logout."""
-    user_id = os.getuid() if user_id is None else user_id
-    user = str(user_id)
-    with suppress(KeyError):  # containers run as users without an entry
-        user = pwd.getpwuid(user_id).pw_name
-    # logind spares system users, below 1000.
-    has_logind = (root / "run/systemd/system").is_dir()
-    if not has_logind or user_id < 1000 or (root / "var/lib/systemd/linger" / user).exists():
-        return False
-    main = next((root / name for name in _LOGIND if (root / name).is_file()), None)
-    folders = [root / base / "systemd/logind.conf.d" for base in ("usr/lib", "run", "etc")]
-    # A file below /etc hides those of its name elsewhere; later names override earlier ones.
-    drop_ins = {path.name: path for folder in folders for path in sorted(folder.glob("*.conf"))}
-    removes = True  # logind's own default
-    for path in ([main] if main else []) + [drop_ins[name] for name in sorted(drop_ins)]:
-        setting = parse_remove_ipc(path.read_text(encoding="utf-8", errors="replace"))
-        removes = removes if setting is None else setting
-    return removes
-
-
-def parse_remove_ipc(text: str) -> bool | None:
-    """The setting in a configuration file of logind; where it is commented out, the default shown there."""
-    settings = {
-        bool(comment): word.lower() in ("yes", "true", "1", "on")
-        for comment, word in _REMOVE_IPC.findall(text)
-    }
-    return settings.get(False, settings.get(True))
 
 
 NUM_ROUNDS: Final = 5

@@ -13,8 +13,6 @@ from penstock.cluster.gates.preflight import (
     PreflightResult,
     check_shared_storage,
     measure_clock_offsets,
-    parse_remove_ipc,
-    read_loses_shared_memory,
     run_preflight,
 )
 from penstock.errors import AccessRefused
@@ -145,43 +143,3 @@ def test_a_clock_that_is_ahead_is_measured_through_the_ranks_own_messages() -> N
     for offsets in on_ranks(3, look):
         for rank, (low_s, high_s) in enumerate(offsets):
             assert low_s <= 3600.0 * rank <= high_s
-
-
-@pytest.mark.parametrize(
-    ("text", "removes"),
-    [
-        ("[Login]\n#RemoveIPC=no\n", False),
-        ("[Login]\n#RemoveIPC=no\nRemoveIPC=yes\n", True),
-        ("[Login]\nRemoveIPC = off\n", False),
-        ("[Login]\nKillUserProcesses=no\n", None),
-    ],
-)
-def test_a_setting_wins_over_the_default_in_a_comment(
-    text: str,
-    removes: bool | None,  # noqa: FBT001 - a case of the table
-) -> None:
-    assert parse_remove_ipc(text) is removes
-
-
-def test_the_administrators_last_word_on_shared_memory_counts(tmp_path: Path) -> None:
-    for name, text in {
-        "run/systemd/system/x": "",
-        "etc/systemd/logind.conf": "#RemoveIPC=yes\n",
-        "usr/lib/systemd/logind.conf.d/10-a.conf": "RemoveIPC=yes\n",
-        "etc/systemd/logind.conf.d/10-a.conf": "RemoveIPC=no\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert not read_loses_shared_memory(tmp_path, 1000)
-    (tmp_path / "etc/systemd/logind.conf.d/10-a.conf").unlink()
-    assert read_loses_shared_memory(tmp_path, 1000)
-
-
-def test_system_users_lingering_users_and_other_systems_keep_shared_memory(tmp_path: Path) -> None:
-    assert not read_loses_shared_memory(tmp_path, 54_321)
-    (tmp_path / "run/systemd/system").mkdir(parents=True)
-    assert read_loses_shared_memory(tmp_path, 54_321)  # logind's own default is to remove
-    assert not read_loses_shared_memory(tmp_path, 999)
-    (tmp_path / "var/lib/systemd/linger").mkdir(parents=True)
-    (tmp_path / "var/lib/systemd/linger/54321").touch()
-    assert not read_loses_shared_memory(tmp_path, 54_321)
