@@ -82,7 +82,10 @@ PACKAGES: Final = (
 )  # fmt: skip
 """Packages whose versions can change a figure."""
 
-_SECRET_NAME: Final = re.compile(r"(?i)(secret|password|passwd|token|credential|access_?key|account_?key)")
+# Tokens of a model, as in --chunk-tokens, are no secrets.
+_SECRET_NAME: Final = re.compile(
+    r"(?i)secret|token(?!s)|pass|credential|key|auth|signature|\bsig\b|cookie|cert"
+)
 _USER_INFO: Final = re.compile(r"://[^/@\s]+@")
 _HIDDEN: Final = "***"
 _GIT_TIMEOUT_S: Final = 5.0
@@ -112,17 +115,20 @@ def redact(words: Sequence[str]) -> tuple[str, ...]:
     for word in words:
         before = shown[-1] if shown else ""
         follows_secret_option = before.startswith("--") and "=" not in before and _SECRET_NAME.search(before)
-        shown.append(_HIDDEN if follows_secret_option else _redact_word(replace_surrogates(word)))
+        shown.append(_HIDDEN if follows_secret_option else redact_word(word))
     return tuple(shown)
 
 
 def redact_settings(environment: Environment) -> dict[str, str]:
     """The user's own variables (`AWS_*`, `PENSTOCK_*`), without secrets."""
+    return redact_variables(user_settings(environment))
+
+
+def redact_variables(variables: Environment) -> dict[str, str]:
+    """These variables, sorted by name, without secrets."""
     return {
-        replace_surrogates(name): _HIDDEN
-        if _SECRET_NAME.search(name)
-        else _redact_word(replace_surrogates(value))
-        for name, value in sorted(user_settings(environment).items())
+        replace_surrogates(name): _HIDDEN if _SECRET_NAME.search(name) else redact_word(value)
+        for name, value in sorted(variables.items())
     }
 
 
@@ -174,7 +180,9 @@ def is_alive(mark: ProcessMark) -> bool | None:
     return None if has_ended is None else not has_ended
 
 
-def _redact_word(word: str) -> str:
+def redact_word(word: str) -> str:
+    """A word without the value of a suspicious name, and without users and secrets of queries in URIs."""
+    word = replace_surrogates(word)
     name, equals, _ = word.partition("=")
     if equals and "?" not in name and _SECRET_NAME.search(name):
         return f"{name}={_HIDDEN}"
@@ -182,7 +190,7 @@ def _redact_word(word: str) -> str:
     address, question, query = open_word.partition("?")
     if "://" not in address or not question:
         return open_word
-    return f"{address}?{'&'.join(map(_redact_word, query.split('&')))}"
+    return f"{address}?{'&'.join(map(redact_word, query.split('&')))}"
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -300,6 +300,11 @@ def test_every_workload_survives_its_record(name: str) -> None:
         (["--endpoint=https://me:pw@host"], ["--endpoint=https://***@host"]),
         (["AWS_SECRET_ACCESS_KEY=abc"], ["AWS_SECRET_ACCESS_KEY=***"]),
         (["what?is=this"], ["what?is=this"]),
+        (["--chunk-tokens", "256"], ["--chunk-tokens", "256"]),
+        (["https://h/p?sig=abc&X-Amz-Signature=abc&a=b"], ["https://h/p?sig=***&X-Amz-Signature=***&a=b"]),
+        (["a,https://me@h/x"], ["a,https://***@h/x"]),
+        (["10.0.0.1@o2ib:/fs"], ["10.0.0.1@o2ib:/fs"]),
+        (["nopass"], ["nopass"]),
     ],
 )  # fmt: skip
 def test_no_secret_of_a_command_line_is_recorded(words: list[str], wanted: list[str]) -> None:

@@ -31,7 +31,14 @@ from penstock.cluster.facts.host_facts import (
     frame_document,
 )
 from penstock.environment import Environment, process_environment, user_settings
-from penstock.results.provenance import memory_bytes, package_versions, parse_pairs, read_meminfo
+from penstock.results.provenance import (
+    memory_bytes,
+    package_versions,
+    parse_pairs,
+    read_meminfo,
+    redact_variables,
+    redact_word,
+)
 
 OPEN_FILES: Final = "open files"
 PROCESSES: Final = "processes"
@@ -73,8 +80,6 @@ _DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
 """Vendor and model, without serial numbers; virtual machines may have none."""
 _PACKAGES = ("mpi4py", "torch", "numpy")
 
-WITHHELD = "<withheld>"
-
 SYSCTLS = (
     "fs.aio-max-nr",
     "fs.file-max",
@@ -114,14 +119,14 @@ _NAMES = frozenset(
     {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_ARENA_MAX", "PYTHONPATH", "VIRTUAL_ENV"}
 )
 
-_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASS|CREDENTIAL|KEY|AUTH|SIGNATURE|COOKIE|CERT", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
-_QUERY_OF_URL = re.compile(r"(://[^\s?]*\?)\S+")
-
 
 def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> HostReport:
     """All facts of this machine, whose name is `name`."""
     unread: dict[str, str] = {}
+    listed = user_settings(environment)
+    listed |= {
+        name: value for name, value in environment.items() if name in _NAMES or name.startswith(_PREFIXES)
+    }
 
     def attempt(fact: str, read: Callable[[], Fact]) -> Fact | None:
         try:
@@ -146,7 +151,7 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
         dmi=attempt("dmi", lambda: _settings(root / "sys/class/dmi/id", _DMI)),
         sysctl=attempt("sysctl", lambda: _settings(root / "proc/sys", SYSCTLS)),
         limits=attempt("limits", lambda: _limits(root / "dev/shm")),
-        environment=redact_environment(environment),
+        environment=redact_variables(listed),
         versions={
             "penstock": __version__,
             "python": platform.python_version(),
@@ -187,9 +192,9 @@ def parse_mounts(text: str) -> Iterator[Mount]:
         if kind not in _STATE_KINDS:
             by_folder[folder] = Mount(
                 folder=folder,
-                device=redact_value("", device),
+                device=redact_word(device),
                 kind=kind,
-                options=tuple(sorted(redact_mount_option(option) for option in options.split(","))),
+                options=tuple(sorted(map(redact_word, options.split(",")))),
             )
     yield from sorted(by_folder.values(), key=lambda mount: mount.folder)
 
@@ -276,29 +281,6 @@ def _text(path: Path) -> str:
 
 def _optional_text(path: Path) -> str:
     return _text(path) if path.is_file() else ""
-
-
-def redact_environment(environment: Environment) -> dict[str, str]:
-    """The variables that affect a run, sorted by name, without secrets."""
-    settings = user_settings(environment)
-    return {
-        name: redact_value(name, environment[name])
-        for name in sorted(environment)
-        if name in settings or name in _NAMES or name.startswith(_PREFIXES)
-    }
-
-
-def redact_value(name: str, value: str) -> str:
-    """`value`, withheld where `name` suggests a secret; else without users and queries of URLs."""
-    if _SECRET_NAME.search(name):
-        return WITHHELD
-    return _QUERY_OF_URL.sub(rf"\1{WITHHELD}", _USER_IN_URL.sub(f"{WITHHELD}@", value))
-
-
-def redact_mount_option(option: str) -> str:
-    """`name=value` or a plain word; the value is withheld where the name suggests a secret."""
-    name, equals, value = option.partition("=")
-    return f"{name}={redact_value(name, value)}" if equals else option
 
 
 if __name__ == "__main__":

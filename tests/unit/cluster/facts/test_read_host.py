@@ -9,12 +9,8 @@ from tests.unit.cluster.facts.known_hosts import machine
 
 from penstock.cluster.facts.host_facts import HostReport, parse_facts
 from penstock.cluster.facts.read_host import (
-    WITHHELD,
     parse_mounts,
     read_report,
-    redact_environment,
-    redact_mount_option,
-    redact_value,
 )
 
 
@@ -67,7 +63,7 @@ def test_mounts_of_the_kernels_state_are_left_out_and_their_secrets_withheld(tmp
     mounts = read_report("node1", {}, root=machine(tmp_path)).mounts
     assert mounts is not None
     assert [(mount.folder, mount.kind) for mount in mounts] == [("/", "ext4"), ("/my data", "cifs")]
-    assert mounts[1].options == (f"password={WITHHELD}", "rw")
+    assert mounts[1].options == ("password=***", "rw")
 
 
 def test_of_mounts_on_one_folder_the_last_one_is_seen() -> None:
@@ -113,7 +109,7 @@ def test_a_report_survives_its_way_as_text(tmp_path: Path) -> None:
     assert parse_facts(HostReport, seen.model_dump_json(), where="node1") == seen
 
 
-def test_only_listed_variables_leave_and_never_a_secret() -> None:
+def test_only_listed_variables_leave_and_never_a_secret(tmp_path: Path) -> None:
     environment = {
         "AWS_ACCESS_KEY_ID": "AKID",
         "AWS_SECRET_ACCESS_KEY": "hush",
@@ -125,29 +121,11 @@ def test_only_listed_variables_leave_and_never_a_secret() -> None:
         "PENSTOCK_HOST": "a",
         "PYTHONPATH": "/x",
     }
-    assert redact_environment(environment) == {
-        "AWS_ACCESS_KEY_ID": WITHHELD,
-        "AWS_ENDPOINT_URL": f"http://{WITHHELD}@store:9000",
-        "AWS_SECRET_ACCESS_KEY": WITHHELD,
+    assert read_report("node1", environment, root=machine(tmp_path)).environment == {
+        "AWS_ACCESS_KEY_ID": "***",
+        "AWS_ENDPOINT_URL": "http://***@store:9000",
+        "AWS_SECRET_ACCESS_KEY": "***",
         "NCCL_IB_HCA": "mlx5",
         "PENSTOCK_HOST": "a",
         "PYTHONPATH": "/x",
     }
-
-
-@pytest.mark.parametrize(
-    ("value", "left"),
-    [
-        ("https://h/p?sig=hush&a=b", f"https://h/p?{WITHHELD}"),
-        ("a,https://me@h/x", f"a,https://{WITHHELD}@h/x"),
-        ("what? nothing", "what? nothing"),
-        ("10.0.0.1@o2ib:/fs", "10.0.0.1@o2ib:/fs"),
-    ],
-)
-def test_urls_lose_what_they_carry_of_secrets(value: str, left: str) -> None:
-    assert redact_value("X", value) == left
-
-
-def test_a_mount_option_without_a_value_stays() -> None:
-    assert redact_mount_option("nopass") == "nopass"
-    assert redact_mount_option("secret=abc") == f"secret={WITHHELD}"
