@@ -65,8 +65,8 @@ class Side:
         reopen = partial(open_storage, uri, self._server.environment, options={"client": self._client})
         result = run_checkpoints(request, reopen, comm=SoloComm(), progress=Progress())
         rates = {
-            "writing": result.write.gib_per_s if result.write else None,
-            "reading": result.read.gib_per_s if result.read else None,
+            "writing": result.write["gib_per_s"] if result.write else None,
+            "reading": result.read["gib_per_s"] if result.read else None,
         }
         if not result.is_right or None in rates.values():
             raise SystemExit(f"{self._client} did not bring back what was written")

@@ -131,21 +131,21 @@ def view_checkpoints(result: CheckpointResult) -> View:
     """The throughput of each direction, and the bottleneck."""
     from penstock.bench.checkpoint.checkpoint_result import find_bottleneck
 
-    directions = (("write", result.write), ("read", result.read))
+    directions = (("write", result.write, "generate"), ("read", result.read, "verify"))
     yield TextTable(
         f"{format_bytes(result.total_bytes)} a checkpoint of {result.model}, at {result.target}",
         [
             {
                 "": name,
-                "bytes": format_bytes(figures.num_bytes),
-                "took": format_seconds(figures.duration_s),
-                "GiB/s": format_number(figures.gib_per_s, ".2f"),
-                "each": format_number(figures.mean_gib_per_s, ".2f"),
-                "content": format_number(figures.content_gib_per_s, ".2f"),
-                "drain": format_seconds(figures.drain_s),
-                "p99": f"{figures.p99_ms:.1f} ms",
+                "bytes": format_bytes(figures["bytes"]),
+                "took": format_seconds(figures["duration_s"]),
+                "GiB/s": format_number(figures["gib_per_s"], ".2f"),
+                "each": format_number(figures["mean_gib_per_s"], ".2f"),
+                "content": format_number(figures[f"{verb}_gib_per_s"], ".2f"),
+                "drain": format_seconds(figures["drain_s"]),
+                "p99": f"{figures['p99_ms']:.1f} ms",
             }
-            for name, figures in directions
+            for name, figures, verb in directions
             if figures is not None
         ],
     )

@@ -444,11 +444,11 @@ def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
     return [
         {
             "direction": name,
-            "GiB/s": "-" if figures.gib_per_s is None else f"{figures.gib_per_s:.2f}",
-            "content, GiB/s": f"{figures.content_gib_per_s or 0:.2f}",
-            "took": format_seconds(figures.duration_s),
-            "held up by": figures.bottleneck,
+            "GiB/s": "-" if figures["gib_per_s"] is None else f"{figures['gib_per_s']:.2f}",
+            "content, GiB/s": f"{figures[f'{verb}_gib_per_s'] or 0:.2f}",
+            "took": format_seconds(figures["duration_s"]),
+            "held up by": figures["bottleneck"],
         }
-        for name, figures in (("write", result.write), ("read", result.read))
+        for name, figures, verb in (("write", result.write, "generate"), ("read", result.read, "verify"))
         if figures is not None
     ]

@@ -76,74 +76,13 @@ class RoundFigures:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectionTotals:
-    """All writes, or all reads that were cold. Times are sums over rounds, each of its slowest rank.
+def total_direction(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
+    """The totals of all writes, or of all cold reads, as plain data; None without a round.
 
-    `gib_per_s` is all bytes over all time; `mean_gib_per_s` the mean of the checkpoints' own rates, which is
-    what MLPerf Storage publishes. Both are None where nothing counts, because memory served every read.
+    Times are sums over rounds, each of its slowest rank. `gib_per_s` is all bytes over all time;
+    `mean_gib_per_s` the mean of the checkpoints' own rates, which is what MLPerf Storage publishes. Both are
+    None where nothing counts, because memory served every read. Content is generated or verified.
     """
-
-    checkpoints: int
-    num_bytes: int
-    verified_bytes: int
-    wrong_chunks: int
-    duration_s: float
-    gib_per_s: float | None
-    mean_gib_per_s: float | None
-    stdev_gib_per_s: float | None
-    min_gib_per_s: float | None
-    max_duration_s: float
-    setup_s: float
-    pipeline_s: float
-    drain_s: float
-    call_time_sum_s: float
-    storage_busy_s: float
-    content_busy_s: float
-    content_stall_s: float
-    storage_stall_s: float
-    content_gib_per_s: float | None
-    store_gib_per_s: float | None
-    content_to_store: float | None
-    overhead_percent: float
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
-    bottleneck: str
-    memory_checkpoints: int
-    memory_gib_per_s: float | None
-    streams: tuple[StreamRecord, ...]
-
-    def document(self, direction: Direction) -> dict[str, Any]:
-        """As plain data, in the words of the direction: content is generated or verified."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        plain["streams"] = [asdict(stream) for stream in self.streams]
-        if direction == "write":
-            renamed = dict(zip(_DIRECTION_KEYS, _WRITE_KEYS, strict=True))
-            for name in ("verified_bytes", "wrong_chunks", "memory_checkpoints", "memory_gib_per_s"):
-                del plain[name]
-        else:
-            renamed = dict(zip(_DIRECTION_KEYS, _READ_KEYS, strict=True))
-            plain["from_memory"] = self.memory_checkpoints > 0
-        return {renamed.get(name, name): value for name, value in plain.items()}
-
-
-_DIRECTION_KEYS: Final = (
-    *("num_bytes", "content_gib_per_s", "content_busy_s", "content_to_store"),
-    *("content_stall_s", "storage_stall_s"),
-)
-_WRITE_KEYS: Final = (
-    *("bytes", "generate_gib_per_s", "generate_busy_s", "generate_to_store"),
-    *("generator_stall_s", "writer_stall_s"),
-)
-_READ_KEYS: Final = (
-    *("bytes", "verify_gib_per_s", "verify_busy_s", "verify_to_store"),
-    *("verifier_stall_s", "reader_stall_s"),
-)
-
-
-def total_direction(rounds: Sequence[RoundFigures]) -> DirectionTotals | None:
-    """The totals of rounds of one direction; None without a round."""
     if not rounds:
         return None
     phases = [checkpoint.phase for checkpoint in rounds]
@@ -153,42 +92,52 @@ def total_direction(rounds: Sequence[RoundFigures]) -> DirectionTotals | None:
     # Rates of storage are those of cold rounds; content is generated and verified in every round.
     rate = phase_figures.mean_and_stdev([phase.gib_per_s for phase in cold]) if cold else None
     content, store = _overall_rate(phases, "content_busy_s"), _overall_rate(cold, "storage_busy_s")
-    return DirectionTotals(
-        checkpoints=len(rounds),
-        num_bytes=sum(phase.moved_bytes for phase in phases),
-        verified_bytes=sum(phase.verified_bytes for phase in phases),
-        wrong_chunks=sum(phase.wrong_bytes for phase in phases),
-        gib_per_s=_overall_rate(cold, "duration_s"),
-        mean_gib_per_s=rate.mean if rate else None,
-        stdev_gib_per_s=rate.stdev if rate else None,
-        min_gib_per_s=min((phase.min_gib_per_s for phase in cold), default=None),
-        content_gib_per_s=content,
-        store_gib_per_s=store,
-        content_to_store=content / store if content and store else None,
-        max_duration_s=max(phase.duration_s for phase in measured),
-        overhead_percent=math.fsum(phase.overhead_percent for phase in measured) / len(measured),
-        p50_ms=sorted(phase.p50_ms for phase in measured)[len(measured) // 2],
-        p99_ms=max(phase.p99_ms for phase in measured),
-        max_ms=max(phase.max_ms for phase in measured),
-        bottleneck=find_bottleneck(rounds),
-        memory_checkpoints=len(warm),
-        memory_gib_per_s=_overall_rate(warm, "duration_s"),
-        streams=tuple(_merge_streams(phases)),
-        **{name: math.fsum(getattr(phase, name) for phase in phases) for name in _SUMMED},
-    )
+    direction = rounds[0].round.direction
+    verb, content_thread, storage_thread = _WORDS[direction]
+
+    def add_up(name: str) -> float:
+        return math.fsum(getattr(phase, name) for phase in phases)
+
+    figures = {
+        "checkpoints": len(rounds),
+        "bytes": sum(phase.moved_bytes for phase in phases),
+        "duration_s": add_up("duration_s"),
+        "gib_per_s": _overall_rate(cold, "duration_s"),
+        "mean_gib_per_s": rate.mean if rate else None,
+        "stdev_gib_per_s": rate.stdev if rate else None,
+        "min_gib_per_s": min((phase.min_gib_per_s for phase in cold), default=None),
+        "max_duration_s": max(phase.duration_s for phase in measured),
+        "setup_s": add_up("setup_s"),
+        "pipeline_s": add_up("pipeline_s"),
+        "drain_s": add_up("drain_s"),
+        "call_time_sum_s": add_up("call_time_sum_s"),
+        "storage_busy_s": add_up("storage_busy_s"),
+        f"{verb}_busy_s": add_up("content_busy_s"),
+        f"{content_thread}_stall_s": add_up("content_stall_s"),
+        f"{storage_thread}_stall_s": add_up("storage_stall_s"),
+        f"{verb}_gib_per_s": content,
+        "store_gib_per_s": store,
+        f"{verb}_to_store": content / store if content and store else None,
+        "overhead_percent": math.fsum(phase.overhead_percent for phase in measured) / len(measured),
+        "p50_ms": sorted(phase.p50_ms for phase in measured)[len(measured) // 2],
+        "p99_ms": max(phase.p99_ms for phase in measured),
+        "max_ms": max(phase.max_ms for phase in measured),
+        "bottleneck": find_bottleneck(rounds),
+        "streams": [asdict(stream) for stream in _merge_streams(phases)],
+    }
+    if direction == "read":
+        figures |= {
+            "verified_bytes": sum(phase.verified_bytes for phase in phases),
+            "wrong_chunks": sum(phase.wrong_bytes for phase in phases),
+            "memory_checkpoints": len(warm),
+            "memory_gib_per_s": _overall_rate(warm, "duration_s"),
+            "from_memory": bool(warm),
+        }
+    return figures
 
 
-_SUMMED: Final = (
-    "duration_s",
-    "setup_s",
-    "pipeline_s",
-    "drain_s",
-    "call_time_sum_s",
-    "storage_busy_s",
-    "content_busy_s",
-    "content_stall_s",
-    "storage_stall_s",
-)
+_WORDS: Final = {"write": ("generate", "generator", "writer"), "read": ("verify", "verifier", "reader")}
+"""The word for the work on content, and for the threads of content and of storage."""
 
 
 def _merge_streams(phases: Sequence[PipelineFigures]) -> Iterator[StreamRecord]:
@@ -253,12 +202,12 @@ class CheckpointResult:
         return find_trace_folder(self.storage_options)
 
     @property
-    def write(self) -> DirectionTotals | None:
+    def write(self) -> dict[str, Any] | None:
         """All writes."""
         return total_direction([figures for figures in self.rounds if figures.round.direction == "write"])
 
     @property
-    def read(self) -> DirectionTotals | None:
+    def read(self) -> dict[str, Any] | None:
         """All reads."""
         return total_direction([figures for figures in self.rounds if figures.round.direction == "read"])
 
@@ -274,7 +223,6 @@ class CheckpointResult:
 
     def document(self) -> dict[str, Any]:
         """As plain data: `write` and `read` are None where there was none."""
-        write, read = self.write, self.read
         return {
             "format": checkpoint_files.FORMAT_VERSION,
             "model": self.model,
@@ -282,8 +230,8 @@ class CheckpointResult:
             "target": self.target,
             "checkpoint_bytes": self.total_bytes,
             "seed": self.seed,
-            "write": write.document("write") if write else None,
-            "read": read.document("read") if read else None,
+            "write": self.write,
+            "read": self.read,
             "bottleneck": find_bottleneck(self.rounds),
             "is_right": self.is_right,
             "from_memory": self.is_from_memory,
