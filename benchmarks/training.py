@@ -182,8 +182,8 @@ def _print_ceilings() -> None:
         )
         assert found is not None
         print(
-            f"  ceiling of {name}: AU {found.au_compat_percent:.2f} %, strictly "
-            f"{found.au_strict_percent or 0:.2f} %, in {found.num_steps} steps",
+            f"  ceiling of {name}: AU {found['au_compat']:.2f} %, strictly "
+            f"{found['au_strict'] or 0:.2f} %, in {found['steps']} steps",
             flush=True,
         )
 

@@ -308,7 +308,7 @@ def _view_checkpoints(summary: RunSummary, checkpoints: Mapping[str, Any]) -> Vi
 
 
 def _view_training(summary: RunSummary, figures: PhaseFigures | None) -> View:
-    from penstock.results.phase_figures import time_rows
+    from penstock.results.phase_figures import epoch_rows, time_rows
 
     read = "-" if summary.read_bytes is None else format_bytes(summary.read_bytes)
     rate = "-" if summary.read_bytes_per_s is None else format_rate(summary.read_bytes_per_s)
@@ -329,21 +329,7 @@ def _view_training(summary: RunSummary, figures: PhaseFigures | None) -> View:
             yield f"  {what:<28}{value}"
     if figures is None:
         return
-    yield TextTable(
-        "Epochs",
-        [
-            {
-                "epoch": str(epoch.epoch),
-                "AU %": format_number(epoch.au_compat_percent, ".2f"),
-                "strict %": format_number(epoch.au_strict_percent, ".2f"),
-                "samples/s": format_number(epoch.samples_per_s_compat, ",.1f"),
-                "samples": f"{epoch.samples:,}",
-                "read": format_bytes(epoch.read_bytes),
-                "took": format_seconds(epoch.elapsed_s),
-            }
-            for epoch in figures.epochs
-        ],
-    )
+    yield TextTable("Epochs", epoch_rows(figures.epochs))
     if figures.times is not None:
         yield TextTable("Times over all ranks", time_rows(figures.times))
     if figures.verdict is not None:

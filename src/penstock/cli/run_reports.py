@@ -59,22 +59,11 @@ def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> t
 
 def view_training(result: TrainingResult) -> View:
     """Accelerator utilization by epoch, and what limited it."""
+    from penstock.results.phase_figures import epoch_rows
+
     train, stages = result.train, result.stages
     accelerators = f"{result.ranks} accelerator{'s' * (result.ranks > 1)}"
-    yield TextTable(
-        f"{result.workload}, {accelerators}",
-        [
-            {
-                "epoch": str(rate.epoch),
-                "AU": f"{rate.au_compat_percent:.2f} %",
-                "AU strict": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f} %",
-                "samples/s": f"{rate.samples_per_s_strict:,.1f}",
-                "read": format_bytes(rate.read_bytes),
-                "time": format_seconds(rate.elapsed_s),
-            }
-            for rate in train.epochs
-        ],
-    )
+    yield TextTable(f"{result.workload}, {accelerators}", epoch_rows(train.epochs))
     strict = f"{train.au_strict_percent.mean:.2f} %" if train.au_strict_percent else "-"
     yield f"  AU        {train.au_compat_percent.mean:.2f} % by DLIO's formula, {strict} strictly"
     yield (
@@ -86,7 +75,7 @@ def view_training(result: TrainingResult) -> View:
     for note in train.notes:
         yield f"  note      {note}"
     if stages.ceiling is not None:
-        yield f"  harness   AU {stages.ceiling.au_compat_percent:.2f} % on storage that costs nothing"
+        yield f"  harness   AU {stages.ceiling['au_compat']:.2f} % on storage that costs nothing"
     if train.verdict is not None:
         yield f"  limit     {train.verdict.bottleneck.value}"
         for sentence in train.verdict.evidence:

@@ -45,7 +45,7 @@ from penstock.results.step_events import (
     compute_ns,
     wait_ns,
 )
-from penstock.units import format_seconds
+from penstock.units import format_bytes, format_seconds
 from penstock.workload.sizing import record_bytes
 from penstock.workload.spec import Workload
 
@@ -316,6 +316,22 @@ def _counted_steps(steps: Rows, window: UtilizationWindow) -> Rows:
 
 def _join(blocks: Sequence[StepBlock]) -> Rows:
     return np.concatenate([block.steps for block in blocks])
+
+
+def epoch_rows(epochs: Sequence[EpochRate]) -> list[dict[str, str]]:
+    """One row for each epoch; samples per second are those over all of its time."""
+    return [
+        {
+            "epoch": str(rate.epoch),
+            "AU %": f"{rate.au_compat_percent:.2f}",
+            "strict %": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
+            "samples/s": f"{rate.samples_per_s_strict:,.1f}",
+            "samples": f"{rate.samples:,}",
+            "read": format_bytes(rate.read_bytes),
+            "took": format_seconds(rate.elapsed_s),
+        }
+        for rate in epochs
+    ]
 
 
 # Times

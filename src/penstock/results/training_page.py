@@ -41,6 +41,7 @@ from penstock.results.phase_figures import (
     Bottleneck,
     PhaseFigures,
     TimeBreakdown,
+    epoch_rows,
     time_rows,
 )
 from penstock.results.run_folder import STAGES_FILE
@@ -398,19 +399,7 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         why_empty="This run has no sampled counters of its hosts.",
     )
     if figures is not None:
-        rows = [
-            {
-                "epoch": str(rate.epoch),
-                "AU %": f"{rate.au_compat_percent:.2f}",
-                "strict %": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
-                "samples/s": f"{rate.samples_per_s_strict:,.1f}",
-                "samples": f"{rate.samples:,}",
-                "read": format_bytes(rate.read_bytes),
-                "took": format_seconds(rate.elapsed_s),
-            }
-            for rate in figures.epochs
-        ]
-        yield table_section("epochs", "Epochs", rows, bars="AU %")
+        yield table_section("epochs", "Epochs", epoch_rows(figures.epochs), bars="AU %")
         if figures.times is not None:
             yield table_section("times", "Times of a step", time_rows(figures.times))
 

@@ -225,7 +225,7 @@ def say_headline(tour: Tour) -> str:
 def say_training(tour: Tour) -> str:
     """The result of a small training on this storage, and the needs of each accelerator."""
     train, ceiling = tour.training.train, tour.training.stages.ceiling
-    above = f", {ceiling.au_compat_percent:.1f} % is this client's ceiling" if ceiling else ""
+    above = f", {ceiling['au_compat']:.1f} % is this client's ceiling" if ceiling else ""
     each = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(1)).bytes_per_accelerator_per_s
     return (
         f"A small {tour.training.workload} computed {train.au_compat_percent.mean:.1f} % of the time "
@@ -236,14 +236,15 @@ def say_training(tour: Tour) -> str:
 def say_checkpoints(tour: Tour) -> str:
     """The time that a checkpoint of a named model takes to write and to read back."""
     write, read = tour.checkpoints.write, tour.checkpoints.read
-    if write is None or read is None or not write.gib_per_s or not read.gib_per_s:
+    rates = [totals["gib_per_s"] for totals in (write, read) if totals and totals["gib_per_s"]]
+    if len(rates) < 2:
         return "Checkpoints were read from memory alone, which says nothing about this storage."
     size, model = tour.model_bytes, tour.checkpoints.model
     limits = {op: find_limit(tour, op)[0] / GIB for op in ("write", "read")}
-    durable, back = (format_seconds(size / GIB / rate) for rate in (write.gib_per_s, read.gib_per_s))
+    durable, back = (format_seconds(size / GIB / rate) for rate in rates)
     return (
-        f"{format_bytes(size)} of {model} are durable in {durable} ({write.gib_per_s:.2f} of "
-        f"at best {limits['write']:.2f} GiB/s) and back, verified, in {back} ({read.gib_per_s:.2f} of "
+        f"{format_bytes(size)} of {model} are durable in {durable} ({rates[0]:.2f} of "
+        f"at best {limits['write']:.2f} GiB/s) and back, verified, in {back} ({rates[1]:.2f} of "
         f"{limits['read']:.2f} GiB/s), by {format_bytes(tour.checkpoints.total_bytes)} of it."
     )
 
@@ -261,7 +262,7 @@ def say_limits(tour: Tour) -> str:
 def say_what_helps(tour: Tour) -> str:
     """The change that would help most."""
     ceiling, train = tour.training.stages.ceiling, tour.training.train
-    if ceiling is not None and ceiling.au_compat_percent < _ASKED:
+    if ceiling is not None and ceiling["au_compat"] < _ASKED:
         return "More or faster cores: this client does not reach 90 % on storage that costs nothing."
     rate, _, _ = find_limit(tour, "read")
     forecast = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(rate))
@@ -301,7 +302,7 @@ def make_demo_page(tour: Tour) -> Report:
     verdict = tour.training.train.verdict
     training = "not known" if verdict is None else verdict.bottleneck.replace("none", "nothing")
     held = [
-        f"{name}: {totals.bottleneck}"
+        f"{name}: {totals['bottleneck']}"
         for name, totals in (("writing", tour.checkpoints.write), ("reading", tour.checkpoints.read))
         if totals is not None
     ]
@@ -350,7 +351,7 @@ def _utilization(tour: Tour) -> Chart:
     ceiling = tour.training.stages.ceiling
     limits = {"asked 90 %": _ASKED}
     if ceiling is not None:
-        limits[f"ceiling {ceiling.au_compat_percent:.1f} %"] = ceiling.au_compat_percent
+        limits[f"ceiling {ceiling['au_compat']:.1f} %"] = ceiling["au_compat"]
     return Chart(
         kind=Kind.AREA,
         title="Training: accelerator busy",
@@ -427,7 +428,7 @@ def training_rows(result: TrainingResult) -> list[dict[str, str]]:
         for rate in result.train.epochs
     ]
     if (ceiling := result.stages.ceiling) is not None:
-        runs.append(("ceiling", ceiling.au_compat_percent, ceiling.au_strict_percent, ceiling.samples_per_s))
+        runs.append(("ceiling", ceiling["au_compat"], ceiling["au_strict"], ceiling["samples_per_s"]))
     return [
         {
             "run": name,

@@ -90,7 +90,7 @@ def test_report_has_a_table_and_the_evidence(place: Path) -> None:
     assert result.returncode == 0, result.stderr
     for said in (
         "unet3d_h100, 1 accelerator",
-        "AU strict",
+        "strict %",
         "by DLIO's formula",
         "harness",
         "limit",

@@ -12,7 +12,7 @@ from penstock.bench.checkpoint.checkpoint_result import (
 )
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.training.training_result import HarnessLimit, Stages, TrainingResult
+from penstock.bench.training.training_result import Stages, TrainingResult
 from penstock.cli.run_reports import (
     capture_checkpoint_output,
     capture_training_output,
@@ -107,9 +107,7 @@ TRAIN = PhaseFigures(
 STAGES = Stages(
     opening_s=0.1, validated_files=4, validation_s=0.1, planning_s=0.1,
     loader=NativeOptions(), loader_start_s=0.1,
-    ceiling=HarnessLimit(
-        num_steps=9, au_compat_percent=99.5, au_strict_percent=None, samples_per_s=2.0, compute_share=1.0
-    ),
+    ceiling={"steps": 9, "au_compat": 99.5, "au_strict": None, "samples_per_s": 2.0},
     ceiling_s=0.5, epochs=(), survey_bytes=0, storage_uri="file:///data", storage_options={},
     checkpoints={
         "checkpoints": 3, "bytes_each": GIB, "duration_s": 2.0, "gib_per_s": 1.5, "target": "file:///ckpt"
@@ -124,9 +122,9 @@ RESULT = TrainingResult(
 def test_a_training_run_is_reported_with_all_its_figures() -> None:
     assert lines(view_training(RESULT)) == [
         "unet3d_h100, 2 accelerators",
-        " epoch        AU   AU strict   samples/s    read     time",
-        " ────────────────────────────────────────────────────────",
-        "     1   91.23 %     88.00 %     1,234.6   3 GiB   2.00 s",
+        " epoch    AU %   strict %   samples/s   samples    read     took",
+        " ───────────────────────────────────────────────────────────────",
+        "     1   91.23      88.00     1,234.6     2,400   3 GiB   2.00 s",
         "  AU        91.23 % by DLIO's formula, 88.00 % strictly",
         "  read      3 GiB, 1.50 GiB/s, 1,234.6 samples/s",
         "  devices, read   1 GiB for 2 GiB of the application, by n1 b, n1 c, n1 d, n1 a",
@@ -147,9 +145,9 @@ def test_what_a_training_run_lacks_is_left_out() -> None:
     stages = replace(STAGES, ceiling=None, checkpoints=None, deliveries=())
     assert lines(view_training(replace(RESULT, ranks=1, train=train, stages=stages))) == [
         "unet3d_h100, 1 accelerator",
-        " epoch        AU   AU strict   samples/s    read     time",
-        " ────────────────────────────────────────────────────────",
-        "     1   91.23 %           -     1,234.6   3 GiB   2.00 s",
+        " epoch    AU %   strict %   samples/s   samples    read     took",
+        " ───────────────────────────────────────────────────────────────",
+        "     1   91.23          -     1,234.6     2,400   3 GiB   2.00 s",
         "  AU        91.23 % by DLIO's formula, - strictly",
         "  read      3 GiB, 1.50 GiB/s, 1,234.6 samples/s",
         "  results   /results/run",

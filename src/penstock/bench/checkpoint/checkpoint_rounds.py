@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.bench.checkpoint import checkpoint_result, read_pipeline
 from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointRound
-from penstock.bench.page_cache_eviction import evict_objects
+from penstock.bench.page_cache_eviction import CacheEviction, evict
 from penstock.bench.recorded_run import StepRecorder
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0
@@ -277,14 +277,17 @@ class RoundRunner:
         process = (comm.rank + shift) % comm.size
         planned = plan_objects(self.layout, process, checkpoint.step, epoch=checkpoint.epoch)
         content = StateContent(self.seed, planned)
-        cold = evict_objects(self.storages[0], planned, comm=comm) if direction == "read" else None
+        total_bytes = sum(object_.size_bytes for object_ in planned)
+        cold: CacheEviction | None = None
+        if direction == "read":
+            keys = (object_.key for object_ in planned)
+            cold = evict(self.storages[0], keys, comm=comm, assumed_bytes=total_bytes)
         title = f"{_TITLES[direction]} checkpoint {checkpoint.number} of {last}"
         began_at_s, began_ns = time.time(), time.monotonic_ns()
         bytes_of_ranks: list[int] = np.roll(self.layout.bytes_of_processes(), -shift).tolist()
         with self.progress.track(title, bytes_of_ranks, unit=_UNITS[direction]):
             measurements = self._move(checkpoint, planned, content)
         self.recorder.add_stall(epoch=checkpoint.epoch, step=checkpoint.step, began_ns=began_ns)
-        total_bytes = sum(object_.size_bytes for object_ in planned)
 
         def keep(ranks: list[MovedBytes]) -> None:
             self.throughput.append(RoundThroughput(direction=direction, step=checkpoint.step, ranks=ranks))

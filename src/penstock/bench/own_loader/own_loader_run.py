@@ -26,18 +26,18 @@ from penstock.bench.own_loader.user_code import (
     make_loader,
 )
 from penstock.bench.own_loader.waits import LoaderWaits, StepWait, divide_waits
-from penstock.bench.page_cache_eviction import CacheEviction
+from penstock.bench.page_cache_eviction import CacheEviction, evict
 from penstock.bench.recorded_run import EventsInMemory, RunSettings, StepRecorder, record_run
 from penstock.bench.training.training_loop import compute_until, count_limit_steps, summarize_limit
-from penstock.bench.training.training_result import EpochStage, HarnessLimit, Stages, TrainingResult
-from penstock.cluster.comm import Comm, all_gather_results
+from penstock.bench.training.training_result import Stages, TrainingResult
+from penstock.cluster.comm import Comm
 from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.progress import PhasesOnly, Progress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
 from penstock.results.phase_figures import Bottleneck, BottleneckVerdict
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
-from penstock.storage import Storage, capabilities, residency
+from penstock.storage import Storage, capabilities
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Workload
@@ -135,7 +135,7 @@ def _write_results(
     event_files.gather_events(run.folder, run.record.ranks)
     counter_files.gather_counters(run.folder)
     events = event_files.read_events(run.folder)
-    share = stages.ceiling.compute_share if stages.ceiling else None
+    share = stages.ceiling["compute_share"] if stages.ceiling else None
     train, waits = phase_figures.compute_phase_figures(events, workload, ceiling=share), stages.waits
     if train is None or waits is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
@@ -171,7 +171,7 @@ class _Measurement:
     progress: Progress
     changes: Mapping[str, Any] | None = None
     remarks: list[str] = field(default_factory=list)
-    stages: list[EpochStage] = field(default_factory=list)
+    stages: list[Mapping[str, Any]] = field(default_factory=list)
     batch_size: int = 1
     samples_per_s: float = 0.0
     waits: LoaderWaits = field(init=False)
@@ -204,7 +204,8 @@ class _Measurement:
                     total = min(len(loader), request.max_steps or len(loader))
                 self.progress.begin(f"epoch {epoch} of {epochs}, steps", total)
                 change_s = time.monotonic() - ended_s - (cache.elapsed_s if cache else 0.0)
-                self.stages.append(EpochStage(epoch=epoch, cache=cache, change_s=change_s))
+                dropped = cache.document() if cache else None
+                self.stages.append({"epoch": epoch, "cache": dropped, "change_s": change_s, "preload": None})
                 steps = loop.run_epoch(loader, epoch, max_steps=request.max_steps)
                 if total > len(steps) and comm.size == 1:
                     self.remarks.append(
@@ -261,21 +262,9 @@ class _Measurement:
         data, comm = self.request.data, self.comm
         if data is None or not capabilities.uses_page_cache(data):
             return None
-        began_s = time.monotonic()
         hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
         evicts = hosts.index(comm.host) == comm.rank
-        drops = all_gather_results(
-            comm,
-            lambda: residency.evict_objects(data) if evicts else None,
-            awaiting="all nodes to drop the data set from memory",
-        )
-        done = [drop for drop in drops if drop is not None]
-        return CacheEviction(
-            before_bytes=sum(drop.before.resident_bytes for drop in done),
-            resident_bytes=sum(drop.after.resident_bytes for drop in done),
-            total_bytes=sum(drop.after.total_bytes for drop in done),
-            elapsed_s=time.monotonic() - began_s,
-        )
+        return evict(data, (stored.key for stored in data.list("")) if evicts else (), comm=comm)
 
     def describe_workload(self) -> Workload:
         """The workload as every run describes it, with the steps and samples that there were. Collective."""
@@ -292,7 +281,7 @@ class _Measurement:
         )
         return replace(workload, dataset=dataset, reader=replace(workload.reader, batch_size=batch_size))
 
-    def measure_limit(self, workload: Workload) -> HarnessLimit | None:
+    def measure_limit(self, workload: Workload) -> dict[str, Any] | None:
         """The same loop over batches that cost nothing; None for a user's step, which takes what it gets."""
         compute_s = workload.train.computation_time.expected_s
         if self.request.step is not None or not compute_s:

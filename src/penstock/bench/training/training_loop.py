@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from penstock.bench.epoch_order import DrawnTimes
 from penstock.bench.loader.loader_protocol import (
@@ -31,7 +31,6 @@ from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, pl
 from penstock.bench.training.training_checkpoints import TrainingCheckpoints
 from penstock.bench.training.training_files import TrainingFiles
 from penstock.bench.training.training_plan import RankEpoch, Sharding, TrainingPlan
-from penstock.bench.training.training_result import HarnessLimit
 from penstock.cluster.comm import Comm
 from penstock.errors import ObjectNotFound
 from penstock.progress import PhasesOnly, Progress
@@ -243,7 +242,7 @@ def measure_harness_limit(
     comm: Comm,
     progress: Progress,
     reopen: OpenStorage | None = None,
-) -> tuple[HarnessLimit | None, Loader | None, float]:
+) -> tuple[dict[str, Any] | None, Loader | None, float]:
     """Run the first steps of the first epoch. Collective.
 
     Returns the limit, None if the steps are too few to count; the loader, if its workers can change over to
@@ -282,7 +281,7 @@ def measure_harness_limit(
 
 def summarize_limit(
     recorder: EventsInMemory, comm: Comm, workload: Workload, num_steps: int
-) -> HarnessLimit | None:
+) -> dict[str, Any] | None:
     """The figures that the steps of all ranks reached; None if too few of them count. Collective."""
     mine = recorder.events(rank=comm.rank, host=comm.host)
     events: Sequence[RankEvents] = comm.gather(mine, awaiting="the harness limit of all ranks")
@@ -290,13 +289,13 @@ def summarize_limit(
     if figures is None or figures.times is None:
         return None
     strict = figures.au_strict_percent
-    return HarnessLimit(
-        num_steps=num_steps,
-        au_compat_percent=figures.au_compat_percent.mean,
-        au_strict_percent=strict.mean if strict else None,
-        samples_per_s=figures.samples_per_s_strict,
-        compute_share=figures.times.shares.compute,
-    )
+    return {
+        "steps": num_steps,
+        "au_compat": figures.au_compat_percent.mean,
+        "au_strict": strict.mean if strict else None,
+        "samples_per_s": figures.samples_per_s_strict,
+        "compute_share": figures.times.shares.compute,
+    }
 
 
 class ZeroCostStorage(WrappedStorage):

@@ -10,7 +10,6 @@ from typing import Any, Final
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
 from penstock.bench.own_loader.waits import LoaderWaits
-from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.recorded_run import find_trace_folder
 from penstock.results.counter_files import IoReconciliation
 from penstock.results.phase_figures import EpochRate, PhaseFigures
@@ -22,67 +21,22 @@ SLOW_START_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochStage:
-    """The time before an epoch. `change_s` is the rest of the time since the end of the epoch before it.
-
-    `preload` has the bytes read before its first step, and the time, where `reader.read_type` is memory.
-    """
-
-    epoch: int
-    cache: CacheEviction | None
-    change_s: float
-    preload: tuple[int, float] | None = None
-
-    def sentence(self) -> str:
-        """Describe how long the change to this epoch took."""
-        dropped = f", page cache dropped in {self.cache.elapsed_s:.2f} s" if self.cache else ""
-        return f"Change to epoch {self.epoch} in {self.change_s:.2f} s{dropped}"
-
-    def document(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "epoch": self.epoch,
-            "cache": self.cache.document() if self.cache else None,
-            "change_s": self.change_s,
-            "preload": dict(zip(("read_bytes", "elapsed_s"), self.preload, strict=True))
-            if self.preload
-            else None,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarnessLimit:
-    """The figures of the same run on storage that costs no time."""
-
-    num_steps: int
-    au_compat_percent: float
-    au_strict_percent: float | None
-    samples_per_s: float
-    compute_share: float
-
-    def document(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "steps": self.num_steps,
-            "au_compat": self.au_compat_percent,
-            "au_strict": self.au_strict_percent,
-            "samples_per_s": self.samples_per_s,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """Everything a run did outside of its score, over all ranks where all took part.
 
     `files_found` is None if no listing was needed; `remarks` are about the files, `checkpoints` about those
     saved on the way. `survey_bytes` were read to find samples; no step counts them. `waits` are those for a
     user's own loader, by stage.
+
+    Each of `epochs` has the eviction of its `cache`, the rest of the time since the epoch before it as
+    `change_s`, and, where `reader.read_type` is memory, the bytes and the time that its `preload` took.
+    `ceiling` has the figures of the same run on storage that costs no time.
     """
 
     loader: LoaderOptions | DescribedLoader
     storage_uri: str
     storage_options: Mapping[str, OptionValue]
-    epochs: tuple[EpochStage, ...]
+    epochs: tuple[Mapping[str, Any], ...]
     opening_s: float = 0.0
     files_found: int | None = None
     remarks: tuple[str, ...] = ()
@@ -90,7 +44,7 @@ class Stages:
     validation_s: float = 0.0
     planning_s: float = 0.0
     loader_start_s: float = 0.0
-    ceiling: HarnessLimit | None = None
+    ceiling: Mapping[str, Any] | None = None
     ceiling_s: float = 0.0
     checkpoints: Mapping[str, Any] | None = None
     survey_bytes: int = 0
@@ -120,7 +74,7 @@ class Stages:
             f"Order of all epochs planned in {self.planning_s:.2f} s",
             f"Loader started in {self.loader_start_s:.2f} s",
             f"Harness limit measured in {self.ceiling_s:.2f} s",
-            *(epoch.sentence() for epoch in self.epochs),
+            *map(_describe_change, self.epochs),
         )
 
     def document(self) -> dict[str, Any]:
@@ -132,9 +86,9 @@ class Stages:
             "planning_s": self.planning_s,
             "loader": self.loader.document(),
             "loader_start_s": self.loader_start_s,
-            "ceiling": self.ceiling.document() if self.ceiling else None,
+            "ceiling": self.ceiling,
             "ceiling_s": self.ceiling_s,
-            "epochs": [epoch.document() for epoch in self.epochs],
+            "epochs": self.epochs,
             "checkpoints": dict(self.checkpoints) if self.checkpoints else None,
             "survey_bytes": self.survey_bytes,
             "deliveries": [asdict(delivery) for delivery in self.deliveries],
@@ -145,6 +99,11 @@ class Stages:
                 "counters": self.counters.record(),
             },
         }
+
+
+def _describe_change(epoch: Mapping[str, Any]) -> str:
+    dropped = f", page cache dropped in {epoch['cache']['elapsed_s']:.2f} s" if epoch["cache"] else ""
+    return f"Change to epoch {epoch['epoch']} in {epoch['change_s']:.2f} s{dropped}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +124,7 @@ class TrainingResult:
 
     def document(self) -> dict[str, Any]:
         """The document of `--json`. AU is in percent; `read_bytes` counts training epochs."""
-        verdict, ceiling = self.train.verdict, self.stages.ceiling
+        verdict = self.train.verdict
         return {
             "workload": self.workload,
             "accelerators": self.ranks,
@@ -174,7 +133,7 @@ class TrainingResult:
             "notes": list(self.train.notes),
             "bottleneck": verdict.bottleneck.value if verdict else None,
             "evidence": list(verdict.evidence) if verdict else [],
-            "ceiling": ceiling.document() if ceiling else None,
+            "ceiling": self.stages.ceiling,
             "epochs": [_epoch(rate) for rate in self.train.epochs],
             "evaluation": _phase(self.evaluation) if self.evaluation else None,
             "trace": self.trace_folder,

@@ -21,7 +21,7 @@ from penstock.bench.loader.loader_protocol import (
     LoaderOptions,
     OpenStorage,
 )
-from penstock.bench.page_cache_eviction import CacheEviction, evict_keys
+from penstock.bench.page_cache_eviction import CacheEviction, evict
 from penstock.bench.recorded_run import RunSettings, record_run
 from penstock.bench.training.training_checkpoints import CheckpointsRequest, TrainingCheckpoints
 from penstock.bench.training.training_files import (
@@ -43,7 +43,7 @@ from penstock.bench.training.training_plan import (
     plan_training,
     require_counted_step,
 )
-from penstock.bench.training.training_result import EpochStage, HarnessLimit, Stages, TrainingResult
+from penstock.bench.training.training_result import Stages, TrainingResult
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
@@ -125,7 +125,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
     ) as (run, folder):
         with explained_absence(prepared.files):
             decoder = choose_decoder(request, prepared.files, uri=storage.uri)
-            limit: HarnessLimit | None = None
+            limit: Mapping[str, Any] | None = None
             loader: Loader | None = None
             began_s, start_s = time.monotonic(), 0.0
             if decoder is None:  # storage that costs nothing holds nothing, so there is nothing to decode
@@ -277,13 +277,19 @@ def _run_epochs(
                     loop.run(works[StepPhase.EVAL], epoch.epoch, plan.eval_steps)
                 loop.add_span(SpanKind.EPOCH, StepPhase.TRAIN, epoch.epoch, began_ns)
                 ended_s = time.monotonic()
+                stage = {
+                    "epoch": epoch.epoch,
+                    "cache": cache.document() if cache else None,
+                    "change_s": change_s,
+                    "preload": None,
+                }
                 if preload is not None:  # the bytes of all ranks, and the time of the slowest
-                    read_bytes = comm.reduce(preload[0], "sum", awaiting="what all ranks read first")
-                    preload = (
-                        read_bytes,
-                        comm.reduce(preload[1], "max", awaiting="the rank that read longest"),
-                    )
-                epochs.append(EpochStage(epoch=epoch.epoch, cache=cache, change_s=change_s, preload=preload))
+                    read_bytes, elapsed_s = preload
+                    stage["preload"] = {
+                        "read_bytes": comm.reduce(read_bytes, "sum", awaiting="what all ranks read first"),
+                        "elapsed_s": comm.reduce(elapsed_s, "max", awaiting="the rank that read longest"),
+                    }
+                epochs.append(stage)
     counted = storage.counters.snapshot() + loader.counters
     counters = comm.gather(counted, awaiting="what the storages of all ranks counted")
     survey_bytes = sum(work.batches.survey_bytes for work in works.values())
@@ -327,7 +333,7 @@ def _evict(
         for number in numbers.tolist()
         for key in files.keys_of(phase, number)
     )
-    return evict_keys(keys, storage, comm=comm, advance=progress.advance, explained=explained_absence(files))
+    return evict(storage, keys, comm=comm, advance=progress.advance, explained=explained_absence(files))
 
 
 def _write_results(run: ActiveRun, stages: Stages, *, request: TrainingRequest) -> TrainingResult:
@@ -339,7 +345,7 @@ def _write_results(run: ActiveRun, stages: Stages, *, request: TrainingRequest) 
     events = event_files.read_events(run.folder)
     # Without computation every harness limit is near 0, and says nothing about this client.
     is_computing = not workload.train.computation_time.is_zero
-    share = stages.ceiling.compute_share if stages.ceiling and is_computing else None
+    share = stages.ceiling["compute_share"] if stages.ceiling and is_computing else None
     train = phase_figures.compute_phase_figures(events, workload, ceiling=share)
     if train is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))

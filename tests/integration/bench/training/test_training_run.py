@@ -190,19 +190,19 @@ def test_what_is_outside_of_the_score_is_reported_by_itself(ground: Ground) -> N
 def test_the_page_cache_of_the_data_set_is_dropped_before_each_epoch(ground: Ground) -> None:
     result = ground.make().run()
     size_bytes = sum(ground.sizes().values())
-    drops = [epoch.cache for epoch in result.stages.epochs]
+    drops = [epoch["cache"] for epoch in result.stages.epochs]
     assert len(drops) == 2
     for drop in drops:
         assert drop is not None
-        assert drop.total_bytes == size_bytes
-        assert 0 <= drop.resident_bytes <= drop.before_bytes <= size_bytes
-        assert drop.resident_share == drop.resident_bytes / size_bytes
+        assert drop["total_bytes"] == size_bytes
+        assert 0 <= drop["resident_bytes"] <= drop["before_bytes"] <= size_bytes
+        assert drop["resident_share"] == drop["resident_bytes"] / size_bytes
 
 
 def test_direct_reads_need_no_drop(tmp_path: Path) -> None:
     ground = Ground(open_storage(f"direct://{tmp_path}/data", {}), tmp_path / "runs").make()
     assert not uses_page_cache(ground.storage)
-    assert [epoch.cache for epoch in ground.run().stages.epochs] == [None, None]
+    assert [epoch["cache"] for epoch in ground.run().stages.epochs] == [None, None]
 
 
 def test_only_files_that_an_epoch_reads_are_dropped_from_the_page_cache(ground: Ground) -> None:
@@ -218,9 +218,9 @@ def test_only_files_that_an_epoch_reads_are_dropped_from_the_page_cache(ground: 
     ground.storage = _WatchedStorage(ground.storage, opened)
     (epoch,) = ground.run(asked).stages.epochs
     assert len(opened) == 4 * 4
-    assert epoch.cache is not None
+    assert epoch["cache"] is not None
     sizes = ground.sizes()
-    assert epoch.cache.total_bytes == sum(sizes[key] for key in opened)
+    assert epoch["cache"]["total_bytes"] == sum(sizes[key] for key in opened)
 
 
 class _WatchedStorage(WrappedStorage):
@@ -239,21 +239,21 @@ class _WatchedStorage(WrappedStorage):
 def test_the_page_cache_is_kept_where_the_workload_says_so(ground: Ground) -> None:
     ground.make()
     result = ground.run(workload(reader=replace(SHUFFLED, drop_page_cache=False)))
-    assert [epoch.cache for epoch in result.stages.epochs] == [None, None]
+    assert [epoch["cache"] for epoch in result.stages.epochs] == [None, None]
 
 
 def test_synthetic_samples_have_no_pages(ground: Ground) -> None:
     result = ground.run(workload(replace(FILES, format=DataFormat.SYNTHETIC)))
-    assert [epoch.cache for epoch in result.stages.epochs] == [None, None]
+    assert [epoch["cache"] for epoch in result.stages.epochs] == [None, None]
 
 
 def test_the_ceiling_run_tells_what_this_client_could_do(ground: Ground) -> None:
     result = ground.make().run()
     ceiling = result.stages.ceiling
     assert ceiling is not None
-    assert ceiling.num_steps == 6
-    assert 0 < ceiling.au_compat_percent <= 100
-    assert ceiling.samples_per_s > 0
+    assert ceiling["steps"] == 6
+    assert 0 < ceiling["au_compat"] <= 100
+    assert ceiling["samples_per_s"] > 0
     assert result.document()["ceiling"]["steps"] == 6
     assert any("storage that costs nothing" in sentence for sentence in result.document()["evidence"])
 
@@ -470,4 +470,4 @@ def objects(moto: S3Server, tmp_path: Path) -> Iterator[Ground]:
 def test_on_an_object_service_every_epoch_reads_every_byte_once(objects: Ground) -> None:
     result = objects.make().run(workload(epochs=3))
     assert [epoch.read_bytes for epoch in result.train.epochs] == [sum(objects.sizes().values())] * 3
-    assert [epoch.cache for epoch in result.stages.epochs] == [None] * 3
+    assert [epoch["cache"] for epoch in result.stages.epochs] == [None] * 3

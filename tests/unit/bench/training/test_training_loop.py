@@ -170,7 +170,7 @@ def test_a_ceiling_run_reads_nothing_and_takes_the_same_steps() -> None:
         progress=scene.progress,
     )
     assert ceiling is not None
-    assert ceiling.num_steps == 4
+    assert ceiling["steps"] == 4
     assert scene.storage.counters.snapshot().read_bytes == before
     assert scene.comm.awaited[1:] == [f"all ranks to finish step {step}" for step in (1, 2, 3, 4)]
 
