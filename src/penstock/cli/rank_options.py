@@ -9,13 +9,17 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from _thread import start_new_thread  # without the locks of threading, which a signal may find taken
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any, Concatenate
+from time import monotonic, sleep
+from types import FrameType
+from typing import Any, Concatenate, Final
 
 from penstock import environment as env
 from penstock.cli.option_groups import FollowOptions
@@ -24,6 +28,9 @@ from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal
 from penstock.cluster import launcher_command, launcher_env
 from penstock.cluster.comm import Comm
+
+_LONGEST_IMPORT_S: Final = 10.0
+"""The time that a signal waits for the end of an import, which may be that of a user's program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +128,36 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the body as Ctrl-C does, so that workers end and records say why."""
+    """Let SIGTERM end the body as Ctrl-C does, so that workers end and records say why.
 
-    def interrupt(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt(f"Stopped by {signal.Signals(number).name}.")
+    Neither gets lost. Native modules drop or rename an exception that is raised while they are imported, so
+    the signal waits for the end of the import. An exception in a finalizer or in a callback from C is only
+    printed, so the signal comes again.
+    """
+    main_thread, usual_hook = threading.main_thread().ident, sys.unraisablehook
+    arrived, gives_up_at, is_over = signal.SIGINT, inf, False
+    assert main_thread is not None
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal arrived, gives_up_at
+        arrived = signal.Signals(number)
+        gives_up_at = min(gives_up_at, monotonic() + _LONGEST_IMPORT_S)
+        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+            frame = frame.f_back
+        if frame is None or monotonic() > gives_up_at:
+            raise KeyboardInterrupt(f"Stopped by {arrived.name}.")
+        start_new_thread(send_again, ())
+
+    def send_again() -> None:
+        sleep(0.02)
+        if not is_over:
+            signal.pthread_kill(main_thread, arrived)
+
+    def catch_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            start_new_thread(send_again, ())
+        else:
+            usual_hook(unraisable)
 
     # Shells make background commands ignore SIGINT, and other owners of a signal keep it.
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -132,11 +165,16 @@ def _terminated_as_interrupted() -> Iterator[None]:
     taken = [number for number, handler in usual.items() if is_main and signal.getsignal(number) == handler]
     for number in taken:
         signal.signal(number, interrupt)
+    if taken:
+        sys.unraisablehook = catch_unraisable
     try:
         yield
     finally:
+        is_over = True
         for number in taken:
             signal.signal(number, usual[number])
+        if taken:
+            sys.unraisablehook = usual_hook
 
 
 @contextmanager
