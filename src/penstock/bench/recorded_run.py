@@ -34,7 +34,7 @@ from penstock.results.counter_files import (
     SampledHost,
     reconcile,
 )
-from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files, write_iostat
+from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, write_dlio_files, write_iostat
 from penstock.results.event_files import SpoolWriter, read_events, spool_path
 from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_record import RunRequest
@@ -145,13 +145,8 @@ class RunSettings:
                 evaluation=evaluation,
                 preparation=preparation,
             ),
-            HydraFacts(
-                workload_name=workload.full_name,
-                overrides=provenance.redact(self.overrides),
-                subfolder=self.hydra_subfolder,
-                working_folder=str(Path.cwd()),
-                run_folder=str(run.folder),
-            ),
+            overrides=provenance.redact(self.overrides),
+            subfolder=self.hydra_subfolder,
             log_before=self.log_before,
         )
 
