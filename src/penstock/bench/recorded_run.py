@@ -50,7 +50,6 @@ from penstock.results.step_events import (
 )
 from penstock.storage import Storage
 from penstock.storage.capabilities import RecordSpan, find_span_trace
-from penstock.storage.protocol import OptionValue
 from penstock.workload.enums import Profiler
 from penstock.workload.spec import Workload
 
@@ -154,12 +153,6 @@ class RunSettings:
 def read_clocks(rank: int, host: str) -> RankClock:
     """Both clocks of this host, read together, to which a rank's events refer."""
     return RankClock(rank=rank, host=host, wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
-
-
-def find_trace_folder(storage_options: Mapping[str, OptionValue]) -> str | None:
-    """The folder that a storage of these options writes its trace into; None if it writes none."""
-    folder = storage_options.get("trace")
-    return None if folder is None else str(folder)
 
 
 def name_run_in_trace(storage: Storage, folder: Path) -> RecordSpan | None:
