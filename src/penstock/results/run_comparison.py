@@ -247,30 +247,25 @@ def _settings(workload: Mapping[str, Any]) -> dict[str, Any]:
 _NOTICED: Final = 0.03
 """Changes below this are called alike."""
 
-_CHARTED: Final[
-    Mapping[str, tuple[Callable[[RunSummary], float | None], Callable[[float], str], str, float]]
-] = {
-    "AU": (lambda run: run.au_compat_percent, "{:.2f} %".format, "%", 100),
-    "Samples per second": (lambda run: run.samples_per_s_strict, "{:,.1f}".format, "", 0),
-    "Bytes read": (lambda run: run.read_bytes_per_s, format_rate, "B/s", 0),
-    "Checkpoints written": (lambda run: _gib(run.write_gib_per_s), format_rate, "B/s", 0),
-    "Checkpoints read back": (lambda run: _gib(run.read_gib_per_s), format_rate, "B/s", 0),
+_CHARTED: Final[Mapping[str, tuple[str, float, Callable[[float], str], str, float]]] = {
+    "AU": ("au_compat_percent", 1, "{:.2f} %".format, "%", 100),
+    "Samples per second": ("samples_per_s_strict", 1, "{:,.1f}".format, "", 0),
+    "Bytes read": ("read_bytes_per_s", 1, format_rate, "B/s", 0),
+    "Checkpoints written": ("write_gib_per_s", 2**30, format_rate, "B/s", 0),
+    "Checkpoints read back": ("read_gib_per_s", 2**30, format_rate, "B/s", 0),
 }
-"""The figures that runs are compared by, the more the better: value, text, unit, and the end of its axis."""
-
-
-def _gib(value: float | None) -> float | None:
-    return None if value is None else value * 2**30
+"""The figures that runs are compared by, the more the better: field, factor, text, unit, end of the axis."""
 
 
 def make_comparison_page(comparison: RunComparison) -> Report:
     """The page of two or more runs, each against the first."""
     runs, names = comparison.runs, [run.id for run in comparison.runs]
-    values = {title: [value(run) for run in runs] for title, (value, *_) in _CHARTED.items()}
-    texts = {
-        title: ["-" if value is None else _CHARTED[title][1](value) for value in of_runs]
-        for title, of_runs in values.items()
-    }
+    values: dict[str, list[float | None]] = {}
+    texts: dict[str, list[str]] = {}
+    for title, (field, factor, text, _, _) in _CHARTED.items():
+        found = [getattr(run, field) for run in runs]
+        values[title] = [None if value is None else value * factor for value in found]
+        texts[title] = ["-" if value is None else text(value) for value in values[title]]
     rows = [
         {
             "run": run.id,
@@ -284,7 +279,7 @@ def make_comparison_page(comparison: RunComparison) -> Report:
         for number, run in enumerate(runs)
     ]
     charts = []
-    for title, (_, text, unit, y_end) in _CHARTED.items():
+    for title, (_, _, text, unit, y_end) in _CHARTED.items():
         known = {name: value for name, value in zip(names, values[title], strict=True) if value is not None}
         if known:
             # Each run has its own colour.

@@ -126,33 +126,33 @@ REFUSED: Final[Mapping[KeyPath, str]] = _by_path(
 
 DEPARTURES: Final[Mapping[KeyPath, tuple[str, tuple[object, ...], str]]] = _by_path(
     {
-        "dataset.compression": ("except", ("none",), "DLIO never compresses npz; here it compresses"),
+        "dataset.compression": ("except", ("none",), "DLIO never compresses npz; here npz is compressed"),
         "dataset.enable_chunking": ("for", (True,), "DLIO ignores it; here HDF5 is chunked"),
-        "dataset.chunk_size": ("except", (0,), "DLIO ignores it; here it is the size of HDF5's chunks"),
-        "dataset.listing_threads": ("except", (4,), "DLIO always takes 4; here as many as asked for"),
+        "dataset.chunk_size": ("except", (0,), "DLIO ignores it; here it sets the size of HDF5's chunks"),
+        "dataset.listing_threads": ("except", (4,), "DLIO always uses 4; here as many as you ask for"),
         "reader.file_shuffle": (
             "for",
             ("off", False),
-            "DLIO shuffles files whatever is written here; here off is off",
+            "DLIO shuffles files in any case; here off means off",
         ),
         "reader.sample_shuffle": (
             "for",
             ("seed", "random"),
-            "DLIO's PyTorch loader leaves samples in order; here they are shuffled",
+            "DLIO's PyTorch loader does not shuffle samples; here they are shuffled",
         ),
         "reader.read_type": (
             "for",
             ("on_demand",),
-            "DLIO takes an explicit on_demand for memory; here samples are read on demand",
+            "DLIO reads an explicit on_demand as memory; here samples are read on demand",
         ),
-        "reader.file_access": ("except", ("multi",), "DLIO ignores it; here it is honoured"),
-        "reader.read_threads": ("for", (1,), "DLIO takes 1 for automatic; here it is one thread"),
-        "reader.write_threads": ("for", (1,), "DLIO takes 1 for automatic; here it is one thread"),
-        "checkpoint.type": ("except", ("rank_zero",), "DLIO ignores it; here it is honoured"),
+        "reader.file_access": ("except", ("multi",), "DLIO ignores it; here it is applied"),
+        "reader.read_threads": ("for", (1,), "DLIO treats 1 as automatic; here it is one thread"),
+        "reader.write_threads": ("for", (1,), "DLIO treats 1 as automatic; here it is one thread"),
+        "checkpoint.type": ("except", ("rank_zero",), "DLIO ignores it; here it is applied"),
         "checkpoint.fsync": (
             "for",
             (True,),
-            "DLIO never syncs, whatever is asked; here every file is synced",
+            "DLIO never syncs; here every file is synced",
         ),
         "checkpoint.recovery_rank_shift": (
             "for",
