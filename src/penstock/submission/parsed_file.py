@@ -113,6 +113,14 @@ class ParsedFile:
             here = here.get(key) if isinstance(here, dict) else None
         return here is not None
 
+    def parts(self, *path: str) -> dict[str, "ParsedFile"]:
+        """The entries of a mapping by key, or of a list by position, to be read like files; else none."""
+        value = self.value(*path)
+        entries = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        )
+        return {str(key): ParsedFile(file=self.file, content=entry) for key, entry in entries}
+
     def number(self, *path: str) -> float:
         """A finite number, or text that contains one, as in some real reports."""
         return self._number(self.value(*path), path)

@@ -103,11 +103,10 @@ def _utilization(result: SubmittedResult) -> float:
 
 def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
     """The seconds of each checkpoint in one rank's statistics; `prefix` is save or load."""
-    epochs = stats.value()
     return {
-        f"{epoch}.{name}": ParsedFile(file=stats.file, content=entry).number("duration")
-        for epoch, entries in (epochs.items() if isinstance(epochs, dict) else ())
-        for name, entry in (entries.items() if isinstance(entries, dict) else ())
+        f"{epoch}.{name}": entry.number("duration")
+        for epoch, entries in stats.parts().items()
+        for name, entry in entries.parts().items()
         if name.startswith(f"{prefix}_ckpt")
     }
 
@@ -208,10 +207,9 @@ def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
         queries, seconds = aggregate.number("total_queries"), aggregate.number("total_time_seconds")
         problem = f"total_time_seconds is {seconds:g}"
     else:
-        entries, problem = aggregate.value("rank_summaries"), "its ranks took no time"
-        if not isinstance(entries, list) or not entries:
+        ranks, problem = aggregate.parts("rank_summaries").values(), "its ranks took no time"
+        if not ranks:
             raise MissingFact("rank_summaries has no rank", where=aggregate.file)
-        ranks = [ParsedFile(file=aggregate.file, content=entry) for entry in entries]
         queries = sum(rank.number("total_queries") for rank in ranks)
         begin = min(rank.number("start_time") for rank in ranks)
         seconds = max(rank.number("end_time") for rank in ranks) - begin
@@ -222,14 +220,9 @@ def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
 
 def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
     """Each option's part of the summary of a key-value cache's run."""
-    options = summary.value("options")
-    if not isinstance(options, dict):
+    if not isinstance(summary.value("options"), dict):
         raise MissingFact("options is no mapping", where=summary.file)
-    return {
-        int(name): ParsedFile(file=summary.file, content=entry)
-        for name, entry in options.items()
-        if str(name).isdigit()
-    }
+    return {int(name): option for name, option in summary.parts("options").items() if name.isdigit()}
 
 
 def read_interval(run_dir: ResultDir) -> Interval:

@@ -336,9 +336,7 @@ def product_parts(description: ParsedFile) -> Iterator[tuple[float | None, float
         ("product_switches", "unit_count", ()),
     ):
         path = ("system_under_test", kind)
-        entries = description.value(*path) if description.has(*path) else []
-        for entry in entries if isinstance(entries, list) else ():
-            part = ParsedFile(file=description.file, content=entry)
+        for part in description.parts(*path).values() if description.has(*path) else ():
             rack_units = _times(part, count, partial(part.number, *body, "rack_units"))
             yield rack_units, _times(part, count, partial(_read_watts, part, body))
 
@@ -351,10 +349,8 @@ def _times(part: ParsedFile, count: str, read: Callable[[], float]) -> float | N
 
 
 def _read_watts(part: ParsedFile, body: KeyPath) -> float:
-    supplies = part.value(*body, "power", "psus_configured")
-    entries = supplies if isinstance(supplies, list) else []
-    parsed = [ParsedFile(file=part.file, content=entry) for entry in entries]
-    return sum(entry.number("nameplate_power_watts") * entry.number("unit_count") for entry in parsed)
+    supplies = part.parts(*body, "power", "psus_configured").values()
+    return sum(supply.number("nameplate_power_watts") * supply.number("unit_count") for supply in supplies)
 
 
 _TYPE_STEPS = frozenset({"str", "int", "float", "bool", "constrained-str", "function-after"})

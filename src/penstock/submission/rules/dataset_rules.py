@@ -370,16 +370,12 @@ def _strings(content: object) -> Iterator[str]:
 
 def _epochs(record: ParsedFile) -> list[tuple[ParsedFile, list[ParsedFile]]]:
     """Each epoch of the plan in `run.json`, with the shares of its ranks."""
-    epochs = record.value("plan", "epochs")
-    if not isinstance(epochs, list) or not epochs:
-        raise MissingFact("plan.epochs is not a list of epochs", where=record.file)
-    found = []
-    for epoch in (ParsedFile(file=record.file, content=content) for content in epochs):
-        ranks = epoch.value("ranks")
-        if not isinstance(ranks, list) or not ranks:
-            raise MissingFact("an epoch of plan.epochs has no list of ranks", where=record.file)
-        found.append((epoch, [ParsedFile(file=record.file, content=rank) for rank in ranks]))
-    return found
+    epochs = [
+        (epoch, list(epoch.parts("ranks").values())) for epoch in record.parts("plan", "epochs").values()
+    ]
+    if not epochs or not all(ranks for _, ranks in epochs):
+        raise MissingFact("plan.epochs has no epochs, or one without ranks", where=record.file)
+    return epochs
 
 
 def _num_samples(record: ParsedFile) -> int:

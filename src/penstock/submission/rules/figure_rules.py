@@ -5,7 +5,7 @@ need. A fact that older tools do not record makes a rule not applicable, never b
 """
 
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
@@ -162,9 +162,8 @@ def _unless_no_statistics(case: Case) -> str:
 
 def _epochs(case: Case) -> list[ParsedFile]:
     """The statistics of each training epoch, in order."""
-    content, file = case.run.epochs.value(), case.run.epochs.file
-    epochs = {str(name): epoch for name, epoch in content.items()} if isinstance(content, dict) else {}
-    return [ParsedFile(file=file, content=epochs[name]) for name in sorted(epochs, key=lambda n: (len(n), n))]
+    epochs = case.run.epochs.parts()
+    return [epochs[name] for name in sorted(epochs, key=lambda name: (len(name), name))]
 
 
 def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
@@ -201,33 +200,19 @@ def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
 def _seconds_of_blocks(epoch: ParsedFile) -> float:
     """The time of the parts of an epoch between which checkpoints may lie."""
     return sum(
-        (_moment(epoch, record["end"]) - _moment(epoch, record["start"])).total_seconds()
-        for name, record in _timed_records({"": epoch.value()})
-        if name.startswith(".block")
+        _seconds(block)
+        for name, block in epoch.parts().items()
+        if name.startswith("block") and block.has("start") and block.has("end")
     )
-
-
-def _timed_records(content: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Epochs and their parts that state when they started and ended."""
-    for number, epoch in content.items() if isinstance(content, dict) else ():
-        if not isinstance(epoch, dict):
-            continue
-        parts = {f"{number}.{name}": part for name, part in epoch.items()}
-        for name, record in {str(number): epoch, **parts}.items():
-            if isinstance(record, dict) and "start" in record and "end" in record:
-                yield name, record
-
-
-def _moment(stats: ParsedFile, text: Any) -> datetime:
-    try:
-        moment = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return read_time(ParsedFile(file=stats.file, content={"start or end": text}), "start or end")
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _interval(record: ParsedFile) -> Interval:
     return read_time(record, "start"), read_time(record, "end")
+
+
+def _seconds(record: ParsedFile) -> float:
+    begin, end = _interval(record)
+    return (end - begin).total_seconds()
 
 
 def _judge_times(case: Case) -> Iterator[Finding]:
@@ -237,8 +222,7 @@ def _judge_times(case: Case) -> Iterator[Finding]:
         yield Finding(verdict=Verdict.FAIL, evidence=file, proof=problem, fix=fix)
     metadata = case.run.metadata
     if not problems and metadata.has("runtime"):
-        begin, end = _interval(case.run.summary)
-        spanned_s, runtime_s = (end - begin).total_seconds(), metadata.number("runtime")
+        spanned_s, runtime_s = _seconds(case.run.summary), metadata.number("runtime")
         yield pass_if(
             spanned_s <= runtime_s + _SECONDS_TOLERANCE,
             evidence=metadata.file,
@@ -259,24 +243,25 @@ def _find_time_problems(case: Case) -> Iterator[tuple[str, str]]:
         yield run.summary.file, f"end {run.summary.text('end')} is before start {run.summary.text('start')}"
         return
     for stats in run.stats or (run.epochs,):
-        for name, record in () if stats.is_missing else _timed_records(stats.value()):
-            begin, end = _moment(stats, record["start"]), _moment(stats, record["end"])
-            spanned_s = (end - begin).total_seconds()
-            if "duration" in record and (
-                problem := _find_wrong_duration(name, record, stats.file, spanned_s)
-            ):
+        records = {}
+        for number, epoch in ({} if stats.is_missing else stats.parts()).items():
+            records |= {number: epoch} | {f"{number}.{name}": part for name, part in epoch.parts().items()}
+        for name, record in records.items():
+            if not (record.has("start") and record.has("end")):
+                continue
+            begin, end = _interval(record)
+            if record.has("duration") and (problem := _find_wrong_duration(record, is_part="." in name)):
                 yield stats.file, f"{name}: {problem}"
             outside = max(run_begin - begin, end - run_end)
             if stats.file.rpartition("/")[2] in _FIRST_RANK and outside > slack:  # the summary's own clock
                 yield stats.file, f"{name} lies {outside.total_seconds():.6g} s outside of the run"
 
 
-def _find_wrong_duration(name: str, record: dict[str, Any], file: str, spanned_s: float) -> str:
+def _find_wrong_duration(record: ParsedFile, *, is_part: bool) -> str:
     """The flaw of a duration. An epoch's leaves out the time after its last step, and no block."""
-    entry = ParsedFile(file=file, content=record)
-    duration_s, tolerance_s = entry.number("duration"), 0.02 + 0.001 * spanned_s
-    is_part = "." in name
-    least_s = spanned_s if is_part else _seconds_of_blocks(entry)
+    spanned_s, duration_s = _seconds(record), record.number("duration")
+    tolerance_s = 0.02 + 0.001 * spanned_s
+    least_s = spanned_s if is_part else _seconds_of_blocks(record)
     if least_s - tolerance_s <= duration_s <= spanned_s + tolerance_s:
         return ""
     if is_part or duration_s > spanned_s:

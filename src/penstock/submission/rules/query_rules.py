@@ -65,8 +65,8 @@ class CacheCommand:
 def _commands(case: Case) -> tuple[CacheCommand, ...]:
     """The commands of all trials in the order of their execution."""
     metadata = case.run.metadata
-    entries = metadata.value("command_output_files") or []
-    texts = [str(entry.get("command", "")) for entry in entries if isinstance(entry, dict)]
+    entries = metadata.parts("command_output_files").values()
+    texts = [str(entry.value("command")) for entry in entries if entry.has("command")]
     commands = tuple(command for text in texts if (command := _parse_command(text)))
     if not commands:
         raise MissingFact("command_output_files names no command of a trial", where=metadata.file)

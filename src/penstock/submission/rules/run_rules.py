@@ -187,9 +187,9 @@ def _judge_alike_hosts(case: Case) -> Iterator[Finding]:
         ("host_cpu_count", ("cpu", "num_logical_cores")),
     ):
         # DLIO fills its lists wrongly on clusters; the metadata may have the same facts of each host.
-        numbers, hosts = summary.numbers(name), metadata.value(*path) if metadata.has(*path) else None
-        if (len(numbers) != count or min(numbers) <= 0) and isinstance(hosts, list) and hosts:
-            numbers = tuple(ParsedFile(file=metadata.file, content=host).number(*key) for host in hosts)
+        numbers, hosts = summary.numbers(name), metadata.parts(*path) if metadata.has(*path) else {}
+        if (len(numbers) != count or min(numbers) <= 0) and hosts:
+            numbers = tuple(host.number(*key) for host in hosts.values())
         is_comparable = len(numbers) == count and min(numbers) > 0
         ratio = max(numbers) / min(numbers) if is_comparable else 0.0
         yield pass_if(

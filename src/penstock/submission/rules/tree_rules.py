@@ -228,10 +228,9 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
     summary = case.run.summary
     require_all_hosts(case.run)
     description, hosts = require_description(case), summary.integer("num_hosts")
-    kinds = description.value("system_under_test", "clients")
-    if not isinstance(kinds, list):
+    clients = list(description.parts("system_under_test", "clients").values())
+    if not clients:
         raise MissingFact("system_under_test.clients is not a list", where=description.file)
-    clients = [ParsedFile(file=description.file, content=kind) for kind in kinds]
     expected = sum(client.integer("quantity") for client in clients)
     yield pass_if(
         hosts == expected,
