@@ -5,7 +5,7 @@ used; a figure that cannot be recomputed is absent, and the rule that needs it g
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import partial
@@ -33,15 +33,15 @@ Interval = tuple[datetime, datetime]
 """The begin and the end of an invocation."""
 
 
-def mean(values: tuple[float, ...]) -> float:
+def mean(values: Collection[float]) -> float:
     """The plain mean, summed exactly."""
     return math.fsum(values) / len(values)
 
 
-def deviation(values: tuple[float, ...]) -> float:
+def deviation(values: Collection[float]) -> float:
     """The population's standard deviation."""
     middle = mean(values)
-    return math.sqrt(mean(tuple((value - middle) ** 2 for value in values)))
+    return math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def samples_per_second(run_dir: ResultDir) -> float:
@@ -88,17 +88,23 @@ def num_accelerators(run: ResultRun) -> int:
     return sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
 
 
-def per_run(result: SubmittedResult, read: Callable[[ResultDir], float]) -> tuple[float, ...]:
-    """A figure of each counted run, summed over its directories."""
-    if not result.counted_runs:
-        raise MissingFact("there are no runs", where=result.name)
-    return tuple(math.fsum(map(read, run.dirs)) for run in result.counted_runs)
+OF_TRAINING: Final[Mapping[str, Callable[[ResultRun], float]]] = {
+    "throughput": lambda run: math.fsum(map(samples_per_second, run.dirs)),
+    "read bandwidth": lambda run: math.fsum(map(mib_per_second, run.dirs)),
+    "utilization": lambda run: mean([utilization_percent(run_dir) for run_dir in run.dirs]),
+}
+"""The figures of a training run, over all of its directories."""
 
 
-def _utilization(result: SubmittedResult) -> float:
+def per_run(result: SubmittedResult, compute: Callable[[ResultRun], float]) -> dict[str, float]:
+    """A figure of each run that counts, by the run's name."""
     if not result.counted_runs:
         raise MissingFact("there are no runs", where=result.name)
-    return mean(tuple(utilization_percent(run_dir) for run in result.counted_runs for run_dir in run.dirs))
+    return {run.name: compute(run) for run in result.counted_runs}
+
+
+def _over_runs(spread: Callable[[Collection[float]], float], name: str, result: SubmittedResult) -> float:
+    return spread(per_run(result, OF_TRAINING[name]).values())
 
 
 def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
@@ -111,23 +117,29 @@ def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
     }
 
 
-def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, float]]:
-    """The recomputed means of writes (`save`) or reads (`load`); empty if there were none.
+def checkpoint_seconds(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, float]]:
+    """The seconds of each write (`save`) or read (`load`).
 
-    Each is by the first rank's times, as DLIO states and the rounds publish it, and by the slowest rank's,
-    for which all others wait.
+    Each is by the first rank, as DLIO states and the rounds publish it, and by the slowest rank, for which
+    all others wait.
     """
     if not run_dir.stats:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=run_dir.name)
     ranks = [read_durations(stats, prefix) for stats in run_dir.stats]
-    first = tuple(ranks[0].values())
-    if not first:
+    for name, first_s in ranks[0].items():
+        if first_s <= 0:
+            raise MissingFact(f"{name} took no time", where=run_dir.stats[0].file)
+    return {name: (first_s, max(rank.get(name, 0.0) for rank in ranks)) for name, first_s in ranks[0].items()}
+
+
+def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, float]]:
+    """The recomputed means of writes or reads, by the first rank and by the slowest; empty without any."""
+    seconds = checkpoint_seconds(run_dir, prefix)
+    if not seconds:
         return {}
-    slowest = tuple(max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0])
+    first, slowest = zip(*seconds.values(), strict=True)
     size_gib = run_dir.summary.number("metric", "checkpoint_size_GB")
-    if min(first) <= 0:
-        raise MissingFact("a checkpoint took no time", where=run_dir.stats[0].file)
-    by_first, by_slowest = (mean(tuple(size_gib / s for s in seconds)) for seconds in (first, slowest))
+    by_first, by_slowest = (mean([size_gib / s for s in each]) for each in (first, slowest))
     return {
         f"{prefix}_checkpoint_io_mean_GB_per_second": (by_first, by_slowest),
         f"{prefix}_checkpoint_duration_mean_seconds": (mean(first), mean(slowest)),
@@ -147,11 +159,11 @@ def _result_checkpoint_means(name: str, result: SubmittedResult) -> tuple[float,
 
 METRICS: Final[Mapping[Benchmark, Mapping[str, Callable[[SubmittedResult], float | tuple[float, ...]]]]] = {
     Benchmark.TRAINING: {
-        "train_throughput_mean_samples_per_second": lambda r: mean(per_run(r, samples_per_second)),
-        "train_throughput_stdev_samples_per_second": lambda r: deviation(per_run(r, samples_per_second)),
-        "train_throughput_mean_MB_per_second": lambda r: mean(per_run(r, mib_per_second)),
-        "train_throughput_stdev_MB_per_second": lambda r: deviation(per_run(r, mib_per_second)),
-        "train_au_mean_percentage": _utilization,
+        "train_throughput_mean_samples_per_second": partial(_over_runs, mean, "throughput"),
+        "train_throughput_stdev_samples_per_second": partial(_over_runs, deviation, "throughput"),
+        "train_throughput_mean_MB_per_second": partial(_over_runs, mean, "read bandwidth"),
+        "train_throughput_stdev_MB_per_second": partial(_over_runs, deviation, "read bandwidth"),
+        "train_au_mean_percentage": partial(_over_runs, mean, "utilization"),
     },
     Benchmark.CHECKPOINTING: {
         name: partial(_result_checkpoint_means, name)

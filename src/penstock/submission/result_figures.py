@@ -5,7 +5,7 @@ reason, and no stated mean takes its place; one value has a mean and no interval
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -14,14 +14,13 @@ from typing import Final
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import (
     LATENCY,
+    OF_TRAINING,
+    checkpoint_seconds,
     deviation,
     mean,
-    mib_per_second,
     options_of,
-    read_durations,
+    per_run,
     recompute_run,
-    samples_per_second,
-    utilization_percent,
 )
 from penstock.submission.result_files import ResultRun, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
@@ -55,7 +54,7 @@ class ResultFigure:
 
 def measure_figure(name: str, unit: str, values: dict[str, float]) -> ResultFigure:
     """The spread of a figure over at least one run."""
-    numbers, interval = tuple(values.values()), None
+    numbers, interval = values.values(), None
     middle, spread, num = mean(numbers), deviation(numbers), len(numbers)
     if num > 1:
         sample_deviation = spread * math.sqrt(num / (num - 1))
@@ -103,7 +102,7 @@ def _find_outliers(values: Mapping[str, float]) -> dict[str, str]:
     distances = {run: abs(value - middle) for run, value in values.items()}
     scale, name = MEDIAN_DEVIATION_SCALE * median(distances.values()), "median absolute deviation"
     if scale == 0:  # more than half of the runs are exactly equal
-        scale, name = MEAN_DEVIATION_SCALE * mean(tuple(distances.values())), "mean absolute deviation"
+        scale, name = MEAN_DEVIATION_SCALE * mean(distances.values()), "mean absolute deviation"
     if scale == 0:
         return {}
     return {
@@ -117,121 +116,103 @@ def compute_figures(result: SubmittedResult) -> tuple[tuple[ResultFigure, ...], 
     """The figures that a result of this benchmark has, and a sentence for each that cannot be recomputed."""
     figures: list[ResultFigure] = []
     missing: list[str] = []
-    for name, unit, compute in _KINDS[result.location.benchmark]():
+    for name, unit, compute in _FIGURES[result.location.benchmark]:
         try:
             values = compute(result)
         except (MissingFact, ArithmeticError) as reason:
             missing.append(f"{name}: {reason}")
             continue
-        if values:
+        infinite = [run for run, value in values.items() if not math.isfinite(value)]
+        if infinite:
+            missing.append(f"{name}: it comes to {values[infinite[0]]} ({infinite[0]})")
+        elif values:
             figures.append(measure_figure(name, unit, values))
     return tuple(figures), tuple(missing)
 
 
-_Kind = tuple[str, str, Callable[[SubmittedResult], dict[str, float]]]
-"""The name and the unit of a figure, and the function that computes its values."""
-
-
-def _per_run(compute: Callable[[ResultRun], float], result: SubmittedResult) -> dict[str, float]:
-    if not result.counted_runs:
-        raise MissingFact("there are no runs", where=result.name)
-    values = {}
-    for run in result.counted_runs:
-        values[run.name] = value = compute(run)
-        if not math.isfinite(value):
-            raise MissingFact(f"it comes to {value}", where=run.name)
-    return values
-
-
-def _training() -> Iterator[_Kind]:
-    for name, unit, compute in (
-        ("throughput", "samples/s", lambda run: math.fsum(map(samples_per_second, run.dirs))),
-        ("read bandwidth", "MiB/s", lambda run: math.fsum(map(mib_per_second, run.dirs))),
-        ("utilization", "%", lambda run: mean(tuple(map(utilization_percent, run.dirs)))),
-    ):
-        yield name, unit, partial(_per_run, compute)
-
-
-def _checkpointing() -> Iterator[_Kind]:
-    """By the first rank, as rounds publish it, and by the slowest one, for which all others wait."""
-    for way, prefix in (("write", "save"), ("read", "load")):
-        for figure, unit in (("bandwidth", "GiB/s"), ("duration", "s")):
-            by_first = partial(_per_checkpoint, prefix, figure, is_slowest=False)
-            yield f"{way} {figure}", unit, by_first
-            yield f"{way} {figure}, slowest rank", unit, partial(by_first, is_slowest=True)
-
-
 def _per_checkpoint(
-    prefix: str, figure: str, result: SubmittedResult, *, is_slowest: bool
+    result: SubmittedResult, *, prefix: str, is_bandwidth: bool, is_slowest: bool
 ) -> dict[str, float]:
     """A figure of each checkpoint; by the slowest ranks only where these are not the first ones."""
     run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
     if not run_dirs:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
-    found = []
-    for run_dir in run_dirs:
-        ranks = [read_durations(stats, prefix) for stats in run_dir.stats]
-        for name, first_s in ranks[0].items():
-            value = max(rank.get(name, 0.0) for rank in ranks) if is_slowest else first_s
-            if value <= 0:
-                raise MissingFact(f"{name} took no time", where=run_dir.stats[0].file)
-            if figure == "bandwidth":
-                value = run_dir.summary.number("metric", "checkpoint_size_GB") / value
-            found.append((run_dir, name, value))
-    is_unique = len({name for _, name, _ in found}) == len(found)
-    values = {
-        name if is_unique else f"{run_dir.name.rpartition('/')[2]} {name}": value
-        for run_dir, name, value in found
-    }
-    if is_slowest and values == _per_checkpoint(prefix, figure, result, is_slowest=False):
+    found = [
+        (run_dir, name, seconds)
+        for run_dir in run_dirs
+        for name, seconds in checkpoint_seconds(run_dir, prefix).items()
+    ]
+    if is_slowest and all(first_s == slowest_s for _, _, (first_s, slowest_s) in found):
         return {}
+    is_unique = len({name for _, name, _ in found}) == len(found)
+    values = {}
+    for run_dir, name, seconds in found:
+        value = seconds[is_slowest]
+        if is_bandwidth:
+            value = run_dir.summary.number("metric", "checkpoint_size_GB") / value
+        values[name if is_unique else f"{run_dir.name.rpartition('/')[2]} {name}"] = value
     return values
 
 
-def _kv_cache() -> Iterator[_Kind]:
+def _of_option(number: int, name: str, run: ResultRun) -> float:
     """By the summary of a run: files of ranks may be left out, and rules compare it with them."""
+    options = options_of(run.dirs[0].summary)
+    if number not in options:
+        raise MissingFact(f"there is no option {number}", where=run.dirs[0].summary.file)
+    return options[number].number(name)
 
-    def read(number: int, name: str, run: ResultRun) -> float:
-        options = options_of(run.dirs[0].summary)
-        if number not in options:
-            raise MissingFact(f"there is no option {number}", where=run.dirs[0].summary.file)
-        return options[number].number(name)
 
-    for number in (1, 2, 3):
+def _of_search(name: str, run: ResultRun) -> float:
+    """By the summary; where there is none, tables are made of the figures over all ranks."""
+    first = run.dirs[0]
+    if name == "throughput_qps":
+        return recompute_run(first.aggregate)[name]
+    if not first.summary.is_missing:
+        return first.summary.number(name)
+    return first.aggregate.number(*(("recall", "mean_recall") if name == "recall" else (name,)))
+
+
+_FIGURES: Final[
+    Mapping[Benchmark, tuple[tuple[str, str, Callable[[SubmittedResult], dict[str, float]]], ...]]
+] = {
+    Benchmark.TRAINING: tuple(
+        (name, unit, partial(per_run, compute=OF_TRAINING[name]))
+        for name, unit in (("throughput", "samples/s"), ("read bandwidth", "MiB/s"), ("utilization", "%"))
+    ),
+    # By the first rank, as rounds publish it, and by the slowest one, for which all others wait.
+    Benchmark.CHECKPOINTING: tuple(
+        (
+            f"{way} {figure}{note}",
+            unit,
+            partial(
+                _per_checkpoint, prefix=prefix, is_bandwidth=figure == "bandwidth", is_slowest=bool(note)
+            ),
+        )
+        for way, prefix in (("write", "save"), ("read", "load"))
+        for figure, unit in (("bandwidth", "GiB/s"), ("duration", "s"))
+        for note in ("", ", slowest rank")
+    ),
+    Benchmark.KV_CACHE: tuple(
+        (f"option {number}: {figure}", unit, partial(per_run, compute=partial(_of_option, number, name)))
+        for number in (1, 2, 3)
         for figure, unit, name in (
             ("read bandwidth", "GiB/s", "aggregated_read_bandwidth_gbps"),
             ("write bandwidth", "GiB/s", "aggregated_write_bandwidth_gbps"),
             ("throughput", "tokens/s", "aggregated_avg_throughput_tokens_per_sec"),
             ("storage throughput", "tokens/s", "aggregated_storage_throughput_tokens_per_sec"),
             ("largest p95 latency", "ms", LATENCY),
-        ):
-            yield f"option {number}: {figure}", unit, partial(_per_run, partial(read, number, name))
-
-
-def _vector_search() -> Iterator[_Kind]:
-    def read(name: str, run: ResultRun) -> float:
-        """By the summary; where there is none, tables are made of the figures over all ranks."""
-        first = run.dirs[0]
-        if name == "throughput_qps":
-            return recompute_run(first.aggregate)[name]
-        if not first.summary.is_missing:
-            return first.summary.number(name)
-        return first.aggregate.number(*(("recall", "mean_recall") if name == "recall" else (name,)))
-
-    for figure, unit, name in (
-        ("throughput", "queries/s", "throughput_qps"),
-        ("mean latency", "ms", "mean_latency_ms"),
-        ("p95 latency", "ms", "p95_latency_ms"),
-        ("p99 latency", "ms", "p99_latency_ms"),
-        ("p99.9 latency", "ms", "p999_latency_ms"),
-        ("recall", "", "recall"),
-    ):
-        yield figure, unit, partial(_per_run, partial(read, name))
-
-
-_KINDS: Final[Mapping[Benchmark, Callable[[], Iterator[_Kind]]]] = {
-    Benchmark.TRAINING: _training,
-    Benchmark.CHECKPOINTING: _checkpointing,
-    Benchmark.KV_CACHE: _kv_cache,
-    Benchmark.VECTOR_SEARCH: _vector_search,
+        )
+    ),
+    Benchmark.VECTOR_SEARCH: tuple(
+        (figure, unit, partial(per_run, compute=partial(_of_search, name)))
+        for figure, unit, name in (
+            ("throughput", "queries/s", "throughput_qps"),
+            ("mean latency", "ms", "mean_latency_ms"),
+            ("p95 latency", "ms", "p95_latency_ms"),
+            ("p99 latency", "ms", "p99_latency_ms"),
+            ("p99.9 latency", "ms", "p999_latency_ms"),
+            ("recall", "", "recall"),
+        )
+    ),
 }
+"""The name and the unit of each figure, and the function that computes its values."""

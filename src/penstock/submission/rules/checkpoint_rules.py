@@ -15,7 +15,6 @@ from penstock.submission.rules.rule import (
     Case,
     Finding,
     Rule,
-    Scope,
     Verdict,
     check,
     free_in_open,
@@ -28,8 +27,8 @@ from penstock.submission.rules.rule import (
 )
 from penstock.submission.rules.tree_rules import SOLUTION, require_description
 
-_RUNS: Final[Scope] = {"editions": LATER, "benchmarks": CHECKPOINTING}
-_RESULTS: Final[Scope] = {"editions": LATER, "benchmarks": CHECKPOINTING, "each": "result"}
+_RUNS: Final[Any] = {"editions": LATER, "benchmarks": CHECKPOINTING}
+_RESULTS: Final[Any] = {"editions": LATER, "benchmarks": CHECKPOINTING, "each": "result"}
 _SIZE: Final = ("metric", "checkpoint_size_GB")
 """The size of one checkpoint over all ranks, in GiB."""
 

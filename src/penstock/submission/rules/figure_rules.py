@@ -243,7 +243,7 @@ def _find_time_problems(case: Case) -> Iterator[tuple[str, str]]:
         yield run.summary.file, f"end {run.summary.text('end')} is before start {run.summary.text('start')}"
         return
     for stats in run.stats or (run.epochs,):
-        records = {}
+        records: dict[str, ParsedFile] = {}
         for number, epoch in ({} if stats.is_missing else stats.parts()).items():
             records |= {number: epoch} | {f"{number}.{name}": part for name, part in epoch.parts().items()}
         for name, record in records.items():

@@ -21,7 +21,6 @@ from penstock.submission.rules.rule import (
     Finding,
     Judge,
     Rule,
-    Scope,
     Verdict,
     check,
     compare_stated,
@@ -36,8 +35,8 @@ from penstock.submission.rules.rule import (
 from penstock.submission.rules.tree_rules import SOLUTION, require_description
 from penstock.submission.tree_layout import SUMMARY, Benchmark
 
-_CACHE: Final[Scope] = {"editions": NEWEST, "benchmarks": (Benchmark.KV_CACHE,)}
-_VECTORS: Final[Scope] = {"editions": NEWEST, "benchmarks": (Benchmark.VECTOR_SEARCH,)}
+_CACHE: Final[Any] = {"editions": NEWEST, "benchmarks": (Benchmark.KV_CACHE,)}
+_VECTORS: Final[Any] = {"editions": NEWEST, "benchmarks": (Benchmark.VECTOR_SEARCH,)}
 _CLOSED_CACHE: Final[Any] = {**_CACHE, "unless": free_in_open}
 _CLOSED_VECTORS: Final[Any] = {**_VECTORS, "unless": free_in_open}
 _LATENCIES: Final = ("mean_latency_ms", "p95_latency_ms", "p99_latency_ms", "p999_latency_ms")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, Final, Literal, Required, TypedDict, Unpack
+from typing import Any, Final, Literal
 
 from penstock.submission.edition import Edition, ParameterLists
 from penstock.submission.parsed_file import MissingFact
@@ -99,6 +99,11 @@ def pass_if(
         proof=proof,
         fix="" if is_kept else fix,
     )
+
+
+def or_pass(findings: Iterable[Finding], *, evidence: str, proof: str) -> Iterable[Finding]:
+    """The findings, or a pass if there are none."""
+    return tuple(findings) or (Finding(verdict=Verdict.PASS, evidence=evidence, proof=proof),)
 
 
 def not_applicable(evidence: str, reason: str) -> Finding:
@@ -190,27 +195,6 @@ Text = str | Callable[[Facts], str]
 """A text that names facts ("{hosts} hosts"), or a function of them."""
 
 
-class Scope(TypedDict, total=False):
-    """The scope of rules, shared by several rows: limit(id=..., **SCOPE, ...)."""
-
-    editions: tuple[str, ...]
-    benchmarks: tuple[Benchmark, ...]
-    each: Literal["run", "result"]
-
-
-class About(Scope, total=False):
-    """The fields of `Rule` that rows of all kinds give."""
-
-    id: Required[str]
-    title: Required[str]
-    source: Required[str]
-    formula: Required[str]
-    passes: Required[str]
-    fails: Required[str]
-    unless: Callable[[Case], str]
-    is_lenient_in_warm_up: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One row. `passes` and `fails` are examples in words; the tests have trees for both.
@@ -281,15 +265,15 @@ def check(
     proof: Text,
     fix: Text,
     otherwise: Verdict | Callable[[Facts], Verdict] = Verdict.FAIL,
-    **about: Unpack[About],
+    **about: Any,
 ) -> Rule:
     """Judge several facts together, once for each mapping of `facts`.
 
     check(facts=lambda case: {"hosts": ..., "ranks": ...}, holds=lambda it: it.ranks >= it.hosts, ...)
 
     `at` returns the file that is the evidence, or names the fact that does; unless given, it is the result's
-    folder, or the summary of the run. `show` has the texts of the
-    finding's value and limit; `otherwise` is the verdict where the facts do not hold.
+    folder, or the summary of the run. `show` has the texts of the finding's value and limit; `otherwise` is
+    the verdict where the facts do not hold; `about` are the other fields of `Rule`.
     """
 
     def judge(case: Case) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ have is no contradiction.
 
 import fnmatch
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain, pairwise
 from typing import Any, Final
@@ -14,8 +14,8 @@ from typing import Any, Final
 from penstock.errors import name_some
 from penstock.submission import tree_layout
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
+from penstock.submission.recomputed_metrics import OF_TRAINING, per_run, read_interval
 from penstock.submission.recomputed_metrics import num_accelerators as num_accelerators_of
-from penstock.submission.recomputed_metrics import per_run, read_interval, samples_per_second
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
     BOTH,
@@ -26,7 +26,6 @@ from penstock.submission.rules.rule import (
     Case,
     Finding,
     Rule,
-    Scope,
     Verdict,
     check,
     limit,
@@ -34,6 +33,7 @@ from penstock.submission.rules.rule import (
     nothing,
     num_accelerators,
     num_hosts,
+    or_pass,
     pass_if,
     require_all_hosts,
     require_runs,
@@ -41,7 +41,7 @@ from penstock.submission.rules.rule import (
 from penstock.workload.dlio_keys import canonical_path, canonical_values
 from penstock.workload.shipped_catalog import families, shipped_card
 
-_LATER_BOTH: Final[Scope] = {"editions": LATER, "benchmarks": BOTH, "each": "result"}
+_LATER_BOTH: Final[Any] = {"editions": LATER, "benchmarks": BOTH, "each": "result"}
 _ONE_RUN: Final = "Hand in the files of one run, as the benchmark wrote them."
 _ABSENT: Final = object()
 _MEMORY_TOLERANCE: Final = 0.01
@@ -469,7 +469,7 @@ def _find_other_rates(case: Case) -> Iterator[str]:
     if not isinstance(entries, dict):
         raise MissingFact("runs is not a mapping of runs", where=report.file)
     stated = sorted(report.number("runs", name, key) for name in entries if report.has("runs", name, key))
-    rates = sorted(per_run(case.result, samples_per_second))
+    rates = sorted(per_run(case.result, OF_TRAINING["throughput"]).values())
     tolerance = case.edition.means.relative_tolerance
     if stated and (
         len(stated) != len(rates)
@@ -482,24 +482,25 @@ def _list(values: list[float]) -> str:
     return name_some([f"{value:.8g}" for value in values], 6)
 
 
-def _judge_repeated_keys(case: Case) -> Iterator[Finding]:
+def _judge_repeated_keys(case: Case) -> Iterable[Finding]:
     result = case.result
     files = [result.report, *result.systems, result.context.manifest]
     for run in result.all_dirs():
         files += (run.summary, run.config, run.overrides, run.metadata, run.provenance, run.separation)
         files += (run.record, run.epochs, *run.stats[1:])
-    repeated = [file for file in files if file.repeated]
-    for file in repeated:
-        yield pass_if(
-            not file.repeated,
+    repeated = (
+        Finding(
+            verdict=Verdict.FAIL,
             evidence=file.file,
             value=f"{len(file.repeated)} keys",
             limit="0 keys",
             proof=f"{name_some(file.repeated)} given twice",
             fix="Hand in the file as the benchmark wrote it.",
         )
-    if not repeated:
-        yield Finding(verdict=Verdict.PASS, evidence=result.name, proof="each key is given once")
+        for file in files
+        if file.repeated
+    )
+    return or_pass(repeated, evidence=result.name, proof="each key is given once")
 
 
 RULES: Final = (

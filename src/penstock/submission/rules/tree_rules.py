@@ -24,13 +24,13 @@ from penstock.submission.rules.rule import (
     Case,
     Finding,
     Rule,
-    Scope,
     Verdict,
     check,
     limit,
     not_applicable,
     not_checked,
     nothing,
+    or_pass,
     pass_if,
     require_all_hosts,
 )
@@ -40,9 +40,9 @@ from penstock.workload.mlperf_divisions import SubmissionDivision
 
 SOLUTION: Final = ("system_under_test", "solution")
 REHEARSAL_RULE: Final = "runs.rehearsal"
-_LATER_TREES: Final[Scope] = {"editions": LATER, "benchmarks": EVERY, "each": "result"}
-_NEWEST_TREES: Final[Scope] = {"editions": NEWEST, "benchmarks": EVERY, "each": "result"}
-_NEWEST_RUNS: Final[Scope] = {"editions": NEWEST, "benchmarks": EVERY}
+_LATER_TREES: Final[Any] = {"editions": LATER, "benchmarks": EVERY, "each": "result"}
+_NEWEST_TREES: Final[Any] = {"editions": NEWEST, "benchmarks": EVERY, "each": "result"}
+_NEWEST_RUNS: Final[Any] = {"editions": NEWEST, "benchmarks": EVERY}
 _AS_WRITTEN: Final = "Hand in the result directory as it was written."
 
 
@@ -58,38 +58,35 @@ def require_description(case: Case) -> ParsedFile:
     return result.systems[0]
 
 
-def judge_schema(description: ParsedFile) -> Iterator[Finding]:
+def judge_schema(description: ParsedFile) -> Iterable[Finding]:
     """A finding for each problem of a description, else a pass."""
-    problems = find_schema_problems(description)
-    for problem in problems:
-        yield Finding(
+    found = (
+        Finding(
             verdict=Verdict.WARNING if problem.is_accepted else Verdict.FAIL,
             evidence=description.file,
             value=f"line {problem.line}",
             proof=str(problem),
             fix="Let a reviewer confirm it." if problem.is_accepted else "Correct this line.",
         )
-    if not problems:
-        yield Finding(
-            verdict=Verdict.PASS, evidence=description.file, proof="all keys and values follow the schema"
-        )
+        for problem in find_schema_problems(description)
+    )
+    return or_pass(found, evidence=description.file, proof="all keys and values follow the schema")
 
 
-def _judge_top_folder(case: Case) -> Iterator[Finding]:
+def _judge_top_folder(case: Case) -> Iterable[Finding]:
     context = case.result.context
     # Readers of a merged round need its own documents, and files are no part of any result.
     entries = [name for name in context.beside_divisions if name.endswith("/") or not context.is_merged]
     # Of several submitters none is to blame for an unknown folder.
     of_folder = Verdict.WARNING if context.is_merged else Verdict.FAIL
-    yield from _judge_entries("the top of the tree", entries, case.edition.timed.beside_divisions, of_folder)
+    return _judge_entries("the top of the tree", entries, case.edition.timed.beside_divisions, of_folder)
 
 
 def _judge_entries(
     folder: str, entries: Iterable[str], known: frozenset[str], of_folder: Verdict
-) -> Iterator[Finding]:
-    unknown = [name for name in entries if name.rstrip("/").lower() not in known]
-    for name in unknown:
-        yield Finding(
+) -> Iterable[Finding]:
+    unknown = (
+        Finding(
             verdict=of_folder if name.endswith("/") else Verdict.WARNING,
             evidence=folder,
             value=name,
@@ -97,47 +94,46 @@ def _judge_entries(
             proof=f"{name} is not known here",
             fix="Take it out of the submission.",
         )
-    if not unknown:
-        yield Finding(verdict=Verdict.PASS, evidence=folder, proof="nothing else is here")
+        for name in entries
+        if name.rstrip("/").lower() not in known
+    )
+    return or_pass(unknown, evidence=folder, proof="nothing else is here")
 
 
-def _judge_required_folders(case: Case) -> Iterator[Finding]:
+def _judge_required_folders(case: Case) -> Iterable[Finding]:
     submitter, folders = case.result.location.submitter, case.edition.folders
     present = {folder.name.lower() for folder in list_subfolders(submitter.folder)}
-    expected = [(name, Verdict.FAIL) for name in folders.required]
-    expected += [(name, Verdict.WARNING) for name in folders.expected]
-    for name, verdict in expected:
+    expected = dict.fromkeys(folders.required, Verdict.FAIL) | dict.fromkeys(
+        folders.expected, Verdict.WARNING
+    )
+    missing = []
+    for name, verdict in expected.items():
+        # A description among the results is misplaced, but a reviewer has it.
+        elsewhere = case.result.systems[0].file if name == "systems" and case.result.systems else ""
         if name not in present:
-            # Among the results it is misplaced, but a reviewer has it.
-            elsewhere = case.result.systems[0].file if name == "systems" and case.result.systems else ""
-            yield Finding(
-                verdict=Verdict.WARNING if elsewhere else verdict,
-                evidence=submitter.organisation,
-                value=elsewhere or "missing",
-                limit=f"{name}/",
-                proof=f"{submitter.organisation}/ has no {name}/"
-                + (f", its description is {elsewhere}" if elsewhere else ""),
-                fix=f"Add {name}/ next to results/.",
+            missing.append(
+                Finding(
+                    verdict=Verdict.WARNING if elsewhere else verdict,
+                    evidence=submitter.organisation,
+                    value=elsewhere or "missing",
+                    limit=f"{name}/",
+                    proof=f"{submitter.organisation}/ has no {name}/"
+                    + (f", its description is {elsewhere}" if elsewhere else ""),
+                    fix=f"Add {name}/ next to results/.",
+                )
             )
-    if all(name in present for name, _ in expected):
-        yield Finding(
-            verdict=Verdict.PASS,
-            evidence=submitter.organisation,
-            proof=f"there are {', '.join(name for name, _ in expected)}",
-        )
+    return or_pass(missing, evidence=submitter.organisation, proof=f"there are {', '.join(expected)}")
 
 
-def _judge_system_files(case: Case) -> Iterator[Finding]:
+def _judge_system_files(case: Case) -> Iterable[Finding]:
     context, system = case.result.context, case.result.location.system
     folder, required = f"{context.name}/systems", {f"{system}.yaml", f"{system}.pdf"}
     allowed = {
         f"{name}.{suffix}".lower() for name in context.result_systems for suffix in ("yaml", "pdf", "md")
     }
     present = {name.lower() for name in context.systems}
-    missing = sorted(name for name in required if name.lower() not in present)
-    unknown = [name for name in context.systems if name.lower() not in allowed and not name.endswith(".md")]
-    for name in missing:
-        yield Finding(
+    found = [
+        Finding(
             verdict=Verdict.FAIL,
             evidence=folder,
             value="missing",
@@ -145,18 +141,21 @@ def _judge_system_files(case: Case) -> Iterator[Finding]:
             proof=f"there is no {name}",
             fix=f"Describe the system in systems/{name}.",
         )
-    for name in unknown:
-        yield Finding(
+        for name in sorted(required)
+        if name.lower() not in present
+    ]
+    found += [
+        Finding(
             verdict=Verdict.FAIL if name.endswith("/") else Verdict.WARNING,
             evidence=folder,
             value=name,
             proof=f"{name} belongs to no system that has results",
             fix="Take it out, or hand in the results.",
         )
-    if not missing and not unknown:
-        yield Finding(
-            verdict=Verdict.PASS, evidence=folder, proof=f"there are {' and '.join(sorted(required))}"
-        )
+        for name in context.systems
+        if name.lower() not in allowed and not name.endswith(".md")
+    ]
+    return or_pass(found, evidence=folder, proof=f"there are {' and '.join(sorted(required))}")
 
 
 def _categories(case: Case) -> list[str]:
