@@ -87,7 +87,7 @@ def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionC
             "division": result.division or "-",
             "system": result.system or "-",
             "workload": result.workload or "-",
-            "accelerators": _describe_accelerators(result),
+            "accelerators": result.accelerators,
             "samples/s": format_number(
                 result.metrics.get("train_throughput_mean_samples_per_second"), ",.1f"
             ),
@@ -109,29 +109,23 @@ def _view_findings(result: CheckedResult) -> View:
 
     A file that cannot be read is named once, with the rules that ask for it.
     """
-    rules: dict[tuple[Verdict, str, str, str], list[str]] = {}
-    for verdict in (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING):
-        for finding in result.findings:
-            if finding.verdict is verdict:
-                cause = finding.evidence if verdict is Verdict.NOT_CHECKED else finding.rule
-                rules.setdefault((verdict, cause, finding.proof, finding.fix), []).append(finding.rule)
-    if rules:
+    shown = [
+        finding
+        for finding in result.findings
+        if finding.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)
+    ]
+    if shown:
         yield printable(result.name, keep="")
     if (assessment := judging.assess_rehearsal(result.findings)) is not None:
         yield f"  a rehearsal: {assessment.summary}"
-    for (verdict, cause, proof, fix), found in rules.items():
-        note = f" ({len(found)} times)" if len(found) > 1 else ""
-        if verdict is Verdict.NOT_CHECKED:
-            others = list(dict.fromkeys(found))[1:]
+    for group in judging.group_findings(shown):
+        first, note = group[0], f" ({len(group)} times)" if len(group) > 1 else ""
+        if first.verdict is Verdict.NOT_CHECKED:
+            others = list(dict.fromkeys(finding.rule for finding in group))[1:]
             also = f"also {name_some(others)}" if others else ""
-            note = f" ({'; '.join(filter(None, (cause, also)))})" if cause or also else ""
-        yield printable(f"  {verdict.value}: {found[0]}: {proof}{note}", keep="")
-        yield printable(f"    {fix}", keep="")
-
-
-def _describe_accelerators(result: CheckedResult) -> str:
-    count = "?" if result.num_accelerators is None else str(result.num_accelerators)
-    return f"{count} {result.accelerator}".strip()
+            note = f" ({'; '.join(filter(None, (first.evidence, also)))})" if first.evidence or also else ""
+        yield printable(f"  {first.verdict.value}: {first.rule}: {first.proof}{note}", keep="")
+        yield printable(f"    {first.fix}", keep="")
 
 
 @verb
@@ -164,7 +158,9 @@ def report(
     applied = choose_edition(edition, folder)
     with terminal.progress() as progress:
         reports = list(result_report.report_all(folder, applied, progress))
-    planned = list(submission_pages.plan_folder(output, reports, applied)) if output is not None else []
+    planned = (
+        list(submission_pages.plan_folder(output, reports, applied.edition)) if output is not None else []
+    )
     if writes_tree:
         in_tree, refusals = result_report.plan_tree(reports)
         planned += in_tree
@@ -174,7 +170,11 @@ def report(
         f"{entry.checked.name}: not recomputed: {reason}" for entry in reports for reason in entry.missing
     )
     terminal.result(
-        {**result_report.reports_document(reports, applied), "written": written},
+        {
+            "edition": applied.edition,
+            "results": [result_report.report_document(entry) for entry in reports],
+            "written": written,
+        },
         _view_reports(reports, written),
     )
 
@@ -185,7 +185,7 @@ def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> Vi
     for entry in reports:
         result, figures = entry.checked, entry.figures
         yield bold(f"\n{printable(result.name, keep='')}: {result.verdict.value}")
-        yield f"  {result.workload} on {_describe_accelerators(result)}"
+        yield f"  {result.workload} on {result.accelerators}"
         yield TextTable("", [figure_row(figure) for figure in figures])
         for figure in figures:
             for run, rule in figure.outliers.items():

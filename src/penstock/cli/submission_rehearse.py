@@ -245,14 +245,14 @@ def _list_needs(description: Path, assessment: RehearsalAssessment) -> Iterator[
     """List the other needs of a real submission."""
     from penstock.submission.authoring.description_draft import find_placeholders, rehearsed_picture
 
-    if assessment.excused["place"]:
+    if "place" in assessment.excuses:
         yield "place: results on another file system than the data"
     if placeholders := find_placeholders(description.read_text(encoding="utf-8")):
         yield f"description: {len(placeholders)} values in {description} ({name_some(placeholders, 3)})"
     picture = description.with_suffix(".pdf")
     if picture.read_bytes() == rehearsed_picture():
         yield "picture: a drawing of the system as systems/NAME.pdf"
-    if assessment.excused["utilization"]:
+    if "utilization" in assessment.excuses:
         yield (
             "utilization: at least the minimum in each run; here the start of an epoch weighs more, and a "
             "larger --scale tells more"

@@ -11,11 +11,11 @@ inside a rule never makes a result invalid; a rule that cannot judge gives `not 
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from penstock.progress import Progress
 from penstock.submission import result_files
@@ -23,13 +23,22 @@ from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import FoundTree, Submitter, require_results, search_tree
 from penstock.submission.parsed_file import MissingFact, read_description, relative
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
-from penstock.submission.result_files import NO_POOL, CodeImagePool, SubmittedResult
+from penstock.submission.result_files import NO_POOL, CodeImagePool, ResultDir, SubmittedResult
 from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import Finding, Rule, Validity, Verdict, combine, not_checked
 from penstock.submission.rules.tree_rules import REHEARSAL_RULE, judge_schema
 from penstock.submission.tree_layout import find_folder, list_folder
 
+Source = TypeVar("Source")
+Fact = TypeVar("Fact")
 logger = logging.getLogger(__name__)
+WORST_FIRST: Final = (
+    Verdict.FAIL,
+    Verdict.NOT_CHECKED,
+    Verdict.WARNING,
+    Verdict.PASS,
+    Verdict.NOT_APPLICABLE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +60,12 @@ class CheckedResult:
     def verdict(self) -> Validity:
         """The outcome of all findings."""
         return combine(self.findings)
+
+    @property
+    def accelerators(self) -> str:
+        """The number of accelerators and their name, as far as known."""
+        number = "?" if self.num_accelerators is None else self.num_accelerators
+        return f"{number} {self.accelerator}".strip()
 
     def identity(self) -> dict[str, str | int | None]:
         """The fields that identify the result in documents and tables."""
@@ -102,18 +117,8 @@ def read_tree(
 def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule] = RULES) -> CheckedResult:
     """Apply all rules to one result."""
     location = result.location
-    workload, accelerator = location.model.lower(), ""
-    for run_dir in reversed(result.run_dirs()):  # by the first run that states them
-        try:
-            workload, accelerator = run_dir.workload()
-        except MissingFact:  # the rule on workloads names what is missing
-            continue
-    accelerators = None
-    for run in reversed(result.runs):
-        try:
-            accelerators = num_accelerators(run)
-        except MissingFact:  # the rule on equal runs names what is missing
-            continue
+    named = _first_stated(ResultDir.workload, result.run_dirs())
+    workload, accelerator = named or (location.model.lower(), "")
     only_system = Path(result.systems[0].file).stem if len(result.systems) == 1 else ""
     return CheckedResult(
         name=result.name,
@@ -123,7 +128,7 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
         system=location.system or only_system,
         workload=workload,
         accelerator=accelerator,
-        num_accelerators=accelerators,
+        num_accelerators=_first_stated(num_accelerators, result.runs),
         metrics=recompute(result),
         findings=tuple(
             finding
@@ -132,6 +137,14 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
             for finding in apply_rule(rule, result, edition)
         ),
     )
+
+
+def _first_stated(read: Callable[[Source], Fact], sources: Iterable[Source]) -> Fact | None:
+    """The fact by the first run that states it; a rule names what the others lack."""
+    for source in sources:
+        with suppress(MissingFact):
+            return read(source)
+    return None
 
 
 def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Finding]:
@@ -220,37 +233,41 @@ def exit_code(checked: Sequence[CheckedResult]) -> int:
     return 3 if Validity.NOT_CHECKED in verdicts else 0
 
 
+def group_findings(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Group findings of one cause, the worst first.
+
+    A violation that several files share is one group, and so is a file that several rules cannot read.
+    """
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in sorted(findings, key=lambda finding: WORST_FIRST.index(finding.verdict)):
+        cause = finding.evidence if finding.verdict is Verdict.NOT_CHECKED else finding.rule
+        groups.setdefault((finding.verdict, cause, finding.proof, finding.fix), []).append(finding)
+    return list(groups.values())
+
+
 _EXCUSES: Final = {
-    "size": frozenset({"sizing.steps", "sizing.memory", "checkpoint.size", "checkpoint.ratio"}),
-    # A rehearsal may keep data and results in one folder.
-    "place": frozenset({"paths.filesystems"}),
-    # The start of an epoch weighs more where an epoch has a few steps.
-    "utilization": frozenset({"utilization.minimum", "utilization.stated"}),
+    "sizing.steps": "size",
+    "sizing.memory": "size",
+    "checkpoint.ratio": "size",
+    "checkpoint.size": "size",
+    "paths.filesystems": "place",  # a rehearsal may keep data and results in one folder
+    "utilization.minimum": "utilization",  # the start of an epoch weighs more where an epoch has a few steps
+    "utilization.stated": "utilization",
 }
-"""The rules that a rehearsal may break because of its scale, its place, and its few steps."""
+"""The rules that a rehearsal may break, and the excuse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalAssessment:
-    """The findings against a rehearsal: excused by size, place or utilization, or by nothing (`other`)."""
+    """The findings against a rehearsal, the excused ones first; `other` are those without an excuse.
 
-    excused: dict[str, tuple[Finding, ...]]
+    `summary` is the assessment as a phrase.
+    """
+
+    summary: str
+    findings: tuple[Finding, ...]
+    excuses: tuple[str, ...]
     other: tuple[Finding, ...]
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """All of them, the excused ones first."""
-        return (*chain.from_iterable(self.excused.values()), *self.other)
-
-    @property
-    def summary(self) -> str:
-        """The assessment as a phrase."""
-        parts = ["size", *(name for name in ("place", "utilization") if self.excused[name])]
-        excuse = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-        if not self.other:
-            return f"valid but for {excuse}"
-        broken = ", ".join(dict.fromkeys(finding.rule for finding in self.other))
-        return f"not valid, whatever its {excuse}: {broken}"
 
 
 def assess_rehearsal(findings: Iterable[Finding]) -> RehearsalAssessment | None:
@@ -260,11 +277,14 @@ def assess_rehearsal(findings: Iterable[Finding]) -> RehearsalAssessment | None:
     against = {(each.rule, each.proof): each for each in findings if each.verdict in open_verdicts}.values()
     if not any(finding.rule == REHEARSAL_RULE for finding in against):
         return None
-    excusable = {REHEARSAL_RULE}.union(*_EXCUSES.values())
+    excused = [finding for rule in _EXCUSES for finding in against if finding.rule == rule]
+    other = tuple(finding for finding in against if finding.rule not in {REHEARSAL_RULE, *_EXCUSES})
+    excuses = tuple(dict.fromkeys(["size", *(_EXCUSES[finding.rule] for finding in excused)]))
+    excuse = " and ".join([*filter(None, [", ".join(excuses[:-1])]), excuses[-1]])
+    broken = ", ".join(dict.fromkeys(finding.rule for finding in other))
     return RehearsalAssessment(
-        excused={
-            name: tuple(finding for finding in against if finding.rule in rules)
-            for name, rules in _EXCUSES.items()
-        },
-        other=tuple(finding for finding in against if finding.rule not in excusable),
+        summary=f"not valid, whatever its {excuse}: {broken}" if other else f"valid but for {excuse}",
+        findings=(*excused, *other),
+        excuses=excuses,
+        other=other,
     )

@@ -21,7 +21,7 @@ from typing import Final
 from penstock.errors import DataDamaged
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.submission.parsed_file import read_bytes
+from penstock.submission.parsed_file import MissingFact, ParsedFile, read_bytes
 
 POOL: Final = "code-images"
 POOL_MARK: Final = ".mlps-image-pool"
@@ -81,11 +81,13 @@ def pointer_text(digest: str) -> str:
     return f"{ALGORITHM}:{digest}\n"
 
 
-def parse_pointer(text: str, *, where: str) -> str:
-    """The digest that the text of a pointer names."""
+def parse_pointer(pointer: ParsedFile) -> str:
+    """The digest that a pointer names."""
+    text = str(pointer.value())
     match = _POINTER_TEXT.fullmatch(text)
     if match is None:
-        raise DataDamaged(f"This does not point to a code image: {text.strip()[:60]!r}", where=where)
+        what = f"This does not point to a code image: {text.strip()[:60]!r}"
+        raise MissingFact(what, where=pointer.file)
     return match[1]
 
 

@@ -63,12 +63,6 @@ class SizingLimits(_Strict):
     memory_tolerance: float = 0.0
 
 
-class Tolerance(_Strict):
-    """The tolerance between a stated mean and the recomputed one."""
-
-    relative_tolerance: float
-
-
 class ParameterLists(_Strict):
     """The keys that a run may set."""
 
@@ -179,7 +173,8 @@ class VectorLimits(_Strict):
 class Edition(_Strict):
     """One edition; the last parts are None where it has no such tree or benchmark, and then no rules on it.
 
-    `rules` is the edition whose rules apply. `is_softened` says that its round let pass with a warning what
+    `rules` is the edition whose rules apply. `mean_tolerance` is the relative difference that a stated mean
+    may have from the recomputed one. `is_softened` says that its round let pass with a warning what
     these rules forbid.
     """
 
@@ -192,7 +187,7 @@ class Edition(_Strict):
     folders: RequiredFolders
     run_files: tuple[str, ...]
     sizing: SizingLimits
-    means: Tolerance
+    mean_tolerance: float
     accelerators: tuple[str, ...]
     min_utilization_percent: dict[str, float]
     parameters: ParameterLists
@@ -241,29 +236,15 @@ def _read_edition(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class EditionChoice:
-    """The editions of several submitters, by their folders."""
+    """The editions of several submitters, by their folders; names and points for the reviewer of all."""
 
+    edition: str
+    for_the_reviewer: tuple[str, ...]
     by_submitter: MappingProxyType[Path, Edition]
-
-    @property
-    def edition(self) -> str:
-        """The names of all editions."""
-        return ", ".join(edition.edition for edition in self._distinct())
-
-    @property
-    def for_the_reviewer(self) -> tuple[str, ...]:
-        """The points that files cannot show, over all editions."""
-        return tuple(
-            dict.fromkeys(point for edition in self._distinct() for point in edition.for_the_reviewer)
-        )
 
     def of(self, submitter: Path) -> Edition:
         """The edition of a submitter's folder."""
         return self.by_submitter[submitter]
-
-    def _distinct(self) -> list[Edition]:
-        by_name = {edition.edition: edition for edition in self.by_submitter.values()}
-        return [by_name[name] for name in sorted(by_name)]
 
 
 def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
@@ -277,10 +258,16 @@ def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
             detected[submitter.folder] = detect_edition(submitter)
     known = {edition for edition in detected.values() if edition}
     usual = max(known, default="v1.0")
-    editions = {folder: load_edition(edition or usual) for folder, edition in detected.items()}
-    if len({edition.edition for edition in editions.values()}) < 2:
+    if len(known) < 2:
         return load_edition(usual)
-    return EditionChoice(MappingProxyType(editions))
+    points = (point for name in sorted(known) for point in load_edition(name).for_the_reviewer)
+    return EditionChoice(
+        edition=", ".join(sorted(known)),
+        for_the_reviewer=tuple(dict.fromkeys(points)),
+        by_submitter=MappingProxyType(
+            {folder: load_edition(name or usual) for folder, name in detected.items()}
+        ),
+    )
 
 
 def detect_edition(submitter: Submitter) -> str:

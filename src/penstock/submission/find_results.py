@@ -27,7 +27,6 @@ from penstock.submission.tree_layout import (
     find_folder,
     is_result_dir_name,
     list_folder,
-    list_linked_subfolders,
     list_links,
     list_subfolders,
 )
@@ -260,7 +259,9 @@ def _timed_location(
         known = {*SubmissionPhase, *_KNOWN_FILES}
         stray += [entry.name for entry in list_folder(model) if entry.name.lower() not in known]
     run_folders, datasize_folders, datagen_folders = (
-        tuple(folder for folder in list_linked_subfolders(parent) if is_result_dir_name(folder.name))
+        tuple(
+            folder for folder in list_subfolders(parent, with_links=True) if is_result_dir_name(folder.name)
+        )
         for parent in (
             runs,
             find_folder(model, SubmissionPhase.DATASIZE),
@@ -355,7 +356,9 @@ def _find_runs(folder: Path) -> tuple[Path, ...]:
     places = [place for place in (folder, find_folder(folder, _RUNS)) if place is not None]
     for place in places:
         matches = [
-            (match, run) for run in list_linked_subfolders(place) if (match := _RUN.fullmatch(run.name))
+            (match, run)
+            for run in list_subfolders(place, with_links=True)
+            if (match := _RUN.fullmatch(run.name))
         ]
         # Plain names come before prefixed ones: with run1 there, old_run_1 is none.
         named = [(match, run) for match, run in matches if not match[1]] or matches

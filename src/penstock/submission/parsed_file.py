@@ -213,9 +213,9 @@ def read_description(path: Path, base: Path) -> ParsedFile:
     parsed = read_file(path, base)
     if parsed.problem:
         return parsed
-    root = compose_yaml(read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES))
-    lines = dict(_line_numbers(root, ())) if root is not None else {}
-    return replace(parsed, lines=lines)
+    raw = read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES)
+    root = yaml.compose(raw.decode("utf-8-sig"), Loader=_Loader)
+    return parsed if root is None else replace(parsed, lines=dict(_line_numbers(root, ())))
 
 
 def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, int]]:
@@ -307,12 +307,6 @@ def parse_yaml(raw: bytes) -> Parsed:
         return loader.get_single_data(), tuple(loader.repeated)
     finally:
         loader.dispose()
-
-
-def compose_yaml(raw: bytes) -> yaml.Node | None:
-    """The nodes of YAML that `parse_yaml` has parsed, with their lines."""
-    root: yaml.Node | None = yaml.compose(raw.decode("utf-8-sig"), Loader=_Loader)
-    return root
 
 
 def _twice(keys: list[str]) -> list[str]:

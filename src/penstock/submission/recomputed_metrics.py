@@ -97,10 +97,10 @@ OF_TRAINING: Final[Mapping[str, Callable[[ResultRun], float]]] = {
 
 
 def per_run(result: SubmittedResult, compute: Callable[[ResultRun], float]) -> dict[str, float]:
-    """A figure of each run that counts, by the run's name."""
-    if not result.counted_runs:
+    """A figure of each run that is no warm-up, by the run's name."""
+    if not result.runs:
         raise MissingFact("there are no runs", where=result.name)
-    return {run.name: compute(run) for run in result.counted_runs}
+    return {run.name: compute(run) for run in result.runs if not run.is_warm_up}
 
 
 def _over_runs(spread: Callable[[Collection[float]], float], name: str, result: SubmittedResult) -> float:
@@ -231,10 +231,11 @@ def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
 
 
 def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
-    """Each option's part of the summary of a key-value cache's run."""
+    """Each option's part of the summary of a key-value cache's run, in the order of their numbers."""
     if not isinstance(summary.value("options"), dict):
         raise MissingFact("options is no mapping", where=summary.file)
-    return {int(name): option for name, option in summary.parts("options").items() if name.isdigit()}
+    options = {int(name): option for name, option in summary.parts("options").items() if name.isdigit()}
+    return dict(sorted(options.items()))
 
 
 def read_interval(run_dir: ResultDir) -> Interval:

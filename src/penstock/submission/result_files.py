@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import DataDamaged, Unavailable
+from penstock.errors import Unavailable
 from penstock.submission import tree_layout
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK, parse_pointer, tree_digest
 from penstock.submission.find_results import (
@@ -174,11 +174,6 @@ class SubmittedResult:
     context: TreeContext
     datasize: tuple[ResultDir, ...] = ()
     datagen: tuple[ResultDir, ...] = ()
-
-    @property
-    def counted_runs(self) -> tuple[ResultRun, ...]:
-        """The runs that count in means."""
-        return tuple(run for run in self.runs if not run.is_warm_up)
 
     def run_dirs(self) -> tuple[ResultDir, ...]:
         """The result directories of all runs."""
@@ -461,8 +456,7 @@ def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:
         images[entry.name] = stated, digest
     for result_dir in (each for other in find_submitters(submitter.top) for each in find_result_dirs(other)):
         try:
-            text = str(read_file(result_dir / POINTER, result_dir).value())
-            pointed.add(parse_pointer(text, where=str(result_dir)))
-        except (MissingFact, DataDamaged):  # the rule on pointers names it
+            pointed.add(parse_pointer(read_file(result_dir / POINTER, result_dir)))
+        except MissingFact:  # the rule on pointers names it
             continue
     return relative(folder, base), images, frozenset(pointed)

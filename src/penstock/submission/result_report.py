@@ -25,7 +25,7 @@ from penstock.submission.check import CheckedResult, check_result, read_tree
 from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.parsed_file import MissingFact, ParsedFile, read_file
-from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
+from penstock.submission.recomputed_metrics import OF_TRAINING, num_accelerators
 from penstock.submission.result_figures import CONFIDENCE, ResultFigure, compute_figures
 from penstock.submission.result_files import ResultRun, SubmittedResult
 from penstock.submission.rules.rule import Verdict
@@ -78,7 +78,6 @@ class ResultReport:
 
     checked: CheckedResult
     benchmark: Benchmark
-    edition: str
     path: Path
     figures: tuple[ResultFigure, ...]
     missing: tuple[str, ...]
@@ -102,17 +101,16 @@ def report_all(
         yield ResultReport(
             checked=checked,
             benchmark=location.benchmark,
-            edition=edition.edition,
             path=path,
             figures=figures,
             missing=missing,
-            row=result_row(result, checked, figures, edition.edition),
+            row=result_row(result, checked, figures),
             v1=v1,
         )
 
 
 def result_row(
-    result: SubmittedResult, checked: CheckedResult, figures: Sequence[ResultFigure], edition: str
+    result: SubmittedResult, checked: CheckedResult, figures: Sequence[ResultFigure]
 ) -> dict[str, Cell]:
     """The cells of one result, by column; a cell whose value is missing or differs between runs is empty."""
     location, benchmark = result.location, result.location.benchmark
@@ -134,7 +132,7 @@ def result_row(
         "Logs": location.name,
         "Verdict": checked.verdict.value,
         "Issues": "; ".join(issues(checked)),
-        "Rules Edition": edition,
+        "Rules Edition": checked.edition,
         "Comparability Class": lambda: _common(
             run_dir.provenance.text("core_config", "hash") for run_dir in result.run_dirs()
         ),
@@ -245,7 +243,7 @@ def report_document(report: ResultReport) -> dict[str, Any]:
     checked = report.checked
     return {
         "format": FORMAT_VERSION,
-        "edition": report.edition,
+        "edition": checked.edition,
         **checked.identity(),
         "benchmark": report.benchmark.value,
         "verdict": checked.verdict.value,
@@ -272,11 +270,6 @@ def report_document(report: ResultReport) -> dict[str, Any]:
     }
 
 
-def reports_document(reports: Sequence[ResultReport], edition: Edition | EditionChoice) -> dict[str, Any]:
-    """All results as one document."""
-    return {"edition": edition.edition, "results": [report_document(report) for report in reports]}
-
-
 def _build_v1_report(result: SubmittedResult, checked: CheckedResult) -> dict[str, Any] | None:
     """The report that the benchmark of v1.0 would have written; None if a field is unknown."""
     try:
@@ -296,11 +289,9 @@ def _build_v1_run(run: ResultRun) -> dict[str, Any]:
     first = run.dirs[0]
     model, accelerator = first.workload()
     return {
-        "train_throughput_samples_per_second": sum(map(samples_per_second, run.dirs)),
-        "train_throughput_MB_per_second": sum(map(mib_per_second, run.dirs)),
-        "train_num_accelerators": str(
-            sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
-        ),
+        "train_throughput_samples_per_second": OF_TRAINING["throughput"](run),
+        "train_throughput_MB_per_second": OF_TRAINING["read bandwidth"](run),
+        "train_num_accelerators": str(num_accelerators(run)),
         "model": model,
         "accelerator": accelerator,
         "num_files_train": first.summary.integer("num_files_train"),

@@ -9,8 +9,7 @@ from typing import Final
 from penstock.errors import printable
 from penstock.reports.page import render_report
 from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Row, Section, Series, Table, Tone
-from penstock.submission.check import CheckedResult, count_verdicts
-from penstock.submission.edition import Edition, EditionChoice
+from penstock.submission.check import WORST_FIRST, CheckedResult, count_verdicts, group_findings
 from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.result_figures import CONFIDENCE, ResultFigure
 from penstock.submission.result_report import (
@@ -19,9 +18,8 @@ from penstock.submission.result_report import (
     format_json,
     format_rows,
     report_document,
-    reports_document,
 )
-from penstock.submission.rules.rule import Finding, Validity, Verdict
+from penstock.submission.rules.rule import Validity, Verdict
 from penstock.submission.tree_layout import RESULTS_FILE
 
 _LOOK: Final[Mapping[str, Look]] = {
@@ -33,8 +31,7 @@ _LOOK: Final[Mapping[str, Look]] = {
     Verdict.WARNING: Look.DOUBT,
     Verdict.NOT_APPLICABLE: Look.PLAIN,
 }
-_ORDER: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
-_SHOWN_AT_FIRST: Final = _ORDER[:3]
+_SHOWN_AT_FIRST: Final = WORST_FIRST[:3]
 _GRAVITY: Final = (Validity.INVALID, Validity.NOT_CHECKED, Validity.VALID)
 
 
@@ -58,7 +55,7 @@ def verdicts_page(
         sections=sections,
         filters={
             "result": {verdict.value: True for verdict in Validity},
-            "finding": {each.value: each in _SHOWN_AT_FIRST for each in _ORDER if each in present},
+            "finding": {each.value: each in _SHOWN_AT_FIRST for each in WORST_FIRST if each in present},
         },
     )
 
@@ -89,11 +86,6 @@ def _answer(checked: Sequence[CheckedResult]) -> Banner:
     )
 
 
-def _accelerators(result: CheckedResult) -> str:
-    number = "?" if result.num_accelerators is None else str(result.num_accelerators)
-    return f"{number} {result.accelerator}".strip()
-
-
 def _verdict_row(number: int, result: CheckedResult) -> Row:
     throughput = result.metrics.get("train_throughput_mean_samples_per_second")
     return {
@@ -103,25 +95,15 @@ def _verdict_row(number: int, result: CheckedResult) -> Row:
         "division": result.division or "-",
         "system": result.system or "-",
         "workload": result.workload or "-",
-        "accelerators": _accelerators(result),
+        "accelerators": result.accelerators,
         "samples/s": "-" if throughput is None else f"{throughput:,.1f}",
     }
 
 
 def _verdict_section(number: int, result: CheckedResult) -> Section:
-    """The findings of one result, the worst first, and one for each cause.
-
-    The same violation in several files is one finding, and so is a file that several rules cannot read: the
-    first of them is named, and the others in its facts.
-    """
-    groups: dict[Finding, list[Finding]] = {}
-    for finding in result.findings:
-        alike = replace(finding, evidence="")
-        if finding.verdict is Verdict.NOT_CHECKED:
-            alike = Finding(verdict=finding.verdict, proof=finding.proof, evidence=finding.evidence)
-        groups.setdefault(alike, []).append(finding)
+    """The findings of one result, the worst first; of rules that cannot read a file, one is the title."""
     parts = []
-    for group in sorted(groups.values(), key=lambda group: _ORDER.index(group[0].verdict)):
+    for group in group_findings(result.findings):
         first, times = group[0], len(group)
         places = [finding.evidence for finding in group]
         if first.verdict is Verdict.NOT_CHECKED:
@@ -195,13 +177,14 @@ def figures_page(reports: Sequence[ResultReport], edition: str) -> Report:
     )
 
 
-def plan_folder(
-    folder: Path, reports: Sequence[ResultReport], edition: Edition | EditionChoice
-) -> Iterator[tuple[Path, str]]:
+def plan_folder(folder: Path, reports: Sequence[ResultReport], edition: str) -> Iterator[tuple[Path, str]]:
     """All files of a report in a separate folder, as paths and texts."""
-    yield folder / "report.html", render_report(figures_page(reports, edition.edition))
+    yield folder / "report.html", render_report(figures_page(reports, edition))
     yield folder / CSV_FILE, format_rows(reports)
-    yield folder / RESULTS_FILE, format_json(reports_document(reports, edition))
+    yield (
+        folder / RESULTS_FILE,
+        format_json({"edition": edition, "results": [report_document(report) for report in reports]}),
+    )
     for report in reports:
         here = folder / printable(report.checked.name, keep="")
         yield here / CSV_FILE, format_rows([report])
@@ -215,7 +198,7 @@ def _summary_row(report: ResultReport) -> Row:
     return {
         "result": report.checked.name,
         "verdict": report.checked.verdict.value,
-        "accelerators": _accelerators(report.checked),
+        "accelerators": report.checked.accelerators,
         "read": means.get("read bandwidth", "-"),
         "write": means.get("write bandwidth", "-"),
         "utilization": means.get("utilization", "-"),

@@ -6,7 +6,6 @@ as it is written; only what the schema makes optional has a default.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -309,7 +308,7 @@ def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
 
 def itemized_rack_units(description: ParsedFile) -> float | None:
     """The rack units of the product's nodes and switches; None if there are none or one does not say."""
-    units = [rack_units for rack_units, _ in product_parts(description)]
+    units = list(_of_product(description, lambda node, body: node.number(*body, "rack_units")))
     known = [each for each in units if each is not None]
     return sum(known) if known and len(known) == len(units) else None
 
@@ -325,27 +324,24 @@ def provisioned_watts(description: ParsedFile) -> float | None:
         location = description.text(system, "solution", "architecture", "storage_location")
     except MissingFact:  # the schema's rule names it
         return None
-    known = [watts for _, watts in product_parts(description) if watts is not None]
+    known = [watts for watts in _of_product(description, _read_watts) if watts is not None]
     return sum(known) if known and deployment == "onprem" and location != "local" else None
 
 
-def product_parts(description: ParsedFile) -> Iterator[tuple[float | None, float | None]]:
-    """The rack units and the nameplate power of each kind of the product's nodes and switches, if known."""
+def _of_product(
+    description: ParsedFile, read: Callable[[ParsedFile, KeyPath], float]
+) -> Iterator[float | None]:
+    """A figure of each kind of the product's nodes and switches, times their number; None if unknown."""
     for kind, count, body in (
         ("product_nodes", "quantity", ("chassis",)),
         ("product_switches", "unit_count", ()),
     ):
         path = ("system_under_test", kind)
         for part in description.parts(*path).values() if description.has(*path) else ():
-            rack_units = _times(part, count, partial(part.number, *body, "rack_units"))
-            yield rack_units, _times(part, count, partial(_read_watts, part, body))
-
-
-def _times(part: ParsedFile, count: str, read: Callable[[], float]) -> float | None:
-    try:
-        return part.number(count) * read()
-    except MissingFact:  # the schema's rule names what is missing and needed
-        return None
+            try:
+                yield part.number(count) * read(part, body)
+            except MissingFact:  # the schema's rule names what is missing and needed
+                yield None
 
 
 def _read_watts(part: ParsedFile, body: KeyPath) -> float:

@@ -101,14 +101,9 @@ def list_folder(folder: Path | None) -> list[Path]:
     return [Path(entry.path) for entry in _scan(folder)]
 
 
-def list_subfolders(folder: Path | None) -> list[Path]:
-    """The folders among them."""
-    return [Path(entry.path) for entry in _scan(folder) if entry.is_dir(follow_symlinks=False)]
-
-
-def list_linked_subfolders(folder: Path | None) -> list[Path]:
-    """The folders among them and links to folders, for those that are read and not searched."""
-    return [Path(entry.path) for entry in _scan(folder) if _is_folder(entry)]
+def list_subfolders(folder: Path | None, *, with_links: bool = False) -> list[Path]:
+    """The folders among them; with links to folders where these are read and not searched."""
+    return [Path(entry.path) for entry in _scan(folder) if _is_folder(entry, follows_links=with_links)]
 
 
 def list_names(folder: Path | None) -> tuple[str, ...]:
@@ -131,9 +126,9 @@ def list_links(folder: Path) -> list[Path]:
     return found
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _is_folder(entry: os.DirEntry[str], *, follows_links: bool = True) -> bool:
     try:
-        return entry.is_dir()
+        return entry.is_dir(follow_symlinks=follows_links)
     except OSError:  # a link to itself
         return False
 

@@ -63,9 +63,7 @@ def boundaries(edition: Edition) -> Iterator[Boundary]:
         verdicts=(_PASS, _WARNING, _FAIL),
     )
     yield from _of_sizing(edition, trees)
-    yield Boundary(
-        number="means.relative_tolerance", rule="means.run", tree=trees.mean, verdicts=AT_MOST, share=0.5
-    )
+    yield Boundary(number="mean_tolerance", rule="means.run", tree=trees.mean, verdicts=AT_MOST, share=0.5)
     for workload in edition.min_utilization_percent:
         yield Boundary(
             number=f"min_utilization_percent.{workload}",

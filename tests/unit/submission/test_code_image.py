@@ -20,6 +20,7 @@ from penstock.submission.code_image import (
     pointer_text,
     tree_digest,
 )
+from penstock.submission.parsed_file import MissingFact, ParsedFile
 
 NOW = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 
@@ -100,10 +101,10 @@ def test_another_state_of_the_program_has_an_image_of_its_own(tmp_path: Path) ->
 
 def test_a_pointer_is_read_as_it_was_written(tmp_path: Path) -> None:
     digest = "0123456789abcdef" * 2
-    assert parse_pointer(pointer_text(digest), where="leaf") == digest
+    assert parse_pointer(ParsedFile(file="leaf", content=pointer_text(digest))) == digest
 
 
 @pytest.mark.parametrize("text", ["", "md5-tree-v1:" + "0" * 32, "md5-tree-v2:" + "0" * 31, "0" * 32])
 def test_malformed_pointer_is_refused(text: str) -> None:
-    with pytest.raises(DataDamaged, match="does not point to a code image"):
-        parse_pointer(text, where="leaf")
+    with pytest.raises(MissingFact, match="does not point to a code image"):
+        parse_pointer(ParsedFile(file="leaf", content=text))

@@ -29,7 +29,7 @@ def read(tree: Tree, store: TreeStore) -> list[SubmittedResult]:
 def test_the_first_run_of_a_training_is_a_warm_up_and_of_checkpointing_none(store: TreeStore) -> None:
     (training,) = read(valid_training(num_runs=3), store)
     assert [run.is_warm_up for run in training.runs] == [True, False, False]
-    assert [run.name for run in training.counted_runs] == ["20260701_102000", "20260701_104000"]
+    assert [run.name for run in training.runs if not run.is_warm_up] == ["20260701_102000", "20260701_104000"]
     (checkpointing,) = read(valid_checkpointing(), store)
     assert [run.is_warm_up for run in checkpointing.runs] == [False, False]
     (alone,) = read(valid_training(num_runs=1), store)

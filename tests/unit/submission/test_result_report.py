@@ -149,7 +149,7 @@ def test_the_report_of_v1_is_the_one_that_the_benchmark_writes(tmp_path: Path) -
 def test_a_folder_of_a_report_holds_a_page_all_results_and_each_by_its_path(tmp_path: Path) -> None:
     all_reported = list(report_all(valid_round().write(tmp_path / "tree"), V3))
     out = tmp_path / "out"
-    write_files(list(plan_folder(out, all_reported, V3)))
+    write_files(list(plan_folder(out, all_reported, "v3.0")))
     results = json.loads((out / "results.json").read_text())["results"]
     assert len(results) == 2
     with (out / "results.csv").open(newline="") as file:
@@ -275,7 +275,7 @@ def test_a_file_that_cannot_be_understood_is_not_ours(tmp_path: Path, text: str)
 
 def test_a_folder_of_v1_holds_the_benchmarks_own_report_too(tmp_path: Path) -> None:
     found = reported(valid_submission(), tmp_path / "tree")
-    write_files(list(plan_folder(tmp_path / "out", [found], V1)))
+    write_files(list(plan_folder(tmp_path / "out", [found], "v1.0")))
     own = json.loads((tmp_path / "out" / found.checked.name / "mlperf_storage_report.json").read_text())
     assert own == found.v1
 

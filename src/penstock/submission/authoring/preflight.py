@@ -30,33 +30,23 @@ class DataLocation:
 
 def locate_data(workload: Workload, uri: str) -> DataLocation:
     """Set the location of the data set to `uri`, under DLIO's keys: submissions have no URIs."""
-    changes: dict[str, Any]
-    paths = find_local_paths_at(uri)
-    if paths is not None:
-        folder, storage = paths.local_root, workload.storage
-        is_direct = not paths.uses_page_cache or workload.reader.odirect
-        changes, data_path = {"dataset.data_folder": folder}, folder
-        if is_direct:
-            changes["reader.odirect"] = True
+    reader, storage, changes = workload.reader, workload.storage, dict[str, Any]()
+    if paths := find_local_paths_at(uri):
+        folder = data_path = paths.local_root
+        reader = replace(reader, odirect=reader.odirect or not paths.uses_page_cache)
+        if reader.odirect:
+            changes = {"reader.odirect": True}
     else:
-        is_direct, location = workload.reader.odirect, parse_uri(uri)
-        bucket, _, folder = location.root.partition("/")
-        storage = replace(workload.storage, storage_type=StorageKind.S3, storage_root=bucket)
-        changes, data_path = (
-            {
-                "dataset.data_folder": folder,
-                "storage.storage_type": StorageKind.S3.value,
-                "storage.storage_root": bucket,
-            },
-            location.uri,
-        )
-    placed = replace(
-        workload,
-        dataset=replace(workload.dataset, data_folder=folder),
-        reader=replace(workload.reader, odirect=is_direct),
-        storage=storage,
+        location = parse_uri(uri)
+        data_path, (bucket, _, folder) = location.uri, location.root.partition("/")
+        storage = replace(storage, storage_type=StorageKind.S3, storage_root=bucket)
+        changes = {"storage.storage_type": StorageKind.S3.value, "storage.storage_root": bucket}
+    dataset = replace(workload.dataset, data_folder=folder)
+    return DataLocation(
+        workload=replace(workload, dataset=dataset, reader=reader, storage=storage),
+        changes={"dataset.data_folder": folder, **changes},
+        data_path=data_path,
     )
-    return DataLocation(workload=placed, changes=changes, data_path=data_path)
 
 
 def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
@@ -110,40 +100,50 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
     scale: Fraction,
     changed: Sequence[str],
     size_gib: float,
-) -> Iterator[str]:
+) -> list[str]:
     """All breaches of the rules on checkpointing; `changed` are the keys that are set, by dotted name."""
-    rules = edition.checkpoints
-    limits = rules.models.get(model)
+    rules, ranks = edition.checkpoints, f"{num_processes} ranks"
+    limits, subset, memory = rules.models.get(model), rules.subset, rules.accelerator_memory_gb
     if limits is None:
-        yield describe_breach("4.3.3", model, f"is not one of {', '.join(rules.models)}")
-        return
-    if scale != 1:
-        yield describe_breach("4.3.4", "--scale", "must be 1: submitted checkpoints are full-size")
-    for key in changed:
-        if key not in rules.parameters.allowed(division):
-            yield describe_breach("4.6.3", key, f"must stay as it is in the {division.value} division")
-    memory, ranks = rules.accelerator_memory_gb, f"{num_processes} ranks"
-    if accelerator not in memory:
-        yield describe_breach("4.3.4", accelerator or "no accelerator", f"is not one of {', '.join(memory)}")
-    elif memory[accelerator] * num_processes < size_gib:
-        yield describe_breach(
+        return [describe_breach("4.3.3", model, f"is not one of {', '.join(rules.models)}")]
+    is_closed, free = division is SubmissionDivision.CLOSED, rules.parameters.allowed(division)
+    each_gb, count = memory.get(accelerator), rules.num_checkpoints
+    subset_text = f"{', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators"
+    is_known_subset = model in subset.models and num_processes == subset.num_accelerators
+    needs_all = is_closed and not is_subset
+    # The rule, the value, what is wrong with it, and whether it is.
+    checks = [
+        ("4.3.4", "--scale", "must be 1: submitted checkpoints are full-size", scale != 1),
+        *(
+            ("4.6.3", key, f"must stay as it is in the {division} division", key not in free)
+            for key in changed
+        ),
+        ("4.3.4", accelerator or "no accelerator", f"is not one of {', '.join(memory)}", each_gb is None),
+        (
             "4.3.4",
-            f"{num_processes} x {memory[accelerator]:g} GB",
+            f"{num_processes} x {each_gb or 0:g} GB",
             f"are less than a checkpoint of {size_gib:.1f} GiB",
-        )
-    if division is SubmissionDivision.OPEN:
-        if num_processes % limits.open_unit:
-            yield describe_breach("4.6.4", ranks, f"are not a multiple of {limits.open_unit}")
-        return
-    for what, number in (("writes", num_writes), ("reads", num_reads)):
-        if number not in (0, rules.num_checkpoints):
-            yield describe_breach("4.7.1", f"{number} {what}", f"are not {rules.num_checkpoints} or 0")
-    subset = rules.subset
-    if is_subset and (model not in subset.models or num_processes != subset.num_accelerators):
-        yield describe_breach(
-            "4.3.5",
-            "--subset",
-            f"is for {', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators",
-        )
-    elif not is_subset and num_processes != limits.closed_processes:
-        yield describe_breach("4.6.1", ranks, f"are not {limits.closed_processes}")
+            each_gb is not None and each_gb * num_processes < size_gib,
+        ),
+        (
+            "4.7.1",
+            f"{num_writes} writes",
+            f"are not {count} or 0",
+            is_closed and num_writes not in (0, count),
+        ),
+        ("4.7.1", f"{num_reads} reads", f"are not {count} or 0", is_closed and num_reads not in (0, count)),
+        ("4.3.5", "--subset", f"is for {subset_text}", is_closed and is_subset and not is_known_subset),
+        (
+            "4.6.1",
+            ranks,
+            f"are not {limits.closed_processes}",
+            needs_all and num_processes != limits.closed_processes,
+        ),
+        (
+            "4.6.4",
+            ranks,
+            f"are not a multiple of {limits.open_unit}",
+            not is_closed and num_processes % limits.open_unit != 0,
+        ),
+    ]
+    return [describe_breach(rule, value, why) for rule, value, why, is_breach in checks if is_breach]

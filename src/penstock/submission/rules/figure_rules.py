@@ -84,7 +84,7 @@ def _compare_stated(
         return not_checked(reason)
     if isinstance(recomputed, tuple):
         recomputed = min(recomputed, key=lambda candidate: abs(candidate - stated))
-    tolerance = case.edition.means.relative_tolerance
+    tolerance = case.edition.mean_tolerance
     return compare_stated(
         ".".join(path),
         stated,

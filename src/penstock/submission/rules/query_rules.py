@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from penstock.submission.parsed_file import MissingFact, ParsedFile
+from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import LATENCY, SUMS, options_of, recompute_option, recompute_run
 from penstock.submission.rules.rule import (
     METADATA,
@@ -101,10 +101,6 @@ def _flags(words: list[str]) -> dict[str, str]:
     return found
 
 
-def _options(case: Case) -> list[tuple[int, ParsedFile]]:
-    return sorted(options_of(case.run.summary).items())
-
-
 def _file_problems(case: Case) -> list[str]:
     """The metadata and the summary that are missing; older caches called the summary otherwise."""
     run, name = case.run, case.run.summary.file.rpartition("/")[2]
@@ -121,7 +117,7 @@ def _file_problems(case: Case) -> list[str]:
 def _losses(case: Case) -> list[str]:
     summary = case.run.summary
     problems = ["partial_failure is true"] if summary.boolean("partial_failure") else []
-    for number, option in _options(case):
+    for number, option in options_of(case.run.summary).items():
         if missing := option.content.get("missing_files") if isinstance(option.content, dict) else None:
             problems.append(f"option {number} lacks {len(missing)} files of ranks")
     if failures := summary.content.get("trial_failures"):
@@ -210,9 +206,11 @@ def _judge_ranks(case: Case) -> Iterator[Finding]:
     )
 
 
-def _stated_users(case: Case, option: int) -> str:
-    stated = {c.options.get("num-users", "none") for c in _commands(case) if c.option == option}
-    return ", ".join(sorted(stated))
+def _users(case: Case) -> Iterator[dict[str, Any]]:
+    commands = _commands(case)
+    for number, option in case.edition.kv_cache.options.items():
+        own = {c.options.get("num-users", "none") for c in commands if c.option == int(number)}
+        yield {"number": number, "users": option.num_users, "stated": ", ".join(sorted(own))}
 
 
 def _outputs(case: Case) -> list[str]:
@@ -233,7 +231,7 @@ def _shared_folders(case: Case) -> Iterator[str]:
 def _judge_shared_folder(case: Case) -> Iterator[Finding]:
     summary, present = case.run.summary, len(case.run.ranks)
     hosts, ranks = summary.integer("host_count"), summary.integer("total_ranks")
-    expected = ranks * sum(option.integer("trial_count") for _, option in _options(case))
+    expected = ranks * sum(option.integer("trial_count") for option in options_of(case.run.summary).values())
     if hosts > 1 and not present:
         entries = case.run.metadata.value("command_output_files")
         if not any(".fs_probe" in str(entry) for entry in entries or ()):
@@ -259,8 +257,8 @@ def _figures(*names: str) -> Judge:
     """Compare figures of each option with the ranks' own."""
 
     def judge(case: Case) -> Iterator[Finding]:
-        tolerance = case.edition.means.relative_tolerance
-        for number, option in _options(case):
+        tolerance = case.edition.mean_tolerance
+        for number, option in options_of(case.run.summary).items():
             try:
                 recomputed = recompute_option(case.run.ranks, number)
             except MissingFact as reason:
@@ -282,7 +280,7 @@ def _figures(*names: str) -> Judge:
 
 def _judge_tiers(case: Case) -> Iterator[Finding]:
     entries = ("cache_stats", "storage_entries")
-    for number, option in _options(case):
+    for number, option in options_of(case.run.summary).items():
         stated = option.value("cpu_tier_ranks")
         in_memory = {
             rank
@@ -303,7 +301,7 @@ def _judge_tiers(case: Case) -> Iterator[Finding]:
 
 
 def _missing_figures(case: Case) -> list[str]:
-    options = dict(_options(case))
+    options = options_of(case.run.summary)
     missing = [f"option {number}" for number in case.edition.kv_cache.options if int(number) not in options]
     missing += [
         f"option {number}: {name}"
@@ -526,10 +524,7 @@ RULES: Final = (
         formula="--num-users of every command == the option's, which are not divided among ranks",
         passes="option 1 on 32 ranks: --num-users 200",
         fails="option 1 on 2 ranks: --num-users 100",
-        facts=lambda case: (
-            {"number": number, "users": option.num_users, "stated": _stated_users(case, int(number))}
-            for number, option in case.edition.kv_cache.options.items()
-        ),
+        facts=_users,
         holds=lambda it: it.stated == str(it.users),
         at=METADATA,
         show=("{stated}", "{users}"),
@@ -632,7 +627,7 @@ RULES: Final = (
                 "read": option.number("aggregated_read_bandwidth_gbps"),
                 "written": option.number("aggregated_write_bandwidth_gbps"),
             }
-            for number, option in _options(case)
+            for number, option in options_of(case.run.summary).items()
         ),
         holds=lambda it: it.read > 0 and it.written > 0,
         show=("{read:g} and {written:g} GiB/s", "more than 0 GiB/s"),
@@ -784,7 +779,7 @@ RULES: Final = (
         facts=lambda case: {
             "recall": case.run.summary.number("recall"),
             "mean": case.run.aggregate.number("recall", "mean_recall"),
-            "tolerance": case.edition.means.relative_tolerance,
+            "tolerance": case.edition.mean_tolerance,
         },
         holds=lambda it: 0 < it.recall <= 1 and math.isclose(it.recall, it.mean, rel_tol=it.tolerance),
         show=("{recall:g}", "more than 0"),

@@ -459,18 +459,14 @@ def _find_other_identity(case: Case) -> Iterator[str]:
             if report.has(*place, key) and report.integer(*place, key) not in allowed:
                 shown = " or ".join(map(str, sorted(allowed)))
                 yield f"{where}.{key} is {report.integer(*place, key):,}, the runs have {shown}"
-    if report.has("runs"):
-        yield from _find_other_rates(case)
-
-
-def _find_other_rates(case: Case) -> Iterator[str]:
-    report = case.result.report
-    entries, key = report.value("runs"), "train_throughput_samples_per_second"
+    if not report.has("runs"):
+        return
     if not isinstance(entries, dict):
         raise MissingFact("runs is not a mapping of runs", where=report.file)
+    key = "train_throughput_samples_per_second"
     stated = sorted(report.number("runs", name, key) for name in entries if report.has("runs", name, key))
     rates = sorted(per_run(case.result, OF_TRAINING["throughput"]).values())
-    tolerance = case.edition.means.relative_tolerance
+    tolerance = case.edition.mean_tolerance
     if stated and (
         len(stated) != len(rates)
         or any(abs(a - b) > tolerance * max(abs(a), abs(b)) for a, b in zip(stated, rates, strict=True))

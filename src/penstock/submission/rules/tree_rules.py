@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from penstock.errors import DataDamaged, name_some
+from penstock.errors import name_some
 from penstock.submission.code_image import ALGORITHM, EMPTY_TREE, image_name, parse_pointer
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
-from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
     BOTH,
     EVERY,
@@ -268,14 +267,6 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
         )
 
 
-def _pointed_digest(run: ResultDir) -> str:
-    """The digest that a result directory points to."""
-    try:
-        return parse_pointer(str(run.pointer.value()), where=run.pointer.file)
-    except DataDamaged as error:
-        raise MissingFact(error.what, where=error.where) from error
-
-
 def _judge_pointers(case: Case) -> Iterator[Finding]:
     _, images, _ = case.result.context.pool
     for run in case.result.all_dirs():
@@ -288,7 +279,7 @@ def _judge_pointers(case: Case) -> Iterator[Finding]:
             )
             continue
         try:
-            name = image_name(_pointed_digest(run))
+            name = image_name(parse_pointer(run.pointer))
         except MissingFact as reason:
             yield not_checked(reason)
             continue
@@ -306,7 +297,7 @@ def _judge_images(case: Case) -> Iterator[Finding]:
     pointed = set()
     for run in case.result.all_dirs():
         with suppress(MissingFact):  # the rule on pointers names it
-            pointed.add(image_name(_pointed_digest(run)))
+            pointed.add(image_name(parse_pointer(run.pointer)))
     _, pool, _ = case.result.context.pool
     images = {name: image for name, image in pool.items() if name in pointed}
     if not images:
@@ -329,11 +320,6 @@ def _judge_images(case: Case) -> Iterator[Finding]:
         )
 
 
-def _unused_images(case: Case) -> list[str]:
-    _, images, pointed = case.result.context.pool
-    return [name for name in images if name not in set(map(image_name, pointed))]
-
-
 def _judge_provenance(case: Case) -> Iterator[Finding]:
     run = case.run
     if run.provenance.is_missing and not run.metadata.has("provenance_file"):
@@ -346,7 +332,10 @@ def _judge_provenance(case: Case) -> Iterator[Finding]:
             fix=_AS_WRITTEN,
         )
     else:
-        stated, pointed = run.provenance.text("tool", "code_image"), f"{ALGORITHM}:{_pointed_digest(run)}"
+        stated, pointed = (
+            run.provenance.text("tool", "code_image"),
+            f"{ALGORITHM}:{parse_pointer(run.pointer)}",
+        )
         yield pass_if(
             stated == pointed,
             evidence=run.provenance.file,
@@ -688,7 +677,9 @@ RULES: Final = (
         formula="a result directory of the tree points to each image of the pool",
         passes="one image, and result directories that point to it",
         fails="a second image that no result directory points to (a warning)",
-        problems=_unused_images,
+        problems=lambda case: sorted(
+            set(case.result.context.pool[1]) - set(map(image_name, case.result.context.pool[2]))
+        ),
         at=lambda case: case.result.context.pool[0] or case.name,
         proof="all images are pointed to",
         bad="nothing points to {}",

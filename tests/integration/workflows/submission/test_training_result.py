@@ -11,6 +11,7 @@ from penstock.errors import PenstockError
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.submission.authoring.run_sequence import read_series_state
 from penstock.submission.code_image import POINTER, POOL, image_name, parse_pointer, tree_digest
+from penstock.submission.parsed_file import read_file
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_run_becomes_a_leaf_with_all_its_files(small: SmallResult) -> None:
 def test_a_leaf_points_to_the_program_that_made_it(small: SmallResult) -> None:
     small.datagen()
     published_dir = next(small.runs(1))
-    digest = parse_pointer((published_dir / POINTER).read_text(), where="leaf")
+    digest = parse_pointer(read_file(published_dir / POINTER, published_dir))
     assert tree_digest(small.root / POOL / image_name(digest)) == digest
     stamp = json.loads((published_dir / "provenance.json").read_text())
     assert stamp["tool"]["code_image"] == f"md5-tree-v2:{digest}"
