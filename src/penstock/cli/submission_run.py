@@ -145,9 +145,10 @@ def training(
     if made is None:
         return CLOSED_GATES
     series, sequence = made.series, made.sequence
+    is_complete = not sequence.phases
     document = {
         "folder": str(series.tree.root / series.folder),
-        "is_complete": sequence.is_complete,
+        "is_complete": is_complete,
         "runs": [
             {"folder": str(run.folder), "duration_s": run.duration.total_seconds()}
             for run in sequence.counted
@@ -156,8 +157,8 @@ def training(
     rows = [
         {"run": run.folder.name, "took": f"{run.duration.total_seconds():,.0f} s"} for run in sequence.counted
     ]
-    state = "complete" if sequence.is_complete else f"{len(sequence.phases)} runs are missing"
-    next_verb = "check" if sequence.is_complete else "status"
+    state = "complete" if is_complete else f"{len(sequence.phases)} runs are missing"
+    next_verb = "check" if is_complete else "status"
     view = [
         *table(f"{series.model} on {series.system}: {state}", rows),
         f"Next: penstock submission {next_verb} {series.tree.root}",

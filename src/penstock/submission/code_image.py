@@ -147,7 +147,7 @@ def capture(program: Program, root: Path, *, now: datetime) -> str:
 
 
 def _require_sound(image: Path, digest: str) -> None:
-    """Verify an image: its files are not fsynced, so that a power cut may leave some of them torn."""
+    """Verify an image: its files are not fsynced, so a power cut may leave some of them torn."""
     try:
         stated = json.loads((image / DIGEST_FILE).read_text(encoding="utf-8"))["hash"]
     except (OSError, ValueError, LookupError, TypeError):

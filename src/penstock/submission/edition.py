@@ -2,8 +2,8 @@
 
 The YAML files in `editions/` are parsed here, strictly. `choose_edition` detects a submitter's edition by
 files that only that edition has; a folder may hold submitters of several. Invariants: a rule contains no
-number of its own; each submitter is judged by its own edition, and one whose files have no mark like the
-others in the folder.
+number of its own; each submitter is judged by its own edition, and one without any mark like the others in
+the folder.
 """
 
 from contextlib import suppress

@@ -225,7 +225,7 @@ def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[
             if (benchmark := _BENCHMARKS.get(category.name.lower()))
             for model in _list_models(category, benchmark)
         ]
-        # Somebody claims a result here, by a result directory or by its figures.
+        # A result directory or a file of figures claims a result here.
         claimed = [
             _timed_location(submitter, system.name, benchmark, model, top)
             for benchmark, model in models
@@ -341,7 +341,7 @@ def _numbered_result(folder: Path) -> _Numbered | None:
     if not has_report:
         return None
     below = [result for entry in list_subfolders(folder) for result in _search_numbered(entry)[0]]
-    if len(below) > 1:  # each is a result of its own, and the report above them none of theirs
+    if len(below) > 1:  # each is a result, and the report above belongs to none of them
         return None
     if not below:
         return folder, (), _list_stray(folder, (), folder)

@@ -1,8 +1,8 @@
 """One parsed file of a submission, whose fields are read by path, and how its bytes are read within limits.
 
-Anybody may have made a file, so everything that reads a submission's files opens them here. `result_files`
-reads the files, rules read their fields. Invariants: a read ends, whatever has the file's name, and parsing
-ends in bounded time and memory; no content of a file makes reading the file fail; reading a missing or
+Anyone may have made a file, so everything that reads a submission's files opens them here. `result_files`
+reads the files, rules read their fields. Invariants: a read ends even if the name is a pipe's or a device's,
+and parsing takes bounded time and memory; no content makes reading a file fail; reading a missing or
 malformed field raises `MissingFact`, which `check` turns into `not checked`. There are no defaults.
 """
 
@@ -106,7 +106,7 @@ class ParsedFile:
         return here
 
     def has(self, *path: str) -> bool:
-        """Check whether something other than null is at `path`; a file that cannot be read has nothing."""
+        """Check whether there is a value other than null at `path`; a file that cannot be read has none."""
         # Not by `value`: the search for a similar name takes longer than the rest of a rule.
         here = None if self.problem else self.content
         for key in path:

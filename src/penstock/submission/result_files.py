@@ -214,7 +214,7 @@ def read_results(
     )
     results = []
     for accelerator, group in groups.items():
-        # If no run would be left to count, all count, so that no figure escapes the rules.
+        # If only warm-ups are there, all runs count: no figure escapes the rules.
         num_before = num_warm_ups if is_training and len(group) > num_warm_ups else 0
         results.append(
             SubmittedResult(

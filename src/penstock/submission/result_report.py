@@ -300,7 +300,7 @@ def _build_v1_run(run: ResultRun) -> dict[str, Any]:
 
 
 def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[str]]:
-    """Plan the files in the tree itself, and a sentence for each report that is left as it is."""
+    """Plan the files in the tree itself, and a sentence for each report that is not written."""
     planned: list[PlannedFile] = []
     unchanged: list[str] = []
     by_place: dict[Path, list[ResultReport]] = {}

@@ -1,7 +1,7 @@
 """The schema of a system's description (v3.0), and the problems of a file that violates it, by line.
 
 `penstock submission describe` and the rules share `find_schema_problems`. Invariant: a description is judged
-as it is written; only what the schema makes optional has a default.
+as it is written, and only optional keys have defaults.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ Capacity = Annotated[float, Field(ge=1), BeforeValidator(_unquote)]
 """In TiB."""
 Text = Annotated[str, Field(min_length=1)]
 Word = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
-"""Spelt in any case."""
+"""A word, ignoring case."""
 
 
 class _Part(BaseModel):
@@ -139,7 +139,7 @@ class Port(_Part):
 
 
 class Performance(_Part):
-    """A drive's specification; vendors' sheets say more, which is left as it is."""
+    """A drive's specification; further keys of vendors' data sheets are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -152,7 +152,7 @@ class Performance(_Part):
 
 
 class DescribedDrive(_Part):
-    """Drives of one kind; what else their inventory says is left as it is."""
+    """Drives of one kind; further keys of their inventory are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -226,7 +226,7 @@ class SystemDescription(_Part):
 class SchemaProblem:
     """One thing to correct: its path and line in the file (0 if unknown), and what is wrong.
 
-    `is_accepted` says that reviewers accepted the like.
+    `is_accepted` says that reviewers have accepted such descriptions.
     """
 
     path: str
@@ -279,7 +279,7 @@ def _line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int:
 
 
 def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
-    """Problems of the hardware keys together, judged whatever else is wrong."""
+    """The contradictions between hardware keys, even if other keys are wrong."""
     system, location = (
         "system_under_test",
         ("system_under_test", "solution", "architecture", "storage_location"),
@@ -316,7 +316,7 @@ def itemized_rack_units(description: ParsedFile) -> float | None:
 def provisioned_watts(description: ParsedFile) -> float | None:
     """The nameplate power of the product's nodes and switches, spares included; None where none is owed.
 
-    Clients do not count, so that storage inside of them has none; a rented system has no power supplies.
+    Clients do not count, so storage inside clients has none; a rented system has no power supplies.
     """
     system = "system_under_test"
     try:

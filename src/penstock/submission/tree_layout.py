@@ -59,7 +59,7 @@ class SubmissionPhase(StrEnum):
 
 
 RUNNABLE_BENCHMARKS: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
-"""Those that Penstock itself runs; it judges all."""
+"""The benchmarks that Penstock itself runs; it judges all of them."""
 
 
 def is_result_dir_name(name: str) -> bool:
@@ -78,7 +78,7 @@ def log_names(benchmark: Benchmark, phase: SubmissionPhase) -> tuple[str, str]:
 
 
 def is_leaving(name: str) -> bool:
-    """Check whether an operating system, an editor or a file manager left such a file."""
+    """Check whether this is a file that operating systems, editors and file managers leave behind."""
     return name.lower() in _LEAVINGS or name.startswith(("._", ".#", "~$")) or name.endswith(("~", ".swp"))
 
 
@@ -112,14 +112,14 @@ def list_names(folder: Path | None) -> tuple[str, ...]:
 
 
 def list_links(folder: Path) -> list[Path]:
-    """All links below a folder, whatever their names; what cannot be listed has none."""
+    """All links below a folder, hidden ones too; a folder that cannot be listed has none."""
     found: list[Path] = []
     pending = [folder]
     while pending:
         try:
             with os.scandir(pending.pop()) as entries:
                 below = sorted(entries, key=lambda entry: entry.name)
-        except OSError:  # whoever reads the files of this folder says so
+        except OSError:  # reading the files of this folder reports it
             continue
         found += [Path(entry.path) for entry in below if entry.is_symlink()]
         pending += [Path(entry.path) for entry in below if entry.is_dir(follow_symlinks=False)]
@@ -134,13 +134,13 @@ def _is_folder(entry: os.DirEntry[str], *, follows_links: bool = True) -> bool:
 
 
 def find_folder(folder: Path | None, name: str) -> Path | None:
-    """The folder called `name`, in any case."""
+    """The folder called `name`, ignoring case."""
     found = (entry for entry in _scan(folder) if entry.name.lower() == name.lower())
     return next((Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)), None)
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
-    """The file called `name`, in any case; the one in this very case is preferred."""
+    """The file called `name`, ignoring case; an exact match is preferred."""
     alike = [entry for entry in _scan(folder) if entry.name.lower() == name.lower()]
     found = next((entry for entry in alike if entry.name == name), alike[0] if alike else None)
     return None if found is None else Path(found.path)

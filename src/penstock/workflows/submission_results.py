@@ -294,7 +294,7 @@ class TrainingSequence:
             sequence = self._plan(num_processes)
         else:
             self.note(f"{phase.value}: exists already")
-        if sequence.is_complete and self.comm.rank == 0:
+        if not sequence.phases and self.comm.rank == 0:
             self.writer.complete(self.edition)
         return sequence
 

@@ -62,7 +62,7 @@ class PublishedDir(BaseModel):
 
     @property
     def duration(self) -> timedelta:
-        """The time it took, by the clock of its own host."""
+        """The time it took, by its host's clock."""
         return self.ended_at - self.started_at
 
 
@@ -113,16 +113,14 @@ def _read(folder: Path) -> PublishedDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSequence:
-    """Run `phases` in this order, after the `excluded` runs, each with the reason, were set aside."""
+    """The `phases` to run in this order, none if the result is complete, and the runs that count.
+
+    The `excluded` runs, each with the reason, are to be set aside first.
+    """
 
     phases: tuple[SubmissionPhase, ...]
     counted: tuple[PublishedDir, ...]
     excluded: tuple[tuple[PublishedDir, str], ...]
-
-    @property
-    def is_complete(self) -> bool:
-        """Check whether no phase is left to run."""
-        return not self.phases
 
 
 def plan_run_sequence(
@@ -136,7 +134,7 @@ def plan_run_sequence(
     """Plan the rest of a result at this time; `UsageError` where the series is of another result.
 
     `request` has what all result directories share: accelerator, num_processes, num_files and data_path.
-    A size alone is no result yet: one of another request is excluded.
+    A size alone is no result yet, so one that was made for another request is excluded.
     """
     resized: tuple[PublishedDir, ...] = ()
     if not (state.datagens or state.runs):

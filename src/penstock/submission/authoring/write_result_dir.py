@@ -2,9 +2,9 @@
 
 A run has left its figures in the draft; this adds configuration, logs, provenance and metadata, gives the
 directory its name, and lists it in `submission.yaml`. Metadata state what was requested, on which machines,
-when, and how it ended; a value that is unknown is absent. Provenance names the rules, the program and the
-core configuration; a value that cannot be determined is "unknown", and none is absent. Invariants: metadata
-are written last; the manifest lists exactly the directories that are there.
+when, and how it ended, and leave out unknown values. Provenance names the rules, the program and the core
+configuration, and writes "unknown" for unknown values. Invariants: metadata are written last; the manifest
+lists exactly the directories that are there.
 """
 
 import errno
@@ -371,7 +371,7 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
 def probe_fs_separation(data_path: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
     """Probe whether data and results are on different file systems, with a hard link; None for objects.
 
-    A link within one file system succeeds and one across two is refused, whatever mounts and names say.
+    A link within one file system succeeds, and one across two fails, regardless of mounts and names.
     """
     paths = find_local_paths_at(data_path)
     if paths is None:

@@ -65,7 +65,7 @@ _ORDER: Final[Any] = {
 }
 _MODULUS: Final = 1 << 64
 _CHUNK_ITEMS: Final = 1 << 20
-"""Items that are hashed together, so that memory stays small."""
+"""Items that are hashed together; more would take more memory."""
 MAX_ITEMS: Final = 50_000_000
 """Items whose digest is computed: a second's work."""
 
@@ -254,7 +254,7 @@ def _judge_steps(run: ResultRun, case: Case) -> Finding:
 
 
 def _judge_memory(run: ResultRun, case: Case) -> Finding:
-    """Judge first by the memory that the hosts have, then by the part of it that they may use."""
+    """Judge by the memory that the hosts have, then by the part of it that they were allowed to use."""
     first, edition = run.dirs[0], case.edition
     require_all_hosts(first)
     hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, edition))
@@ -293,7 +293,7 @@ def _compare_with_memory(
             f"{multiple} x {float(memory / _GIB):.6g} GiB of memory{note} / {bytes_text(length)} B / "
             f"{per_file:,} samples a file -> {needed:,} files {'<=' if holds else '>'} {files:,}"
         ),
-        # Only a reviewer can find out whether the hosts had just this memory.
+        # Only a reviewer can find out whether the hosts really had this much memory.
         fix=(
             "Let the reviewer confirm this amount of memory."
             if holds
@@ -420,7 +420,7 @@ def _judge_shuffle(case: Case) -> Iterator[Finding]:
         otherwise=Verdict.WARNING,
     )
     orders = [tuple(map(_digest, ranks)) for _, ranks in _epochs(record)]
-    # A single rank has all samples in each epoch, so that its digest never changes.
+    # A single rank has all samples in each epoch, so its digest never changes.
     must_change = (
         is_requested and len(orders[0]) > 1 and record.boolean("workload", "train", "seed_change_epoch")
     )

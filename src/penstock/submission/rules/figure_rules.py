@@ -1,7 +1,7 @@
 """Rules about figures: utilization, stated means, and agreement of rates, files and times.
 
-Who raises a figure has to raise all that depend on it. Every tolerance is far beyond what 660 published runs
-need. A fact that older tools do not record makes a rule not applicable, never broken.
+Anyone who raises a figure has to raise all that depend on it. Every tolerance is far wider than 660 published
+runs need. A fact that older tools do not record makes a rule not applicable, never broken.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,12 +52,15 @@ _FILES_TOLERANCE: Final = 0.05
 """In published runs 0.01: reading starts before an epoch's clock does."""
 _SECONDS_TOLERANCE: Final = 1.0
 _EPOCH_SECONDS_TOLERANCE: Final = 0.5
-"""Marks of an epoch's begin and end are set near those that its rate is counted by."""
+"""An epoch's own timestamps are close to those that its rate is computed from, not equal."""
 _MAX_PROBLEMS: Final = 3
 """One lie about time shows in many records."""
 _FIRST_RANK: Final = frozenset({"per_epoch_stats.json", "0_per_epoch_stats.json"})
 _RATES: Final = ("metric", "train_throughput_samples_per_second")
 
+_OF_STATISTICS: Final[Any] = {
+    "unless": lambda case: "the run has no per_epoch_stats.json" if case.run.epochs.is_missing else "",
+}
 _AS_WRITTEN: Final = "Hand in the summary as the benchmark wrote it."
 
 
@@ -75,7 +78,7 @@ def _compare_stated(
 ) -> Finding:
     """A stated figure against the recomputed one, or the nearest of several.
 
-    A figure that cannot be recomputed hides no other figure.
+    A figure that cannot be recomputed does not hide the others.
     """
     try:
         recomputed = recompute()
@@ -84,15 +87,13 @@ def _compare_stated(
         return not_checked(reason)
     if isinstance(recomputed, tuple):
         recomputed = min(recomputed, key=lambda candidate: abs(candidate - stated))
-    tolerance = case.edition.mean_tolerance
     return compare_stated(
         ".".join(path),
         stated,
         recomputed,
         evidence=file.file,
         fix="State the recomputed figure, or restore the files that it was made from.",
-        rel_tol=tolerance,
-        abs_tol=tolerance,
+        tolerance=case.edition.mean_tolerance,
     )
 
 
@@ -148,16 +149,12 @@ def _maximum_rate(case: Case) -> float:
 def _verdict_on_rate(it: Facts) -> Verdict:
     """Only a rate above the utilization is a failure.
 
-    Of a lower one the files do not say why: a program that is slow to start writes such figures, too. Nobody
-    can sign it, but a warm-up is in no mean.
+    The files do not say why a rate is lower: a program that is slow to start produces such figures, too.
+    Nobody can vouch for it, but a warm-up counts in no mean.
     """
     if it.share > it.utilization:
         return Verdict.FAIL
     return Verdict.WARNING if it.case.is_warm_up else Verdict.NOT_CHECKED
-
-
-def _unless_no_statistics(case: Case) -> str:
-    return "the run has no per_epoch_stats.json" if case.run.epochs.is_missing else ""
 
 
 def _epochs(case: Case) -> list[ParsedFile]:
@@ -453,7 +450,7 @@ RULES: Final = (
         formula="epochs of per_epoch_stats.json == entries of train_throughput_samples_per_second",
         passes="5 rates, and epochs 1 to 5",
         fails="5 rates, and a file without epochs",
-        unless=_unless_no_statistics,
+        **_OF_STATISTICS,
         facts=lambda case: {"epochs": len(_epochs(case)), "rates": len(case.run.summary.numbers(*_RATES))},
         holds=lambda it: it.epochs == it.rates,
         at=lambda case: case.run.epochs.file,
@@ -471,7 +468,7 @@ RULES: Final = (
         ),
         passes="28,000 files in 85 s at 329.4 samples/s",
         fails="the same at 494 samples/s",
-        unless=_unless_no_statistics,
+        **_OF_STATISTICS,
         judge=_judge_rates_against_files,
     ),
     Rule(

@@ -32,6 +32,7 @@ from penstock.submission.rules.rule import (
     require_datagen,
     require_runs,
 )
+from penstock.submission.rules.run_rules import recorded_overrides
 from penstock.submission.rules.tree_rules import SOLUTION, require_description
 from penstock.submission.tree_layout import SUMMARY, Benchmark
 
@@ -257,7 +258,6 @@ def _figures(*names: str) -> Judge:
     """Compare figures of each option with the ranks' own."""
 
     def judge(case: Case) -> Iterator[Finding]:
-        tolerance = case.edition.mean_tolerance
         for number, option in options_of(case.run.summary).items():
             try:
                 recomputed = recompute_option(case.run.ranks, number)
@@ -271,8 +271,7 @@ def _figures(*names: str) -> Judge:
                     recomputed[name],
                     evidence=option.file,
                     fix="Restore the files of the ranks, and aggregate them again.",
-                    rel_tol=tolerance,
-                    abs_tol=tolerance,
+                    tolerance=case.edition.mean_tolerance,
                 )
 
     return judge
@@ -397,14 +396,7 @@ def _unless_no_traffic(case: Case) -> str:
 
 def _vector_keys(case: Case) -> set[str]:
     """The keys that a run of vector search set."""
-    metadata = case.run.metadata
-    overrides = metadata.value("override_parameters") if metadata.has("override_parameters") else {}
-    params = metadata.value("args", "params") if metadata.has("args", "params") else []
-    texts = [
-        *(overrides if isinstance(overrides, dict) else ()),
-        *(params if isinstance(params, list) else ()),
-    ]
-    return {str(text).partition("=")[0] for text in texts}
+    return {key for _, keys in recorded_overrides(case.run.metadata) for key in keys}
 
 
 def _judge_vector_means(case: Case) -> Iterator[Finding]:
@@ -416,7 +408,7 @@ def _judge_vector_means(case: Case) -> Iterator[Finding]:
             recomputed,
             evidence=summary.file,
             fix="Restore the files of the run as the benchmark wrote them.",
-            rel_tol=_CLOCK_TOLERANCE,
+            tolerance=_CLOCK_TOLERANCE,
         )
 
 

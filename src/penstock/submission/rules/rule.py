@@ -8,7 +8,7 @@
 `limit` compares one fact with one limit, `check` judges several facts together, and `nothing` passes if a
 list of problems is empty. A function yields findings of any kind. The tables of rows are in `*_rules.py`.
 Unless a row says otherwise, it is of all editions, judges each run of a training, and `==` compares.
-Invariant: what cannot be judged is `not checked`, with the reason, and neither valid nor invalid.
+Invariant: what cannot be judged is `not checked`, with the reason, and is neither valid nor invalid.
 """
 
 import math
@@ -200,7 +200,7 @@ class Rule:
     """One row. `passes` and `fails` are examples in words; the tests have trees for both.
 
     `unless` returns the reason why the rule does not apply to a case, or "". `judge` yields findings, or
-    raises `MissingFact`; a fact that one run lacks hides nothing about the other runs. A failure in a
+    raises `MissingFact`; a fact that one run lacks does not hide findings on the others. A failure in a
     warm-up, which counts in no mean, is a warning if the rule `is_lenient_in_warm_up`.
     """
 
@@ -353,11 +353,10 @@ def compare_stated(
     *,
     evidence: str,
     fix: str,
-    rel_tol: float,
-    abs_tol: float = 0.0,
+    tolerance: float,
 ) -> Finding:
-    """Pass if a stated figure is the recomputed one."""
-    holds = math.isclose(stated, recomputed, rel_tol=rel_tol, abs_tol=abs_tol)
+    """Pass if a stated figure is the recomputed one, within a tolerance (relative above 1)."""
+    holds = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
     return pass_if(
         holds,
         evidence=evidence,

@@ -1,7 +1,7 @@
 """Rules about runs: their number, files, hosts and parameters, and what their files record several times.
 
-One program writes all files of a run, so they differ only where one was edited. A record that a file does not
-have is no contradiction.
+One program writes all files of a run, so they differ only where one was edited. A file that lacks a
+record contradicts nothing.
 """
 
 import fnmatch
@@ -286,7 +286,7 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
     missing = [f"workload.{key}" for key, (value, _) in compared.items() if value is _ABSENT]
     if missing:
         raise MissingFact(f"there is no field {', '.join(missing)}", where=run.config.file)
-    # Numbers are compared by value, so that 0.9 is 0.90; everything else as text.
+    # Numbers are compared by value (0.9 is 0.90), everything else as text.
     changed = [
         f"{key} is {value!r}, not {wanted!r}"
         for key, (value, wanted) in compared.items()
@@ -353,7 +353,7 @@ def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
             if value != stated[0][1]
         ]
     problems += _find_other_models(run)
-    # The command line's own number: the configuration shows what came of it.
+    # The number on the command line; the configuration shows the one that was used.
     verdict, key = Verdict.FAIL if problems else Verdict.WARNING, "num_files_train"
     if (text := run.settings().get(f"dataset.{key}")) is not None:
         asked = ParsedFile(file=run.overrides.file, content={key: text}).number(key)
@@ -391,7 +391,7 @@ def _find_other_parameters(case: Case) -> Iterator[str]:
     run, parameters = case.run, case.parameters
     # What overrides.yaml has, too, is judged by the rule on that file.
     allowed = parameters.allowed(case.division) | run.settings().keys()
-    for place, keys in _recorded_overrides(run.metadata):
+    for place, keys in recorded_overrides(run.metadata):
         if forbidden := sorted(set(keys) - allowed):
             yield f"{place} sets {', '.join(forbidden)}"
     recorded, configured = (
@@ -405,7 +405,7 @@ def _find_other_parameters(case: Case) -> Iterator[str]:
             yield f"{key} is {here!r:.40} in {_short(run.metadata)}, {there!r:.40} in config.yaml"
 
 
-def _recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
+def recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
     """The keys that a run set, by each place that records them."""
     words: Any = {}
     if metadata.has("override_parameters"):

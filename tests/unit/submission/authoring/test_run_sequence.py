@@ -60,7 +60,6 @@ def state(found: list[PublishedDir], *, has_data: bool = True) -> SeriesState:
 def test_everything_is_left_to_do_in_an_empty_place() -> None:
     sequence = plan_run_sequence(state([], has_data=False), WANTED, 6, 1.0, now=at(0))
     assert sequence.phases == (SubmissionPhase.DATASIZE, SubmissionPhase.DATAGEN, *[SubmissionPhase.RUN] * 6)
-    assert not sequence.is_complete
 
 
 @pytest.mark.parametrize("num_there", range(7))
@@ -82,7 +81,7 @@ def test_an_unfinished_sequence_counts_while_the_next_run_may_follow(
 
 def test_a_whole_sequence_counts_for_ever() -> None:
     sequence = plan_run_sequence(state(runs(6)), WANTED, 6, 1.0, now=at(100_000))
-    assert sequence.is_complete
+    assert not sequence.phases
 
 
 def test_six_of_more_runs_are_the_result_and_the_others_are_named() -> None:
