@@ -240,8 +240,9 @@ def group_findings(findings: Iterable[Finding]) -> list[list[Finding]]:
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in sorted(findings, key=lambda finding: WORST_FIRST.index(finding.verdict)):
-        cause = finding.evidence if finding.verdict is Verdict.NOT_CHECKED else finding.rule
-        groups.setdefault((finding.verdict, cause, finding.proof, finding.fix), []).append(finding)
+        is_unread = finding.verdict is Verdict.NOT_CHECKED
+        cause = (finding.evidence,) if is_unread else (finding.rule, finding.fix)
+        groups.setdefault((finding.verdict, finding.proof, *cause), []).append(finding)
     return list(groups.values())
 
 
