@@ -306,6 +306,7 @@ TIMED_CROSS_CHECKS: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingPr
             run("batch in the command", do.metadata(executed_command="x ++workload.reader.batch_size=1")),
             run("a quote in the command", do.metadata(executed_command="x '++workload.reader"), PASS),
             run("batch in the metadata", _parameter("reader", batch_size=1)),
+            run("empty params", do.args(params=""), PASS),
             run("threads", do.args(params=["reader.read_threads=24"]), PASS),
             ckpt("fsync in the metadata", _parameter("checkpoint", "checkpointing", 0, fsync=False)),
         ),

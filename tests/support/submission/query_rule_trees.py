@@ -280,6 +280,7 @@ QUERY_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType
         "vectors.parameters": (
             _vectors("free", _metadata(override_parameters={"index.M": 64}), PASS),
             _vectors("overridden", _metadata(override_parameters={"dataset.distribution": "zipfian"})),
+            _vectors("an empty argument", _args(params=""), PASS),
             _vectors("as an argument", _args(params=["dataset.distribution=zipfian"])),
             _vectors("in OPEN", do.together(_args(params=["x=1"]), _to_open), NA),
         ),

@@ -426,7 +426,8 @@ def recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
             word.partition("=")[0] for word in parts if word.startswith("++workload.")
         ]
     for place, keys in words.items():
-        yield place, [str(key).lstrip("+~").removeprefix("workload.") for key in keys]
+        # Tools also write an empty text where nothing was set.
+        yield place, [str(key).lstrip("+~").removeprefix("workload.") for key in keys if key != ""]
 
 
 def _plain(value: Any) -> Any:
