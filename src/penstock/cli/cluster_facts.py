@@ -18,8 +18,7 @@ from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
 from penstock.cluster.facts import homogeneity, host_facts
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
-from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
-from penstock.cluster.launcher_command import parse_launcher_name
+from penstock.cluster.host_slots import expand_nodelist, find_hosts
 from penstock.environment import process_environment, untraced
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage import open_storage
@@ -75,7 +74,7 @@ def collect(
     environment = process_environment()
     if not output.absolute().parent.is_dir():
         raise ObjectNotFound("No such directory", uri=str(output.parent), fix="Create it first.")
-    asked = _named_hosts(hosts, hostfile)
+    asked = tuple(find_hosts(hosts, hostfile)[0])
     via = via or ("mpi" if asked else "local")
     if via == "slurm" and not asked:
         # An allocation names its own hosts.
@@ -101,7 +100,7 @@ def collect(
         via,
         environment,
         python=python or sys.executable,
-        launcher=parse_launcher_name(launcher),
+        launcher=launcher,
         arguments=launcher_args,
         timeout_s=timeout_s,
     )
@@ -123,22 +122,6 @@ def collect(
         f"{len(facts.present)} of {len(facts.asked)} hosts, {state}, memory of all {memory}: {output}",
     ]
     terminal.result(facts.model_dump(mode="json"), view)
-
-
-def _named_hosts(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
-    if hosts is not None and hostfile is not None:
-        raise UsageError("--hosts and --hostfile are mutually exclusive", fix="Leave one of them out.")
-    if hosts is not None:
-        return parse_host_names(hosts)
-    if hostfile is None:
-        return ()
-    try:
-        text = hostfile.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"The host file cannot be read: {error}", fix="Name a text file with one host a line."
-        ) from error
-    return parse_hostfile_names(text, where=str(hostfile))
 
 
 def _host_rows(facts: host_facts.ClusterFacts) -> list[dict[str, str]]:

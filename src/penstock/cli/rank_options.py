@@ -107,14 +107,6 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
     """Start the same command line on all ranks; the exit code is rank 0's."""
     from penstock.cluster.supervision.job_launch import launch_job
 
-    request = launcher_command.LaunchRequest(
-        ranks=ranks.ranks,
-        hosts=ranks.hosts,
-        hostfile=ranks.hostfile,
-        launcher=launcher_command.parse_launcher_name(ranks.launcher),
-        launcher_args=ranks.launcher_args,
-        env_names=ranks.env_names,
-    )
     variables = dict(environment)
     # Ranks have no terminal: rank 0 draws its progress on that of this process.
     if sys.stderr.isatty():
@@ -123,7 +115,17 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
         variables[env.TRACE] = str(Path(ranks.trace).absolute())
     # By this interpreter: the PATH of another host may find another Penstock, or none.
     program = [sys.executable, "-m", "penstock", *command_line()[1:]]
-    return launch_job(launcher_command.plan_launch(request, program, variables))
+    plan = launcher_command.plan_launch(
+        program,
+        variables,
+        launcher=launcher_command.find_launcher(ranks.launcher, environment),
+        ranks=ranks.ranks,
+        hosts=ranks.hosts,
+        hostfile=ranks.hostfile,
+        launcher_args=ranks.launcher_args,
+        env_names=ranks.env_names,
+    )
+    return launch_job(plan)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which machines run how many ranks: `a:4,b:4`, host files, and Slurm's `node[01-03]`. Pure.
+"""Which machines run how many ranks: `a:4,b:4`, host files, and Slurm's `node[01-03]`.
 
 Invariant: a placement either holds all ranks or is refused before anything starts, and a host list that
 cannot be parsed is refused, because a host that is left out would go unnoticed.
@@ -8,50 +8,62 @@ import ipaddress
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from penstock.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class HostSlots:
-    """A machine, by name or address, and its number of ranks."""
+def find_hosts(hosts: str | None, hostfile: str | Path | None) -> tuple[dict[str, int | None], str]:
+    """The hosts of `--hosts` or `--hostfile` with numbers of ranks, None for hosts without; and the option.
 
-    host: str
-    slots: int
-
-
-def parse_hosts(text: str, *, ranks: int | None) -> tuple[HostSlots, ...]:
-    """`a:4,b:4`, or `a,b` to spread `ranks` evenly; IPv6 addresses are in brackets: `[fe80::1]:4`."""
-    return _spread(_entries(text), ranks, where=f"--hosts {text}")
-
-
-def parse_hostfile(lines: str, *, ranks: int | None, where: str) -> tuple[HostSlots, ...]:
-    """One host per line: `a`, `a:4` (MPICH) or `a slots=4` (Open MPI); `#` begins a comment."""
-    return _spread(_hostfile_entries(lines, where), ranks, where=where)
-
-
-def parse_host_names(text: str) -> tuple[str, ...]:
-    """The machines of `a,b:4`, without their numbers of ranks."""
-    return tuple(_entries(text))
-
-
-def parse_hostfile_names(lines: str, *, where: str) -> tuple[str, ...]:
-    """The machines of a host file."""
-    return tuple(_hostfile_entries(lines, where))
-
-
-def count_ranks(hosts: Sequence[HostSlots], ranks: int | None, *, where: str) -> int:
-    """The number of ranks to start: `ranks`, or one for each slot; refused where the slots are too few."""
-    slots = sum(host.slots for host in hosts)
-    if ranks is not None and ranks > slots:
+    `hosts` is `a:4,b:4`, with IPv6 addresses in brackets: `[fe80::1]:4`. A host file has one host per line:
+    `a`, `a:4` (MPICH) or `a slots=4` (Open MPI); `#` begins a comment.
+    """
+    if hosts is not None and hostfile is not None:
+        raise UsageError("--hosts and --hostfile are mutually exclusive", fix="Leave one of them out.")
+    counts: dict[str, int | None] = {}
+    if hosts is not None:
+        where = f"--hosts {hosts}"
+        for entry in hosts.split(","):
+            _add(counts, entry.strip(), hosts, where=where)
+        return counts, where
+    if hostfile is None:
+        return {}, ""
+    where = f"--hostfile {hostfile}"
+    try:
+        lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{ranks} ranks do not fit into {slots} slots",
+            f"The host file cannot be read: {error}", fix="Name a text file with one host per line."
+        ) from error
+    for line in lines:
+        words = line.partition("#")[0].split()
+        if words:
+            slots = next((word.removeprefix("slots") for word in words[1:] if word.startswith("slots=")), "")
+            _add(counts, words[0] + slots.replace("=", ":"), line, where=where)
+    if not counts:
+        raise UsageError("The host file is empty", where=where, fix="Write one host per line: node1:4")
+    return counts, where
+
+
+def place_ranks(counts: Mapping[str, int | None], ranks: int | None, *, where: str) -> dict[str, int]:
+    """The number of ranks that fit on each host; hosts without numbers share `ranks` evenly."""
+    if len({count is None for count in counts.values()}) > 1:
+        raise UsageError(
+            "Only some hosts have a count",
+            where=where,
+            fix="Give a count to every host, or to none for an even spread.",
+        )
+    even = -(-(ranks or len(counts)) // len(counts))
+    slots = {host: even if count is None else count for host, count in counts.items()}
+    if ranks is not None and ranks > sum(slots.values()):
+        raise UsageError(
+            f"{ranks} ranks do not fit into {sum(slots.values())} slots",
             where=where,
             fix="Lower --ranks, or raise the counts after the hosts.",
         )
-    return slots if ranks is None else ranks
+    return slots
 
 
 def is_loopback(host: str) -> bool:
@@ -62,25 +74,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _entries(text: str) -> dict[str, int | None]:
-    counts: dict[str, int | None] = {}
-    for entry in text.split(","):
-        _add(counts, entry.strip(), text, where=f"--hosts {text}")
-    return counts
-
-
-def _hostfile_entries(lines: str, where: str) -> dict[str, int | None]:
-    counts: dict[str, int | None] = {}
-    for line in lines.splitlines():
-        words = line.partition("#")[0].split()
-        if words:
-            slots = next((word.removeprefix("slots") for word in words[1:] if word.startswith("slots=")), "")
-            _add(counts, words[0] + slots.replace("=", ":"), line, where=where)
-    if not counts:
-        raise UsageError("The host file is empty", where=where, fix="Write one host per line: node1:4")
-    return counts
 
 
 def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) -> None:
@@ -102,17 +95,6 @@ def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) ->
         fix = f"Name it once, with the sum: {host}:2"
         raise UsageError(f"Host {host!r} is named twice", where=where, fix=fix)
     counts[host] = None if count is None else int(count)
-
-
-def _spread(counts: dict[str, int | None], ranks: int | None, *, where: str) -> tuple[HostSlots, ...]:
-    if len({count is None for count in counts.values()}) > 1:
-        raise UsageError(
-            "Only some hosts have a count",
-            where=where,
-            fix="Give a count to every host, or to none for an even spread.",
-        )
-    even = -(-(ranks or len(counts)) // len(counts))
-    return tuple(HostSlots(host, even if count is None else count) for host, count in counts.items())
 
 
 LONGEST = 100_000

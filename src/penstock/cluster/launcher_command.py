@@ -1,104 +1,66 @@
 """From "run this on 8 ranks" to a launcher's command line: MPICH, Open MPI, srun and PALS.
 
-Planning is pure; only `find_launcher` looks at this machine. Invariant: values of environment variables never
+Invariant: values of environment variables never
 appear in a command line, where every user of a machine can read them.
 """
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
 
-from penstock.cluster.host_slots import HostSlots, count_ranks, is_loopback, parse_hostfile, parse_hosts
+from penstock.cluster.host_slots import find_hosts, is_loopback, place_ranks
 from penstock.cluster.launcher_env import Launcher
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, Environment, user_settings
 from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
-
-LauncherName = Literal["auto", "mpiexec", "mpirun", "srun", "pals"]
 
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE_HOSTFILE")
 """Inside these batch systems a launcher without hosts spreads ranks over the allocation's machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRequest:
-    """The user's options: `hosts` is `a:4,b:4`; `env_names` are exported as well as AWS_* and PENSTOCK_*."""
-
-    ranks: int | None = None
-    hosts: str | None = None
-    hostfile: str | None = None
-    launcher: LauncherName = "auto"
-    launcher_args: tuple[str, ...] = ()
-    env_names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LauncherProgram:
-    """A launcher program of this machine."""
-
-    program: str
-    kind: Launcher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A command: `argv` under `environment` starts `ranks` ranks, all on this machine if `is_local`."""
+    """A command: `argv` under `environment` starts `ranks` ranks by `launcher`, all here if `is_local`."""
 
     argv: tuple[str, ...]
     environment: Environment
     ranks: int
-    launcher: LauncherProgram
+    launcher: Launcher
     is_local: bool
 
 
-def plan_launch(request: LaunchRequest, program_argv: Sequence[str], environment: Environment) -> LaunchPlan:
-    """The plan for running `program_argv`, with the launcher and the host file of this machine."""
-    hostfile_text = None
-    if request.hostfile is not None:
-        try:
-            hostfile_text = Path(request.hostfile).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"The host file cannot be read: {error}", fix="Name a text file with one host per line."
-            ) from error
-    launcher = find_launcher(request.launcher, environment)
-    return build_launch_plan(
-        request, program_argv, environment, launcher=launcher, hostfile_text=hostfile_text
-    )
-
-
-def build_launch_plan(
-    request: LaunchRequest,
+def plan_launch(
     program_argv: Sequence[str],
     environment: Environment,
     *,
-    launcher: LauncherProgram,
-    hostfile_text: str | None = None,
+    launcher: tuple[str, Launcher],
+    ranks: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    launcher_args: Sequence[str] = (),
+    env_names: Sequence[str] = (),
 ) -> LaunchPlan:
-    """The plan, from data alone. `hostfile_text` is the content of `request.hostfile`."""
-    if request.ranks is not None and request.ranks < 1:
-        raise UsageError(f"--ranks is {request.ranks}", fix="Give at least 1.")
-    ranks, hosts, where = request.ranks, tuple[HostSlots, ...](), ""
-    if request.hosts is not None and request.hostfile is not None:
-        raise UsageError("--hosts and --hostfile are mutually exclusive", fix="Give one of them.")
-    if request.hosts is not None:
-        hosts, where = parse_hosts(request.hosts, ranks=ranks), f"--hosts {request.hosts}"
-    elif request.hostfile is not None:
-        hosts = parse_hostfile(hostfile_text or "", ranks=ranks, where=request.hostfile)
-        where = f"--hostfile {request.hostfile}"
-    if hosts:
-        ranks = count_ranks(hosts, ranks, where=where)
-        is_local = all(is_loopback(entry.host) for entry in hosts)
+    """The plan for running `program_argv` by the launcher that `find_launcher` found.
+
+    `hosts` is `a:4,b:4`; `env_names` are exported as well as AWS_* and PENSTOCK_*.
+    """
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"--ranks is {ranks}", fix="Give at least 1.")
+    program, kind = launcher
+    counts, where = find_hosts(hosts, hostfile)
+    slots = place_ranks(counts, ranks, where=where) if counts else {}
+    if slots:
+        ranks = ranks or sum(slots.values())
+        is_local = all(map(is_loopback, slots))
     else:
-        is_single = launcher.kind in {Launcher.HYDRA, Launcher.OPEN_MPI}
+        is_single = kind in {Launcher.HYDRA, Launcher.OPEN_MPI}
         is_local = is_single and not any(name in environment for name in _ALLOCATIONS)
     if ranks is None:
         raise UsageError("The number of ranks is not given", fix="Give --ranks N, or --hosts a:4,b:4.")
-    for name in request.env_names:
+    for name in env_names:
         if "=" in name:
             raise UsageError(
                 f"--env {name.partition('=')[0]}=... holds a value",
@@ -107,13 +69,13 @@ def build_launch_plan(
         if name not in environment:
             raise UsageError(f"--env {name} is not set here", fix=f"Set it first: export {name}=...")
     ours = {CONTROL_ADDRESS, CONTROL_TOKEN, *({PROGRESS_COLUMNS} & environment.keys())}
-    names = tuple(sorted({*user_settings(environment), *request.env_names, *ours}))
-    options = _options(launcher.kind, request.hostfile, ranks, hosts, names)
+    names = tuple(sorted({*user_settings(environment), *env_names, *ours}))
+    options = _options(kind, hostfile, ranks, slots, names)
     return LaunchPlan(
-        argv=(launcher.program, *options, *request.launcher_args, *program_argv),
+        argv=(program, *options, *launcher_args, *program_argv),
         environment=environment,
         ranks=ranks,
-        launcher=launcher,
+        launcher=kind,
         is_local=is_local,
     )
 
@@ -122,12 +84,12 @@ def _options(
     launcher: Launcher,
     hostfile: str | None,
     ranks: int,
-    hosts: tuple[HostSlots, ...],
+    slots: Mapping[str, int],
     names: Sequence[str],
 ) -> list[str]:
-    counted = ",".join(f"{entry.host}:{entry.slots}" for entry in hosts)
-    plain = ",".join(entry.host for entry in hosts)
-    per_host = {entry.slots for entry in hosts}
+    counted = ",".join(f"{host}:{count}" for host, count in slots.items())
+    plain = ",".join(slots)
+    per_host = set(slots.values())
     if launcher in {Launcher.SRUN, Launcher.PALS} and len(per_host) > 1:
         raise UsageError(
             f"{launcher} places the same number of ranks on each host",
@@ -150,30 +112,21 @@ def _options(
             # It takes a node list for a file only if it contains a slash.
             nodes = hostfile if hostfile and "/" in hostfile else f"./{hostfile}" if hostfile else plain
             placement = [
-                f"--nodes={len(hosts)}",
+                f"--nodes={len(slots)}",
                 f"--nodelist={nodes}",
                 f"--ntasks-per-node={max(per_host, default=1)}",
             ]
-            return [*options, *(placement if hosts else []), f"--ntasks={ranks}"]
+            return [*options, *(placement if slots else []), f"--ntasks={ranks}"]
         case _:  # PALS: ranks of torchrun are never started from here
             options = ["--envall", "--cpu-bind", "none"]
             where = ["--hostfile", hostfile] if hostfile else ["--hosts", plain]
             placement = ["--ppn", str(max(per_host, default=1)), *where]
     exports = [word for name in names for word in ("-x", name)] if launcher is Launcher.OPEN_MPI else []
-    return [*options, *(placement if hosts else []), *exports, "-n", str(ranks)]
+    return [*options, *(placement if slots else []), *exports, "-n", str(ranks)]
 
 
-def parse_launcher_name(text: str) -> LauncherName:
-    """The launcher of this name; `UsageError` if there is none."""
-    if text in get_args(LauncherName):
-        return cast("LauncherName", text)
-    raise UsageError(
-        f"No launcher is named {text!r}", fix=f"Choose one of {', '.join(get_args(LauncherName))}."
-    )
-
-
-def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgram:
-    """The program for `name`: one next to this Python comes first, because it belongs to the same MPI."""
+def find_launcher(name: str, environment: Environment) -> tuple[str, Launcher]:
+    """The program of this launcher: one next to this Python comes first, because it is of the same MPI."""
     wanted = "mpiexec" if name in ("auto", "pals") else name
     own = Path(sys.executable).with_name(wanted)
     is_own = name != "pals" and own.is_file()
@@ -189,9 +142,9 @@ def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgr
             fix=advice.get(name, f"Install one with: {install_command('mpi')}"),
         )
     if name == "srun":
-        return LauncherProgram(program, Launcher.SRUN)
+        return program, Launcher.SRUN
     if name == "pals":
-        return LauncherProgram(program, Launcher.PALS)
+        return program, Launcher.PALS
     command = [program, "--version"]
     try:
         answer = subprocess.run(
@@ -201,7 +154,7 @@ def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgr
         raise Unavailable(
             f"{program} --version did not answer: {error}", fix="Choose another --launcher."
         ) from error
-    return LauncherProgram(program, parse_version(answer.stdout + answer.stderr, program))
+    return program, parse_version(answer.stdout + answer.stderr, program)
 
 
 def parse_version(version_text: str, program: str) -> Launcher:

@@ -79,7 +79,7 @@ def test_failing_host_is_an_error_and_leaves_no_file(
         (("--via", "pigeon"), "Choose from: local, ssh, slurm, mpi"),
         (("--via", "ranks"), "Choose from: local, ssh, slurm, mpi"),
         (("--hosts", "a", "--hostfile", "b"), "mutually exclusive"),
-        (("--hostfile", "/no/such/file"), "one host a line"),
+        (("--hostfile", "/no/such/file"), "one host per line"),
         (("--via", "ssh", "--hosts", "a", "--launcher", "srun"), "Leave one of them out"),
         (("--hosts", "a,,b"), "node1:4,node2:4"),
         (("--timeout", "soon"), "--timeout"),

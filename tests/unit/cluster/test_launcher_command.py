@@ -5,12 +5,8 @@ from typing import Any
 import pytest
 
 from penstock.cluster.launcher_command import (
-    LauncherProgram,
     LaunchPlan,
-    LaunchRequest,
-    build_launch_plan,
     find_launcher,
-    parse_launcher_name,
     parse_version,
     plan_launch,
 )
@@ -21,18 +17,12 @@ PROGRAM = ("python", "-m", "penstock", "storage", "probe")
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "hush", "PENSTOCK_HOST": "rack7", "HOME": "/home/me", "MINE": "quiet"}
 
 
-def plan(flavour: Launcher, *, hostfile_text: str | None = None, **asked: Any) -> LaunchPlan:
-    return build_launch_plan(
-        LaunchRequest(**asked),
-        PROGRAM,
-        SECRETS,
-        launcher=LauncherProgram("/opt/launcher", flavour),
-        hostfile_text=hostfile_text,
-    )
+def plan(flavour: Launcher, **asked: Any) -> LaunchPlan:
+    return plan_launch(PROGRAM, SECRETS, launcher=("/opt/launcher", flavour), **asked)
 
 
-def options(flavour: Launcher, *, hostfile_text: str | None = None, **asked: Any) -> str:
-    argv = plan(flavour, hostfile_text=hostfile_text, **asked).argv
+def options(flavour: Launcher, **asked: Any) -> str:
+    argv = plan(flavour, **asked).argv
     assert argv[0] == "/opt/launcher"
     assert argv[-len(PROGRAM) :] == PROGRAM
     return " ".join(argv[1 : -len(PROGRAM)])
@@ -68,13 +58,17 @@ GOLDEN = {
 ASKED: dict[str, dict[str, Any]] = {
     "ranks": {"ranks": 4},
     "hosts": {"hosts": "a:2,b:2"},
-    "hostfile": {"hostfile": "rack7.txt", "hostfile_text": "a:2\nb:2\n"},
+    "hostfile": {"hostfile": "rack7.txt"},
 }
 
 
 @pytest.mark.parametrize("flavour", GOLDEN)
 @pytest.mark.parametrize("way", ASKED)
-def test_each_launcher_gets_its_own_options(flavour: Launcher, way: str) -> None:
+def test_each_launcher_gets_its_own_options(
+    flavour: Launcher, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rack7.txt").write_text("a:2\nb:2\n")
+    monkeypatch.chdir(tmp_path)
     assert options(flavour, env_names=("MINE",), **ASKED[way]) == GOLDEN[flavour][way]
 
 
@@ -95,9 +89,11 @@ def test_extra_arguments_come_last_so_that_they_win() -> None:
     assert asked == "-genvall -disable-auto-cleanup -n 2 -launcher fork"
 
 
-def test_a_host_file_elsewhere_keeps_its_path_for_srun() -> None:
-    asked = options(Launcher.SRUN, hostfile="/etc/rack7", hostfile_text="a:1")
-    assert "--nodelist=/etc/rack7" in asked
+def test_a_host_file_elsewhere_keeps_its_path_for_srun(tmp_path: Path) -> None:
+    (tmp_path / "rack7").write_text("127.0.0.2:3\n")
+    asked = plan(Launcher.SRUN, hostfile=str(tmp_path / "rack7"))
+    assert asked.ranks == 3
+    assert f"--nodelist={tmp_path}/rack7" in asked.argv
 
 
 @pytest.mark.parametrize("flavour", [Launcher.SRUN, Launcher.PALS])
@@ -105,11 +101,6 @@ def test_unequal_counts_are_refused_where_a_launcher_cannot_place_them(flavour: 
     with pytest.raises(UsageError, match="same number of ranks on each host") as caught:
         plan(flavour, hosts="a:1,b:2")
     assert caught.value.where == "a:1, b:2"
-
-
-def test_hosts_and_a_host_file_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="mutually exclusive"):
-        plan(Launcher.HYDRA, hosts="a:1", hostfile="f", hostfile_text="a:1")
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
@@ -159,8 +150,7 @@ def test_a_job_is_local_only_when_no_rank_can_be_elsewhere(
     asked: dict[str, Any],
     local: bool,  # noqa: FBT001 - a table
 ) -> None:
-    request = LaunchRequest(**asked)
-    made = build_launch_plan(request, PROGRAM, environment, launcher=LauncherProgram("x", flavour))
+    made = plan_launch(PROGRAM, environment, launcher=("x", flavour), **asked)
     assert made.is_local is local
 
 
@@ -185,13 +175,6 @@ def test_an_unknown_launcher_is_refused_with_its_version_text() -> None:
         parse_version("LAM 7.1", "mpiexec")
 
 
-def test_only_launchers_that_exist_have_names() -> None:
-    assert parse_launcher_name("srun") == "srun"
-    with pytest.raises(UsageError, match="No launcher is named 'prun'") as caught:
-        parse_launcher_name("prun")
-    assert "auto, mpiexec, mpirun, srun, pals" in caught.value.fix
-
-
 def fake_launcher(folder: Path, name: str, says: str) -> Path:
     program = folder / name
     program.write_text(f"#!/bin/sh\n{says}\n")
@@ -202,7 +185,7 @@ def fake_launcher(folder: Path, name: str, says: str) -> Path:
 def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     beside = fake_launcher(tmp_path, "mpiexec", "echo HYDRA")
-    assert find_launcher("auto", {"PATH": "/usr/bin:/bin"}) == LauncherProgram(str(beside), Launcher.HYDRA)
+    assert find_launcher("auto", {"PATH": "/usr/bin:/bin"}) == (str(beside), Launcher.HYDRA)
 
 
 def test_without_one_beside_it_path_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +196,9 @@ def test_without_one_beside_it_path_is_searched(tmp_path: Path, monkeypatch: pyt
         name: str(fake_launcher(folder, name, "echo Open MPI")) for name in ("mpirun", "srun", "mpiexec")
     }
     environment = {"PATH": f"{folder}:/usr/bin:/bin"}
-    assert find_launcher("mpirun", environment) == LauncherProgram(found["mpirun"], Launcher.OPEN_MPI)
-    assert find_launcher("srun", environment) == LauncherProgram(found["srun"], Launcher.SRUN)
-    assert find_launcher("pals", environment) == LauncherProgram(found["mpiexec"], Launcher.PALS)
+    assert find_launcher("mpirun", environment) == (found["mpirun"], Launcher.OPEN_MPI)
+    assert find_launcher("srun", environment) == (found["srun"], Launcher.SRUN)
+    assert find_launcher("pals", environment) == (found["mpiexec"], Launcher.PALS)
 
 
 @pytest.mark.parametrize(
@@ -236,16 +219,3 @@ def test_a_launcher_that_cannot_run_is_unavailable(tmp_path: Path, monkeypatch: 
     (tmp_path / "mpiexec").write_text("no program")
     with pytest.raises(Unavailable, match="--version did not answer"):
         find_launcher("auto", {"PATH": ""})
-
-
-def test_a_host_file_is_read_when_a_launch_is_planned(tmp_path: Path) -> None:
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("127.0.0.2:3\n")
-    made = plan_launch(LaunchRequest(hostfile=str(hostfile)), PROGRAM, {"PATH": "/usr/bin:/bin"})
-    assert made.ranks == 3
-    assert str(hostfile) in made.argv
-
-
-def test_a_host_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        plan_launch(LaunchRequest(hostfile=str(tmp_path / "missing")), PROGRAM, {})

@@ -35,7 +35,7 @@ from penstock.cluster.facts.host_facts import (
     parse_facts,
 )
 from penstock.cluster.facts.read_host import ROOT, read_report
-from penstock.cluster.launcher_command import LauncherName, LaunchRequest, build_launch_plan, find_launcher
+from penstock.cluster.launcher_command import find_launcher, plan_launch
 from penstock.environment import Environment
 from penstock.errors import DataDamaged, HostsAbsent, PenstockError, UsageError
 
@@ -75,7 +75,7 @@ def plan_agents(
     environment: Environment,
     *,
     python: str,
-    launcher: LauncherName = "auto",
+    launcher: str = "auto",
     arguments: Sequence[str] = (),
     timeout_s: float,
 ) -> tuple[CommandFor, Environment]:
@@ -101,8 +101,7 @@ def plan_agents(
     def launch_on(host: str) -> Sequence[str]:
         # An IPv6 address must be in brackets where a count follows.
         slot = f"[{host}]:1" if ":" in host else f"{host}:1"
-        request = LaunchRequest(hosts=slot, ranks=1, launcher_args=tuple(arguments))
-        return build_launch_plan(request, agent, environment, launcher=program).argv
+        return plan_launch(agent, environment, launcher=program, hosts=slot, launcher_args=arguments).argv
 
     return launch_on, environment
 
@@ -209,12 +208,8 @@ def collect_from_hosts(
             f"Host {duplicate!r} is named twice" if duplicate else "No host is given",
             fix="Name each host once: --hosts node1,node2.",
         )
-    by_host = {answer.host: answer for answer in answers}
-    facts = _combine(
-        via,
-        collected_at,
-        [parse_agent_output(by_host.get(host), host=host, timeout_s=timeout_s) for host in hosts],
-    )
+    outcomes = {answer.host: parse_agent_output(answer, timeout_s=timeout_s) for answer in answers}
+    facts = _combine(via, collected_at, [outcomes[host] for host in hosts])
     if facts.absent and not (allow_partial and facts.present):
         raise HostsAbsent(
             reported=tuple(host.host for host in facts.present),
@@ -235,20 +230,15 @@ def _combine(via: Via, collected_at: str, outcomes: Sequence[PresentHost | Absen
     )
 
 
-def parse_agent_output(
-    answer: AgentOutput | None, *, host: str, timeout_s: float
-) -> PresentHost | AbsentHost:
+def parse_agent_output(answer: AgentOutput, *, timeout_s: float) -> PresentHost | AbsentHost:
     """A host's report, or why there is none."""
-    if answer is None:
-        return AbsentHost(host=host, reason="was not queried", exit_code=None, stderr="")
-
     # Either the beginning or the end may contain the reason.
     stderr, half = answer.stderr.strip(), LONGEST_STDERR // 2
     if len(stderr) > LONGEST_STDERR:
         stderr = f"{stderr[:half]}\n...\n{stderr[-half:]}"
 
     def absent(reason: str) -> AbsentHost:
-        return AbsentHost(host=host, reason=reason, exit_code=answer.exit_code, stderr=stderr)
+        return AbsentHost(host=answer.host, reason=reason, exit_code=answer.exit_code, stderr=stderr)
 
     if answer.exit_code is None:
         return absent(f"no answer within {timeout_s:g} s")
@@ -259,11 +249,11 @@ def parse_agent_output(
     if document is None:
         return absent(f"no facts in its output: {answer.stdout.strip()[:80]!r}")
     try:
-        report = parse_facts(HostReport, document, where=host)
+        report = parse_facts(HostReport, document, where=answer.host)
     except DataDamaged as error:
         return absent(f"unreadable facts: {error.what}")
     return PresentHost(
-        host=host,
+        host=answer.host,
         asked_unix_s=answer.asked_unix_s,
         answered_unix_s=answer.answered_unix_s,
         report=report,

@@ -109,7 +109,7 @@ def _start(plan: LaunchPlan, server: ControlServer) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise Unavailable(
             f"The launcher cannot be started: {error}",
-            where=plan.launcher.program,
+            where=plan.argv[0],
             fix="Choose another --launcher.",
         ) from error
 
@@ -137,8 +137,8 @@ def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server:
     """Wait for the ranks of a launcher that has ended: finished, still stopping, or never started."""
     if not server.arrived and server.failure is None:
         raise RankError(
-            f"{plan.launcher.kind} ended with exit code {launcher.returncode} before any rank had started",
-            where=plan.launcher.program,
+            f"{plan.launcher} ended with exit code {launcher.returncode} before any rank had started",
+            where=plan.argv[0],
             fix="Its messages above say why; the ranks' program must start on every host.",
         )
     _wait_until_over(server, launcher, AFTER_LAUNCHER_S)
@@ -150,9 +150,9 @@ def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server:
     if server.failure is None and len(server.exit_codes) < plan.ranks:
         missing = sorted(set(range(plan.ranks)) - server.exit_codes.keys())
         raise RankError(
-            f"{plan.launcher.kind} ended with exit code {launcher.returncode}, "
+            f"{plan.launcher} ended with exit code {launcher.returncode}, "
             f"but {len(missing)} of {plan.ranks} ranks never reported (first: rank {missing[0]})",
-            where=plan.launcher.program,
+            where=plan.argv[0],
             fix="Its messages above say why.",
         )
 

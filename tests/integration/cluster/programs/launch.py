@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.cluster.launcher_command import LaunchRequest, plan_launch
+from penstock.cluster.launcher_command import find_launcher, plan_launch
 from penstock.cluster.supervision import launch_job
 from penstock.environment import process_environment
 from penstock.errors import PenstockError
@@ -15,10 +15,11 @@ from penstock.errors import PenstockError
 def main() -> int:
     options, program, *arguments = sys.argv[1:]
     environment = process_environment()
-    request = LaunchRequest(**json.loads(options))
     argv = (sys.executable, str(Path(__file__).with_name(program)), *arguments)
     try:
-        return launch_job(plan_launch(request, argv, environment), start_timeout_s=60.0)
+        launcher = find_launcher("auto", environment)
+        plan = plan_launch(argv, environment, launcher=launcher, **json.loads(options))
+        return launch_job(plan, start_timeout_s=60.0)
     except PenstockError as error:
         notes = getattr(error, "__notes__", []) if "PENSTOCK_SHOW_NOTES" in environment else []
         sys.stderr.write("\n".join([str(error), *notes]) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.cluster.launcher_command import LauncherProgram, LaunchPlan
+from penstock.cluster.launcher_command import LaunchPlan
 from penstock.cluster.launcher_env import Launcher
 from penstock.cluster.supervision import launch_job
 from penstock.cluster.supervision.supervisor import describe_exit
@@ -27,9 +27,10 @@ channel = connect_to_server(address, token, rank=0, host="here", pid=1)
 
 
 def plan(*argv: str, ranks: int = 1, is_local: bool = True) -> LaunchPlan:
-    launcher = LauncherProgram(argv[0], Launcher.HYDRA)
     environment = process_environment()
-    return LaunchPlan(argv=argv, environment=environment, ranks=ranks, launcher=launcher, is_local=is_local)
+    return LaunchPlan(
+        argv=argv, environment=environment, ranks=ranks, launcher=Launcher.HYDRA, is_local=is_local
+    )
 
 
 def python_plan(program: str, *, ranks: int = 1, is_local: bool = True) -> LaunchPlan:

@@ -88,28 +88,23 @@ def test_nothing_at_all_is_not_a_part() -> None:
 
 
 def test_a_whole_document_does_not_excuse_a_launcher_that_failed() -> None:
-    seen = parse_agent_output(answer("a", exit_code=1), host="a", timeout_s=9)
+    seen = parse_agent_output(answer("a", exit_code=1), timeout_s=9)
     assert isinstance(seen, AbsentHost)
     assert seen.reason == "exit code 1"
 
 
 def test_of_many_words_the_first_and_the_last_are_kept() -> None:
     words = "cause\n" + "x" * 100_000 + "\nend"
-    seen = parse_agent_output(answer("a", exit_code=1, stderr=words), host="a", timeout_s=9)
+    seen = parse_agent_output(answer("a", exit_code=1, stderr=words), timeout_s=9)
     assert isinstance(seen, AbsentHost)
     assert seen.stderr.startswith("cause\n")
     assert seen.stderr.endswith("\nend")
     assert len(seen.stderr) < 5_000
 
 
-def test_a_host_that_was_not_queried_is_absent() -> None:
-    with pytest.raises(HostsAbsent, match="b: was not queried"):
-        _gather(answer("a"), hosts="a,b")
-
-
 def test_what_shells_print_around_the_facts_does_no_harm() -> None:
     said = f"motd\n{frame_document(report('a').model_dump_json())}bye\n"
-    assert isinstance(parse_agent_output(answer("a", stdout=said), host="a", timeout_s=9), PresentHost)
+    assert isinstance(parse_agent_output(answer("a", stdout=said), timeout_s=9), PresentHost)
 
 
 @pytest.mark.parametrize("said", ["", frame_document("x")[:-20], "penstock-facts>>", "<<penstock-facts\n"])
@@ -128,7 +123,7 @@ def test_a_frame_without_its_end_holds_nothing(said: str) -> None:
 )
 def test_facts_of_another_shape_are_refused_by_name(change: dict[str, object], named: str) -> None:
     document = json.dumps({**report("a").model_dump(mode="json"), **change})
-    seen = parse_agent_output(answer("a", stdout=frame_document(document)), host="a", timeout_s=9)
+    seen = parse_agent_output(answer("a", stdout=frame_document(document)), timeout_s=9)
     assert isinstance(seen, AbsentHost)
     assert f"unreadable facts: This version of Penstock cannot read these facts: {named}" in seen.reason
 
