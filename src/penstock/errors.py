@@ -20,8 +20,9 @@
 All of them survive pickling with their fields, because they travel from rank to rank.
 """
 
+import copyreg
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 
 class PenstockError(Exception):
@@ -43,22 +44,11 @@ class PenstockError(Exception):
         return f"{self.what}{place}{stop}{advice}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.what, self._fields())
-
-    def _fields(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    @classmethod
-    def _from_fields(cls, what: str, fields: dict[str, Any]) -> Self:
-        error = cls.__new__(cls, what)
-        Exception.__init__(error, what)
-        for name, value in fields.items():
-            setattr(error, name, value)
-        return error
-
-
-def _rebuild(kind: type[PenstockError], what: str, fields: dict[str, Any]) -> PenstockError:
-    return kind._from_fields(what, fields)  # noqa: SLF001 - the other half of __reduce__
+        # By attributes, as constructors differ. `OSError` keeps `errno` outside of `__dict__`.
+        state = {**self.__dict__, "args": self.args}
+        if isinstance(self, OSError):
+            state["errno"] = self.errno
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # not in its stubs
 
 
 class UsageError(PenstockError, ValueError):
@@ -82,9 +72,6 @@ class StorageError(PenstockError, OSError):
         super().__init__(what, where=where or uri, fix=fix, uri=uri)
         self.uri = uri
         self.errno = errno
-
-    def _fields(self) -> dict[str, Any]:
-        return {**self.__dict__, "errno": self.errno}  # OSError keeps it outside of __dict__
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):
