@@ -283,7 +283,7 @@ def _view_mlperf(document: dict[str, Any]) -> View:
             }
             for metric, values in figures["metrics"].items()
         ]
-        yield TextTable(f"Option {name} on {document['ranks']} ranks ({figures['kind']})", rows, is_wide=True)
+        yield TextTable(f"Option {name} on {document['ranks']} ranks ({figures['kind']})", rows)
     yield f"Files of the tool: {document['leaf']}"
 
 
@@ -384,7 +384,7 @@ def compare(
         for name, figure in comparison["figures"].items()
     ]
     names = [f"run {index + 1}: {target}" for index, target in enumerate(comparison["targets"])]
-    terminal.result(comparison, [*names, *table("Figures", rows, is_wide=True)])
+    terminal.result(comparison, [*names, *table("Figures", rows)])
     write_page(page, lambda: make_comparison_page(comparison), terminal)
     if not comparison["is_comparable"]:
         terminal.note("These runs executed different operations: their figures cannot be compared.")

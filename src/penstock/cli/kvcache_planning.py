@@ -313,7 +313,7 @@ def _view_store(document: dict[str, Any]) -> View:
                 f"{format_seconds(found['oldest_age_s'])} old: {', '.join(found['examples'])}"
             )
     if document["wrong"]:
-        yield TextTable("Damaged", document["wrong"], is_wide=True)
+        yield TextTable("Damaged", document["wrong"])
 
 
 def _view_series(series: dict[str, Any]) -> View:

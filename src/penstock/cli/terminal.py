@@ -20,14 +20,11 @@ from penstock.errors import UsageError, printable
 from penstock.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod
-    from rich.table import Table
+    from rich.console import Console
 
     from penstock.cluster.comm import RankWait
     from penstock.results.run_status import Follower
 
-_WIDE = 1000
-_MANY_ROWS = 500
 SCHEMA_VERSIONS: Mapping[str, int] = {"results-ls": 2, "results-rm": 2}
 """Versions of documents that lost a key or changed its meaning; all others are at 1."""
 
@@ -41,92 +38,57 @@ class TextTable:
 
     title: str
     rows: Sequence[Mapping[str, str]]
-    is_wide: bool = False
-    """Allows it to be wider than the terminal, where no number may be cut."""
 
     def draw(self, console: Console) -> None:
-        """Print the table; its title alone if it has no rows."""
+        """Print a line for each row, as wide as it is; on a narrower terminal a paragraph for each row.
+
+        Nothing is cut or wrapped: a number that is cut is a wrong number.
+        """
+        from rich.cells import cell_len
+        from rich.text import Text
+
         if not self.rows:
             console.print(f"{self.title}: none")
             return
-        if len(self.rows) > _MANY_ROWS:
-            self._print_lines(console)
-            return
-        if self.is_wide:
-            console = _open_console(file=console.file, width=_WIDE, color_system=None)
-        grid = self._grid(str)
-        if console.measure(grid, options=console.options.update(width=_WIDE)).maximum > console.width:
-            grid = self._grid(_fold)
-        with console.capture() as drawn:
-            console.print(grid)
-        # Rich ends what it cuts with an ellipsis, and a number that is cut is a wrong number.
-        had_one = any("…" in text for row in self.rows for text in (self.title, *row, *row.values()))
-        if "…" not in drawn.get() or had_one:
-            console.print(grid)
-        else:
-            self._list(console)
-
-    def _grid(self, name_column: Callable[[str], str]) -> Table:
-        from rich import box
-        from rich.table import Table
-
-        grid = Table(
-            title=self.title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        for column in self.rows[0]:
-            is_numeric = self._is_numeric(column)
-            justify: JustifyMethod = "right" if is_numeric else "left"
-            grid.add_column(name_column(column), justify=justify, no_wrap=is_numeric)
-        for row in self.rows:
-            grid.add_row(*(printable(text, keep="") for text in row.values()))
-        return grid
-
-    def _is_numeric(self, column: str) -> bool:
-        """Check for a column of numbers, which is right-aligned with its dashes for unknown values."""
-        texts = (row[column] for row in self.rows)
-        return all(text[:1].isdecimal() or text in ("", "-") for text in texts)
-
-    def _print_lines(self, console: Console) -> None:
-        """Print one line per row at full width: rich would take minutes for 100,000 rows."""
-        from rich.cells import cell_len
-
         names = list(self.rows[0])
-        lines = [names, *([printable(text, keep="") for text in row.values()] for row in self.rows)]
-        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-        are_numeric = [self._is_numeric(name) for name in names]
-        lines.insert(1, [("-" if console.options.ascii_only else "─") * width for width in widths])
-        console.print(self.title)
-        for line in lines:
+        lines = [[printable(text, keep="") for text in row.values()] for row in self.rows]
+        columns = list(zip(*lines, strict=True))
+        widths = [max(map(cell_len, (name, *texts))) for name, texts in zip(names, columns, strict=True)]
+        # Numbers, with dashes for unknown ones.
+        are_numeric = [all(text[:1].isdecimal() or text in ("", "-") for text in texts) for texts in columns]
+
+        def align(line: Sequence[str]) -> str:
+            blanks = [" " * (width - cell_len(text)) for text, width in zip(line, widths, strict=True)]
             padded = (
-                " " * (width - cell_len(text)) + text if is_right else text + " " * (width - cell_len(text))
-                for text, width, is_right in zip(line, widths, are_numeric, strict=True)
+                blank + text if is_numeric else text + blank
+                for text, blank, is_numeric in zip(line, blanks, are_numeric, strict=True)
             )
-            console.file.write("  ".join(padded).rstrip() + "\n")
+            return f" {'   '.join(padded)}".rstrip()
 
-    def _list(self, console: Console) -> None:
-        """Print each row as a paragraph, where the terminal is too narrow for a table."""
-        console.print(self.title)
-        indent = max(len(column) for column in self.rows[0]) + 2
-        for row in self.rows:
-            console.print()
-            for column, text in row.items():
-                console.print(f"{column:<{indent}}{printable(text, keep='')}".rstrip())
-
-
-def _fold(name: str) -> str:
-    """Split a name into two lines, as narrow as its words allow."""
-    words = name.split(" ")
-    lines = ((" ".join(words[:at]), " ".join(words[at:])) for at in range(1, len(words)))
-    return "\n".join(min(lines, key=lambda pair: max(map(len, pair)), default=(name,)))
+        if self.title:
+            console.print(self.title)
+        width = sum(widths) + 3 * (len(widths) - 1)
+        if console.is_terminal and width >= console.width:
+            indent = max(map(cell_len, names)) + 2
+            for line in lines:
+                for name, text in zip(names, line, strict=True):
+                    console.file.write(f"{name:<{indent}}{text}".rstrip() + "\n")
+                console.file.write("\n")
+            return
+        console.print(Text(align(names), "bold"))
+        console.print(" " + ("-" if console.options.ascii_only else "─") * width)
+        # Rich would take minutes for 100,000 rows.
+        console.file.writelines(f"{align(line)}\n" for line in lines)
+        console.file.write("\n")
 
 
 View = Iterable[Line | TextTable]
 """A result for people, from top to bottom. A generator does its work only if the result is drawn."""
 
 
-def table(title: str, rows: Sequence[Mapping[str, str]], *, is_wide: bool = False) -> View:
+def table(title: str, rows: Sequence[Mapping[str, str]]) -> View:
     """A view of one table."""
-    return [TextTable(title, rows, is_wide)]
+    return [TextTable(title, rows)]
 
 
 def bold(text: str) -> Line:

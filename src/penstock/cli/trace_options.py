@@ -200,5 +200,5 @@ def view_answer(answer: Answer) -> View:
     rows = rendering.as_records(answer)
     if len(rows) == 1 and len(answer.columns) > _MAX_COLUMNS:
         rows = [{"what": what, "value": value} for what, value in rows[0].items()]
-    yield TextTable(answer.title, rows, is_wide=True)
+    yield TextTable(answer.title, rows)
     yield from answer.notes

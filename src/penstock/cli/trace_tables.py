@@ -166,7 +166,7 @@ def sql(
         mismatches = traces.mismatches()
     document = {**answer.document(), **({"mismatches": mismatches} if mismatches else {})}
     # A file, or a program behind a pipe, has no width to fit into.
-    terminal.result(document, table("", answer.texts(), is_wide=not sys.stdout.isatty()))
+    terminal.result(document, table("", answer.texts()))
 
 
 @verb

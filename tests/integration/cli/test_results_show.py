@@ -187,11 +187,10 @@ CHECKPOINTS_SHOWN = [
     "  gap before reads            2.50 s",
     "  folder                      PARENT/RUN1",
     "Checkpoints",
-    "                                                   mean            held",
-    "         checkpoints   bytes     took   GiB/s   of each      p99   up by",
-    " ────────────────────────────────────────────────────────────────────────────",
-    " write             2   2 GiB   500 ms    4.00      4.25   3.0 ms   storage",
-    " read              1   2 GiB   500 ms       -         -   3.0 ms   page cache",
+    "         checkpoints   bytes     took   GiB/s   mean of each      p99   held up by",
+    " ─────────────────────────────────────────────────────────────────────────────────",
+    " write             2   2 GiB   500 ms    4.00           4.25   3.0 ms   storage",
+    " read              1   2 GiB   500 ms       -              -   3.0 ms   page cache",
 ]
 WRONG_BYTES_SHOWN = [
     "RUN1",
@@ -205,10 +204,9 @@ WRONG_BYTES_SHOWN = [
     "  gap before reads            -",
     "  folder                      PARENT/RUN1",
     "Checkpoints",
-    "                                                   mean            held",
-    "         checkpoints   bytes     took   GiB/s   of each      p99   up by",
-    " ─────────────────────────────────────────────────────────────────────────",
-    " write             2   2 GiB   500 ms    4.00      4.25   3.0 ms   storage",
+    "         checkpoints   bytes     took   GiB/s   mean of each      p99   held up by",
+    " ─────────────────────────────────────────────────────────────────────────────────",
+    " write             2   2 GiB   500 ms    4.00           4.25   3.0 ms   storage",
 ]
 CHECKPOINTS_LISTED = {
     True: "  unet3d_h100, ranks 2, DATE, checkpoints written with 4.00 GiB/s, read with - GiB/s",
