@@ -1,6 +1,6 @@
 """`penstock-mlpstorage`: the command lines of mlpstorage, v2 and v3, translated to penstock's own commands.
 
-    words -> `MlpstorageCommand` -> `TranslatedCommand`, which is printed and then run
+    words -> `MlpstorageCommand` -> words of penstock, which are printed and then run
 
 Invariant: nothing that is requested is left out without a remark or an error, and an unknown word is an error
 that suggests the nearest.
@@ -127,19 +127,6 @@ class MlpstorageCommand:
         return None if text is None else int(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TranslatedCommand:
-    """One command line of penstock, without the program's name, and remarks to print before it."""
-
-    words: tuple[str, ...]
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The command as a user would type it."""
-        return shlex.join(("penstock", *self.words))
-
-
 def parse(
     words: Sequence[str], *, defaults: Mapping[str, tuple[str, ...]] | None = None
 ) -> MlpstorageCommand:
@@ -226,8 +213,11 @@ def _unknown(word: str, allowed: tuple[str, ...]) -> UsageError:
 
 def translate(
     command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
-) -> TranslatedCommand:
-    """The command of penstock that does the same; `is_tree` tells whether a folder is a submission tree."""
+) -> tuple[list[str], list[str]]:
+    """The words of penstock that do the same, without its name, and remarks to print before.
+
+    `is_tree` tells whether a folder is a submission tree.
+    """
     if command.benchmark in _UNSUPPORTED:
         raise UsageError(
             f"{_UNSUPPORTED[command.benchmark]} is not supported by Penstock",
@@ -241,7 +231,7 @@ def translate(
         remarks += translator.remarks
     else:
         words = _translate_other(command, environment, is_tree)
-    return TranslatedCommand(words=tuple(words), remarks=tuple(remarks))
+    return words, remarks
 
 
 class _BenchmarkTranslator:
@@ -453,31 +443,32 @@ def main(arguments: list[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"penstock-mlpstorage {__version__}")
         return 0
-    commands: list[TranslatedCommand] = []
-    code = app.run_at_edge(lambda: commands.extend(_translate(words)), debug=debug)
-    if not commands:
+    translated: list[str] = []
+    code = app.run_at_edge(lambda: translated.extend(_translate(words)), debug=debug)
+    if not translated:
         return code
     # Run as if the user had typed it: runs record this command, and are repeated by it.
-    return app.main([*commands[0].words, *(["--debug"] if debug else [])])
+    return app.main([*translated, *(["--debug"] if debug else [])])
 
 
-def _translate(words: Sequence[str]) -> list[TranslatedCommand]:
-    """Print the command to run, and return it; an empty list for a dry run."""
+def _translate(words: Sequence[str]) -> list[str]:
+    """Print the command to run, and return its words; none for a dry run."""
     requested = parse(words)
     if (name := requested.value("config-file")) is not None:
         requested = parse(words, defaults=_read_config_file(Path(name)))
-    command = translate(
+    translated, remarks = translate(
         requested,
         process_environment(),
         lambda folder: (Path(folder).expanduser() / SENTINEL).is_file(),
     )
-    for remark in command.remarks:
+    text = shlex.join(("penstock", *translated))
+    for remark in remarks:
         print(remark, file=sys.stderr)
     if requested.has("dry-run") or requested.has("what-if"):
-        print(command.text)
+        print(text)
         return []
-    print(f"= {command.text}", file=sys.stderr)
-    return [command]
+    print(f"= {text}", file=sys.stderr)
+    return translated
 
 
 def _read_config_file(path: Path) -> Mapping[str, tuple[str, ...]]:

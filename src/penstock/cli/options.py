@@ -57,12 +57,6 @@ class Declaration:
     """The heading in `--help`, if it has one of its own."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Nested:
-    options: type
-    panel: str | None
-
-
 @overload
 def option(
     name: str,
@@ -135,8 +129,7 @@ def arguments(metavar: str, parser: Parser[T], text: str, *, is_required: bool =
 
 def group(options: type[O], *, panel: str | None = None) -> O:
     """Declare all options of another dataclass; `panel` gives them a heading of their own in `--help`."""
-    nested = _Nested(options, panel)
-    return dataclasses.field(default_factory=options, metadata={_KEY: nested})
+    return dataclasses.field(default_factory=options, metadata={_KEY: options, "panel": panel})
 
 
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
@@ -175,9 +168,9 @@ def declarations(fields: Fields) -> Iterator[tuple[str, Declaration, str | None]
     """The path, the declaration and the help panel of each option, those of groups in place."""
     for name, field in fields.items():
         declared = field.metadata[_KEY]
-        if isinstance(declared, _Nested):
-            for path, declaration, panel in declarations(options_of(declared.options)):
-                yield f"{name}{_NESTED}{path}", declaration, panel or declared.panel
+        if isinstance(declared, type):
+            for path, declaration, panel in declarations(options_of(declared)):
+                yield f"{name}{_NESTED}{path}", declaration, panel or field.metadata["panel"]
         else:
             yield name, declared, declared.panel
 
@@ -187,9 +180,8 @@ def fill(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[st
     filled: dict[str, Any] = {}
     for name, field in fields.items():
         declared, path = field.metadata[_KEY], f"{prefix}{name}"
-        if isinstance(declared, _Nested):
-            inner = fill(options_of(declared.options), values, f"{path}{_NESTED}")
-            filled[name] = declared.options(**inner)
+        if isinstance(declared, type):
+            filled[name] = declared(**fill(options_of(declared), values, f"{path}{_NESTED}"))
         else:
             # Whatever its default is, click passes None or () for an option that is left out.
             is_given = values.get(path) not in (None, ())

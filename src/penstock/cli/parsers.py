@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_rate, parse_seconds
@@ -76,6 +77,15 @@ def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:
     )
 
 
+def _make_later(module: str, name: str) -> Callable[[str], Any]:
+    """Make values of a type whose module is imported with the first of them."""
+
+    def make(word: str) -> Any:
+        return getattr(import_module(module), name)(word)
+
+    return make
+
+
 def choice(*words: str) -> Parser[str]:
     """One of a few words."""
     return chosen(words, str)
@@ -139,24 +149,6 @@ def parse_scale(text: str) -> Fraction:
     return scale
 
 
-def _division(word: str) -> Remainder:
-    from penstock.bench.epoch_order import Remainder
-
-    return Remainder(word)
-
-
-def _content_check(word: str) -> ContentCheck:
-    from penstock.bench.loader.loader_protocol import ContentCheck
-
-    return ContentCheck(word)
-
-
-def _gate(word: str) -> Gate:
-    from penstock.cluster.gates.gate_model import Gate
-
-    return Gate(word)
-
-
 def _list_workloads(_: str) -> Iterable[str]:
     from penstock.workload.shipped_catalog import families, full_names
 
@@ -206,8 +198,15 @@ TIME = Parser("TIME", parse_seconds)
 SCALE = Parser("SHARE", parse_scale)
 SETTING = Parser("KEY=VALUE", str)
 ASSIGNMENT = Parser("NAME=VALUE", parse_assignment)
-DIVISION = chosen(("rotate", "drop", "pad", "error"), _division)
-CONTENT_CHECK = chosen(("off", "sample", "full"), _content_check)
-GATE = chosen(("cluster", "versions", "clock", "limits", "ipc", "apart", "space", "storage"), _gate)
+DIVISION: Parser[Remainder] = chosen(
+    ("rotate", "drop", "pad", "error"), _make_later("penstock.bench.epoch_order", "Remainder")
+)
+CONTENT_CHECK: Parser[ContentCheck] = chosen(
+    ("off", "sample", "full"), _make_later("penstock.bench.loader.loader_protocol", "ContentCheck")
+)
+GATE: Parser[Gate] = chosen(
+    ("cluster", "versions", "clock", "limits", "ipc", "apart", "space", "storage"),
+    _make_later("penstock.cluster.gates.gate_model", "Gate"),
+)
 LAUNCHER = choice("auto", "mpiexec", "mpirun", "srun", "pals")
 EDITION = choice("auto", "v1.0", "v2.0", "v3.0", "v3.0-strict")

@@ -52,13 +52,14 @@ def examine(folder: Path, environment: Environment) -> Iterator[Diagnosis]:
     yield from _files(folder.resolve())
     yield from _limits()
     yield from _clock()
-    for name, purpose in (
-        ("fio", "`make bench` compares the probe with it"),
-        ("strace", "tests count calls"),
-    ):
-        path = shutil.which(name)
-        otherwise = f"Optional: {purpose}; install the package {name} of your distribution."
-        yield _check("programs", name, path or "not on PATH", good=path is not None, otherwise=otherwise)
+    strace = shutil.which("strace")
+    yield _check(
+        "programs",
+        "strace",
+        strace or "not on PATH",
+        good=strace is not None,
+        otherwise="Optional, for `penstock trace record --tracer strace`: install it.",
+    )
 
 
 def _machine() -> Iterator[Diagnosis]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -11,7 +10,6 @@ from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import ContentCheck
 from penstock.cli import parsers
 from penstock.cluster.gates.gate_model import Gate
-from penstock.cluster.launcher_command import LauncherName
 from penstock.errors import UsageError
 
 
@@ -57,7 +55,6 @@ def test_bounds_count_as_allowed_values() -> None:
 def test_words_of_choices_are_those_of_the_types_that_they_become() -> None:
     assert parsers.DIVISION.choices == tuple(Remainder)
     assert parsers.CONTENT_CHECK.choices == tuple(ContentCheck)
-    assert parsers.LAUNCHER.choices == get_args(LauncherName)
     assert parsers.GATE.choices == tuple(Gate)
     assert parsers.DIVISION("pad") is Remainder.PAD
     assert parsers.CONTENT_CHECK("full") is ContentCheck.FULL

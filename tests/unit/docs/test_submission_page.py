@@ -40,7 +40,7 @@ def test_a_command_of_the_page_is_there_with_its_options(words: list[str]) -> No
 
 @pytest.mark.parametrize("words", OTHERS, ids=" ".join)
 def test_a_line_of_mlpstorage_on_the_page_is_understood(words: list[str]) -> None:
-    assert translate(parse(words[1:]), {}, lambda _: True).words
+    assert translate(parse(words[1:]), {}, lambda _: True)[0]
 
 
 def test_the_page_shows_both() -> None:
