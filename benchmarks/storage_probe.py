@@ -34,11 +34,12 @@ from penstock.bench.probe.load_plan import NS, LoadRequest
 from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MOST_FILES, measure_metadata
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.timed_streams import FileTarget, find_local_files
+from penstock.bench.probe.timed_streams import FileTarget
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Progress
 from penstock.storage import Storage, open_storage
 from penstock.storage.aligned import PAGE_BYTES
+from penstock.storage.capabilities import find_local_paths
 from penstock.storage.uri import parse_uri
 
 SIZE_BYTES = 1 << 30
@@ -215,7 +216,7 @@ def _fio(folder: str, pattern: str, block_bytes: int, *more: str) -> Mapping[str
 
 def _our_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mapping[str, float]:
     """A closed loop of the probe on the file that fio uses, by the way that suits the depth."""
-    files = find_local_files(open_storage(f"direct://{folder}", {}))
+    files = find_local_paths(open_storage(f"direct://{folder}", {}))
     assert files is not None
     with closing(FileTarget(files, _shared_file(folder), folder, is_sequential=False)) as target:
         with pages.ours():
@@ -225,8 +226,8 @@ def _our_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mappi
         before_s = time.process_time()
         times = loop.run(None, SECONDS)
         cpu_s = time.process_time() - before_s
-    in_time = float(np.count_nonzero(times.ended < SECONDS * NS))
-    return {f"{job}, {pages}": in_time / SECONDS if figure == "rate" else times.due.size / cpu_s}
+    in_time = float(np.count_nonzero(times["ended"] < SECONDS * NS))
+    return {f"{job}, {pages}": in_time / SECONDS if figure == "rate" else times.size / cpu_s}
 
 
 def _fio_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mapping[str, float]:

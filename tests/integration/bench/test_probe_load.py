@@ -20,12 +20,13 @@ from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_page import make_probe_page
 from penstock.bench.probe.probe_run import Part
-from penstock.bench.probe.timed_streams import FileTarget, find_local_files
+from penstock.bench.probe.timed_streams import FileTarget
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
+from penstock.storage.capabilities import find_local_paths
 from penstock.storage.uri import parse_uri
 from penstock.testing.faults import FailAtCall
 
@@ -148,22 +149,22 @@ def test_times_of_operations_are_in_order_and_keep_to_the_depth(
     path.write_bytes(bytes(1 << 20))
     due = arrivals(rate_per_s, 0.1, rank=0, num_ranks=1) if rate_per_s else None
     load = LoadRequest(block_bytes=4096, read_percent=60, depth=depth)
-    files = find_local_files(open_storage(f"direct://{tmp_path}", {}))
+    files = find_local_paths(open_storage(f"direct://{tmp_path}", {}))
     assert files is not None
     with closing(FileTarget(files, "file", "file:///x", is_sequential=False)) as target:
         loop = LoadLoop(
             load, target, uri="file:///x", size_bytes=1 << 20, comm=SoloComm(), progress=Progress()
         )
         times = loop.run(due, 0.1)
-    assert (times.begun >= np.maximum(times.due, times.free)).all()
-    assert due is None or times.due.tolist() == due
+    assert (times["begun"] >= np.maximum(times["due"], times["free"])).all()
+    assert due is None or times["due"].tolist() == due
     # What was given up has the time of giving up; the rest is in front of it.
-    begun, ended = (part[times.ended != times.begun] for part in (times.begun, times.ended))
+    begun, ended = (times[name][times["ended"] != times["begun"]] for name in ("begun", "ended"))
     assert (ended > begun).all()
     # Whenever one begins, fewer than `depth` that began before have not ended.
     ended_before = np.searchsorted(np.sort(ended), begun, side="right")
     assert (np.arange(begun.size) - ended_before < depth).all()
-    whole_hundreds = times.is_write[: times.is_write.size // 100 * 100]
+    whole_hundreds = times["is_write"][: times.size // 100 * 100]
     assert whole_hundreds.sum() == 0.4 * whole_hundreds.size
 
 

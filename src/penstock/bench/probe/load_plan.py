@@ -62,42 +62,16 @@ class LoadRequest:
             raise UsageError("Seconds and rates must be positive", fix="Leave an option out for its default.")
 
 
-@dataclass(frozen=True, slots=True)
-class OperationTimes:
-    """Moments of operations, in ns since the common start; what never ended has the time of giving up.
+OPERATION: Final = np.dtype(
+    [("number", "i8"), ("due", "i8"), ("free", "i8"), ("begun", "i8"), ("ended", "i8"), ("is_write", "?")]
+)
+"""The moments of an operation, in ns since the common start; what never ended has the time of giving up.
 
-    An operation is `due` by the schedule, a slot for it is `free`, it is `begun`, and it has `ended`.
-    """
+An operation is `due` by the schedule, a slot for it is `free`, it is `begun`, and it has `ended`.
+"""
 
-    due: NDArray[np.int64]
-    free: NDArray[np.int64]
-    begun: NDArray[np.int64]
-    ended: NDArray[np.int64]
-    is_write: NDArray[np.bool_]
-
-    @property
-    def latencies(self) -> NDArray[np.int64]:
-        """From when each operation was due to its end."""
-        return self.ended - self.due
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[OperationTimes]) -> OperationTimes:
-        """The operations of all parts."""
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
-
-    def shifted(self, by_ns: int) -> OperationTimes:
-        """The same operations, that much later."""
-        return OperationTimes(
-            self.due + by_ns, self.free + by_ns, self.begun + by_ns, self.ended + by_ns, self.is_write
-        )
-
-    def between(self, start_ns: int, end_ns: int) -> OperationTimes:
-        """The operations that were due then."""
-        chosen = (self.due >= start_ns) & (self.due < end_ns)
-        return OperationTimes(*(getattr(self, name)[chosen] for name in _FIELDS))
-
-
-_FIELDS: Final = ("due", "free", "begun", "ended", "is_write")
+Operations = NDArray[np.void]
+"""An array of `OPERATION`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,17 +119,16 @@ def arrivals(rate_per_s: float, seconds: float, *, rank: int, num_ranks: int) ->
     return due
 
 
-def describe_load(times: OperationTimes, *, rate_per_s: float, seconds: float) -> OfferedLoad:
+def describe_load(operations: Operations, *, rate_per_s: float, seconds: float) -> OfferedLoad:
     """Sum up the operations of all ranks of one load."""
     end_ns = round(seconds * NS)
     warm_ns = round(seconds * _WARM_SHARE * NS)
-    counted = times.between(warm_ns, end_ns)
-    if not counted.due.size:
-        counted = times
-    latencies = counted.latencies
+    counted = due_between(operations, warm_ns, end_ns)
+    latencies = counted["ended"] - counted["due"]
     p50, p99, p999 = (float(value) / 1e6 for value in np.percentile(latencies, (50, 99, 99.9)))
-    in_time = np.count_nonzero((times.ended >= warm_ns) & (times.ended < end_ns))
-    lags = counted.begun - np.maximum(counted.due, counted.free)
+    ended = operations["ended"]
+    in_time = np.count_nonzero((ended >= warm_ns) & (ended < end_ns))
+    lags = counted["begun"] - np.maximum(counted["due"], counted["free"])
     return OfferedLoad(
         offered_per_s=rate_per_s,
         achieved_per_s=in_time / (seconds * (1 - _WARM_SHARE)),
@@ -164,32 +137,38 @@ def describe_load(times: OperationTimes, *, rate_per_s: float, seconds: float) -
         p99_ms=p99,
         p999_ms=p999,
         max_ms=float(latencies.max()) / 1e6,
-        read_p99_ms=_p99_ms(latencies[~counted.is_write]),
-        write_p99_ms=_p99_ms(latencies[counted.is_write]),
-        service_p50_ms=float(np.median(counted.ended - counted.begun)) / 1e6,
+        read_p99_ms=_p99_ms(latencies[~counted["is_write"]]),
+        write_p99_ms=_p99_ms(latencies[counted["is_write"]]),
+        service_p50_ms=float(np.median(counted["ended"] - counted["begun"])) / 1e6,
         lag_p99_ms=float(np.percentile(lags, 99)) / 1e6,
         storage_p99_ms=float(np.percentile(latencies - lags, 99)) / 1e6,
-        slots_busy=float(np.mean(counted.free > counted.due)),
+        slots_busy=float(np.mean(counted["free"] > counted["due"])),
         growth=_growth(counted),
-        intervals=intervals(times.ended, times.latencies, seconds),
+        intervals=intervals(ended, ended - operations["due"], seconds),
     )
+
+
+def due_between(operations: Operations, start_ns: int, end_ns: int) -> Operations:
+    """The operations that were due then; all of them, if none was."""
+    chosen = operations[(operations["due"] >= start_ns) & (operations["due"] < end_ns)]
+    return chosen if chosen.size else operations
 
 
 def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
     return float(np.percentile(latencies, 99)) / 1e6 if latencies.size else None
 
 
-def _growth(times: OperationTimes) -> float:
+def _growth(operations: Operations) -> float:
     """The growth of latency per time, from medians of the first and last quarter, which a stall keeps.
 
     While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second. Where
     that was given up, the share of operations that never began says as much.
     """
-    never = float(np.mean(times.begun == times.ended))
-    first, last = np.quantile(times.due, (0.25, 0.75))
-    early, late = times.due <= first, times.due >= last
-    apart_ns = float(np.median(times.due[late]) - np.median(times.due[early]))
-    latencies = times.latencies
+    due, latencies = operations["due"], operations["ended"] - operations["due"]
+    never = float(np.mean(operations["begun"] == operations["ended"]))
+    first, last = np.quantile(due, (0.25, 0.75))
+    early, late = due <= first, due >= last
+    apart_ns = float(np.median(due[late]) - np.median(due[early]))
     slower_ns = float(np.median(latencies[late]) - np.median(latencies[early]))
     return max(never, slower_ns / apart_ns if apart_ns else 0.0)
 

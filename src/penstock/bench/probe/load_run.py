@@ -23,13 +23,15 @@ from numpy.typing import NDArray
 
 from penstock.bench.probe.load_plan import (
     NS,
+    OPERATION,
     RULE,
     LoadInterval,
     LoadRequest,
     OfferedLoad,
-    OperationTimes,
+    Operations,
     arrivals,
     describe_load,
+    due_between,
     find_knee,
     find_limit,
     find_steady_state,
@@ -46,15 +48,14 @@ from penstock.bench.probe.timed_streams import (
     StartGate,
     StreamTask,
     StreamTimes,
-    find_local_files,
     run_together,
-    slot_key,
     write,
 )
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.units import format_bytes
 
@@ -141,14 +142,13 @@ def measure_load(
     progress.enter("moving", unit="written_bytes", times=comm.size)
     key = f"rank{comm.rank}-load"
     share_bytes = _fill(load, key, place, size_bytes // comm.size, comm=comm, progress=progress)
-    files = find_local_files(place.storage)
     target: BlockTarget
-    if files is None:
-        if load.read_percent < 100:
-            place.expect_objects([slot_key(key, slot) for slot in range(load.depth)])
-        target = ObjectTarget(place.storage, key)
+    if isinstance(place.storage, SupportsLocalPaths):
+        target = FileTarget(place.storage, key, place.storage.uri, is_sequential=False)
     else:
-        target = FileTarget(files, key, place.storage.uri, is_sequential=False)
+        target = ObjectTarget(place.storage, key, load.depth)
+        if load.read_percent < 100:
+            place.keys.update(target.written_keys)
     with closing(target):
         loop = LoadLoop(
             load, target, uri=place.storage.uri, size_bytes=share_bytes, comm=comm, progress=progress
@@ -208,7 +208,7 @@ def _fill(
     step = ProbeStep(
         op="write", mode=place.mode, streams=1, block_bytes=step_bytes, blocks_per_stream=num_blocks
     )
-    place.expect_objects([key])
+    place.keys.add(key)
     blocks = Blocks(_FILL_BLOCKS, step_bytes, stream_id=comm.rank << 12)
 
     def fill(_thread: int, gate: StartGate) -> StreamTimes:
@@ -222,27 +222,28 @@ def _fill(
 
 def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
     """Run pieces of a closed loop until the storage is steady or the time is over."""
-    parts: list[OperationTimes] = []
+    pieces: list[Operations] = []
     rounds: list[float] = []
     seconds = 0.0
     round_s = min(_ROUND_S, max_seconds / _PIECE_ROUNDS)
     piece_s = _PIECE_ROUNDS * round_s
     while True:
         piece = loop.run(None, piece_s)
-        parts.append(piece.shifted(round(seconds * NS)))
-        numbers = piece.ended // round(round_s * NS)
+        numbers = piece["ended"] // round(round_s * NS)
         rounds += (np.bincount(numbers, minlength=_PIECE_ROUNDS)[:_PIECE_ROUNDS] / round_s).tolist()
+        for moment in ("due", "free", "begun", "ended"):
+            piece[moment] += round(seconds * NS)
+        pieces.append(piece)
         seconds += piece_s
         is_steady, begins, steady_rate, first_rate = find_steady_state(rounds)
         if is_steady or seconds + piece_s > max_seconds + round_s:
             break
-    times = OperationTimes.concatenate(parts)
-    first_s = begins * round_s
-    steady = times.between(round(first_s * NS), round(seconds * NS))
-    if not steady.due.size:  # the storage was silent to the end
-        steady = times
-    rate = steady_rate or times.due.size / (float(times.ended.max()) / NS)
-    p50, p99 = np.percentile(steady.latencies, (50, 99)) / 1e6
+    operations = np.concatenate(pieces)
+    ended, first_s = operations["ended"], begins * round_s
+    # None, if the storage was silent to the end.
+    steady = due_between(operations, round(first_s * NS), round(seconds * NS))
+    rate = steady_rate or operations.size / (float(ended.max()) / NS)
+    p50, p99 = np.percentile(steady["ended"] - steady["due"], (50, 99)) / 1e6
     return Saturation(
         operations_per_s=rate,
         gib_per_s=rate * loop.load.block_bytes / 2**30,
@@ -252,7 +253,7 @@ def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
         is_steady=is_steady,
         first_seconds=first_s,
         first_operations_per_s=first_rate,
-        intervals=intervals(times.ended, times.latencies, seconds),
+        intervals=intervals(ended, ended - operations["due"], seconds),
     )
 
 
@@ -294,7 +295,7 @@ class LoadLoop:
         self._first = 0
         """The next operation, so that no run repeats the one before."""
 
-    def run(self, due_ns: Sequence[int] | None, seconds: float) -> OperationTimes:
+    def run(self, due_ns: Sequence[int] | None, seconds: float) -> Operations:
         """Perform one load, and gather what all ranks did. The first failure of a thread stops all.
 
         `due_ns` is the schedule, None for a closed loop. What has not begun a little after the end is given
@@ -307,31 +308,33 @@ class LoadLoop:
         # A `zip` of such iterators is thread-safe: its items are made without the interpreter.
         operations = zip(count(), offsets, writes, count() if due_ns is None else due_ns)
 
-        def serve(slot: int, gate: StartGate) -> NDArray[np.int64]:
+        def serve(slot: int, gate: StartGate) -> Operations:
             # Let sleeps of this thread end on time; by default the kernel adds up to 50 us to save power.
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
             gate.wait()
             with translate_os_errors("Moving a block", self._uri):
                 return self._move_blocks(slot, operations, gate, stop_ns=stop_ns, is_closed=due_ns is None)
 
-        columns = np.concatenate(run_together(slots, serve, comm=self._comm, what="a load"), axis=1)
-        columns = columns[:, np.argsort(columns[0], kind="stable")]
-        if due_ns is not None and columns.shape[1] < len(due_ns):
-            # What was due and never began has the moment of giving up for all that did not happen.
-            missing = np.setdiff1d(np.arange(len(due_ns)), columns[0])
-            never = np.full(missing.size, stop_ns)
-            rest = np.stack((missing, np.array(due_ns)[missing], never, never, never))
-            columns = np.append(columns, rest, axis=1)
-        numbers, due, free, begun, ended = columns
-        is_write = self._writes[(self._first + numbers) % self._writes.size]
-        self._first += due.size
-        self._progress.advance(seconds)
-        moved_bytes, num_writes = self.load.block_bytes * self._comm.size, int(np.count_nonzero(is_write))
-        self._progress.count(
-            read_bytes=(due.size - num_writes) * moved_bytes, written_bytes=num_writes * moved_bytes
+        done = np.sort(
+            np.concatenate(run_together(slots, serve, comm=self._comm, what="a load")), order="number"
         )
-        times = OperationTimes(due, free, begun, ended, is_write)
-        return OperationTimes.concatenate(self._comm.gather(times, awaiting="all ranks to end a load"))
+        if due_ns is not None and done.size < len(due_ns):
+            # What was due and never began has the moment of giving up for all that did not happen.
+            missing = np.setdiff1d(np.arange(len(due_ns)), done["number"])
+            is_write = self._writes[(self._first + missing) % self._writes.size]
+            never = [
+                (number, due_ns[number], stop_ns, stop_ns, stop_ns, write)
+                for number, write in zip(missing.tolist(), is_write.tolist(), strict=True)
+            ]
+            done = np.append(done, np.array(never, OPERATION))
+        self._first += done.size
+        self._progress.advance(seconds)
+        moved_bytes = self.load.block_bytes * self._comm.size
+        num_writes = int(np.count_nonzero(done["is_write"]))
+        self._progress.count(
+            read_bytes=(done.size - num_writes) * moved_bytes, written_bytes=num_writes * moved_bytes
+        )
+        return np.concatenate(self._comm.gather(done, awaiting="all ranks to end a load"))
 
     def _move_blocks(
         self,
@@ -341,11 +344,11 @@ class LoadLoop:
         *,
         stop_ns: int,
         is_closed: bool,
-    ) -> NDArray[np.int64]:
-        """One thread's operations: number, and when each was due, a slot was free, it began and it ended."""
+    ) -> Operations:
+        """One thread's operations."""
         buffer, target = self._blocks.views[slot], self._target
         clock, start_ns = time.monotonic_ns, gate.start_ns
-        rows: list[tuple[int, int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int, int, bool]] = []
         now_ns = clock() - start_ns
         for number, offset, is_write, scheduled_ns in operations:
             free_ns = now_ns
@@ -365,8 +368,8 @@ class LoadLoop:
             else:
                 target.read(offset, buffer)
             now_ns = clock() - start_ns
-            rows.append((number, due_ns, free_ns, begun_ns, now_ns))
-        return np.array(rows, dtype=np.int64).reshape(-1, 5).T
+            rows.append((number, due_ns, free_ns, begun_ns, now_ns, is_write))
+        return np.array(rows, OPERATION)
 
 
 def load_rows(load: LoadResult) -> list[dict[str, str]]:

@@ -16,11 +16,12 @@ from typing import Final, Literal
 import numpy as np
 
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.timed_streams import StartGate, find_local_files, run_together
+from penstock.bench.probe.timed_streams import StartGate, run_together
 from penstock.cluster.comm import Comm
 from penstock.errors import StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
+from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import write_object
 
@@ -105,7 +106,7 @@ def measure_metadata(
 
 
 def _names(place: ProbeFolder, folder: str) -> _Calls:
-    if find_local_files(place.storage) is not None and place.folder is not None:
+    if isinstance(place.storage, SupportsLocalPaths) and place.folder is not None:
         with translate_os_errors("Creating a folder", place.storage.uri):
             return _calls_on_files(str(place.folder / folder))
     return _calls_on_objects(place.storage, folder)

@@ -5,7 +5,7 @@ Nothing outside this folder is touched, and folders that the probe did not make 
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
@@ -36,7 +36,8 @@ class ProbeFolder:
         options: Mapping[str, str],
     ) -> None:
         self._comm = comm
-        self._keys: set[str] = set()
+        self.keys: set[str] = set()
+        """What this rank writes, noted before, so that incomplete objects are removed, too."""
         self.storage: Storage = open_storage(
             f"{location.uri}/{folder_name}",
             environment,
@@ -59,21 +60,12 @@ class ProbeFolder:
         if self._comm.rank == 0 or kind is not None:
             self._remove_folders()
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """The objects that this rank has written and not yet removed."""
-        return frozenset(self._keys)
-
-    def expect_objects(self, keys: Iterable[str]) -> None:
-        """Note objects before they are written, so that incomplete ones are removed, too."""
-        self._keys.update(keys)
-
     def remove_objects(self) -> None:
         """Remove what this rank wrote."""
-        for key in sorted(self._keys):
+        for key in sorted(self.keys):
             with suppress(ObjectNotFound):  # a step that failed early did not write all of its objects
                 self.storage.delete(key)
-        self._keys.clear()
+        self.keys.clear()
 
     def _remove_everything(self) -> None:
         """After a failure: also remove what killed ranks left. Every surviving rank tries.

@@ -397,8 +397,12 @@ def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progre
     progress.begin(phase, step.size_bytes)
     unit = "read_bytes" if "read" in step.op else "written_bytes"
     progress.enter("moving", unit=unit, times=comm.size)
-    if step.op in ("write", "small_write", "fsync"):
-        place.expect_objects(_keys_written(step, comm.rank))
+    if "read" not in step.op:
+        numbers = [f"-{number}" for number in range(step.blocks_per_stream)]
+        endings = numbers if step.op == "small_write" else [""]
+        place.keys.update(
+            f"rank{comm.rank}-stream{stream}{ending}" for stream in range(step.streams) for ending in endings
+        )
     # A buffered read is cold: its files are evicted, and what stayed in memory is reported.
     resident = _evict(place) if place.mode == "buffered" and "read" in step.op else (0, 0)
     copied_before = place.storage.counters.snapshot().copied_bytes.total()
@@ -458,7 +462,7 @@ def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: P
             StreamTask(
                 storage=place.storage,
                 step=step,
-                key=_stream_key(comm.rank, stream),
+                key=f"rank{comm.rank}-stream{stream}",
                 blocks=blocks[stream],
                 gate=gate,
                 progress=progress,
@@ -466,19 +470,6 @@ def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: P
         )
 
     return run_together(step.streams, run_stream, comm=comm, what=step.op)
-
-
-def _stream_key(rank: int, stream: int) -> str:
-    return f"rank{rank}-stream{stream}"
-
-
-def _keys_written(step: ProbeStep, rank: int) -> Iterator[str]:
-    for stream in range(step.streams):
-        key = _stream_key(rank, stream)
-        if step.op == "small_write":
-            yield from (f"{key}-{number}" for number in range(step.blocks_per_stream))
-        else:
-            yield key
 
 
 def _evict(place: ProbeFolder) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Final, Literal, TypeVar, cast
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from penstock.cluster.comm import Comm
 from penstock.errors import PenstockError, ShortTransfer, StorageTimeout
 from penstock.progress import Progress
-from penstock.storage import Storage, capabilities
+from penstock.storage import Source, Storage, capabilities
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
@@ -122,29 +122,17 @@ def run_together(
 
 
 class ObjectTarget:
-    """Ranges of one object are read; a write is a whole new object of one block, in place of an older one."""
+    """Ranges of one object are read; a write is a whole new object of one block, in place of its slot's."""
 
-    def __init__(self, storage: Storage, key: str) -> None:
+    def __init__(self, storage: Storage, key: str, num_slots: int) -> None:
         self._storage = storage
-        self._key = key
         self._source = storage.open(key)
-
-    def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill a block from the object."""
-        self._source.read_into(offset, buffer)
+        self.written_keys = [f"{key}-write{slot}" for slot in range(num_slots)]
+        self.read, self.close = self._source.read_into, self._source.close
 
     def write(self, _offset: int, buffer: memoryview, slot: int) -> None:
         """Write an object of one block, durable on return."""
-        write_object(self._storage, slot_key(self._key, slot), [buffer], size_bytes=buffer.nbytes)
-
-    def close(self) -> None:
-        """Close the object."""
-        self._source.close()
-
-
-def slot_key(key: str, slot: int) -> str:
-    """The object that writes of one slot replace, on storages without writes in place."""
-    return f"{key}-write{slot}"
+        write_object(self._storage, self.written_keys[slot], [buffer], size_bytes=buffer.nbytes)
 
 
 class FileTarget:
@@ -185,11 +173,6 @@ class FileTarget:
 
 
 BlockTarget = ObjectTarget | FileTarget
-
-
-def find_local_files(storage: Storage) -> SupportsLocalPaths | None:
-    """The storage itself, if its blocks are reached by opening its files; a wrapper is not passed by."""
-    return cast("SupportsLocalPaths", storage) if isinstance(storage, SupportsLocalPaths) else None
 
 
 _SILENCE_S = 300
@@ -277,6 +260,10 @@ def write(task: StreamTask) -> StreamTimes:
         undo.callback(sink.abort)
         watch = _Watch(task, create_ns=time.monotonic_ns() - begin_ns)
 
+        def release(operation: int, index: int) -> None:
+            watch.done(operation)
+            free.put(index)
+
         for operation in range(step.blocks_per_stream):
             try:
                 index = free.get(timeout=_SILENCE_S)
@@ -289,7 +276,7 @@ def write(task: StreamTask) -> StreamTimes:
                 ) from None
             buffer = blocks.renew(index)
             watch.begin(operation)
-            sink.submit(buffer, partial(_release, watch, operation, free, index))
+            sink.submit(buffer, partial(release, operation, index))
         submitted_ns = time.monotonic_ns()
         sink.finish()
         times = watch.stop(drain_from_ns=submitted_ns)
@@ -297,9 +284,16 @@ def write(task: StreamTask) -> StreamTimes:
     return times
 
 
-def _release(watch: _Watch, operation: int, free: SimpleQueue[int], index: int) -> None:
-    watch.done(operation)
-    free.put(index)
+def _repeat(task: StreamTask, move: Callable[[int, memoryview], object]) -> StreamTimes:
+    """One operation after the other in the same buffer, which has new content before each write."""
+    watch, buffer = _Watch(task), task.blocks.views[0]
+    for operation in range(task.step.blocks_per_stream):
+        if "read" not in task.step.op:
+            task.blocks.renew(0)
+        watch.begin(operation)
+        move(operation, buffer)
+        watch.done(operation)
+    return watch.stop()
 
 
 def read(task: StreamTask) -> StreamTimes:
@@ -312,42 +306,40 @@ def read(task: StreamTask) -> StreamTimes:
         order = np.random.Generator(np.random.SFC64(num_blocks)).permutation(num_blocks)
         positions = order[: step.blocks_per_stream].tolist()
     # Past the page cache the file itself: there what a storage adds to a call is a part of its latency.
-    files, target = find_local_files(storage), None
-    if files is not None and not files.uses_page_cache and step.block_bytes % PAGE_BYTES == 0:
-        target = FileTarget(files, task.key, storage.uri, is_sequential=step.op == "read")
-    opened: BlockTarget = target or ObjectTarget(storage, task.key)
+    files = storage if isinstance(storage, SupportsLocalPaths) and not storage.uses_page_cache else None
+    opened: FileTarget | Source
+    if files is not None and step.block_bytes % PAGE_BYTES == 0:
+        opened = FileTarget(files, task.key, storage.uri, is_sequential=step.op == "read")
+        read_block = opened.read
+    else:
+        opened = storage.open(task.key)
+        read_block = opened.read_into
     with closing(opened), translate_os_errors("Reading", f"{storage.uri}/{task.key}"):
-        buffer, watch = task.blocks.views[0], _Watch(task)
-        for operation, position in enumerate(positions):
-            watch.begin(operation)
-            opened.read(position * step.block_bytes, buffer)
-            watch.done(operation)
-        times = watch.stop()
-    if target is not None:
+        times = _repeat(task, lambda number, buffer: read_block(positions[number] * step.block_bytes, buffer))
+    if isinstance(opened, FileTarget):
         storage.counters.add(requests=len(positions), read_bytes=len(positions) * step.block_bytes)
     return times
 
 
 def small_write(task: StreamTask) -> StreamTimes:
     """Many objects of one block, each durable before the next begins."""
-    watch = _Watch(task)
-    for operation in range(task.step.blocks_per_stream):
-        buffer = task.blocks.renew(0)
-        watch.begin(operation)
-        write_object(task.storage, f"{task.key}-{operation}", [buffer], size_bytes=buffer.nbytes)
-        watch.done(operation)
-    return watch.stop()
+    size_bytes = task.step.block_bytes
+    return _repeat(
+        task,
+        lambda number, buffer: write_object(
+            task.storage, f"{task.key}-{number}", [buffer], size_bytes=size_bytes
+        ),
+    )
 
 
 def small_read(task: StreamTask) -> StreamTimes:
     """Many objects of one block: open, read, close."""
-    watch = _Watch(task)
-    for operation in range(task.step.blocks_per_stream):
-        watch.begin(operation)
-        with closing(task.storage.open(f"{task.key}-{operation}")) as source:
-            source.read_into(0, task.blocks.views[0])
-        watch.done(operation)
-    return watch.stop()
+
+    def read_object(number: int, buffer: memoryview) -> None:
+        with closing(task.storage.open(f"{task.key}-{number}")) as source:
+            source.read_into(0, buffer)
+
+    return _repeat(task, read_object)
 
 
 def fsync(task: StreamTask) -> StreamTimes:
@@ -356,17 +348,15 @@ def fsync(task: StreamTask) -> StreamTimes:
     assert folder is not None, "fsync is planned for file systems only"
     path = folder / task.key
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def append(_number: int, buffer: memoryview) -> None:
+        os.write(descriptor, buffer)
+        os.fsync(descriptor)
+
     with ExitStack() as undo:
         undo.callback(path.unlink)
         undo.callback(os.close, descriptor)
-        watch = _Watch(task)
-        for operation in range(task.step.blocks_per_stream):
-            buffer = task.blocks.renew(0)
-            watch.begin(operation)
-            os.write(descriptor, buffer)
-            os.fsync(descriptor)
-            watch.done(operation)
-        return watch.stop()
+        return _repeat(task, append)
 
 
 _STAMPED_BYTES: Final = 4096

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from penstock.bench.probe.load_plan import (
     MOST_POINTS,
     NS,
+    OPERATION,
     LoadRequest,
     OfferedLoad,
-    OperationTimes,
+    Operations,
     arrivals,
     describe_load,
     find_knee,
@@ -39,8 +40,11 @@ def _serve(rate_per_s: float, *, capacity_per_s: float, latency_s: float) -> Off
     return describe_load(_times(due, begun, ended), rate_per_s=rate_per_s, seconds=SECONDS)
 
 
-def _times(due: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> OperationTimes:
-    return OperationTimes(due, np.zeros_like(due), begun, ended, np.zeros(due.size, dtype=bool))
+def _times(due: np.ndarray, begun: np.ndarray, ended: np.ndarray, free: np.ndarray | int = 0) -> Operations:
+    operations = np.zeros(due.size, OPERATION)
+    operations["due"], operations["free"] = due, free
+    operations["begun"], operations["ended"] = begun, ended
+    return operations
 
 
 @given(
@@ -87,13 +91,7 @@ def _serve_in_slots(rate_per_s: float, *, depth: int, latency_s: float, late: fl
         free[number] = ended[number - depth] if number >= depth else 0
         begun[number] = max(round(moment * (1 + late)), free[number])
         ended[number] = begun[number] + round(latency_s * NS)
-    times = OperationTimes(
-        due=np.array(due),
-        free=np.array(free),
-        begun=np.array(begun),
-        ended=np.array(ended),
-        is_write=np.zeros(len(due), dtype=bool),
-    )
+    times = _times(np.array(due), np.array(begun), np.array(ended), np.array(free))
     return describe_load(times, rate_per_s=rate_per_s, seconds=SECONDS)
 
 
