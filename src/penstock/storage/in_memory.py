@@ -9,15 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.environment import Environment
-from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
+from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer, UsageError
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, Release, check_key, check_prefix
-from penstock.storage.uri import Location, parse_options
+from penstock.storage.uri import Location
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -25,15 +24,11 @@ FIRST_CAPACITY_BYTES = 64 * 1024
 """First buffer of an object of undeclared size; doubled whenever it is full."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """No options: one given to `mem://` is an error."""
-
-
 def open_memory(location: Location, _environment: Environment, _rank: int) -> MemoryStorage:
     """A new, empty store: its objects live as long as it does, and opening a name twice gives two of them."""
-    options = parse_options(MemoryOptions, location.options, where=location.uri)
-    return MemoryStorage(location.uri, asdict(options))
+    if location.options:
+        raise UsageError("mem:// has no options", where=location.text, fix="Leave out what follows the '?'.")
+    return MemoryStorage(location.uri)
 
 
 class MemoryStorage:
@@ -41,9 +36,9 @@ class MemoryStorage:
 
     has_conditions = True
 
-    def __init__(self, uri: str = "mem://store", options: Mapping[str, OptionValue] | None = None) -> None:
+    def __init__(self, uri: str = "mem://store") -> None:
         self.uri = uri
-        self.options: Mapping[str, OptionValue] = dict(options or {})
+        self.options: Mapping[str, OptionValue] = {}
         self.counters = Counters()
         self._objects: dict[str, tuple[ObjectInfo, Bytes]] = {}
         self._num_stored = 0

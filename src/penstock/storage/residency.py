@@ -116,13 +116,9 @@ _NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
     """Measure how much of one file is resident, by the first method that works here."""
-    with translate_os_errors("Asking for resident pages", f"file://{path}"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            resident, _, method = _count_pages(descriptor, size_bytes, counters)
-        finally:
-            os.close(descriptor)
+    with translate_os_errors("Asking for resident pages", f"file://{path}"), open(path, "rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        resident, _, method = _count_pages(file.fileno(), size_bytes, counters)
     return _residency(resident, size_bytes, method)
 
 
@@ -191,20 +187,16 @@ _SAMPLERS: Mapping[Method, PageCounter] = MappingProxyType({**COUNTERS, "cachest
 
 def evict_file(path: str) -> Eviction:
     """Write back and drop the pages of one file. Pages that another process maps or locks stay."""
-    with translate_os_errors("Dropping pages", f"file://{path}"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            resident, unwritten, method = _count_pages(descriptor, size_bytes, COUNTERS)
-            # The kernel drops clean pages only.
-            if unwritten:
-                os.fsync(descriptor)
-            left = 0
-            if resident:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                left, _, _ = _count_pages(descriptor, size_bytes, COUNTERS)
-        finally:
-            os.close(descriptor)
+    with translate_os_errors("Dropping pages", f"file://{path}"), open(path, "rb") as file:
+        descriptor, left = file.fileno(), 0
+        size_bytes = os.fstat(descriptor).st_size
+        resident, unwritten, method = _count_pages(descriptor, size_bytes, COUNTERS)
+        # The kernel drops clean pages only.
+        if unwritten:
+            os.fsync(descriptor)
+        if resident:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            left, _, _ = _count_pages(descriptor, size_bytes, COUNTERS)
     return Eviction(
         before=_residency(resident, size_bytes, method), after=_residency(left, size_bytes, method)
     )

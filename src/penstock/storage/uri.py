@@ -193,8 +193,8 @@ Opener = Callable[[Location, Environment, int], Storage]
 
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {
-        "file": "penstock.storage.files.file_storage:open_buffered",
-        "direct": "penstock.storage.files.file_storage:open_direct",
+        "file": "penstock.storage.files.file_storage:open_files",
+        "direct": "penstock.storage.files.file_storage:open_files",
         "s3": "penstock.storage.objects.object_storage:open_objects",
         "gs": "penstock.storage.objects.object_storage:open_objects",
         "az": "penstock.storage.objects.object_storage:open_objects",

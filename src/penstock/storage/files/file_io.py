@@ -1,11 +1,11 @@
 """Bytes between open files and buffers, and new files: written under a hidden name, made durable, then named.
 
-From the bottom up: `write_whole` and `read_whole` continue short transfers and return only when every byte
-has moved; a `WriteQueue` keeps several writes of one file in flight; `FileAccess` passes every buffer to the
-kernel as it is, or, for direct I/O (O_DIRECT), whole aligned blocks only. It copies the rest through an
-aligned bounce buffer, counted as "direct-unaligned": address, offset and length of every call are aligned; a
-file's last block is padded, then cut. Invariant of `FileSink` and `write_together`: a name appears in one
-step, and after all bytes of its file are durable, so that a crash leaves whole files and hidden ones.
+From the bottom up: `move_whole` continues short transfers and returns only when every byte has moved; a
+`WriteQueue` keeps several writes of one file in flight; `FileAccess` passes every buffer to the kernel as it
+is, or, for direct I/O (O_DIRECT), whole aligned blocks only. It copies the rest through an aligned bounce
+buffer, counted as "direct-unaligned": address, offset and length of every call are aligned; a file's last
+block is padded, then cut. Invariant of `FileSink` and `write_together`: a name appears in one step, and after
+all bytes of its file are durable, so that a crash leaves whole files and hidden ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool, address_of, copy_bytes, flat, round_up
@@ -44,49 +45,40 @@ class OpenFile:
     counters: Counters
 
 
-def write_whole(file: OpenFile, buffer: memoryview, offset: int, *, step_bytes: int) -> None:
-    """Write all of `buffer` at `offset`; a short write is continued at a multiple of `step_bytes`."""
-    done = 0
-    while done < len(buffer):
-        try:
-            moved = file.calls.pwrite(file.descriptor, buffer[done:], offset + done)
-        except OSError as error:
-            file.counters.add(errors=1)
-            raise map_os_error(error, "Writing", file.uri) from error
-        file.counters.add(requests=1)
-        done += _progress(moved, step_bytes, done, len(buffer), file)
-
-
-def read_whole(
-    file: OpenFile, buffer: memoryview, offset: int, *, needed_bytes: int, step_bytes: int
+def move_whole(
+    doing: Literal["Writing", "Reading"],
+    file: OpenFile,
+    buffer: memoryview,
+    offset: int,
+    *,
+    needed_bytes: int,
+    step_bytes: int,
 ) -> None:
-    """Read at least `needed_bytes` at `offset` into `buffer`, which may reach past the end of the file."""
+    """Move at least `needed_bytes` between `buffer` and the file from `offset` on.
+
+    What comes up short is continued at a multiple of `step_bytes`; a read may reach past the file's end.
+    """
+    move = file.calls.pwrite if doing == "Writing" else file.calls.pread_into
     done = 0
     while done < needed_bytes:
         try:
-            moved = file.calls.pread_into(file.descriptor, buffer[done:], offset + done)
+            moved = move(file.descriptor, buffer[done:], offset + done)
         except OSError as error:
             file.counters.add(errors=1)
-            raise map_os_error(error, "Reading", file.uri) from error
+            raise map_os_error(error, doing, file.uri) from error
         file.counters.add(requests=1)
-        done += _progress(moved, step_bytes, done, needed_bytes, file)
-
-
-def _progress(moved: int, step_bytes: int, done: int, needed: int, file: OpenFile) -> int:
-    if done + moved >= needed:
-        return moved
-    # Direct I/O must continue at an aligned offset: the rest of the last step moves again.
-    whole_steps = moved - moved % step_bytes
-    if whole_steps == 0:
-        file.counters.add(errors=1)
-        raise ShortTransfer(
-            f"Only {done + moved} of {needed} bytes moved",
-            uri=file.uri,
-            expected_bytes=needed,
-            actual_bytes=done + moved,
-            fix="Check that nothing truncates the file meanwhile, and look at the kernel log (dmesg).",
-        )
-    return whole_steps
+        reached = done + moved
+        # Direct I/O must continue at an aligned offset: the rest of the last step moves again.
+        done = reached if reached >= needed_bytes else reached - moved % step_bytes
+        if moved < step_bytes and done < needed_bytes:
+            file.counters.add(errors=1)
+            raise ShortTransfer(
+                f"Only {reached} of {needed_bytes} bytes moved",
+                uri=file.uri,
+                expected_bytes=needed_bytes,
+                actual_bytes=reached,
+                fix="Check that nothing truncates the file meanwhile, and look at the kernel log (dmesg).",
+            )
 
 
 class WriteQueue:
@@ -126,7 +118,8 @@ class WriteQueue:
         try:
             if self._failure is not None:
                 raise self._failure
-            write_whole(self._file, piece, offset, step_bytes=self._step_bytes)
+            size_bytes, step_bytes = len(piece), self._step_bytes
+            move_whole("Writing", self._file, piece, offset, needed_bytes=size_bytes, step_bytes=step_bytes)
             self._file.counters.add(written_bytes=payload_bytes)
         except StorageError as error:
             self._failure = error
@@ -172,7 +165,8 @@ class FileAccess:
         aligned = aligned_range(buffer, offset, self.alignment_bytes)
         self._read_bounced(file, offset, buffer[: aligned.start])
         if aligned:
-            read_whole(
+            move_whole(
+                "Reading",
                 file,
                 buffer[aligned.start : aligned.stop],
                 offset + aligned.start,
@@ -191,7 +185,8 @@ class FileAccess:
                 lead = offset % step_bytes
                 window = bounce[: round_up(lead + len(target), step_bytes)]
                 moved = min(len(target), len(window) - lead)
-                read_whole(file, window, offset - lead, needed_bytes=lead + moved, step_bytes=step_bytes)
+                needed = lead + moved
+                move_whole("Reading", file, window, offset - lead, needed_bytes=needed, step_bytes=step_bytes)
                 copy_bytes(target[:moved], window[lead : lead + moved])
                 file.counters.add_copy(COPY_REASON, moved)
                 offset, target = offset + moved, target[moved:]

@@ -109,16 +109,13 @@ class DirectOptions(FileOptions):
             )
 
 
-def open_buffered(location: Location, _environment: Environment, _rank: int) -> FileStorage:
-    """Files below a folder, through the page cache. The folder is made by the first write."""
-    options = parse_options(FileOptions, location.options, where=location.uri)
-    return FileStorage(location, options)
+def open_files(location: Location, _environment: Environment, _rank: int) -> FileStorage:
+    """Files below a folder, which the first write makes, through the page cache or (`direct://`) past it.
 
-
-def open_direct(location: Location, _environment: Environment, _rank: int) -> FileStorage:
-    """Files below a folder, past the page cache; `Unavailable` at first use where its file system cannot."""
-    options = parse_options(DirectOptions, location.options, where=location.uri)
-    return FileStorage(location, options)
+    `Unavailable` at first use where the file system has no direct I/O.
+    """
+    kind = DirectOptions if location.scheme == "direct" else FileOptions
+    return FileStorage(location, parse_options(kind, location.options, where=location.uri))
 
 
 def open_local(folder: str | os.PathLike[str]) -> FileStorage:
@@ -192,6 +189,30 @@ class FileStorage:
         folder = check_prefix(prefix, self.uri)
         self._folders.require_root()
         return self._list_folder(folder)
+
+    def _list_folder(self, folder: str) -> Iterator[ObjectInfo]:
+        num_links_out = 0
+        try:
+            top = self._folders.existing(folder)
+        except ObjectNotFound:
+            return
+        root_length = len(os.path.join(self._folders.root, ""))
+        with translate_os_errors("Listing", self._folders.uri_of(top)):
+            for entry in self._folders.walk(top):
+                try:
+                    facts = self._stat_entry(entry)
+                except AccessRefused:
+                    num_links_out += 1
+                    continue
+                if facts is not None:
+                    yield _describe(entry.path[root_length:], facts)
+        if num_links_out:
+            logger.warning(
+                "%d symbolic links below %s lead out of the root and are not listed: "
+                "open their targets as separate roots.",
+                num_links_out,
+                self._folders.uri_of(top),
+            )
 
     def stat(self, key: str) -> ObjectInfo:
         path = self.local_path(key)
@@ -353,30 +374,6 @@ class FileStorage:
             if error.errno != errno.ELOOP:
                 raise
         return self._calls.open(self._folders.resolve(path), flags, 0o666)
-
-    def _list_folder(self, folder: str) -> Iterator[ObjectInfo]:
-        num_links_out = 0
-        try:
-            top = self._folders.existing(folder)
-        except ObjectNotFound:
-            return
-        root_length = len(os.path.join(self._folders.root, ""))
-        with translate_os_errors("Listing", self._folders.uri_of(top)):
-            for entry in self._folders.walk(top):
-                try:
-                    facts = self._stat_entry(entry)
-                except AccessRefused:
-                    num_links_out += 1
-                    continue
-                if facts is not None:
-                    yield _describe(entry.path[root_length:], facts)
-        if num_links_out:
-            logger.warning(
-                "%d symbolic links below %s lead out of the root and are not listed: "
-                "open their targets as separate roots.",
-                num_links_out,
-                self._folders.uri_of(top),
-            )
 
     def _stat_entry(self, entry: os.DirEntry[str]) -> os.stat_result | None:
         """The status of an object that still exists, else None; `AccessRefused` for a link that leads out."""

@@ -13,6 +13,7 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
@@ -22,7 +23,9 @@ from penstock.storage.protocol import check_key, check_prefix
 logger = logging.getLogger(__name__)
 
 NUM_REMEMBERED = 4096
-"""Folders whose check is not repeated; beyond it the oldest one is forgotten."""
+"""Folders whose check is not repeated; beyond it the one that was checked first is forgotten."""
+_INSIDE, _MADE, _DURABLE = 1, 2, 3
+"""Known of a folder: it is inside the root; also, it and its parents exist; also, their names are durable."""
 
 
 class VerifiedFolders:
@@ -33,9 +36,8 @@ class VerifiedFolders:
         self._below_root = os.path.join(root, "")
         self._scheme = scheme
         self._calls = calls
-        self._inside = _Remembered()
-        self._made = _Remembered()
-        self._durable = _Remembered()
+        self._known: dict[str, int] = {}
+        self._lock = threading.Lock()
         self._root_facts: os.stat_result | None = None
         """Those of the root when it was first used."""
 
@@ -46,9 +48,10 @@ class VerifiedFolders:
     def existing(self, folder: str) -> str:
         """The path of an existing folder inside the root."""
         path = f"{self._below_root}{folder}" if folder else self.root
-        if path not in self._inside:
+        # Without the lock: a look-up in a dict is atomic, and a path that is missed is only checked again.
+        if path not in self._known:
             self.resolve(path)
-            self._inside.add(path)
+            self._remember(path, _INSIDE)
             self._note_root()
         return path
 
@@ -58,7 +61,8 @@ class VerifiedFolders:
         With `keep_names` their names survive a power cut.
         """
         path = os.path.join(self.root, folder) if folder else self.root
-        if path in self._durable or (not keep_names and path in self._made):
+        wanted = _DURABLE if keep_names else _MADE
+        if self._known.get(path, 0) >= wanted:
             return path
         self._make_root()
         level = ""
@@ -71,18 +75,28 @@ class VerifiedFolders:
             # Also for an existing folder: the process that created it may not have made it durable yet.
             if keep_names:
                 self.sync_folder(parent)
-        (self._durable if keep_names else self._made).add(path)
+        self._remember(path, wanted)
         return path
 
-    def add_made(self, path: str) -> None:
-        """Remember a folder that was just made in a verified one."""
-        self._inside.add(path)
-        self._made.add(path)
+    def make_inside(self, path: str) -> None:
+        """Make a new folder in a verified one; `OSError` where that fails."""
+        self._calls.mkdir(path)
+        self._remember(path, _MADE)
 
     def forget(self, *paths: str) -> None:
         """Check and create these folders, and all below them, again at their next use; without any, all."""
-        for remembered in (self._inside, self._made, self._durable):
-            remembered.forget(paths)
+        with self._lock:
+            self._known = {
+                known: level
+                for known, level in self._known.items()
+                if paths and not any(known == top or known.startswith(f"{top}/") for top in paths)
+            }
+
+    def _remember(self, path: str, level: int) -> None:
+        with self._lock:
+            if path not in self._known and len(self._known) >= NUM_REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[path] = max(level, self._known.get(path, 0))
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive a power cut."""
@@ -208,32 +222,6 @@ def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
         return []
 
 
-class _Remembered:
-    """A bounded set of paths, used from any thread."""
-
-    def __init__(self) -> None:
-        self._paths: dict[str, None] = {}
-        self._lock = threading.Lock()
-
-    def __contains__(self, path: str) -> bool:
-        # Without the lock: a look-up in a dict is atomic, and a path that is missed is only checked again.
-        return path in self._paths
-
-    def add(self, path: str) -> None:
-        with self._lock:
-            if len(self._paths) >= NUM_REMEMBERED:
-                del self._paths[next(iter(self._paths))]
-            self._paths[path] = None
-
-    def forget(self, tops: Sequence[str]) -> None:
-        with self._lock:
-            self._paths = {
-                path: None
-                for path in self._paths
-                if tops and not any(path == top or path.startswith(f"{top}/") for top in tops)
-            }
-
-
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -268,10 +256,9 @@ class FolderTree:
         self._folders.require_same_root()
         path = self._path(folder, make_parent=True)
         try:
-            self._calls.mkdir(path)
+            self._folders.make_inside(path)
         except OSError as error:
             raise self._refusal(error, "Making a folder", path) from error
-        self._folders.add_made(path)
         if keep_name:
             self._folders.sync_folder(os.path.dirname(path))
 
@@ -352,16 +339,12 @@ class FolderTree:
             path = self._path(name)
         except ObjectNotFound:
             return
-        with translate_os_errors("Removing", self._folders.uri_of(path)):
-            try:
-                facts = self._calls.lstat(path)
-            except FileNotFoundError:
-                return
-            if stat.S_ISDIR(facts.st_mode):
+        with translate_os_errors("Removing", self._folders.uri_of(path)), suppress(FileNotFoundError):
+            if stat.S_ISDIR(self._calls.lstat(path).st_mode):
                 self._remove_below(path)
                 self._folders.forget(path)
             else:
-                self._unlink(path)
+                self._calls.unlink(path)
 
     def _path(self, key: str, *, make_parent: bool = False) -> str:
         parent, _, name = check_key(key, self._folders.uri_of(self._folders.root)).rpartition("/")
@@ -372,26 +355,16 @@ class FolderTree:
 
     def _remove_below(self, path: str) -> None:
         """Everything below, then the folder: one level of names is held in memory for each level of depth."""
-        try:
+        with suppress(FileNotFoundError):
             with self._calls.scandir(path) as listing:
                 entries = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in listing]
-        except FileNotFoundError:
-            return
-        for below, is_folder in entries:
-            if is_folder:
-                self._remove_below(below)
-            else:
-                self._unlink(below)
-        try:
+            for below, is_folder in entries:
+                if is_folder:
+                    self._remove_below(below)
+                else:
+                    with suppress(FileNotFoundError):
+                        self._calls.unlink(below)
             self._calls.rmdir(path)
-        except FileNotFoundError:
-            return
-
-    def _unlink(self, path: str) -> None:
-        try:
-            self._calls.unlink(path)
-        except FileNotFoundError:
-            return
 
     def _refusal(self, error: OSError, doing: str, path: str) -> StorageError:
         uri = self._folders.uri_of(path)

@@ -196,8 +196,8 @@ def test_remembered_folders_are_bounded(root: Path) -> None:
     for number in range(NUM_REMEMBERED + 10):
         (root / str(number)).mkdir()
         storage.local_path(f"{number}/key")
-    remembered = storage._folders._inside
-    assert len(remembered._paths) == NUM_REMEMBERED
+    remembered = storage._folders._known
+    assert len(remembered) == NUM_REMEMBERED
     assert str(root / "0") not in remembered
     assert str(root / str(NUM_REMEMBERED)) in remembered
     assert storage.local_path("0/key") == str(root / "0" / "key")
