@@ -59,8 +59,8 @@ def for_each_group(
 ) -> Iterator[Outcome]:
     """The results of `work` on groups of this rank's files, in their order, `threads` groups at a time.
 
-    Without `in_a_row`, a thread takes several files where they are done sooner than it is woken up for the
-    next one.
+    Without `in_a_row`, a thread takes several files at once if they are so small that waking it up for each
+    would take longer.
     """
     in_progress: deque[Future[tuple[list[Outcome], float]]] = deque()
     stopped = threading.Event()
@@ -95,7 +95,7 @@ def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> i
     """
 
     def delete(*keys: str) -> int:
-        """1 where something was deleted, 0 where nothing was."""
+        """1 if any of them was deleted, else 0."""
         deleted = 0
         for key in keys:
             with suppress(ObjectNotFound):

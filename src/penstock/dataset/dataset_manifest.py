@@ -1,7 +1,7 @@
 """The manifest of a generated data set: `penstock-dataset.json`, written before its first file.
 
-It holds everything that the files' bytes follow from, so a later run can resume, verify, or refuse to mix two
-data sets. `complete` is true only when every file was written.
+It holds everything that determines the bytes of the files, so that a later run can resume, verify, or refuse
+to mix two data sets. `complete` is true only when every file was written.
 """
 
 import json
@@ -41,7 +41,7 @@ _BYTES_FOLLOW_FROM: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRecipe:
-    """Everything that a data set's bytes follow from."""
+    """Everything that determines the bytes of a data set."""
 
     dataset: Dataset
     seed: int

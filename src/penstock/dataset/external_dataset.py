@@ -1,7 +1,7 @@
-"""The files of an external data set: listed once by rank 0, in parallel, into one file a node for its ranks.
+"""The files of an external data set: rank 0 lists them once, in parallel, into one file for each node.
 
-Used where no manifest of ours exists. Collective: all ranks of all nodes see the same files, or all fail. The
-listing's file is removed once every rank has mapped it.
+Used where there is no manifest of Penstock. Collective: all ranks of all nodes see the same files, or all
+fail. The listing's file is removed once every rank has mapped it.
 """
 
 import shutil

@@ -1,7 +1,7 @@
 """Generates a data set, or resumes one that was interrupted.
 
-A file appears under its name only when it is complete, so existing files are kept. The bytes of every file
-follow from the recipe alone, whichever rank writes them, in any order.
+A file appears under its name only when it is complete, so existing files are kept. The recipe alone
+determines the bytes of each file, whichever rank writes it and when.
 """
 
 import time

@@ -15,7 +15,7 @@ from penstock.errors import Unavailable
 
 PAGE_BYTES = mmap.PAGESIZE
 FEW_BYTES = 4096
-"""So few are copied by a plain assignment before `copy_bytes` has begun."""
+"""Up to this size, a plain assignment is faster than `copy_bytes`."""
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:

@@ -160,7 +160,7 @@ def submit_or_run(
     *arguments: Arguments.args,
     **options: Arguments.kwargs,
 ) -> Future[Result]:
-    """Have a thread wait for the disk, or this one, if it may start no more: that only takes longer."""
+    """Run `work` on another thread, or on this one if no more can be started: that only takes longer."""
     try:
         return threads.submit(work, *arguments, **options)
     except RuntimeError:
@@ -173,7 +173,7 @@ def submit_or_run(
 
 
 def no_thread(error: RuntimeError) -> Unavailable:
-    """The error where no thread may be started for work that must not hold up this one."""
+    """The error if no thread can be started for work that must not block this one."""
     return Unavailable(
         f"No more threads can be started: {error}",
         fix="Raise the job's limit of threads (ulimit -u, the container's pids), or of memory (ulimit -v).",
@@ -181,9 +181,9 @@ def no_thread(error: RuntimeError) -> Unavailable:
 
 
 def name_mount(storage: Storage) -> str:
-    """Equal for processes of which one can make durable what the others did in a folder; "" if unknown.
+    """An id shared by processes that can make each other's changes in a folder durable; "" if unknown.
 
-    They run on the same kernel, and reach the same file system by the same mount.
+    They run on the same kernel and reach the file system through the same mount.
     """
     root, kernel = find_local_root(storage), current_process().kernel
     return f"{kernel} {os.stat(root).st_dev}" if root and kernel and os.path.exists(root) else ""

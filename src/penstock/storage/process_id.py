@@ -79,12 +79,12 @@ def _identify(pid: int, boot_id: Path) -> ProcessId:
 
 
 def pid_exists(pid: int) -> bool:
-    """True if any process of this number runs in this PID namespace."""
+    """True if a process with this PID runs in this PID namespace."""
     return _read_start_ticks(pid) is not None
 
 
 def _read_start_ticks(pid: int) -> str | None:
-    """When the process of this number started; None if there is none, or only its zombie."""
+    """When the process with this PID started; None if there is none, or only a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

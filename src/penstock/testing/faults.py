@@ -1,7 +1,7 @@
 """Storages that are slow, full or broken: wrappers around any storage, which can be nested.
 
-Each has one effect and is off at its mildest setting, where it passes the contract suite. Invariant: also
-when a fault occurs, every submitted buffer is released exactly once.
+Each has one effect and is off at its mildest setting, where it passes the contract suite. Invariant: every
+submitted buffer is released exactly once, even if a fault occurs.
 """
 
 import errno

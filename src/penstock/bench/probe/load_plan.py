@@ -1,4 +1,4 @@
-"""Loads at a fixed rate: when each operation is due, whether a load held, and which rate to try next. Pure.
+"""Loads at a fixed rate: when operations are due, whether a load held, and the next rate to try. Pure.
 
 Operations are due on an even schedule, whatever the storage does, and their latency counts from that moment:
 a storage that stalls makes all operations wait that were due meanwhile, and each of these waits is counted
@@ -241,9 +241,9 @@ def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
 
 
 def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float | None:
-    """The rate to offer next: up a ladder until one does not hold, then between; None once the knee is known.
+    """The next rate: up a ladder until one does not hold, then in between; None once the knee is known.
 
-    A rate that fell behind by little is offered again, so that no hiccup of the host is the knee.
+    A rate that fell slightly behind is offered again, so that a hiccup of the host does not become the knee.
     """
     if not points:
         return LIGHT * closed_loop_per_s

@@ -1,8 +1,8 @@
 """A load of one storage from start to knee: how fast in a closed loop, then rates on a schedule.
 
 Collective: all ranks offer their share of each rate at the same time, and choose the next one from the same
-figures. The closed loop comes first and lasts until the storage is steady, so that caches and credit for
-bursts are spent, and reported apart, before a rate is judged.
+figures. The closed loop comes first and lasts until the storage is steady: caches and burst credit are used
+up, and reported separately, before any rate is judged.
 
 A thread for each slot takes the next operation as soon as it is due. Without a schedule the next one is due
 when a slot is free: a closed loop, which shows how fast a storage answers at most.
@@ -64,10 +64,10 @@ _FILL_BLOCKS: Final = 4
 _ROUND_S: Final = 0.5
 _PIECE_ROUNDS: Final = 6
 _FEWEST_OPERATIONS: Final = 100
-"""A load lasts longer where it would be fewer: a p99 of less says nothing."""
+"""A load lasts until it has this many: a p99 of fewer says nothing."""
 _SECTOR_BYTES: Final = 512
 _PATTERN: Final = 1 << 14
-"""Operations that are chosen in advance; after them the same come again."""
+"""Operations that are chosen in advance; then the sequence repeats."""
 _SEED: Final = 18
 _LONGEST_SLEEP_S: Final = 0.1
 _PR_SET_TIMERSLACK: Final = 29
@@ -106,7 +106,7 @@ class Knee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """One load: what an operation was, and what the storage did with more and more of them."""
+    """One load: its operation, and how the storage coped with more and more of them."""
 
     mode: str
     ranks: int
@@ -129,7 +129,7 @@ def measure_load(
     comm: Comm,
     progress: Progress,
 ) -> LoadResult:
-    """Write `size_bytes` to be read, find out what the storage does at most, then the knee."""
+    """Write `size_bytes` to read from, find the highest rate of the storage, then the knee."""
     notes = []
     if place.mode == "direct" and load.block_bytes % _SECTOR_BYTES:
         # The kernel would only report "Invalid argument".
@@ -296,7 +296,7 @@ class LoadLoop:
         """The next operation, so that no run repeats the one before."""
 
     def run(self, due_ns: Sequence[int] | None, seconds: float) -> Operations:
-        """Perform one load, and gather what all ranks did. The first failure of a thread stops all.
+        """Perform one load, and gather the operations of all ranks. The first failure of a thread stops all.
 
         `due_ns` is the schedule, None for a closed loop. What has not begun a little after the end is given
         up: what is late may still come.

@@ -1,7 +1,7 @@
 """Count files created, looked up, listed and deleted per second, by threads.
 
-A file system is asked by its own calls, one a file, as mdtest does it: an empty file is created and closed,
-not made durable, and each thread has a folder of its own. Any other storage is asked through its protocol.
+File systems are measured by plain system calls, one per file, as in mdtest: an empty file is created and
+closed, not made durable, and each thread has its own folder. Other storages are called by their protocol.
 Collective: every rank does the same; a rate is the files of all ranks by the time of the slowest.
 """
 

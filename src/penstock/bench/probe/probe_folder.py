@@ -1,6 +1,6 @@
-"""The folder in which a probe works, and its removal in every case.
+"""The folder that a probe works in, and always removes.
 
-Nothing outside this folder is touched, and folders that the probe did not make stay.
+Nothing outside of it is touched, and folders that the probe did not make stay.
 """
 
 import logging
@@ -100,7 +100,7 @@ class ProbeFolder:
 
 
 def _find_mode(storage: Storage) -> Mode:
-    """The way in which the storage moves bytes, by its capabilities."""
+    """The way that the storage moves bytes, judged by its capabilities."""
     paths = capabilities.find_local_paths(storage)
     if paths is not None:
         return "buffered" if paths.uses_page_cache else "direct"

@@ -1,4 +1,4 @@
-"""The page of a probe: the best this storage can do, how many streams that takes, and whom it feeds."""
+"""The page of a probe: the best this storage can do, with how many streams, and the accelerators it feeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -180,11 +180,11 @@ _CURVES: Final[Mapping[str, tuple[Callable[[ProbeMeasurement], int], Callable[[i
     "Throughput by block": (lambda measured: measured.block_bytes, format_bytes, "B/s"),
     "p99 of a block by streams": (lambda measured: measured.streams, str, "s"),
 }
-"""Charts of what against what: where a measurement is, that place's name, and the unit of its height."""
+"""Each chart: a measurement's place on the x axis, the name of that place, and the unit of the y axis."""
 
 
 def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, float]) -> Chart:
-    """At each place the fastest measurement, as a line for reading and one for writing."""
+    """The fastest measurement at each place on the x axis: one line for reads, one for writes."""
     at, name, unit = _CURVES[title]
     places = sorted({at(one) for op in _SEQUENTIAL for one in _of(result, op, mode)})
     lines = []
@@ -243,9 +243,9 @@ def describe_shape(load: LoadResult) -> str:
 
 
 def say_knee(load: LoadResult) -> str:
-    """The knee in a sentence, or the highest load if it was kept up with."""
+    """Describe the knee in a sentence, or the highest load if the storage kept up with it."""
     if load.knee is None:
-        return f"{describe_shape(load)}: no load offered was kept up with"
+        return f"{describe_shape(load)}: the storage kept up with no load"
     knee = load.knee
     above = "" if knee.limited_by else "at least "
     rate = format_rate(knee.gib_per_s * GIB)
@@ -259,7 +259,7 @@ def say_limit(load: LoadResult) -> str:
 
 
 def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
-    """The answers of a probe that looked for the knee alone."""
+    """The banner of a probe that only looked for the knee."""
     most = load.saturation
     light = load.points[0]
     return Banner(
@@ -284,7 +284,7 @@ def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
 
 
 def metadata_banner(rates: Sequence[MetadataRate], notes: Sequence[str]) -> Banner:
-    """The answers of a probe that counted files alone."""
+    """The banner of a probe that only measured calls on files."""
     best: dict[str, MetadataRate] = {}
     for rate in rates:
         best[rate.op] = max(rate, best.get(rate.op, rate), key=lambda one: one.files_per_s)
@@ -340,7 +340,7 @@ def load_charts(load: LoadResult, run: str) -> list[Chart]:
     names = [_short(point.offered_per_s) for point in points]
     knee = f"; knee at {_short(load.knee.operations_per_s)}" if load.knee else ""
     note = f"offered a second{knee}"
-    # Beyond the knee latency is only a matter of how long one waits: cut, so that the rest can be read.
+    # Beyond the knee, latency depends only on how long one waits: cut it so that the rest can be read.
     limit_s = MOST_SLOWDOWN * load.points[0].storage_p99_ms / 1e3
     latency = [
         Series(name="p50", y=[min(point.p50_ms / 1e3, 2 * limit_s) for point in points]),

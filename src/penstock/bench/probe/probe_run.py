@@ -1,4 +1,4 @@
-"""A probe from start to finish: its steps, at each location, as large as the time allows, group by group.
+"""A probe from start to finish: its steps at each location, group by group, as large as time allows.
 
 Collective: every rank runs the same steps in the same order and returns the same result. A rank's time runs
 from the common start to its last durable byte; the job's rate is all bytes divided by the longest of these
@@ -203,7 +203,7 @@ def probe_in_folder(
     options: Mapping[str, str],
     progress: Progress,
 ) -> ProbeResult:
-    """The same as a run with a folder, where it can be followed and its result stays. Collective."""
+    """Probe as a run with a folder, where others can follow it and its result is kept. Collective."""
     with settings.open_run(
         Workload(name="storage-probe"),
         comm=comm,
@@ -296,9 +296,9 @@ def _measure_all(
 def _calibrate(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> tuple[int, bool]:
-    """Estimate what one stream of each rank moves in `max_seconds`, by a short first write, which warms up.
+    """Estimate what one stream of each rank moves in `max_seconds`, by a short write, which also warms up.
 
-    And whether what it wrote is kept in memory, whatever is asked for.
+    Also tells if the written files stay in memory even after they are evicted.
     """
     block_bytes = min(_CALIBRATION_BLOCK_BYTES, request.size_bytes)
     step = ProbeStep(
