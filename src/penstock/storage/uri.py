@@ -195,13 +195,13 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
     {
         "file": "penstock.storage.files.file_storage:open_files",
         "direct": "penstock.storage.files.file_storage:open_files",
-        "s3": "penstock.storage.objects.object_storage:open_objects",
-        "gs": "penstock.storage.objects.object_storage:open_objects",
-        "az": "penstock.storage.objects.object_storage:open_objects",
+        "s3": "penstock.storage.objects.object_storage:ObjectStorage",
+        "gs": "penstock.storage.objects.object_storage:ObjectStorage",
+        "az": "penstock.storage.objects.object_storage:ObjectStorage",
         "mem": "penstock.storage.in_memory:open_memory",
     }
 )
-"""Scheme -> `module:function` of its `Opener`."""
+"""Scheme -> `module:name` of its `Opener`."""
 
 Wrapper = Callable[[Storage, Environment], Storage]
 """Called with a storage that was just opened and the environment that asked for the wrapping."""

@@ -20,9 +20,9 @@ from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
 from penstock.storage.objects.client_settings import ClientName, ClientSettings
 
-FailureKind = Literal["answer", "connect", "reset", "timeout", "truncated"]
+FailureKind = Literal["answer", "foreign", "connect", "reset", "timeout", "truncated"]
+"""`foreign` is a 200 that no object service sends: a web page of a console or a login proxy, for example."""
 
-_OK = 200
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _TRANSIENT_CODES = frozenset(
     {
@@ -57,20 +57,12 @@ class RequestFailed(Exception):
         answer = " ".join(str(word) for word in (self.status, self.code) if word)
         return f"{answer}: {self.message}" if answer else self.message
 
-    @classmethod
-    def foreign(cls, message: str) -> RequestFailed:
-        """A 200 that no object service sends: a web page of a console or a login proxy, for example."""
-        return cls("answer", message, status=_OK)
-
-    @property
-    def is_foreign(self) -> bool:
-        """True for such an answer; a service that fails after its 200 names a code."""
-        return self.kind == "answer" and self.status == _OK and not self.code
-
     @property
     def is_transient(self) -> bool:
         """True where the same request may succeed a moment later."""
-        return self.kind != "answer" or self.status in _TRANSIENT_STATUS or self.code in _TRANSIENT_CODES
+        if self.kind in ("answer", "foreign"):
+            return self.status in _TRANSIENT_STATUS or self.code in _TRANSIENT_CODES
+        return True
 
     @property
     def is_missing(self) -> bool:

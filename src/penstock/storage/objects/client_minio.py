@@ -100,7 +100,7 @@ class MinioClient(PartClient):
             ):
                 yield _remote(cast("str", entry.object_name), entry)
         except (ValueError, ParseError) as error:
-            raise RequestFailed.foreign(f"an invalid listing: {error}") from error
+            raise RequestFailed("foreign", f"an invalid listing: {error}") from error
 
     def delete(self, key: str) -> None:
         self._own.get().remove_object(bucket_name=self._bucket, object_name=key)

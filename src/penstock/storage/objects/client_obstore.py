@@ -91,7 +91,7 @@ class ObstoreClient(StreamClient):
                 hidden_retries=hidden,
             )
         if _FOREIGN.search(text):
-            return RequestFailed.foreign(text.partition("\n")[0])
+            return RequestFailed("foreign", text.partition("\n")[0])
         if "BareRedirect" in text:
             return RequestFailed("answer", "a redirect without a location", status=301, hidden_retries=hidden)
         kind: FailureKind = "reset"

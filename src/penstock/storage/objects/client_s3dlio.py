@@ -122,7 +122,7 @@ class S3dlioClient(StreamClient):
     def head(self, key: str) -> RemoteObject:
         found: dict[str, Any] = s3dlio.stat(f"{self._root}/{key}")
         if found["last_modified"] is None:
-            raise RequestFailed.foreign("an object without a date")
+            raise RequestFailed("foreign", "an object without a date")
         return RemoteObject(
             key=key,
             size_bytes=int(found["size"]),

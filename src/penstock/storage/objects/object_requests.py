@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from penstock.errors import (
@@ -24,7 +24,8 @@ from penstock.errors import (
     StorageError,
     StorageTimeout,
 )
-from penstock.storage.objects.client import ObjectClient, RequestFailed, attempt
+from penstock.storage.objects.client import ObjectClient, PerProcess, RequestFailed, attempt
+from penstock.storage.objects.client_settings import ObjectOptions
 from penstock.storage.protocol import Counters
 
 _FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"})
@@ -41,84 +42,46 @@ _TRUST_FIX = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """A request, as error messages describe it."""
-
-    verb: str
-    uri: str
-    bucket: str
-    endpoint: str
-    wanted_bytes: int = 0
-    attempts: int = 1
-
-
-def map_request_error(failure: RequestFailed, request: RequestContext) -> StorageError:
-    """The error for a failure that is final."""
-    explain = _explain_answer if failure.kind == "answer" else _explain_connection
-    kind, what, fix = explain(failure, request)
-    where = f"{request.verb} {request.uri} at {request.endpoint}"
-    if kind is ShortTransfer:
-        return ShortTransfer(
-            what,
-            uri=request.uri,
-            where=where,
-            fix=fix,
-            expected_bytes=request.wanted_bytes,
-            actual_bytes=failure.received_bytes,
-        )
-    return kind(what, uri=request.uri, where=where, fix=fix)
-
-
-def _explain_connection(
-    failure: RequestFailed, request: RequestContext
-) -> tuple[type[StorageError], str, str]:
+def _explain_connection(failure: RequestFailed, endpoint: str) -> tuple[type[StorageError], str, str]:
     """The type of the error, what happened, and the fix."""
     logs = "Look at the logs of the service and the proxies for"
     match failure.kind:
         case "timeout":
-            what = f"{request.endpoint} did not answer in time"
-            kind: type[StorageError] = StorageTimeout
+            what, kind = f"{endpoint} did not answer in time", StorageTimeout
             fix = "Check whether the service is overloaded or the network stalls; raise request_timeout_s."
+            return kind, what, fix
         case "connect":
-            what, kind = f"Cannot connect to {request.endpoint}", StorageError
             fix = _TRUST_FIX if "certificate" in failure.message.lower() else _CONNECT_FIX
+            return StorageError, f"Cannot connect to {endpoint}", fix
         case "truncated":
-            what, kind, fix = "The body ended too early", ShortTransfer, f"{logs} cut connections."
+            return ShortTransfer, "The body ended too early", f"{logs} cut connections."
         case _:
-            what, kind, fix = "The connection broke", StorageError, f"{logs} closed connections."
-    tries = f" after {request.attempts} attempts" if request.attempts > 1 else ""
-    return kind, f"{what}{tries}: {failure.message}", fix
+            return StorageError, "The connection broke", f"{logs} closed connections."
 
 
-def _explain_answer(failure: RequestFailed, request: RequestContext) -> tuple[type[StorageError], str, str]:
+def _explain_answer(failure: RequestFailed, uri: str, bucket: str) -> tuple[type[StorageError], str, str]:
     status, code = failure.status, failure.code
     no_access = _REFUSALS.get(code, "Check the access keys and their permissions for this bucket.")
     # The first that applies: a missing bucket, for instance, also has the status of a missing object.
     answers: tuple[tuple[bool, type[StorageError], str, str], ...] = (
-        (code == "NoSuchBucket", ObjectNotFound, f"The bucket {request.bucket!r} does not exist ({failure})",
+        (code == "NoSuchBucket", ObjectNotFound, f"The bucket {bucket!r} does not exist",
          "Create the bucket, or check its name and the endpoint."),
-        (failure.is_missing, ObjectNotFound, f"No object at {request.uri}",
+        (failure.is_missing, ObjectNotFound, f"No object at {uri}",
          "Check the key, and that the bucket exists at this endpoint."),
-        (status in (301, 307) or code in _WRONG_REGION_CODES, StorageError,
-         f"The bucket is in another region ({failure})",
+        (status in (301, 307) or code in _WRONG_REGION_CODES, StorageError, "The bucket is in another region",
          "Set AWS_REGION (or the option region) to the bucket's region."),
-        (status in (401, 403) or code in _REFUSALS, AccessRefused,
-         f"The service denied access ({failure})", no_access),
-        (status == 507 or code in _FULL_CODES, OutOfSpace, f"The service has no room left ({failure})",
+        (status in (401, 403) or code in _REFUSALS, AccessRefused, "The service denied access", no_access),
+        (status == 507 or code in _FULL_CODES, OutOfSpace, "The service has no room left",
          "Free some space there."),
-        (failure.is_foreign, StorageError, f"The answer is not that of an object service ({failure})",
+        (failure.kind == "foreign", StorageError, "The answer is not that of an object service",
          "Check the endpoint: a service's console has another port, and a proxy may want a login."),
-        (status == 412, StorageError, f"The object changed since it was opened ({failure})",
+        (status == 412, StorageError, "The object changed since it was opened",
          "Open it again; find out which other program writes this key."),
-        (status == 416, ShortTransfer, f"The object ends before the requested range ({failure})",
+        (status == 416, ShortTransfer, "The object ends before the requested range",
          "Open it again: it was replaced by a shorter one."),
+        (True, StorageError, "The service failed", ""),
     )  # fmt: skip
-    for applies, kind, what, fix in answers:
-        if applies:
-            return kind, what, fix
-    tries = f" after {request.attempts} attempts" if request.attempts > 1 else ""
-    return StorageError, f"The service failed{tries}: {failure}", ""
+    return next((kind, what, fix) for applies, kind, what, fix in answers if applies)
 
 
 T = TypeVar("T")
@@ -129,7 +92,7 @@ logger = logging.getLogger(__name__)
 
 
 class RetryingRequests:
-    """All requests of one storage. Threads share it."""
+    """All requests of one storage, and the threads that send several at a time. Threads share it."""
 
     def __init__(
         self,
@@ -137,16 +100,17 @@ class RetryingRequests:
         *,
         bucket: str,
         counters: Counters,
-        attempts: int,
-        backoff_s: float,
+        options: ObjectOptions,
         rank: int = 0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.clients = tuple(clients)
-        self.bucket = bucket
-        self._counters = counters
-        self._attempts = attempts
-        self._backoff_s = backoff_s
+        self.counters = counters
+        self.options = options
+        # Their threads start when they are first needed.
+        self.parts = PerProcess(lambda: ThreadPoolExecutor(options.parts_in_flight, "penstock-parts"))
+        self.ranges = PerProcess(lambda: ThreadPoolExecutor(options.ranges_in_flight, "penstock-ranges"))
+        self._bucket = bucket
         self._turns = itertools.count(rank)  # next() on it is atomic: no lock
         self._sleep = sleep
         self._jitter = random.Random()  # noqa: S311 - spreads retries, guards nothing
@@ -159,22 +123,61 @@ class RetryingRequests:
         """The result of `action`, attempted until it succeeds or its failure is final."""
         for number in itertools.count(1):
             client = self.next_client()
-            self._counters.add(requests=1, endpoint=client.url)
+            self.counters.add(requests=1, endpoint=client.url)
             try:
                 with attempt(client):
                     return action(client)
             except RequestFailed as failure:
-                request = RequestContext(verb, uri, self.bucket, client.url, wanted_bytes, number)
-                self.wait_for_retry(failure, request)
+                self.wait_for_retry(failure, verb, uri, client.url, number, wanted_bytes=wanted_bytes)
         raise AssertionError
 
-    def wait_for_retry(self, failure: RequestFailed, request: RequestContext) -> None:
+    def wait_for_retry(
+        self,
+        failure: RequestFailed,
+        verb: str,
+        uri: str,
+        endpoint: str,
+        attempts: int,
+        *,
+        wanted_bytes: int = 0,
+    ) -> None:
         """Count a failed attempt and wait for the next one; raise if it was the last."""
-        self._counters.add(errors=0 if failure.is_missing else 1, retries=failure.hidden_retries)
-        if request.attempts >= self._attempts or not failure.is_transient:
-            raise map_request_error(failure, request) from failure
-        logger.info("%s %s: attempt %d failed: %s", request.verb, request.uri, request.attempts, failure)
-        self._counters.add(retries=1)
+        self.counters.add(errors=0 if failure.is_missing else 1, retries=failure.hidden_retries)
+        if attempts >= self.options.attempts or not failure.is_transient:
+            raise self.make_error(
+                failure, verb, uri, endpoint, attempts, wanted_bytes=wanted_bytes
+            ) from failure
+        logger.info("%s %s: attempt %d failed: %s", verb, uri, attempts, failure)
+        self.counters.add(retries=1)
         # Doubling, with random jitter down to half of it.
-        longest_s = min(self._backoff_s * 2.0 ** (request.attempts - 1), MAX_BACKOFF_S)
+        longest_s = min(self.options.backoff_s * 2.0 ** (attempts - 1), MAX_BACKOFF_S)
         self._sleep(longest_s * self._jitter.uniform(0.5, 1.0))
+
+    def make_error(
+        self,
+        failure: RequestFailed,
+        verb: str,
+        uri: str,
+        endpoint: str,
+        attempts: int = 1,
+        *,
+        wanted_bytes: int = 0,
+    ) -> StorageError:
+        """The error for a failure that is final."""
+        if failure.kind in ("answer", "foreign"):
+            kind, what, fix = _explain_answer(failure, uri, self._bucket)
+        else:
+            kind, what, fix = _explain_connection(failure, endpoint)
+        if failure.code == "NoSuchBucket" or not failure.is_missing:
+            what += f" after {attempts} attempts: {failure}" if attempts > 1 else f": {failure}"
+        where = f"{verb} {uri} at {endpoint}"
+        if kind is ShortTransfer:
+            return ShortTransfer(
+                what,
+                uri=uri,
+                where=where,
+                fix=fix,
+                expected_bytes=wanted_bytes,
+                actual_bytes=failure.received_bytes,
+            )
+        return kind(what, uri=uri, where=where, fix=fix)

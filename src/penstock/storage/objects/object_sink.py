@@ -10,15 +10,16 @@ the service, too.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar, cast
 
 import numpy as np
@@ -26,13 +27,8 @@ import numpy as np
 from penstock.errors import ShortTransfer, StorageError, StorageTimeout
 from penstock.storage.aligned import copy_bytes, flat
 from penstock.storage.objects.client import PartClient, RemoteObject, RequestFailed, StreamClient, attempt
-from penstock.storage.objects.client_settings import MIN_PART_BYTES, ObjectOptions
-from penstock.storage.objects.object_requests import (
-    MAX_BACKOFF_S,
-    RequestContext,
-    RetryingRequests,
-    map_request_error,
-)
+from penstock.storage.objects.client_settings import MIN_PART_BYTES
+from penstock.storage.objects.object_requests import MAX_BACKOFF_S, RetryingRequests
 from penstock.storage.protocol import Counters, ObjectInfo, Release
 from penstock.units import format_bytes
 
@@ -68,12 +64,6 @@ def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: in
             if fits:
                 return part_bytes
     return target_bytes
-
-
-def split_range(offset: int, length: int, range_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of the requests that together read `length` bytes from `offset`."""
-    for start in itertools.takewhile(lambda start: start < length, itertools.count(0, range_bytes)):
-        yield offset + start, min(range_bytes, length - start)
 
 
 GATHER_COPY = "objects-gather"
@@ -117,57 +107,43 @@ Part = tuple[memoryview, Release]
 class PartCutter:
     """Cuts submitted buffers into parts of exactly `part_bytes`; smaller pieces are gathered into parts.
 
-    An object that `is_single` is never sent in parts: all of it is the `rest`, uncopied if it came in one
-    buffer. Gathered parts are released for reuse, so there are as many of their buffers as are in flight.
+    Gathered parts are released for reuse, so there are as many of their buffers as are in flight.
     """
 
-    def __init__(self, part_bytes: int, counters: Counters, *, is_single: bool) -> None:
+    def __init__(self, part_bytes: int, counters: Counters) -> None:
         self.part_bytes = part_bytes
-        self._is_single = is_single
         self._counters = counters
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._filling: memoryview | None = None
         self._filled_bytes = 0
-        self._rest: Part | None = None
 
     def cut(self, view: memoryview, shared: SharedRelease, *, ends_object: bool) -> Iterator[Part]:
         """The parts that `view` completes; `ends_object` promises that it is the last buffer."""
         while view:
-            if self._filled_bytes == 0 and ends_object and self._is_single:
-                self._rest = view, shared.hold()
-                return
-            is_part = len(view) >= self.part_bytes or ends_object
-            if self._filled_bytes == 0 and is_part and not self._is_single:
+            if self._filled_bytes == 0 and (len(view) >= self.part_bytes or ends_object):
                 yield view[: self.part_bytes], shared.hold()
                 view = view[self.part_bytes :]
-            else:
-                view = view[self._gather(view) :]
-                if self._filled_bytes == self.part_bytes and not self._is_single:
-                    yield self._take_gathered()
+                continue
+            if self._filling is None:
+                try:
+                    # One that was used before if possible, because its pages are in memory.
+                    self._filling = self._free.get_nowait()
+                except queue.Empty:
+                    self._filling = np.empty(self.part_bytes, np.uint8).data
+            taken = min(len(view), self.part_bytes - self._filled_bytes)
+            copy_bytes(self._filling[self._filled_bytes : self._filled_bytes + taken], view[:taken])
+            self._filled_bytes += taken
+            self._counters.add_copy(GATHER_COPY, taken)
+            view = view[taken:]
+            if self._filled_bytes == self.part_bytes:
+                yield from self.rest()
 
-    def _gather(self, view: memoryview) -> int:
-        if self._filling is None:
-            try:
-                # One that was used before if possible, because its pages are in memory.
-                self._filling = self._free.get_nowait()
-            except queue.Empty:
-                self._filling = np.empty(self.part_bytes, np.uint8).data
-        taken = min(len(view), self.part_bytes - self._filled_bytes)
-        copy_bytes(self._filling[self._filled_bytes : self._filled_bytes + taken], view[:taken])
-        self._filled_bytes += taken
-        self._counters.add_copy(GATHER_COPY, taken)
-        return taken
-
-    def _take_gathered(self) -> Part:
-        buffer, self._filling = self._filling, None
-        size_bytes, self._filled_bytes = self._filled_bytes, 0
-        assert buffer is not None
-        return buffer[:size_bytes], lambda: self._free.put(buffer)
-
-    def rest(self) -> Part | None:
-        """The rest at the end of the object: the last part, or all of a single one; None for nothing."""
-        rest, self._rest = self._rest, None
-        return rest or (self._take_gathered() if self._filled_bytes else None)
+    def rest(self) -> Iterator[Part]:
+        """The gathered bytes as a part, the last one of the object; nothing if there are none."""
+        if self._filling is not None:
+            part = self._filling[: self._filled_bytes], partial(self._free.put, self._filling)
+            self._filling, self._filled_bytes = None, 0
+            yield part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,32 +155,8 @@ class NewObject:
     remote_key: str
     uri: str
     declared_bytes: int | None
-    options: ObjectOptions
     confirms: bool = True
     """True if `finish` asks the service for the size of what it stored."""
-
-    @property
-    def stall_s(self) -> float:
-        """The time that an upload may make no progress: longer than its client's own limits."""
-        options = self.options
-        return options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S
-
-    def stalled(self) -> StorageTimeout:
-        """The error of an upload without progress."""
-        return StorageTimeout(
-            f"The upload made no progress for {self.stall_s:.0f} s",
-            uri=self.uri,
-            fix="Check whether the service is overloaded or the network stalls; raise request_timeout_s.",
-        )
-
-    def warn_of_orphan(self, error: StorageError) -> None:
-        """Log that an upload could not be aborted."""
-        logger.warning(
-            "Parts of an unfinished upload may remain at %s, invisible but billed (%s). "
-            "A lifecycle rule that aborts incomplete uploads removes them.",
-            self.uri,
-            error,
-        )
 
 
 STALL_GRACE_S = 5.0
@@ -212,35 +164,78 @@ RELEASE_LIMIT_S = 10.0
 """The time that an abandoned client library may keep buffers before they are released regardless."""
 
 
-class PartUpload:
-    """Parts sent by a pool of threads, each on the endpoint whose turn it is, each with its own retries."""
+class _Upload(ABC):
+    """An upload in parts of one object, so many at a time as the options allow."""
 
-    def __init__(
-        self, new: NewObject, requests: RetryingRequests, pool: Executor, counters: Counters
-    ) -> None:
+    def __init__(self, new: NewObject, requests: RetryingRequests) -> None:
         self._new = new
         self._requests = requests
-        self._pool = pool
-        self._counters = counters
-        self._slots = threading.BoundedSemaphore(new.options.parts_in_flight)
+        options = requests.options
+        self._stall_s = options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S
+        """The time that an upload may make no progress: longer than its client's own limits."""
+        self._slots = threading.BoundedSemaphore(options.parts_in_flight)
+        self._num_released = 0
         self._failure: StorageError | None = None
+
+    def send(self, part: memoryview, release: Release) -> None:
+        """Pass on the next part; blocks while too many are in flight, raises an earlier part's error."""
+        self._wait_for(lambda limit_s: self._slots.acquire(timeout=limit_s))
+        if self._failure is not None:
+            self._slots.release()
+            release()
+            raise self._failure
+        self._send(part, release)
+
+    def _wait_for(self, ready: Callable[[float], bool]) -> None:
+        """Wait until `ready`; `StorageTimeout` once no part was released for as long as the limit."""
+        before = self._num_released
+        while not ready(self._stall_s):
+            if self._num_released == before:
+                raise self._stalled()
+            before = self._num_released
+
+    def _stalled(self) -> StorageTimeout:
+        return StorageTimeout(
+            f"The upload made no progress for {self._stall_s:.0f} s",
+            uri=self._new.uri,
+            fix="Check whether the service is overloaded or the network stalls; raise request_timeout_s.",
+        )
+
+    def _warn_of_orphan(self, error: StorageError) -> None:
+        logger.warning(
+            "Parts of an unfinished upload may remain at %s, invisible but billed (%s). "
+            "A lifecycle rule that aborts incomplete uploads removes them.",
+            self._new.uri,
+            error,
+        )
+
+    @abstractmethod
+    def _send(self, part: memoryview, release: Release) -> None:
+        """Take a part for which there is a slot; release both once its bytes are no longer needed."""
+
+    @abstractmethod
+    def finish(self) -> str | None:
+        """Wait for all parts, and complete the object; its ETag."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Abort the upload at the service, and release all parts. Safe after a failure."""
+
+
+class PartUpload(_Upload):
+    """Parts sent by a pool of threads, each on the endpoint whose turn it is, each with its own retries."""
+
+    def __init__(self, new: NewObject, requests: RetryingRequests) -> None:
+        super().__init__(new, requests)
         self._parts: list[Future[str]] = []
         self._upload = self._call("CreateMultipartUpload", lambda client: client.begin_upload(new.remote_key))
 
     def _call(self, verb: str, action: Callable[[PartClient], T]) -> T:
         return self._requests.call(verb, self._new.uri, lambda client: action(cast("PartClient", client)))
 
-    def send(self, part: memoryview, release: Release) -> None:
-        """Pass on the next part; blocks while too many are in flight, raises an earlier part's error."""
-        # The limit covers all attempts of a part, so beyond it the client hangs.
-        if not self._slots.acquire(timeout=self._new.stall_s):
-            raise self._new.stalled()
-        if self._failure is not None:
-            self._slots.release()
-            release()
-            raise self._failure
+    def _send(self, part: memoryview, release: Release) -> None:
         number = len(self._parts) + 1
-        self._parts.append(self._pool.submit(self._send_one, number, part, release))
+        self._parts.append(self._requests.parts.get().submit(self._send_one, number, part, release))
 
     def _send_one(self, number: int, part: memoryview, release: Release) -> str:
         key, upload = self._new.remote_key, self._upload
@@ -248,7 +243,7 @@ class PartUpload:
             if self._failure is not None:
                 raise self._failure
             etag = self._call("UploadPart", lambda client: client.put_part(key, upload, number, part))
-            self._counters.add(written_bytes=len(part))
+            self._requests.counters.add(written_bytes=len(part))
         except StorageError as error:
             self._failure = self._failure or error
             raise
@@ -256,17 +251,17 @@ class PartUpload:
             return etag
         finally:
             release()
+            self._num_released += 1
             self._slots.release()
 
     def finish(self) -> str | None:
-        """Wait for all parts, each of which is bounded by its attempts, and complete; the object's ETag."""
+        # The waits are bounded by the attempts of each part.
         key, etags = self._new.remote_key, [part.result() for part in self._parts]
         return self._call(
             "CompleteMultipartUpload", lambda client: client.complete_upload(key, self._upload, etags)
         )
 
     def abort(self) -> None:
-        """Wait for running parts, then abort the upload at the service. Safe after a failure."""
         self._failure = self._failure or StorageError("The upload was given up", uri=self._new.uri)
         # A part that arrived after the abort would stay stored, and billed.
         wait(self._parts)
@@ -274,14 +269,14 @@ class PartUpload:
         try:
             self._call("AbortMultipartUpload", lambda client: client.abort_upload(key, upload))
         except StorageError as error:
-            self._new.warn_of_orphan(error)
+            self._warn_of_orphan(error)
 
 
 class _Abandoned(Exception):
     """Raised inside the library's stream to make it abort the upload."""
 
 
-class StreamUpload:
+class StreamUpload(_Upload):
     """A library's own upload, run in a thread and fed part by part; the library iterates over this object.
 
     Libraries do not report which part is acknowledged, but they drop their reference to its memory when they
@@ -289,38 +284,29 @@ class StreamUpload:
     buffers, uncopied.
     """
 
-    def __init__(
-        self, new: NewObject, requests: RetryingRequests, part_bytes: int, counters: Counters
-    ) -> None:
-        self._new = new
+    def __init__(self, new: NewObject, requests: RetryingRequests, part_bytes: int) -> None:
+        super().__init__(new, requests)
         self._client = cast("StreamClient", requests.next_client())
-        self._bucket = requests.bucket
         self._part_bytes = part_bytes
-        self._counters = counters
         self._waiting: queue.SimpleQueue[memoryview | type[_Abandoned] | None] = queue.SimpleQueue()
-        self._slots = threading.BoundedSemaphore(new.options.parts_in_flight)
-        self._released = threading.Condition()
-        self._num_unreleased = self._num_released = self._sent_bytes = 0
+        self._sent_bytes = 0
         self._etag: str | None = None
-        self._failure: StorageError | None = None
         self._ended = threading.Event()
-        counters.add(requests=2, endpoint=self._client.url)  # begin and complete
+        requests.counters.add(requests=2, endpoint=self._client.url)  # begin and complete
         threading.Thread(target=self._run, name=f"upload {new.remote_key}", daemon=True).start()
 
     def _run(self) -> None:
-        failure: StorageError | None = StorageError(
-            "The client library ended without a result", uri=self._new.uri
-        )
+        uri = self._new.uri
+        failure: StorageError | None = StorageError("The client library ended without a result", uri=uri)
         try:
             with attempt(self._client):
                 self._etag = self._client.put_stream(self._new.remote_key, self, self._part_bytes)
             failure = None
         except _Abandoned:
-            failure = StorageError("The upload was given up", uri=self._new.uri)
+            failure = StorageError("The upload was given up", uri=uri)
         except RequestFailed as refused:
-            request = RequestContext("UploadPart", self._new.uri, self._bucket, self._client.url)
-            self._counters.add(errors=1, retries=refused.hidden_retries)
-            failure = map_request_error(refused, request)
+            self._requests.counters.add(errors=1, retries=refused.hidden_retries)
+            failure = self._requests.make_error(refused, "UploadPart", uri, self._client.url)
         finally:
             self._failure = failure
             # In this order: a part that is queued after the drain finds the event set, and `send` drains it.
@@ -344,26 +330,14 @@ class StreamUpload:
         while not self._waiting.empty():
             self._waiting.get()
 
-    def send(self, part: memoryview, release: Release) -> None:
-        """Pass on the next part; blocks while too many are in flight, raises an earlier part's error."""
-        self._wait_for(lambda limit_s: self._slots.acquire(timeout=limit_s))
-        if self._failure is not None:
-            self._slots.release()
-            release()
-            raise self._failure
-
+    def _send(self, part: memoryview, release: Release) -> None:
         def done() -> None:
             release()
+            self._num_released += 1
             self._slots.release()
-            with self._released:
-                self._num_unreleased -= 1
-                self._num_released += 1
-                self._released.notify_all()
 
         self._sent_bytes += len(part)
-        self._counters.add(requests=1, endpoint=self._client.url)
-        with self._released:
-            self._num_unreleased += 1
+        self._requests.counters.add(requests=1, endpoint=self._client.url)
         view = part[:]  # a new one: when it is collected, the library is done
         # Not at exit: the library may still be reading then, and the owner would refill the buffer.
         weakref.finalize(view, done).atexit = False
@@ -372,29 +346,21 @@ class StreamUpload:
         if self._ended.is_set():  # it failed meanwhile and will not read this part
             self._drain()
 
-    def _wait_for(self, ready: Callable[[float], bool]) -> None:
-        """Wait until `ready`; `StorageTimeout` once no part was released for as long as the limit."""
-        before = self._num_released
-        while not ready(self._new.stall_s):
-            if self._num_released == before:
-                raise self._new.stalled()
-            before = self._num_released
-
     def _wait_until_released(self) -> bool:
-        with self._released:
-            return self._released.wait_for(lambda: self._num_unreleased == 0, RELEASE_LIMIT_S)
+        """Take back all slots, for the last time; False where the library does not release their parts."""
+        slots = range(self._requests.options.parts_in_flight)
+        return all(self._slots.acquire(timeout=RELEASE_LIMIT_S) for _ in slots)
 
     def finish(self) -> str | None:
-        """Wait for the library to complete the object; its ETag."""
         self._waiting.put(None)
         self._wait_for(self._ended.wait)
         if self._failure is not None:
             raise self._failure
-        self._counters.add(written_bytes=self._sent_bytes)
+        self._requests.counters.add(written_bytes=self._sent_bytes)
         if self._client.write_copy:
-            self._counters.add_copy(self._client.write_copy, self._sent_bytes)
+            self._requests.counters.add_copy(self._client.write_copy, self._sent_bytes)
         if not self._wait_until_released():
-            raise self._new.stalled()
+            raise self._stalled()
         return self._etag
 
     def abort(self) -> None:
@@ -402,24 +368,21 @@ class StreamUpload:
         self._drain()
         self._waiting.put(_Abandoned)
         if not self._ended.wait(RELEASE_LIMIT_S):
-            self._new.warn_of_orphan(self._new.stalled())
+            self._warn_of_orphan(self._stalled())
         self._wait_until_released()
 
 
 class ObjectSink:
-    """A `Sink` on objects; `pool` gives the threads that send parts."""
+    """A `Sink` on objects."""
 
-    def __init__(
-        self, new: NewObject, requests: RetryingRequests, counters: Counters, pool: Callable[[], Executor]
-    ) -> None:
+    def __init__(self, new: NewObject, requests: RetryingRequests) -> None:
         self._new = new
         self._requests = requests
-        self._counters = counters
-        self._pool = pool
         self._submitted_bytes = 0
         self._num_parts = 0
         self._cutter: PartCutter | None = None
-        self._upload: PartUpload | StreamUpload | None = None
+        self._whole: Part | None = None
+        self._upload: _Upload | None = None
         self._orphan: weakref.finalize[[], ObjectSink] | None = None
         self._owners: weakref.WeakSet[SharedRelease] = weakref.WeakSet()
         self._is_over = False
@@ -435,17 +398,17 @@ class ObjectSink:
             self._submitted_bytes += len(view)
             # Before anything is sent: of an object that is too long nothing should remain.
             self._check_declared()
-            if self._cutter is None and view:
-                part_bytes = choose_part_bytes(self._new.options.part_bytes, len(view), declared)
-                is_single = declared is not None and declared <= part_bytes
-                self._cutter = PartCutter(
-                    declared if declared is not None and is_single else part_bytes,
-                    self._counters,
-                    is_single=is_single,
-                )
-            if self._cutter is not None:
-                ends_object = self._submitted_bytes == declared
-                for part, done in self._cutter.cut(view, shared, ends_object=ends_object):
+            if not view:
+                return
+            if self._cutter is None:
+                part_bytes = choose_part_bytes(self._requests.options.part_bytes, len(view), declared)
+                # An object that fits into one part is that part.
+                self._cutter = PartCutter(min(part_bytes, declared or part_bytes), self._requests.counters)
+            ends_object = self._submitted_bytes == declared
+            for part, done in self._cutter.cut(view, shared, ends_object=ends_object):
+                if len(part) == declared:
+                    self._whole = part, done
+                else:
                     self._send(part, done, self._cutter.part_bytes)
         finally:
             shared.drop()
@@ -458,20 +421,17 @@ class ObjectSink:
                 uri=self._new.uri,
                 fix="Pass the size to create(), or raise part_bytes.",
             )
-        try:
-            if self._upload is None:
+        if self._upload is None:
+            try:
                 if isinstance(self._requests.clients[0], StreamClient):
-                    upload: PartUpload | StreamUpload = StreamUpload(
-                        self._new, self._requests, part_bytes, self._counters
-                    )
+                    self._upload = StreamUpload(self._new, self._requests, part_bytes)
                 else:
-                    upload = PartUpload(self._new, self._requests, self._pool(), self._counters)
-                # For a sink that is neither finished nor aborted.
-                self._orphan = weakref.finalize(self, upload.abort)
-                self._upload = upload
-        except StorageError:
-            release()
-            raise
+                    self._upload = PartUpload(self._new, self._requests)
+            except StorageError:
+                release()
+                raise
+            # For a sink that is neither finished nor aborted.
+            self._orphan = weakref.finalize(self, self._upload.abort)
         self._num_parts += 1
         self._upload.send(part, release)
 
@@ -479,9 +439,9 @@ class ObjectSink:
         """Complete the object, and compare the stored size with the submitted one."""
         self._check_open()
         self._check_declared(is_final=True)
-        rest = self._cutter.rest() if self._cutter else None
+        rest = self._whole or (next(self._cutter.rest(), None) if self._cutter else None)
         if self._upload is None:
-            etag = self._put_whole(*rest) if rest else self._put_whole(memoryview(b""), lambda: None)
+            etag = self._put_whole(*(rest or (memoryview(b""), lambda: None)))
         else:
             if rest is not None and self._cutter is not None:
                 self._send(*rest, self._cutter.part_bytes)
@@ -511,9 +471,9 @@ class ObjectSink:
             )
         finally:
             release()
-        self._counters.add(written_bytes=len(content))
+        self._requests.counters.add(written_bytes=len(content))
         if copy := self._requests.clients[0].write_copy:
-            self._counters.add_copy(copy, len(content))
+            self._requests.counters.add_copy(copy, len(content))
         return etag
 
     def _verify(self, stored: RemoteObject, etag: str | None) -> None:
@@ -549,7 +509,7 @@ class ObjectSink:
         if self._upload is not None:
             self._upload.abort()
         self._forget_upload()
-        self._cutter = None
+        self._cutter = self._whole = None
         for owner in list(self._owners):
             owner.force()
 

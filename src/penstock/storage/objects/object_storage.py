@@ -8,13 +8,11 @@ raises only when no request still writes into the buffer.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from copy import copy
 from dataclasses import asdict, replace
-from functools import partial
 
 from penstock.environment import Environment
 from penstock.errors import AlreadyThere, ShortTransfer
@@ -22,15 +20,14 @@ from penstock.storage.aligned import flat
 from penstock.storage.capabilities import Deferred
 from penstock.storage.objects.client import (
     ObjectClient,
-    PerProcess,
     RemoteObject,
     RequestFailed,
     attempt,
     connect,
 )
 from penstock.storage.objects.client_settings import resolve_settings
-from penstock.storage.objects.object_requests import RequestContext, RetryingRequests
-from penstock.storage.objects.object_sink import NewObject, ObjectSink, split_range
+from penstock.storage.objects.object_requests import RetryingRequests
+from penstock.storage.objects.object_sink import NewObject, ObjectSink
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, check_key, check_prefix
 from penstock.storage.uri import Location
 
@@ -38,23 +35,11 @@ from penstock.storage.uri import Location
 class ObjectSource:
     """A `Source` on objects: the object as it was when opened, where the client can require its ETag."""
 
-    def __init__(
-        self,
-        described: RemoteObject,
-        uri: str,
-        requests: RetryingRequests,
-        counters: Counters,
-        *,
-        range_bytes: int,
-        pool: Callable[[], Executor],
-    ) -> None:
+    def __init__(self, described: RemoteObject, uri: str, requests: RetryingRequests) -> None:
         self._object = described
         self.size_bytes = described.size_bytes
         self._uri = uri
         self._requests = requests
-        self._counters = counters
-        self._range_bytes = range_bytes
-        self._pool = pool
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         view = flat(buffer)
@@ -67,18 +52,16 @@ class ObjectSource:
                 actual_bytes=available,
                 fix="Ask for ranges inside size_bytes.",
             )
-        if view:
-            self._read_ranges(offset, view)
-
-    def _read_ranges(self, offset: int, view: memoryview) -> None:
-        first, *further = split_range(offset, len(view), self._range_bytes)
+        if not view:
+            return
+        step = self._requests.options.range_bytes
         started = [
-            self._pool().submit(self._read_one, start, view[start - offset : start - offset + length])
-            for start, length in further
+            self._requests.ranges.get().submit(self._read_one, offset + start, view[start : start + step])
+            for start in range(step, len(view), step)
         ]
         # The first range in this thread, so that small reads need no pool.
         try:
-            self._read_one(first[0], view[: first[1]])
+            self._read_one(offset, view[:step])
         finally:
             # Even after an error: requests that are still running write into the buffer.
             wait(started)
@@ -92,9 +75,9 @@ class ObjectSource:
             lambda client: client.read_into(self._object.key, start, view, self._object.etag),
             wanted_bytes=len(view),
         )
-        self._counters.add(read_bytes=len(view))
+        self._requests.counters.add(read_bytes=len(view))
         if copy := self._requests.clients[0].read_copy:
-            self._counters.add_copy(copy, len(view))
+            self._requests.counters.add_copy(copy, len(view))
 
     def close(self) -> None:
         """Do nothing: requests leave nothing open."""
@@ -108,19 +91,21 @@ _CONDITION_FAILED = (409, 412)
 
 
 class ObjectStorage:
-    """A `Storage` on objects; a finished object is durable, as the service promises."""
+    """A `Storage` on objects; a finished object is durable, as the service promises.
+
+    Opening it sends no request. `Unavailable` without an endpoint, credentials or the client's library;
+    `rank` decides which of several endpoints is used first.
+    """
 
     def __init__(self, location: Location, environment: Environment, rank: int = 0) -> None:
         settings = resolve_settings(location, environment)
-        self._bucket, _, self._prefix = location.root.partition("/")
-        self._options = options = settings[0].options
+        bucket, _, self._prefix = location.root.partition("/")
+        options = settings[0].options
         self.uri = location.uri
         self.options: Mapping[str, OptionValue] = asdict(options)
         self.counters = Counters()
         self._confirms = True
         self._known_services: set[str] = set()
-        self._lock = threading.Lock()
-        self._own_pools: PerProcess[dict[str, ThreadPoolExecutor]] = PerProcess(dict)
         clients = [connect(each) for each in settings]
         for client, each in zip(clients, settings, strict=True):
             client.url = each.endpoint or self.uri
@@ -128,12 +113,7 @@ class ObjectStorage:
         """The URLs of the service; for Google and Azure, which have one each, the storage's own URI."""
         self.has_conditions = clients[0].has_conditions
         self._requests = RetryingRequests(
-            clients,
-            bucket=self._bucket,
-            counters=self.counters,
-            attempts=options.attempts,
-            backoff_s=options.backoff_s,
-            rank=rank,
+            clients, bucket=bucket, counters=self.counters, options=options, rank=rank
         )
 
     def _remote(self, key: str) -> str:
@@ -142,14 +122,6 @@ class ObjectStorage:
     def _uri_of(self, key: str) -> str:
         return f"{self.uri}/{key}"
 
-    def _pool(self, name: str, num_threads: int) -> Executor:
-        """Threads for parts or ranges, started when first needed."""
-        with self._lock:
-            pools = self._own_pools.get()
-            if name not in pools:
-                pools[name] = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
-            return pools[name]
-
     def create(self, key: str, size_bytes: int | None = None) -> ObjectSink:
         """Begin an object; a declared size saves requests and lets parts grow to fit it."""
         new = NewObject(
@@ -157,11 +129,9 @@ class ObjectStorage:
             remote_key=self._remote(key),
             uri=self._uri_of(key),
             declared_bytes=size_bytes,
-            options=self._options,
             confirms=self._confirms,
         )
-        pool = partial(self._pool, "parts", self._options.parts_in_flight)
-        return ObjectSink(new, self._requests, self.counters, pool)
+        return ObjectSink(new, self._requests)
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         remote, uri = self._remote(check_key(key, self.uri)), self._uri_of(key)
@@ -188,32 +158,23 @@ class ObjectStorage:
 
     def open(self, key: str) -> ObjectSource:
         """Open an object for ranged reads: one request, for its size."""
-        return self._source(self._head(key), key)
-
-    def _source(self, found: RemoteObject, key: str) -> ObjectSource:
-        return ObjectSource(
-            found,
-            self._uri_of(key),
-            self._requests,
-            self.counters,
-            range_bytes=self._options.range_bytes,
-            pool=partial(self._pool, "ranges", self._options.ranges_in_flight),
-        )
+        return ObjectSource(self._head(key), self._uri_of(key), self._requests)
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
         """An object and what describes it: one request for a small one, if the client can."""
-        if not self._requests.clients[0].gets_whole:
-            return self.stat(key), _read(self.open(key))
-        remote = self._remote(check_key(key, self.uri))
-        found, content = self._requests.call(
-            "GetObject",
-            self._uri_of(key),
-            lambda client: client.get_whole(remote, SMALL_BYTES),
-        )
-        if content is None:
-            return _describe(key, found), _read(self._source(found, key))
-        self.counters.add(read_bytes=len(content))
-        return _describe(key, found), bytearray(content)
+        if self._requests.clients[0].gets_whole:
+            remote = self._remote(check_key(key, self.uri))
+            found, small = self._requests.call(
+                "GetObject", self._uri_of(key), lambda client: client.get_whole(remote, SMALL_BYTES)
+            )
+            if small is not None:
+                self.counters.add(read_bytes=len(small))
+                return _describe(key, found), bytearray(small)
+        else:
+            found = self._head(key)
+        content = bytearray(found.size_bytes)
+        ObjectSource(found, self._uri_of(key), self._requests).read_into(0, memoryview(content))
+        return _describe(key, found), content
 
     def deferring(self, what: Deferred) -> ObjectStorage:  # noqa: ARG002 - there is one way
         """The same objects, whose sizes the caller compares with a listing: finishing asks for none."""
@@ -247,9 +208,7 @@ class ObjectStorage:
         """All objects below the folder `prefix`, in pages; a failed listing is resumed after its last key."""
         folder = check_prefix(prefix, self.uri)
         uri = self._uri_of(folder) if folder else self.uri
-        return self._list(f"{self._remote(folder)}/".lstrip("/") if folder else self._remote(""), uri)
-
-    def _list(self, remote_prefix: str, uri: str) -> Iterator[ObjectInfo]:
+        remote_prefix = f"{self._remote(folder)}/".lstrip("/") if folder else self._remote("")
         after, number, num_root = "", 1, len(self._remote(""))
         while True:
             client = self._requests.next_client()
@@ -269,8 +228,7 @@ class ObjectStorage:
                         self._known_services.add(client.url)
                 self._require_service(client)
             except RequestFailed as failure:
-                request = RequestContext("ListObjectsV2", uri, self._bucket, client.url, attempts=number)
-                self._requests.wait_for_retry(failure, request)
+                self._requests.wait_for_retry(failure, "ListObjectsV2", uri, client.url, number)
                 number += 1
             else:
                 return
@@ -291,30 +249,15 @@ class ObjectStorage:
                 else:
                     client.head(absent)
         except RequestFailed as failure:
-            if failure.is_transient or failure.is_foreign:
+            if failure.is_transient or failure.kind == "foreign":
                 raise
             self._known_services.add(client.url)
         else:
-            raise RequestFailed.foreign("an object that does not exist was found")
+            raise RequestFailed("foreign", "an object that does not exist was found")
 
     def sync(self, prefix: str = "") -> None:
         """Do nothing: a service that has acknowledged an object has promised durability."""
         check_prefix(prefix, self.uri)
-
-
-def open_objects(location: Location, environment: Environment, rank: int) -> ObjectStorage:
-    """Open the bucket and prefix of `location`. No request is sent yet.
-
-    `Unavailable` without an endpoint, credentials or the client's library; `rank` decides which of several
-    endpoints is used first.
-    """
-    return ObjectStorage(location, environment, rank)
-
-
-def _read(source: ObjectSource) -> bytearray:
-    content = bytearray(source.size_bytes)
-    source.read_into(0, memoryview(content))
-    return content
 
 
 def _describe(key: str, remote: RemoteObject) -> ObjectInfo:

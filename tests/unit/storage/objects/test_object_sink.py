@@ -10,7 +10,6 @@ from penstock.storage.objects.object_sink import (
     PartCutter,
     SharedRelease,
     choose_part_bytes,
-    split_range,
 )
 from penstock.storage.protocol import Counters, Release
 
@@ -56,23 +55,12 @@ def test_parts_grow_when_the_size_needs_it() -> None:
     assert choose_part_bytes(8 * MIB, 1, 1024**4) == -(-(1024**4) // MAX_PARTS)
 
 
-@given(offset=st.integers(0, 10**9), length=st.integers(1, 10**6), range_bytes=st.integers(4096, 10**6))
-def test_ranges_cover_a_read_once_in_order(offset: int, length: int, range_bytes: int) -> None:
-    position = offset
-    for start, count in split_range(offset, length, range_bytes):
-        assert start == position
-        assert 0 < count <= range_bytes
-        position += count
-    assert position == offset + length
-
-
 def _cut_all(
     content: bytes, cuts: list[int], part_bytes: int, *, is_declared: bool
 ) -> tuple[list[bytes], int, int]:
     """The parts of `content` submitted in pieces, how often buffers came back, and how much was copied."""
     counters, released = Counters(), []
-    is_single = is_declared and len(content) <= part_bytes
-    cutter = PartCutter(len(content) if is_single else part_bytes, counters, is_single=is_single)
+    cutter = PartCutter(part_bytes, counters)
     parts, held, submitted = [], [], 0
     edges = [0, *cuts, len(content)]
     for start, end in itertools.pairwise(edges):
@@ -83,11 +71,10 @@ def _cut_all(
             parts.append(bytes(part[0]))
             held.append(part)
         shared.drop()
-    rest = cutter.rest()
-    if rest is not None:
-        parts.append(bytes(rest[0]))
-        held.append(rest)
-    assert cutter.rest() is None
+    for part in cutter.rest():
+        parts.append(bytes(part[0]))
+        held.append(part)
+    assert list(cutter.rest()) == []
     for part in held:
         part[1]()
     return parts, len(released), counters.copied_bytes["objects-gather"]
@@ -106,8 +93,7 @@ def test_every_byte_is_in_one_part_and_every_buffer_comes_back(
     parts, num_released, _ = _cut_all(content, cuts, part_bytes, is_declared=is_declared)
     assert b"".join(parts) == content
     assert num_released == len(cuts) + 1
-    if not (is_declared and len(content) <= part_bytes):
-        assert all(len(part) == part_bytes for part in parts[:-1])
+    assert all(len(part) == part_bytes for part in parts[:-1])
 
 
 @given(num_parts=st.integers(1, 6), part_bytes=st.integers(1, 40), tail=st.integers(0, 40))
@@ -119,7 +105,7 @@ def test_buffers_of_whole_parts_are_not_copied(num_parts: int, part_bytes: int, 
 
 
 def test_gathered_parts_that_came_back_are_filled_again() -> None:
-    cutter = PartCutter(16, Counters(), is_single=False)
+    cutter = PartCutter(16, Counters())
 
     def gathered() -> tuple[memoryview, Release]:
         halves = [cutter.cut(memoryview(bytes(8)), SharedRelease(None), ends_object=False) for _ in range(2)]

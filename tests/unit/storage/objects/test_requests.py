@@ -23,17 +23,17 @@ from penstock.storage.objects.client import (
 from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_s3dlio import S3dlioClient
 from penstock.storage.objects.client_s3torchconnector import S3TorchClient
-from penstock.storage.objects.client_settings import export_credentials, resolve_settings
-from penstock.storage.objects.object_requests import (
-    MAX_BACKOFF_S,
-    RequestContext,
-    RetryingRequests,
-    map_request_error,
-)
+from penstock.storage.objects.client_settings import ObjectOptions, export_credentials, resolve_settings
+from penstock.storage.objects.object_requests import MAX_BACKOFF_S, RetryingRequests
 from penstock.storage.protocol import Counters
 from penstock.storage.uri import parse_uri
 
-ASKED = RequestContext("GetObject", "s3://bucket/key", "bucket", "http://host:1", wanted_bytes=10, attempts=3)
+
+def _error(failure: RequestFailed, *, attempts: int) -> StorageError:
+    requests = RetryingRequests([], bucket="bucket", counters=Counters(), options=ObjectOptions())
+    return requests.make_error(
+        failure, "GetObject", "s3://bucket/key", "http://host:1", attempts, wanted_bytes=10
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ ASKED = RequestContext("GetObject", "s3://bucket/key", "bucket", "http://host:1"
 def test_each_failure_has_its_error_and_its_advice(
     failure: RequestFailed, kind: type[StorageError], words: str
 ) -> None:
-    error = map_request_error(failure, ASKED)
+    error = _error(failure, attempts=3)
     assert type(error) is kind
     assert words in str(error)
     assert error.uri == "s3://bucket/key"
@@ -69,8 +69,7 @@ def test_each_failure_has_its_error_and_its_advice(
 
 
 def test_a_single_attempt_is_not_counted_aloud() -> None:
-    request = RequestContext("HeadObject", "s3://b/k", "b", "http://h")
-    assert "attempts" not in str(map_request_error(RequestFailed("reset", "gone"), request))
+    assert "attempts" not in str(_error(RequestFailed("reset", "gone"), attempts=1))
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,7 @@ def _requests(*clients: _ListedClient, rank: int = 0) -> tuple[RetryingRequests,
         clients,
         bucket="b",
         counters=counters,
-        attempts=4,
-        backoff_s=1.0,
+        options=ObjectOptions(attempts=4, backoff_s=1.0),
         rank=rank,
         sleep=slept.append,
     )
@@ -181,12 +179,11 @@ def test_requests_take_turns_from_a_ranks_own_first_endpoint(rank: int) -> None:
 
 def test_the_backoff_has_a_ceiling() -> None:
     slept: list[float] = []
-    requests = RetryingRequests(
-        [], bucket="b", counters=Counters(), attempts=60, backoff_s=1.0, sleep=slept.append
-    )
+    options = ObjectOptions(attempts=60, backoff_s=1.0)
+    requests = RetryingRequests([], bucket="b", counters=Counters(), options=options, sleep=slept.append)
     for attempts in range(1, 60):
         failure = RequestFailed("reset", "gone")
-        requests.wait_for_retry(failure, RequestContext("GetObject", "u", "b", "e0", attempts=attempts))
+        requests.wait_for_retry(failure, "GetObject", "u", "e0", attempts)
     assert MAX_BACKOFF_S / 2 <= max(slept) <= MAX_BACKOFF_S
 
 
