@@ -115,7 +115,9 @@ def test_wrong_bytes_exit_with_1_and_are_named(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(result.stdout)["is_right"] is False
 
 
-def test_ctrl_c_keeps_complete_checkpoints_and_resume_continues(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_complete_checkpoints_and_resume_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     words = ["run", *SMALL, *place, "--writes", "3", "--reads", "1"]
     words[words.index("--interval") + 1] = "60s"
@@ -135,7 +137,7 @@ def test_ctrl_c_keeps_complete_checkpoints_and_resume_continues(tmp_path: Path) 
     (folder,) = run_folders(tmp_path / "runs")
     assert json.loads((folder / "run.json").read_text())["outcome"] == "interrupted"
     words[words.index("--interval") + 1] = "0s"
-    found = document(penstock(*words, "--resume", "--json"))
+    found = document(here(capsys, *words, "--resume", "--json"))
     assert [(each["direction"], each["step"]) for each in found["checkpoints"]] == [
         ("write", 2),
         ("write", 3),

@@ -29,15 +29,14 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_probe_on_ranks_adds_up_all_ranks(tmp_path: Path, ranks: int) -> None:
-    result = _run(_probe(tmp_path, *QUICK, "--ranks", str(ranks)))
+def test_probe_on_ranks_adds_up_all_ranks(tmp_path: Path) -> None:
+    result = _run(_probe(tmp_path, *QUICK, "--ranks", "4"))
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert document["ranks"] == ranks
+    assert document["ranks"] == 4
     (write,) = [seen for seen in document["measurements"] if seen["op"] == "write"]
-    assert write["ranks"] == ranks
-    assert write["moved_bytes"] == ranks * 2 * (1 << 20)
+    assert write["ranks"] == 4
+    assert write["moved_bytes"] == 4 * 2 * (1 << 20)
     assert list(tmp_path.iterdir()) == []
 
 

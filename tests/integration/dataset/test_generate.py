@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.command_line import run_command
 from tests.support.s3.server import BUCKET
 
 from penstock.cluster.comm import SoloComm
@@ -236,9 +237,19 @@ def _penstock(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The checksums of the data set that one rank makes without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    made = run_command("training", "generate", *WORDS, "--data", folder)
+    assert made.returncode == 0, made.stderr
+    return _sums(folder)
+
+
 @pytest.mark.parametrize("delay_s", [0.05, 0.2])
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, delay_s: float) -> None:
-    assert _penstock("generate", *WORDS, "--data", str(tmp_path / "whole")).returncode == 0
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(
+    tmp_path: Path, whole: dict[str, str], delay_s: float
+) -> None:
     command = [sys.executable, "-m", "penstock", "training", "generate", *WORDS]
     running = subprocess.Popen([*command, "--data", str(tmp_path / "killed")], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -247,9 +258,9 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path: 
     time.sleep(delay_s)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    resumed = _penstock("generate", *WORDS, "--data", str(tmp_path / "killed"))
+    resumed = run_command("training", "generate", *WORDS, "--data", tmp_path / "killed")
     assert resumed.returncode == 0, resumed.stderr
-    assert _sums(tmp_path / "killed") == _sums(tmp_path / "whole")
+    assert _sums(tmp_path / "killed") == whole
 
 
 def test_what_a_killed_attempt_had_begun_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -263,11 +274,10 @@ def test_what_a_killed_attempt_had_begun_is_removed_by_the_next(tmp_path: Path) 
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_ranks_share_the_work_and_verify_together(tmp_path: Path) -> None:
-    assert _penstock("generate", *WORDS, "--data", str(tmp_path / "one")).returncode == 0
+def test_ranks_share_the_work_and_verify_together(tmp_path: Path, whole: dict[str, str]) -> None:
     shared = _penstock("generate", *WORDS, "--data", str(tmp_path / "two"), "--ranks", "2")
     assert shared.returncode == 0, shared.stderr
-    assert _sums(tmp_path / "one") == _sums(tmp_path / "two")
+    assert _sums(tmp_path / "two") == whole
     os.truncate(tmp_path / "two" / "train" / "img_31_of_60.npz", 5)
     seen = _penstock("verify", *WORDS, "--data", str(tmp_path / "two"), "--ranks", "2", "--json")
     assert seen.returncode == 1, seen.stderr

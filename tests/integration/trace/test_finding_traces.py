@@ -5,12 +5,11 @@ import gzip
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.command_line import run_command
 
 from penstock.cli.app import main
 from penstock.errors import StorageError, UsageError
@@ -22,11 +21,6 @@ from penstock.trace.trace_set import open_trace_set, read_trace_file
 TS_US = 1_700_000_000_000_000
 EVENT = {"name": "read", "cat": "POSIX", "ts": TS_US, "dur": 5, "pid": 1, "tid": 1, "ph": "X"}
 STRACE = "7 1700000000.000001 fsync(3</d/a>) = 0 <0.000001>\n"
-
-
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "penstock", "trace", *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_folder_has_json_and_text_that_begin_as_traces(
@@ -46,7 +40,7 @@ def test_folder_has_json_and_text_that_begin_as_traces(
 
 def test_our_own_export_does_not_count_beside_its_traces(tmp_path: Path) -> None:
     (tmp_path / "a.pfw").write_text(json.dumps(EVENT) + "\n")
-    exported = _run("export", str(tmp_path / "a.pfw"), "-o", str(tmp_path / "a.json.gz"))
+    exported = run_command("trace", "export", str(tmp_path / "a.pfw"), "-o", str(tmp_path / "a.json.gz"))
     assert exported.returncode == 0, exported.stderr
     assert [path.name for path in find_trace_files([str(tmp_path)])] == ["a.pfw"]
 
@@ -107,10 +101,10 @@ def test_what_recorders_own_converter_writes_is_found_and_read(tmp_path: Path) -
     calls = ",\n".join((call % ("pwrite", "POSIX"), call % ("MPI_File_write_at", "MPI I/O")))
     converted.write_text(f'{{"traceEvents": [\n{calls}],\n"displayTimeUnit": "ms", "samples": []}}\n')
     assert find_trace_files([str(tmp_path)]) == [converted]
-    refused = _run("summary", str(tmp_path / "recorder.mt"))
+    refused = run_command("trace", "summary", str(tmp_path / "recorder.mt"))
     assert refused.returncode == 1
     assert "a trace of Recorder" in refused.stderr
-    summary = _run("summary", str(tmp_path), "--json")
+    summary = run_command("trace", "summary", str(tmp_path), "--json")
     assert summary.returncode == 0, summary.stderr
     (facts,) = json.loads(summary.stdout)["rows"]
     assert (facts["num_events"], facts["num_processes"], facts["io_union_us"]) == (2, 1, 80)
@@ -133,7 +127,7 @@ def test_file_without_one_event_is_an_error_that_says_what_it_seems_to_be(
 ) -> None:
     path = tmp_path / "x.pfw"
     path.write_bytes(content)
-    ended = _run("summary", str(path))
+    ended = run_command("trace", "summary", str(path))
     assert ended.returncode == 1
     assert f"not one event: it seems to be {seems}" in ended.stderr
     assert "There is not one event in x.pfw" in ended.stderr
@@ -142,7 +136,7 @@ def test_file_without_one_event_is_an_error_that_says_what_it_seems_to_be(
 def test_many_files_that_are_no_traces_are_told_once(tmp_path: Path) -> None:
     for pid in range(10, 55):
         (tmp_path / f"x.strace.{pid}").write_text("12:34:56 fsync(3) = 0 <0.000001>\n")
-    ended = _run("summary", str(tmp_path))
+    ended = run_command("trace", "summary", str(tmp_path))
     assert ended.returncode == 1
     assert ended.stderr.count("trace again with strace -f -ttt -T") == 2
     assert "x.strace.11, x.strace.12, x.strace.13 and 41 more: not one event" in ended.stderr
@@ -151,7 +145,7 @@ def test_many_files_that_are_no_traces_are_told_once(tmp_path: Path) -> None:
 def test_lost_file_beside_a_whole_one_is_told_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "a.pfw").write_text(json.dumps(EVENT) + "\n")
     (tmp_path / "b.pfw").write_bytes(b"noise\n")
-    ended = _run("summary", str(tmp_path))
+    ended = run_command("trace", "summary", str(tmp_path))
     assert ended.returncode == 0
     assert "b.pfw: not one event" in ended.stderr
 
@@ -237,7 +231,7 @@ def test_units_that_do_not_agree_are_in_every_answer(tmp_path: Path) -> None:
     (folder / "us.pfw").write_text(json.dumps(EVENT) + "\n")
     (folder / "ns.pfw").write_text(json.dumps({**EVENT, "ts": TS_US * 1000}) + "\n")
     for words in (("ops",), ("load", "-o", str(tmp_path / "t.events")), ("sql", "SELECT 1")):
-        ended = _run(*words, str(folder), "--json")
+        ended = run_command("trace", *words, str(folder), "--json")
         assert ended.returncode == 0, ended.stderr
         mismatches = json.loads(ended.stdout)["mismatches"]
         assert "ns.pfw look like nanoseconds" in mismatches[0]

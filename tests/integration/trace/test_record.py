@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.command_line import run_command
 
 import penstock.trace
 from penstock.errors import Unavailable, UsageError
@@ -121,9 +122,7 @@ def test_profile_of_torch_and_a_recording_of_the_same_run_overlap(tmp_path: Path
         first_us, last_us = run.sql("SELECT min(ts_us), max(end_us) FROM events").fetchall()[0]
         assert last_us - first_us < 280_000_000
     where = ("--where", "cat = 'cpu_op' OR path LIKE '%/data.bin'")
-    argv = [sys.executable, "-m", "penstock", "trace", "overlap", str(tmp_path / "t"), *where, "--json"]
-    told = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=True)
-    (row,) = json.loads(told.stdout)["rows"]
+    (row,) = run_command("trace", "overlap", tmp_path / "t", *where, "--json").document["rows"]
     # The program writes from another thread for as long as it computes.
     assert row["overlap_us"] > 0
     assert row["overlap_us"] > 0.2 * row["compute_us"]

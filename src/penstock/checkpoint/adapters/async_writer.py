@@ -435,7 +435,7 @@ class AsyncWriter(FileSystemWriter):
         outcome = read_report(Path(self._report), self._folder)
         if not isinstance(outcome, WrittenShare):
             raise outcome
-        logger.info("rank %d, %s: %s", outcome.rank, self._folder, outcome.stats)
+        logger.info("rank %d, %s: %s", outcome.rank, self._folder, outcome.stats.describe())
         return self._items.results(outcome, self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -232,7 +232,7 @@ class Manager:
                 report = SaveReport(step, *slot.complete(prepared, staged, progress))
                 undo.pop_all()
             handle.commit(report)
-            logger.info("Committed step %d, rank %d: %s", step, self._rank, report.ranks[self._rank])
+            logger.info("Committed %s", report.format_line(self._rank))
             # When nobody waits any more: files may take as long to remove as to write.
             slot.clear_up()
 
@@ -405,7 +405,7 @@ class SaveReport:
 
     def format_line(self, rank: int) -> str:
         """The statistics of one `rank` as a line of the log."""
-        return f"step {self.step}, rank {rank}: {self.ranks[rank]}"
+        return f"step {self.step}, rank {rank}: {self.ranks[rank].describe()}"
 
 
 class SaveHandle:
