@@ -25,8 +25,6 @@ from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress
 from penstock.units import format_bytes
 
-DEFAULT_TIMEOUT_S: Final = 1800.0
-"""How long the fastest rank waits for the slowest."""
 NUM_READINGS: Final = 5
 """How often a single process tries to read a checkpoint that is being replaced."""
 
@@ -63,7 +61,6 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     """
     choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
-        group.comm.timeout_s = DEFAULT_TIMEOUT_S
         if verify:
             run_on_rank0(
                 group.comm, lambda: _require_verified(path), awaiting="rank 0 to verify the checkpoint"
@@ -130,7 +127,6 @@ def save(
             storage,
             name,
             group.comm,
-            timeout_s=DEFAULT_TIMEOUT_S,
             progress=progress,
         )
     return stats

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 
 State = Mapping[str, Any]
+
+TIMEOUT_S: Final = 1800.0
+"""How long a rank waits for the slowest one's share of a save or a load, where the caller sets no limit."""
 Replicas = Literal["share", "compare"]
 """The treatment of regions that several ranks hold: "share" lets each write a part and trusts that they are
 equal, "compare" compares them first and refuses to save what differs."""
@@ -203,6 +206,7 @@ def make_group_of(ranks: Sequence[int]) -> RankGroup:
 
     group = make_group(ranks)
     made = RankGroup(TorchComm(gethostname(), group), group)
+    made.comm.timeout_s = TIMEOUT_S
     _MADE.add(made)
     return made
 
@@ -222,6 +226,7 @@ def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
         made = (
             RankGroup(TorchComm(gethostname(), group), group) if has_gloo else make_own_group(process_group)
         )
+    made.comm.timeout_s = TIMEOUT_S
     try:
         yield made
     finally:

@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
 from penstock.checkpoint.commit.checkpoints import (
     AnyPath,
     SaveTransaction,
@@ -464,7 +463,6 @@ class Reader(StorageReader):
             self._target(memory, requests.regions, row, item_index) for row, memory in enumerate(resolved)
         ] + item_targets(requests, item_index)
         with closing(make_group_of(assigned.ranks)) as group:
-            group.comm.timeout_s = DEFAULT_TIMEOUT_S
             context = LoadContext(
                 checkpoint=checkpoint,
                 items=item_index,

@@ -36,7 +36,7 @@ def save(comm: ThreadComm, storage: Storage, transforms: tuple[str, ...] = ()) -
     saver = Saver(transforms=transforms)
     prepared = saver.prepare(state_of(comm.rank), RankGroup(comm), SaveChoice())
     staged = prepared.stage("commit")
-    write_into(begin_save(storage, "x", comm), prepared, staged, comm, facts={"step": 7}, timeout_s=60)
+    write_into(begin_save(storage, "x", comm), prepared, staged, comm, facts={"step": 7})
     saver.close()
 
 

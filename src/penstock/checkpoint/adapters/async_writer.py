@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, can_be_named
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.engine import WrittenShare
+from penstock.checkpoint.engine import TIMEOUT_S, WrittenShare
 from penstock.checkpoint.file_layout import (
     FileLayout,
     open_device_streams,
@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
-
-TIMEOUT_S: Final = 1800.0
 
 Parts = Mapping[str, Sequence[bytes | torch.Tensor]]
 

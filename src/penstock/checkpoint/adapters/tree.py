@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, open_parent, write_and_commit
-from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveCancelled, SaveChoice
+from penstock.checkpoint.engine import TIMEOUT_S, LoadChoice, RankGroup, SaveCancelled, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
 from penstock.checkpoint.state.tensors import is_tensor
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.saver import Saver
 
 TREE_NAME: Final = "penstock.tree"
-TIMEOUT_S: Final = 1800.0
 
 Path = tuple[Any, ...]
 """Keys of mappings, and positions in lists and tuples."""
@@ -94,7 +93,7 @@ def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None =
     staged = prepared.stage("commit" if worker is None else "copy")
 
     def finish() -> None:
-        write_and_commit(prepared, staged, storage, name, group.comm, timeout_s=TIMEOUT_S)
+        write_and_commit(prepared, staged, storage, name, group.comm)
 
     if worker is None:
         finish()

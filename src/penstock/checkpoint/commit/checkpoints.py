@@ -504,7 +504,6 @@ def write_and_commit(
     name: str,
     comm: Comm,
     *,
-    timeout_s: float,
     progress: Progress | None = None,
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
     """Write what is staged and commit it; the statistics of each rank, in rank order. Collective."""
@@ -512,7 +511,7 @@ def write_and_commit(
         undo.callback(staged.cancel)
         transaction = begin_save(storage, name, comm)
         undo.pop_all()
-    return write_into(transaction, prepared, staged, comm, facts={}, timeout_s=timeout_s, progress=progress)
+    return write_into(transaction, prepared, staged, comm, facts={}, progress=progress)
 
 
 def write_into(
@@ -522,7 +521,6 @@ def write_into(
     comm: Comm,
     *,
     facts: Mapping[str, object],
-    timeout_s: float,
     progress: Progress | None = None,
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
     """`write_and_commit` in a transaction that has begun; abandons it on failure. Collective.
@@ -547,7 +545,7 @@ def write_into(
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         with transaction.ending():
-            committed = decide_on_rank0(comm, write, commit, awaiting=awaiting, timeout_s=timeout_s)
+            committed = decide_on_rank0(comm, write, commit, awaiting=awaiting, timeout_s=comm.timeout_s)
         undo.pop_all()
     return committed
 

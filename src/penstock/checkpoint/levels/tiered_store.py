@@ -111,7 +111,7 @@ class TieredStore(step_store.StepStore):
         uri: str | None = None,
         is_detached: bool = False,
     ) -> None:
-        super().__init__(durable.catalog, durable.comm, keep=durable.keep, timeout_s=durable.timeout_s)
+        super().__init__(durable.catalog, durable.comm, keep=durable.keep)
         self.cache = cache
         self._flush = flush
         self._flushes = cache.node.flushes
@@ -258,7 +258,7 @@ class TieredStore(step_store.StepStore):
             if self._flush and self.cache.is_lead:
                 if self._thread:
                     self._thread.shutdown()
-                self._run_flusher(self.timeout_s)
+                self._run_flusher(self.comm.timeout_s)
                 # The last save kept what was still to be flushed.
                 remove_leftovers(self._saved or 0, self.hide_surplus())
         finally:
@@ -314,7 +314,7 @@ class TieredStore(step_store.StepStore):
                 self._is_detached = False
         if not self._is_detached:
             self._thread = self._thread or step_store.start_lasting_worker("penstock-flush")
-            self._thread.submit(self._run_flusher, self.timeout_s)
+            self._thread.submit(self._run_flusher, self.comm.timeout_s)
 
     def _run_flusher(self, patience_s: float) -> None:
         Flusher(self.cache.storage, durable=self.catalog.storage).run(patience_s=patience_s)
@@ -323,7 +323,7 @@ class TieredStore(step_store.StepStore):
         """Flush in this thread, or follow the flusher; raise if the step cannot become durable."""
         if not self.cache.is_lead:
             return
-        self._run_flusher(self.timeout_s)
+        self._run_flusher(self.comm.timeout_s)
         state = self._flushes.states().get(step)
         if state is not None:
             self._reported[step] = state.reason

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, StepCatalog, stage_on_all_ranks, step_dirname
 from penstock.checkpoint.engine import (
+    TIMEOUT_S,
     LoadChoice,
     RankSaveStats,
     Replicas,
@@ -46,9 +47,6 @@ from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from penstock.checkpoint.manager.user_files import Restart, UserOutput
-
-DEFAULT_TIMEOUT_S = 1800.0
-"""How long the slowest rank may take to write its share."""
 
 Staging = Literal["copied", "background"]
 """When `save_async` returns: as soon as the tensors may change, or at once."""
@@ -97,7 +95,7 @@ class Manager:
         staging_bytes: int | None = None,
         replicas: Replicas = "share",
         has_pointer: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         options: dict[str, Any] = {"keep": keep, "keep_cached": keep_cached}
         for option, number in options.items():
@@ -113,7 +111,7 @@ class Manager:
         self._rank = self._front.comm.rank
         self._storage = _open_storage(durable, self._rank)
         catalog = StepCatalog(self._storage, has_pointer=has_pointer)
-        self._store = step_store.StepStore(catalog, self._back.comm, keep=keep, timeout_s=timeout_s)
+        self._store = step_store.StepStore(catalog, self._back.comm, keep=keep)
         if cache is not None:
             from penstock.checkpoint.levels.tiered_store import open_tiered_store  # noqa: PLC0415 - optional
 

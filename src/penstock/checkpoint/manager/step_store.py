@@ -64,12 +64,11 @@ class StepStore:
     All methods but `steps` and `unreported_failures` are collective.
     """
 
-    def __init__(self, catalog: StepCatalog, comm: Comm, *, keep: int | None, timeout_s: float) -> None:
+    def __init__(self, catalog: StepCatalog, comm: Comm, *, keep: int | None) -> None:
         self.uri = catalog.storage.uri
         self.catalog = catalog
         self.comm = comm
         self.keep = keep
-        self.timeout_s = timeout_s
         self.lease = WriterLease(catalog.storage)
 
     def steps(self) -> list[int]:
@@ -137,7 +136,6 @@ class StepSlot:
             staged,
             store.comm,
             facts={} if step is None else {"step": step},
-            timeout_s=store.timeout_s,
             progress=progress,
         )
         if step is not None and store.comm.rank == 0:

@@ -44,7 +44,7 @@ def _save(comm: ThreadComm, storage: Storage, on_seal: Callable[[], object] = la
             return inside.seal(shares, facts)
 
     staged = inside.stage("commit")
-    write_into(begin_save(storage, "x", comm), Prepared(), staged, comm, facts={"step": 1}, timeout_s=60)
+    write_into(begin_save(storage, "x", comm), Prepared(), staged, comm, facts={"step": 1})
     saver.close()
 
 
@@ -55,7 +55,7 @@ def test_a_save_of_the_same_state_is_seven_calls_of_all_ranks(tmp_path: Path) ->
             before = comm._call
             prepared = saver.prepare({f"w{comm.rank}": torch.ones(3000)}, RankGroup(comm), SaveChoice())
             staged = stage_on_all_ranks(prepared, "commit", comm)
-            write_and_commit(prepared, staged, open_here(str(tmp_path)), name, comm, timeout_s=60)
+            write_and_commit(prepared, staged, open_here(str(tmp_path)), name, comm)
         saver.close()
         return comm._call - before
 
