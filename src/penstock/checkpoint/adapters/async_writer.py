@@ -363,17 +363,11 @@ class AsyncWriter(FileSystemWriter):
             with suppress(ObjectNotFound):
                 storage.delete(name)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks: nothing to add."""
-        return plan
+    def _unchanged(self, planned: Any) -> Any:
+        """All ranks, and the coordinator: nothing to add to plans, as each rank knows its number."""
+        return planned
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: nothing to add, as each rank knows its number."""
-        return plans
-
-    def prepare_decentralized_global_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks, if each finishes its own plan: nothing to add."""
-        return plan
+    prepare_local_plan = prepare_global_plan = prepare_decentralized_global_plan = _unchanged  # type: ignore[assignment] # of any kind
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """All ranks: lay out this rank's files. Nothing is copied yet."""

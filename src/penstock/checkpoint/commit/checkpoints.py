@@ -368,7 +368,8 @@ def begin_save(
             same=uri,
         )
         undo.pop_all()
-    return SaveTransaction(storage, comm, draft_store, draft, mount=mount, lease=renewer)
+    is_owner = comm.rank == 0
+    return SaveTransaction(storage, comm, draft_store, draft, is_owner=is_owner, mount=mount, lease=renewer)
 
 
 def _drop(drafts: DraftStore, draft: Draft) -> None:
@@ -402,15 +403,17 @@ class SaveTransaction:
         drafts: DraftStore,
         draft: Draft,
         *,
-        mount: str,
-        lease: _LeaseRenewer | None,
+        is_owner: bool,
+        mount: str = "",
+        lease: _LeaseRenewer | None = None,
     ) -> None:
-        """`mount` is by which rank 0 reaches the storage; rank 0 has the `lease`."""
+        """The owner of the draft removes it; `mount` is by which rank 0 reaches the storage."""
         self.storage = storage
         self.draft = draft
         self._mount = mount
         self._comm = comm
         self.drafts = drafts
+        self._is_owner = is_owner
         self._is_over = False
         self._lease = lease
 
@@ -459,9 +462,8 @@ class SaveTransaction:
         if self._is_over:
             return
         self._end()
-        if self._comm.rank != 0:
-            return
-        _drop(self.drafts, self.draft)
+        if self._is_owner:
+            _drop(self.drafts, self.draft)
 
     def _end(self) -> None:
         self._is_over = True

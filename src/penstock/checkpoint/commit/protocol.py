@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
 from weakref import WeakSet
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,6 +46,7 @@ from penstock.checkpoint.formats.description import checksum_of, read_manifest, 
 from penstock.errors import (
     AccessRefused,
     AlreadyThere,
+    DataDamaged,
     ObjectNotFound,
     StorageError,
     Unavailable,
@@ -69,6 +70,26 @@ LEASE_S: Final = 900.0
 """A lease not renewed for this long has expired, if its process cannot be looked up from here."""
 
 logger = logging.getLogger(__name__)
+
+
+class StoredRecord(BaseModel):
+    """JSON on disk. A field that is unknown here makes it a record that cannot be parsed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, storage: Storage, key: str, *, what: str, fix: str) -> Self:
+        """Read `what` an object holds; `DataDamaged` if that cannot be parsed."""
+        return cls.parse(read_object(storage, key), f"{storage.uri}/{key}", what=what, fix=fix)
+
+    @classmethod
+    def parse(cls, content: bytes | bytearray, uri: str, *, what: str, fix: str) -> Self:
+        """Parse `what` was read from `uri`."""
+        try:
+            return cls.model_validate_json(bytes(content))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise DataDamaged(f"{what} cannot be parsed: {reason}", uri=uri, fix=fix) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -701,14 +722,12 @@ class RecordCatalog:
         except ObjectNotFound:
             return None
         uri = f"{self._storage.uri}/{key}"
-        try:
-            record = _Record.model_validate_json(bytes(text))
-        except ValidationError as error:
-            raise StorageError(
-                f"The commit record of this checkpoint cannot be parsed: {error.errors()[0]['msg']}",
-                uri=uri,
-                fix="Save the step again; other steps are not affected.",
-            ) from error
+        record = _Record.parse(
+            text,
+            uri,
+            what="The commit record of this checkpoint",
+            fix="Save the step again; other steps are not affected.",
+        )
         if record.record_version != _VERSION:
             raise StorageError(
                 f"The commit record of this checkpoint has version {record.record_version}; "
@@ -750,10 +769,8 @@ class RecordCatalog:
         return removed
 
 
-class _Record(BaseModel):
+class _Record(StoredRecord):
     """The content of a record: which save a name means."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     record_version: int
     save_id: str

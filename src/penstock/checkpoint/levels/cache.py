@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
+    SaveTransaction,
     local_path,
     open_catalog,
     open_draft_store,
@@ -46,14 +48,12 @@ from penstock.checkpoint.levels.redundancy import (
     Assessment,
     GroupMember,
     GroupRecord,
-    Layout,
     NodeShares,
     RecordedFile,
     assess,
     build_layout,
     fit_scheme,
     list_members,
-    read_record,
 )
 from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0, run_on_all_ranks, run_on_rank0
@@ -92,7 +92,7 @@ class NodeCache:
     def __init__(self, storage: Storage, ranks: tuple[int, ...]) -> None:
         self.storage = storage
         self.ranks = ranks
-        self._drafts, self._catalog = open_draft_store(storage), open_catalog(storage)
+        self.drafts, self._catalog = open_draft_store(storage), open_catalog(storage)
         self._tree = require_folders(storage)
         self._run = ""
         self.flushes = FlushFolder(local_path(storage, ""))
@@ -114,14 +114,13 @@ class NodeCache:
         objects = self.storage.list(share.committed.folder)
         return {info.key.removeprefix(prefix): info.size_bytes for info in objects}
 
-    def seal(self, name: str) -> tuple[bytes, bytes] | None:
+    def seal(self, name: str) -> Seal | None:
         """Manifest and metadata of the whole step; None if this node does not have both undamaged."""
         try:
-            _, seal = self.find(name).read_seal()
+            return self.find(name).read_seal()[1]
         except (StorageError, Unavailable) as error:
             logger.warning("The cache %s cannot describe %s: %s", self.storage.uri, name, error)
             return None
-        return seal.manifest, seal.metadata
 
     def shares(self, name: str) -> NodeShares:
         """The share of a step that this node has."""
@@ -131,8 +130,12 @@ class NodeCache:
             for file_name in sizes:
                 if file_name.startswith(RECORD_PREFIX):
                     number = int(file_name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
-                    content = read_object(self.storage, share.key(file_name))
-                    records[number] = read_record(content, f"{self.storage.uri}/{share.key(file_name)}")
+                    records[number] = GroupRecord.read(
+                        self.storage,
+                        share.key(file_name),
+                        what="The redundancy record",
+                        fix="Restore from another level.",
+                    )
         except StorageError as error:
             logger.info("The cache %s does not have %s: %s", self.storage.uri, name, error)
             sizes, records = {}, {}
@@ -161,23 +164,16 @@ class NodeCache:
 
     def start(self, draft: Draft) -> None:
         """Begin a draft of a step, after sweeping what dead saves left."""
-        sweep_dead_saves(self._drafts, self.storage)
+        sweep_dead_saves(self.drafts, self.storage)
         if self._run:
             write_object(self.storage, RUN_NOTE, [self._run.encode()])
             self._run = ""
-        self._drafts.start(draft.name, draft.save_id)
-
-    def drop(self, draft: Draft) -> None:
-        """Remove a draft, if it was begun."""
-        try:
-            self._drafts.drop(draft)
-        except StorageError as error:
-            logger.warning("Could not remove the unfinished %s: %s", draft.folder, error)
+        self.drafts.start(draft.name, draft.save_id)
 
     def publish(
         self,
         draft: Draft,
-        seal: tuple[bytes, bytes],
+        seal: Seal,
         records: Mapping[int, GroupRecord],
         saved: Collection[int],
     ) -> None:
@@ -193,7 +189,7 @@ class NodeCache:
             sizes[name] = len(text)
             for place in here:
                 sizes.update({file.name: file.size_bytes for file in record.stored_files(place)})
-        self._drafts.publish(draft, Seal(manifest=seal[0], metadata=seal[1], sizes=sizes))
+        self.drafts.publish(draft, replace(seal, sizes=sizes))
 
     def unconfirmed(self) -> set[str]:
         """The steps that this node has committed without knowing that all nodes did."""
@@ -238,7 +234,7 @@ def require_folders(storage: Storage) -> FolderTree:
 
 
 class CacheLevel:
-    """One rank's view of all caches; `node` is the one of its own node. All calls but `drop` are collective.
+    """One rank's view of all caches; `node` is the one of its own node. All calls are collective.
 
     `domain` names what fails together with this rank; ranks of one domain never protect each other.
     """
@@ -283,24 +279,25 @@ class CacheLevel:
         here = [rank for rank, lead in enumerate(self.leads) if lead == self.leads[comm.rank]]
         self.node = NodeCache(storage, tuple(here))
 
-    def start(self, name: str, only: Collection[int] | None = None) -> Draft:
+    def start(self, name: str, only: Collection[int] | None = None) -> SaveTransaction:
         """Begin a draft with the same save ID on every node, or on the nodes of some ranks."""
         save_id = run_on_rank0(self.comm, lambda: secrets.token_hex(8), awaiting="rank 0 to name the save")
         draft = name_draft(name, save_id)
+        transaction = SaveTransaction(self.storage, self.comm, self.node.drafts, draft, is_owner=self.is_lead)
         leads = set(self.leads if only is None else (self.leads[rank] for rank in only))
         with ExitStack() as undo:
-            undo.callback(self.drop, draft)
+            undo.callback(transaction.abandon)
             run_on_all_ranks(
                 self.comm,
                 lambda: self.node.start(draft) if self.is_lead and self.comm.rank in leads else None,
                 awaiting=f"all nodes to make room for {name}",
             )
             undo.pop_all()
-        return draft
+        return transaction
 
     def complete(
         self,
-        draft: Draft,
+        transaction: SaveTransaction,
         prepared: PreparedSave,
         staged: StagedSave,
         *,
@@ -313,50 +310,40 @@ class CacheLevel:
         `number` counts checkpoints, from 1, and decides which scheme protects this one. Returns what the save
         cost each rank.
         """
-        comm, name = self.comm, draft.name
+        comm, draft, name = self.comm, transaction.draft, transaction.draft.name
         scheme, groups, _ = self._fitted[scheme_for(number, self._schemes)]
         storage = prefer_direct_access(self.storage)
-        group = next(ranks for ranks in groups if comm.rank in ranks)
-        layouts: dict[tuple[int, ...], Layout] = {}
-        kept_files: tuple[RecordedFile, ...] = ()
-        with ExitStack() as undo:
+        parities = 0 if isinstance(scheme, Partner) else scheme.losses
+        with ExitStack() as undo, transaction.ending():
             undo.callback(staged.cancel)
-            undo.callback(self.drop, draft)
-            if scheme.losses:
-                counted = all_gather_results(
-                    comm,
-                    lambda: staged.count_bytes(self.storage, draft.key),
-                    awaiting=f"all ranks to count what they write of {name}",
+            sizes = all_gather_results(
+                comm,
+                lambda: staged.count_bytes(self.storage, draft.key),
+                awaiting=f"all ranks to count what they write of {name}",
+            )
+            layouts = [
+                build_layout(
+                    len(ranks),
+                    parities,
+                    max(sizes[rank] for rank in ranks),
+                    block_bytes=self._block_bytes,
                 )
-                parities = 0 if isinstance(scheme, Partner) else scheme.losses
-                for ranks in groups:
-                    largest_bytes = max(counted[rank] for rank in ranks)
-                    layouts[ranks] = build_layout(
-                        len(ranks), parities, largest_bytes, block_bytes=self._block_bytes
-                    )
-                sizes, layout = [counted[rank] for rank in group], layouts[group]
-                share, order, kept = run_on_all_ranks(
-                    comm,
-                    lambda: self._protector.write(
-                        staged, storage, draft.key, ranks=group, sizes=sizes, layout=layout, progress=progress
-                    ),
-                    awaiting=f"all ranks to write their files of {name} and protect them",
-                )
-                kept_files = (kept,)
-            else:
-                share = run_on_all_ranks(
-                    comm,
-                    lambda: staged.write_to(storage, draft.key, progress),
-                    awaiting=f"all ranks to write their files of {name}",
-                )
-                order = ()
+                for ranks in groups
+            ]
+            ranks, layout = next(
+                (ranks, layout) for ranks, layout in zip(groups, layouts, strict=True) if comm.rank in ranks
+            )
+            write = partial(self._protector.write, staged, storage, draft.key, progress=progress)
+            share, order, kept = run_on_all_ranks(
+                comm,
+                lambda: write(ranks=ranks, sizes=[sizes[rank] for rank in ranks], layout=layout),
+                awaiting=f"all ranks to write their files of {name} and protect them",
+            )
             files = tuple(
                 RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in share.files
             )
             own = GroupMember(rank=comm.rank, domain=self._domains[comm.rank], files=files, order=order)
-            reports = comm.gather(
-                (own, kept_files, share.stats), awaiting="all ranks to report what they wrote"
-            )
+            reports = comm.gather((own, kept, share.stats), awaiting="all ranks to report what they wrote")
             # Only rank 0 needs to know where each tensor is, and the leads get the files that describe it.
             seal = decide_on_rank0(
                 comm,
@@ -371,22 +358,17 @@ class CacheLevel:
                     domains=self._domains,
                     scheme=scheme.name,
                     losses=scheme.losses,
-                    chunk_bytes=layouts[ranks].chunk_bytes if scheme.losses else 0,
-                    block_bytes=layouts[ranks].block_bytes if scheme.losses else BLOCK_BYTES,
+                    chunk_bytes=layouts[number].chunk_bytes,
+                    block_bytes=layouts[number].block_bytes,
                     members=tuple(reports[rank][0] for rank in ranks),
                     kept=tuple(file for rank in ranks for file in reports[rank][1]),
                 )
                 for number, ranks in enumerate(groups)
                 if not set(ranks).isdisjoint(self.node.ranks)
             }
-            self._publish(draft, (seal.manifest, seal.metadata), records)
+            self._publish(draft, seal, records)
             undo.pop_all()
         return tuple(stats for _, _, stats in reports)
-
-    def drop(self, draft: Draft) -> None:
-        """Remove an unfinished draft: the lead of each node its own."""
-        if self.is_lead:
-            self.node.drop(draft)
 
     def names(self) -> list[str]:
         """Every cached step, in no particular order.
@@ -467,7 +449,7 @@ class CacheLevel:
             share = self.node.find(name)
             return replace(share, readable=tuple(self.node.sizes(share)))
         folder = Committed(name=name, folder=name)
-        known = dict(zip((folder.key(MANIFEST_NAME), folder.key(METADATA_NAME)), seal, strict=True))
+        known = {folder.key(MANIFEST_NAME): seal.manifest, folder.key(METADATA_NAME): seal.metadata}
         return CheckpointRef(_DescribedStorage(self.storage, known), folder, readable=())
 
     def repair(self, name: str, assessment: Assessment) -> None:
@@ -508,9 +490,9 @@ class CacheLevel:
         gaining = {self.leads[home] for home in gains.values()}
         gained = {rank for rank, home in gains.items() if self.leads[home] == self.leads[self.comm.rank]}
         seal = self._fetch_seal(name, assessment)
-        draft = self.start(name, only=gains.values())
-        with ExitStack() as undo:
-            undo.callback(self.drop, draft)
+        transaction = self.start(name, only=gains.values())
+        draft = transaction.draft
+        with transaction.ending():
 
             def fill() -> None:
                 from_key = self.node.find(name).key if own else draft.key
@@ -550,9 +532,8 @@ class CacheLevel:
                 self.node.publish(draft, seal, records, own | gained)
 
             run_on_all_ranks(self.comm, commit, awaiting=f"all nodes to commit {name}")
-            undo.pop_all()
 
-    def _fetch_seal(self, name: str, assessment: Assessment) -> tuple[bytes, bytes]:
+    def _fetch_seal(self, name: str, assessment: Assessment) -> Seal:
         """Manifest and metadata of a step, from the first node that has them undamaged; else `DataDamaged`.
 
         A share whose manifest is lost still counts for a rebuild, so the first node need not have it.
@@ -570,7 +551,7 @@ class CacheLevel:
         seals = self.comm.gather(own if is_first else None, awaiting=awaiting)
         return next(seal for seal in seals if seal is not None)
 
-    def _publish(self, draft: Draft, seal: tuple[bytes, bytes], records: Mapping[int, GroupRecord]) -> None:
+    def _publish(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
         """Commit on all nodes; if one cannot, roll back on all.
 
         Between the first and the last node's commit, a crash leaves the step on some nodes only. A note
@@ -593,9 +574,9 @@ class CacheLevel:
 
 
 class _DescribedStorage(WrappedStorage):
-    """A storage with some small objects held in memory; None for one that is known to be missing."""
+    """A storage with some small objects held in memory."""
 
-    def __init__(self, inside: Storage, known: Mapping[str, bytes | None]) -> None:
+    def __init__(self, inside: Storage, known: Mapping[str, bytes]) -> None:
         super().__init__(inside)
         self._known = known
 
@@ -603,10 +584,7 @@ class _DescribedStorage(WrappedStorage):
         """Open known objects from memory, all others in the storage."""
         if key not in self._known:
             return self.inside.open(key)
-        content = self._known[key]
-        if content is None:
-            raise ObjectNotFound(f"No object {key!r}", uri=f"{self.uri}/{key}", fix="Check the name.")
-        return MemorySource(np.frombuffer(content, dtype=np.uint8), self.uri, self.counters)
+        return MemorySource(np.frombuffer(self._known[key], dtype=np.uint8), self.uri, self.counters)
 
     def past_cache(self, reads: str | None = None) -> Storage:
         """The same objects in memory, and the others past the page cache where the storage supports that."""

@@ -238,9 +238,9 @@ def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: st
         if (seal := node.seal(name)) is None:
             return None, False
         run = durable or (note.durable if note else _read_run(node.storage))
-        save_id = read_manifest(seal[0], name).save_id
+        save_id = read_manifest(seal.manifest, name).save_id
         found = (note or FlushNote(save_id=save_id, durable=run)).model_copy(update={"durable": run})
-        return found, is_committed(open_here(run), name, seal[0])
+        return found, is_committed(open_here(run), name, seal.manifest)
 
     answers = all_gather_results(level.comm, look, awaiting="all nodes to look at the durable level")
     found = [each for each, _ in answers if each is not None]
@@ -276,7 +276,7 @@ def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedChe
     node, step = NodeCache(storage, (0,)), parse_step(name)
     share, run = node.find(name), _read_run(storage)
     seal = node.seal(name)
-    is_durable = seal is not None and is_committed(open_here(run), name, seal[0])
+    is_durable = seal is not None and is_committed(open_here(run), name, seal.manifest)
     if not (is_durable or even_last):
         raise UsageError(
             f"{name} is not durable in {run}; nothing was removed",

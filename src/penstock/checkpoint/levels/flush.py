@@ -28,15 +28,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Lock
 from typing import Annotated, Final, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 import penstock
 from penstock.checkpoint.commit import protocol
@@ -52,10 +50,11 @@ from penstock.checkpoint.commit.checkpoints import (
     sweep_dead_saves,
 )
 from penstock.checkpoint.formats.description import ManifestFile, start_checksum
+from penstock.checkpoint.tools.tensor_slabs import Appender
 from penstock.errors import AlreadyThere, DataDamaged, ObjectNotFound, PenstockError, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
-from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
+from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.files.durable import sync_folder, write_durably
 from penstock.storage.process_id import current_process
@@ -81,11 +80,7 @@ REPORT_S: Final = 0.25
 logger = logging.getLogger(__name__)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FlushNote(_Strict):
+class FlushNote(protocol.StoredRecord):
     """A save of a step that is to become durable: where, and how. JSON on disk."""
 
     save_id: str
@@ -101,7 +96,7 @@ FlushPhase = Literal["given", "copying", "waiting", "durable", "superseded", "fa
 """The phase of a step. Waiting: for files of other nodes. Superseded: retention would remove it at once."""
 
 
-class FlushState(_Strict):
+class FlushState(protocol.StoredRecord):
     """The progress of this node's share of a step."""
 
     phase: FlushPhase = "given"
@@ -118,14 +113,14 @@ class FlushState(_Strict):
         return self.phase in ("durable", "superseded")
 
 
-class FlushProgress(_Strict):
+class FlushProgress(protocol.StoredRecord):
     """The work of a flusher, as it reported last."""
 
     pid: int = 0
     step: int | None = None
     """The step that it is copying."""
     bytes_per_s: float = 0.0
-    states: dict[int, FlushState] = {}
+    states: dict[int, FlushState] = Field(default_factory=dict)
 
 
 class FlushFolder:
@@ -236,21 +231,12 @@ def copy_file(
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Copy one file with two buffers: one is read into while the other is written. `see` gets each block."""
-    with closing(source.open(from_key)) as file, ExitStack() as undo:
+    with closing(source.open(from_key)) as file:
         size_bytes = file.size_bytes
-        sink = target.create(to_key, size_bytes)
-        undo.callback(sink.abort)
-        free: SimpleQueue[memoryview] = SimpleQueue()
-        for _ in range(2):
-            free.put(aligned_buffer(min(block_bytes, max(size_bytes, 1))))
-        for start in range(0, size_bytes, block_bytes):
-            buffer = free.get()
-            block = buffer[: min(block_bytes, size_bytes - start)]
-            file.read_into(start, block)
-            see(block)
-            sink.submit(block, partial(free.put, buffer))
-        sink.finish()
-        undo.pop_all()
+        buffer_bytes = min(block_bytes, round_up(max(size_bytes, 1), PAGE_BYTES))
+        appender = Appender(buffer_bytes=buffer_bytes, num_buffers=2)
+        with appender.writing(target.create(to_key, size_bytes)):
+            appender.copy(appender.pieces_of(size_bytes, file.read_into), see)
 
 
 class StreamChecksums:

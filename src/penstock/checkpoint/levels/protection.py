@@ -342,11 +342,13 @@ class Protector:
         sizes: Sequence[int],
         layout: Layout,
         progress: Progress | None = None,
-    ) -> tuple[WrittenShare, Order, RecordedFile]:
+    ) -> tuple[WrittenShare, Order, tuple[RecordedFile, ...]]:
         """Write this rank's files and, in step with its group, the parity or copy that it keeps for others.
 
-        `ranks` are the group's, and `sizes` the bytes that they will write.
+        `ranks` are the group's, and `sizes` the bytes that they will write. One rank alone is not protected.
         """
+        if layout.members == 1:
+            return staged.write_to(storage, key, progress), (), ()
         # Devices write from the huge pages of warm memory in fewer and larger requests.
         num_blocks = NUM_FED + (NUM_SUMS + NUM_SPARE) * max(layout.parities, 1)
         memory = WarmMemory(num_blocks * layout.block_bytes)
@@ -371,7 +373,7 @@ class Protector:
             finally:
                 feed.close()
             kept = encoding.result()
-        return share, feed.order_of(share.files, [key(file.name) for file in share.files]), kept
+        return share, feed.order_of(share.files, [key(file.name) for file in share.files]), (kept,)
 
     def _encode(
         self,
@@ -583,10 +585,9 @@ def list_blocks(
             for member, factor in factors.items()
         ]
 
-    chunks = range(layout.num_chunks)
-    rows = [(start, length, chunk) for start, length in layout.blocks() for chunk in chunks]
-    for start, length, chunk in sorted(rows, key=lambda row: layout.position(row[2], row[0], row[1])):
-        yield False, length, terms_of(layout.stripe_of(place, chunk), start, length)
+    for start, length in layout.blocks():
+        for chunk in range(layout.num_chunks):
+            yield False, length, terms_of(layout.stripe_of(place, chunk), start, length)
     for start, length in layout.blocks():
         for stripe in layout.kept_stripes(place):
             yield True, length, terms_of(stripe, start, length)

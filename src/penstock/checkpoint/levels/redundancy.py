@@ -32,10 +32,10 @@ from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
 
+from penstock.checkpoint.commit.protocol import StoredRecord
 from penstock.checkpoint.levels.options import Scheme
-from penstock.errors import DataDamaged, UsageError, name_some
+from penstock.errors import UsageError, name_some
 
 MODULUS: Final = 0x11D
 CACHED_BYTES: Final = 64 << 10
@@ -107,14 +107,13 @@ class Layout:
 
     With parity there are as many stripes as members: each member has the plain parity of one. A member's
     bytes are `num_chunks` chunks of `chunk_bytes`, of which blocks of `block_bytes` take turns, so that they
-    can be summed as they are written. Penstock 0.1 had contiguous chunks: not `interleaved`.
+    can be summed as they are written.
     """
 
     members: int
     parities: int
     chunk_bytes: int
     block_bytes: int
-    interleaved: bool = True
 
     @property
     def num_chunks(self) -> int:
@@ -129,9 +128,7 @@ class Layout:
 
     def position(self, chunk: int, start: int, length: int) -> int:
         """The place, among the bytes of its member, of the block of `length` bytes at `start` of a chunk."""
-        return (
-            start * self.num_chunks + chunk * length if self.interleaved else chunk * self.chunk_bytes + start
-        )
+        return start * self.num_chunks + chunk * length
 
     def stripe_of(self, member: int, chunk: int) -> int:
         """The stripe that a chunk of a member belongs to."""
@@ -262,11 +259,7 @@ def fit_scheme(wanted: Scheme, domains: Sequence[str]) -> tuple[Scheme, tuple[Gr
     raise UsageError(misfit.what, where=f"{wanted}, strict=True", fix=misfit.fix) from misfit
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RecordedFile(_Strict):
+class RecordedFile(StoredRecord):
     """One file: its name below the step's folder, its size, and the XXH3-128 of its bytes in hexadecimal."""
 
     name: str
@@ -280,7 +273,7 @@ and how many of its next bytes follow, again and again. ((0, 4), (1, 4), (0, 2))
 file, four of the second, two more of the first. Empty: one file after another."""
 
 
-class GroupMember(_Strict):
+class GroupMember(StoredRecord):
     """One rank and the files that it wrote."""
 
     rank: int
@@ -294,11 +287,10 @@ class GroupMember(_Strict):
         return sum(file.size_bytes for file in self.files)
 
 
-class GroupRecord(_Strict):
+class GroupRecord(StoredRecord):
     """The protection of one group in one step. JSON on disk."""
 
-    format: Literal[2, 3] = 3
-    """In format 2, a member's chunks are contiguous, and `order` is always empty."""
+    format: Literal[3] = 3
     step: str
     save_id: str
     """The save that wrote this: a step may have been saved twice, and one node may have missed the second."""
@@ -321,7 +313,6 @@ class GroupRecord(_Strict):
             parities=0 if is_copied else self.losses,
             chunk_bytes=max(member.size_bytes for member in self.members) if is_copied else self.chunk_bytes,
             block_bytes=self.block_bytes,
-            interleaved=self.format > 2,
         )
 
     @property
@@ -332,18 +323,6 @@ class GroupRecord(_Strict):
     def stored_files(self, place: int) -> tuple[RecordedFile, ...]:
         """The files that a member wrote, and then what it keeps for the others."""
         return (*self.members[place].files, *self.kept[place : place + 1])
-
-
-def read_record(content: bytes | bytearray, uri: str) -> GroupRecord:
-    """Parse a record; `DataDamaged` if it is not one."""
-    try:
-        return GroupRecord.model_validate_json(bytes(content))
-    except ValidationError as error:
-        raise DataDamaged(
-            f"The redundancy record cannot be parsed: {error.errors()[0]['msg']}",
-            uri=uri,
-            fix="Restore from another level.",
-        ) from error
 
 
 def list_members(

@@ -13,17 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
-    local_path,
+    SaveTransaction,
     parse_step,
     remove_leftovers,
     step_dirname,
     tolerating_leftovers,
 )
-from penstock.checkpoint.commit.protocol import Draft, Seal, WriterLease
+from penstock.checkpoint.commit.protocol import Seal, WriterLease
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.flush import Flusher, FlushNote, copy_file, start_detached
@@ -31,7 +30,7 @@ from penstock.checkpoint.levels.options import Flush, Scheme
 from penstock.checkpoint.levels.redundancy import Assessment, choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
-from penstock.cluster.comm import run_on_all_ranks, run_on_rank0
+from penstock.cluster.comm import all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -130,7 +129,7 @@ class TieredStore(step_store.StepStore):
         """The durable steps and the steps in this node's cache."""
         return sorted({*self.catalog.committed(), *self.cache.node.steps()})
 
-    def open(self, name: str, *, is_last: bool = False) -> step_store.StepSlot:
+    def open(self, name: str) -> SaveTransaction:
         """A draft in all caches; results, which are not steps, go to the durable level at once."""
         if parse_step(name) is None:
             return super().open(name)
@@ -139,23 +138,24 @@ class TieredStore(step_store.StepStore):
             lambda: self._cache_lease.hold() if self.cache.is_lead else None,
             awaiting="all nodes to see that no other job saves to their caches",
         )
-        return CachedSlot(self, self.cache.start(name), is_last=is_last)
+        return self.cache.start(name)
 
-    def save(
+    def complete(
         self,
-        draft: Draft,
+        transaction: SaveTransaction,
         prepared: PreparedSave,
         staged: StagedSave,
         progress: Progress | None,
         *,
         is_last: bool,
-    ) -> tuple[RankSaveStats, ...]:
-        """Complete a draft with the redundancy for this save's number, and flush it if its turn has come."""
+    ) -> step_store.Completed:
+        """Commit a step with the redundancy for this save's number, and flush it if its turn has come."""
+        draft, step = transaction.draft, parse_step(transaction.draft.name)
+        if step is None:
+            return super().complete(transaction, prepared, staged, progress, is_last=is_last)
         self._num_saves += 1
-        step = parse_step(draft.name)
-        assert step is not None, "only steps are saved to caches"
         stats = self.cache.complete(
-            draft, prepared, staged, number=self._num_saves, facts={"step": step}, progress=progress
+            transaction, prepared, staged, number=self._num_saves, facts={"step": step}, progress=progress
         )
         self._saved = step
         if self._flush and (is_last or self._num_saves % self._flush.every == 0):
@@ -168,7 +168,8 @@ class TieredStore(step_store.StepStore):
         elif self.cache.is_lead and step in self._flushes.notes():
             # An older save of this step was to become durable, and is gone.
             self._flushes.remove(step, self._flushes.notes()[step].save_id)
-        return stats
+        clear_up = partial(remove_leftovers, step, self.hide_surplus())
+        return f"{self.cache.storage.uri}/{draft.name}", stats, clear_up
 
     def candidates(self) -> list[int]:
         """The steps of all levels."""
@@ -226,12 +227,11 @@ class TieredStore(step_store.StepStore):
         A kill may have left the note of a step on some nodes only, and the nodes that had its files may be
         gone: all nodes that have a share now get the note.
         """
-        own = run_on_all_ranks(
+        answers = all_gather_results(
             self.comm,
             lambda: self._flushes.notes() if self.cache.is_lead else {},
             awaiting="all nodes to list what is still to become durable",
         )
-        answers = self.comm.gather(own, awaiting="all nodes to list what is still to become durable")
         pending = {step: note for notes in answers for step, note in notes.items()}
         for step, note in sorted(pending.items()):
             found = self._repaired(step_dirname(step), self.cache.assess(step_dirname(step)))
@@ -363,37 +363,6 @@ class TieredStore(step_store.StepStore):
             logger.warning("%s is read from the durable level, as it could not be fetched: %s", name, error)
             return self.find_local(step)
         return self.cache.relocate_shares(name, self.cache.assess(name))
-
-
-class CachedSlot(step_store.StepSlot):
-    """Room for a step in all caches."""
-
-    def __init__(self, store: TieredStore, draft: Draft, *, is_last: bool) -> None:
-        self._tiers = store
-        self._draft = draft
-        self._is_last = is_last
-        self._is_over = False
-        self.clear_up = lambda: None
-
-    def path(self, file_name: str) -> Path:
-        """A path in this node's draft."""
-        return local_path(self._tiers.cache.storage, self._draft.key(file_name))
-
-    def complete(
-        self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
-    ) -> tuple[str, tuple[RankSaveStats, ...]]:
-        """Protect and commit it, and flush it if its turn has come."""
-        self._is_over = True  # on failure, the level removes the draft
-        stats = self._tiers.save(self._draft, prepared, staged, progress, is_last=self._is_last)
-        step = parse_step(self._draft.name) or 0
-        self.clear_up = partial(remove_leftovers, step, self._tiers.hide_surplus())
-        return f"{self._tiers.cache.storage.uri}/{self._draft.name}", stats
-
-    def abandon(self) -> None:
-        """Remove this node's draft."""
-        if not self._is_over:
-            self._is_over = True
-            self._tiers.cache.drop(self._draft)
 
 
 class _FetchedFiles(FinishedFiles):

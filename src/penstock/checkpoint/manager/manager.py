@@ -226,13 +226,16 @@ class Manager:
             """Write, commit, hide older steps; on one thread, so that ranks save in the same order."""
             with ExitStack() as undo:
                 undo.callback(staged.cancel)
-                slot = self._store.open(name, is_last=is_last)
-                report = SaveReport(step, *slot.complete(prepared, staged, progress))
+                transaction = self._store.open(name)
+                uri, stats, clear_up = self._store.complete(
+                    transaction, prepared, staged, progress, is_last=is_last
+                )
+                report = SaveReport(step, uri, stats)
                 undo.pop_all()
             handle.commit(report)
             logger.info("Committed %s", report.format_line(self._rank))
             # When nobody waits any more: files may take as long to remove as to write.
-            slot.clear_up()
+            clear_up()
 
         with ExitStack() as undo:
             undo.callback(staged.cancel)
@@ -307,7 +310,8 @@ class Manager:
         return UserOutput(
             output_name,
             self._front.comm,
-            open_slot=lambda: self._store.open(output_name, is_last=bool(self.stop_reason)),
+            self._store,
+            is_last=bool(self.stop_reason),
             in_turn=lambda work: self._worker.submit(self._stop.time_save, work).result(),
             timed=self._scheduler.measure(),
         )

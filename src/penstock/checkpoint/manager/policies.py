@@ -21,12 +21,11 @@ from statistics import median
 from types import FrameType
 from typing import Any, Final, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
+from penstock.checkpoint.commit.protocol import StoredRecord
 from penstock.cluster.launcher_env import read_slurm_end_s
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import write_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +188,8 @@ class StopConditions:
             )
 
 
-class StopRequest(BaseModel):
+class StopRequest(StoredRecord):
     """The content of `halt.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[1] = 1
     asked_by: str
@@ -208,18 +205,11 @@ def request_stop(storage: Storage, request: StopRequest) -> None:
 
 def find_stop_request(storage: Storage) -> StopRequest | None:
     """The request; None if there is none."""
+    fix = "`penstock checkpoint halt RUN --cancel` removes it."
     try:
-        content = bytes(read_object(storage, MARKER_NAME))
+        return StopRequest.read(storage, MARKER_NAME, what="The stop request", fix=fix)
     except ObjectNotFound:
         return None
-    try:
-        return StopRequest.model_validate_json(content)
-    except ValidationError as error:
-        raise DataDamaged(
-            f"The stop request cannot be parsed: {error.errors()[0]['msg']}",
-            where=f"{storage.uri}/{MARKER_NAME}",
-            fix="`penstock checkpoint halt RUN --cancel` removes it.",
-        ) from error
 
 
 def cancel_stop_request(storage: Storage) -> bool:

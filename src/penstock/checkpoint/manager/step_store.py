@@ -1,9 +1,9 @@
 """Where the steps of a run are kept, and the search for the one to restore.
 
-A `StepStore` has one durable level; `levels.tiered_store` puts caches in front of it. Its `open` and its
-slots are called on the manager's save thread, everything else by the manager's caller. Invariant: copies that
-a store hands out were committed, and all ranks restore the same one or raise the same error; whether a copy
-can be loaded is only known by loading it.
+A `StepStore` has one durable level; `levels.tiered_store` puts caches in front of it. Its `open` and
+`complete` are called on the manager's save thread, everything else by the manager's caller. Invariant: copies
+that a store hands out were committed, and all ranks restore the same one or raise the same error; whether a
+copy can be loaded is only known by loading it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -47,6 +46,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+Completed = tuple[str, "tuple[RankSaveStats, ...]", Callable[[], None]]
+"""A committed step: its URI, the statistics of each rank, and a call that removes the files of steps that are
+no longer kept. That is not collective, and nobody waits for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCopy:
     """The copy of a step on one level, ready to be loaded. Both calls are collective."""
@@ -75,9 +79,29 @@ class StepStore:
         """The committed steps that this rank can see, ascending."""
         return self.catalog.committed()
 
-    def open(self, name: str, *, is_last: bool = False) -> StepSlot:  # noqa: ARG002 - all are durable
-        """Make room for a step, or for results of another name. The last step of a job is always flushed."""
-        return StepSlot(self, begin_save(self.catalog.storage, name, self.comm, lease=self.lease))
+    def open(self, name: str) -> SaveTransaction:
+        """Make room for a step, or for results of another name, which no reader sees until completed."""
+        return begin_save(self.catalog.storage, name, self.comm, lease=self.lease)
+
+    def complete(
+        self,
+        transaction: SaveTransaction,
+        prepared: PreparedSave,
+        staged: StagedSave,
+        progress: Progress | None,
+        *,
+        is_last: bool,  # noqa: ARG002 - all are durable
+    ) -> Completed:
+        """Write what is staged and commit it. The last step of a job is always flushed."""
+        step = parse_step(transaction.draft.name)
+        facts = {} if step is None else {"step": step}
+        committed, stats = write_into(
+            transaction, prepared, staged, self.comm, facts=facts, progress=progress
+        )
+        uri = f"{self.uri}/{committed.name}"
+        if step is None or self.comm.rank > 0:
+            return uri, stats, lambda: None
+        return uri, stats, apply_retention(self.catalog, step, self.keep)
 
     def candidates(self) -> list[int]:
         """The committed steps that any rank can see, ascending."""
@@ -110,41 +134,6 @@ class StepStore:
     def close(self) -> None:
         """Finish pending work and release everything."""
         self.lease.release()
-
-
-class StepSlot:
-    """Room for one step on all ranks, which no reader sees until it is completed."""
-
-    def __init__(self, store: StepStore, transaction: SaveTransaction) -> None:
-        self._store = store
-        self._transaction = transaction
-        self.clear_up: Callable[[], None] = lambda: None
-        """Removes the files of steps that are no longer kept. Not collective, and nobody waits for it."""
-
-    def path(self, file_name: str) -> Path:
-        """The path for a file that the program writes itself. Not collective."""
-        return local_path(self._transaction.storage, self._transaction.draft.key(file_name))
-
-    def complete(
-        self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
-    ) -> tuple[str, tuple[RankSaveStats, ...]]:
-        """Write what is staged and commit it; its URI and the statistics of each rank. Collective."""
-        store, step = self._store, parse_step(self._transaction.draft.name)
-        committed, stats = write_into(
-            self._transaction,
-            prepared,
-            staged,
-            store.comm,
-            facts={} if step is None else {"step": step},
-            progress=progress,
-        )
-        if step is not None and store.comm.rank == 0:
-            self.clear_up = apply_retention(store.catalog, step, store.keep)
-        return f"{store.uri}/{committed.name}", stats
-
-    def abandon(self) -> None:
-        """Remove the slot. Not collective: call it when no rank writes any more. Safe after `complete`."""
-        self._transaction.abandon()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, cast
@@ -23,7 +24,13 @@ from typing import Any, Final, Self, cast
 import numpy as np
 
 from penstock import __version__
-from penstock.checkpoint.commit.checkpoints import CheckpointRef, local_path, parse_step, step_dirname
+from penstock.checkpoint.commit.checkpoints import (
+    CheckpointRef,
+    SaveTransaction,
+    local_path,
+    parse_step,
+    step_dirname,
+)
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenShare
 from penstock.checkpoint.formats.description import (
@@ -162,8 +169,9 @@ class UserOutput:
         self,
         name: str,
         comm: Comm,
+        store: step_store.StepStore,
         *,
-        open_slot: Callable[[], step_store.StepSlot],
+        is_last: bool,
         in_turn: InTurn,
         timed: AbstractContextManager[None],
     ) -> None:
@@ -171,10 +179,11 @@ class UserOutput:
         self.uri = ""
         """Set once the files are committed; empty before that, and if they were discarded."""
         self._comm = comm
-        self._open_slot = open_slot
+        self._store = store
+        self._is_last = is_last
         self._in_turn = in_turn
         self._timed = timed
-        self._slot: step_store.StepSlot | None = None
+        self._transaction: SaveTransaction | None = None
         self._paths: dict[str, Path] = {}
         self._is_valid = True
 
@@ -185,7 +194,7 @@ class UserOutput:
 
     def path(self, file_name: str) -> Path:
         """The path for this rank's file of that name; the same at every call."""
-        if self._slot is None:
+        if self._transaction is None:
             raise UsageError(
                 "path() was called outside its block", where=self.name, fix="Call it inside the `with`."
             )
@@ -197,7 +206,8 @@ class UserOutput:
                 fix="Use a plain name such as rank_0.pt; all files of a step are in one folder.",
             )
         if file_name not in self._paths:
-            self._paths[file_name] = self._slot.path(file_name)
+            key = self._transaction.draft.key(file_name)
+            self._paths[file_name] = local_path(self._transaction.storage, key)
         return self._paths[file_name]
 
     def mark_invalid(self) -> None:
@@ -205,16 +215,16 @@ class UserOutput:
         self._is_valid = False
 
     def __enter__(self) -> Self:
-        self._slot = self._in_turn(self._open_slot)
+        self._transaction = self._in_turn(partial(self._store.open, self.name))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._slot is not None, "it was entered"
-        slot, self._slot = self._slot, None
+        assert self._transaction is not None, "it was entered"
+        transaction, self._transaction = self._transaction, None
         with ExitStack() as undo:
-            undo.callback(self._in_turn, slot.abandon)
+            undo.callback(self._in_turn, transaction.abandon)
             if kind is not None and not issubclass(kind, Exception):
                 # Ctrl-C: this program ends without another collective call; the other ranks notice its end.
                 return
@@ -243,8 +253,9 @@ class UserOutput:
             undo.pop_all()
         files = _WrittenFiles(tuple(self._paths), self._comm)
         with self._timed:
-            self.uri, _ = self._in_turn(lambda: slot.complete(files, files, None))
-            self._in_turn(slot.clear_up)
+            complete = partial(self._store.complete, is_last=self._is_last)
+            self.uri, _, clear_up = self._in_turn(partial(complete, transaction, files, files, None))
+            self._in_turn(clear_up)
         logger.info("Committed %s", self.uri)
 
 

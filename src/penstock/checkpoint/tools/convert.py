@@ -206,15 +206,10 @@ def _write_safetensors(
         for shard, numbers in shards.items():
             header = build_header([tensors[number] for number in numbers])
             size_bytes = len(header) + sum(tensors[number].size_bytes for number in numbers)
-            sink = storage.create(name if is_file else f"{name}/{shard}", size_bytes)
-            with ExitStack() as undo:
-                undo.callback(sink.abort)
-                appender.begin(sink)
+            with appender.writing(storage.create(name if is_file else f"{name}/{shard}", size_bytes)):
                 appender.write(header)
                 for number in numbers:
                     appender.copy(appender.slabs_of(reader, number, tensors[number]))
-                sink.finish()
-                undo.pop_all()
             total += size_bytes
     if not is_file:
         # Hugging Face's loaders look up in it which file has which tensor.
@@ -298,37 +293,36 @@ def write_dcp(
     with ExitStack() as undo:
         undo.callback(transaction.abandon)
         sink = transaction.data_storage.create(transaction.draft.key(_FILE))
-        undo.callback(sink.abort)
-        appender.begin(sink)
-        reader = undo.enter_context(closing(SlabReader(checkpoint)))
-        for held in objects:
-            if checkpoint.archive is not None:
-                packed = dcp_item.object_bytes(checkpoint.value(held))
-            else:
-                # It is an archive already, and taken over unparsed.
-                where = f"{checkpoint.uri}, {held.name}"
-                packed = dcp_item.undo_transforms(checkpoint.read_object_item(held), held.transforms, where)
-            write_whole(dcp_item.apply_transforms(packed, transforms))
-        for row in rows.tolist():
-            facts = index.tensors[int(index.stored.regions.tensor[row])]
-            around = dcp_item.envelope(facts.dtype, checkpoint.shape(row))
-            if transforms:
-                payload = bytearray(around.payload_bytes)
-                reader.read_payload(row, 0, memoryview(payload))
-                plain = b"".join((around.prefix, payload, around.suffix))
-                write_whole(dcp_item.apply_transforms(plain, transforms))
-                continue
-            start, total = dcp_item.item_start(appender.position, around), start_checksum()
-            appender.write(bytes(start - appender.position) + around.prefix)
-            total.update(around.prefix)
-            appender.copy(
-                appender.pieces_of(around.payload_bytes, partial(reader.read_payload, row)), total.update
-            )
-            appender.write(around.suffix)
-            total.update(around.suffix)
-            items.append((start, around.item_bytes, start + len(around.prefix)))
-            sums.append(total.digest())
-        sink.finish()
+        with appender.writing(sink), closing(SlabReader(checkpoint)) as reader:
+            for held in objects:
+                if checkpoint.archive is not None:
+                    packed = dcp_item.object_bytes(checkpoint.value(held))
+                else:
+                    # It is an archive already, and taken over unparsed.
+                    where = f"{checkpoint.uri}, {held.name}"
+                    packed = dcp_item.undo_transforms(
+                        checkpoint.read_object_item(held), held.transforms, where
+                    )
+                write_whole(dcp_item.apply_transforms(packed, transforms))
+            for row in rows.tolist():
+                facts = index.tensors[int(index.stored.regions.tensor[row])]
+                around = dcp_item.envelope(facts.dtype, checkpoint.shape(row))
+                if transforms:
+                    payload = bytearray(around.payload_bytes)
+                    reader.read_payload(row, 0, memoryview(payload))
+                    plain = b"".join((around.prefix, payload, around.suffix))
+                    write_whole(dcp_item.apply_transforms(plain, transforms))
+                    continue
+                start, total = dcp_item.item_start(appender.position, around), start_checksum()
+                appender.write(bytes(start - appender.position) + around.prefix)
+                total.update(around.prefix)
+                appender.copy(
+                    appender.pieces_of(around.payload_bytes, partial(reader.read_payload, row)), total.update
+                )
+                appender.write(around.suffix)
+                total.update(around.suffix)
+                items.append((start, around.item_bytes, start + len(around.prefix)))
+                sums.append(total.digest())
         columns = np.array(items, dtype=np.int64).reshape(-1, 3).T.copy()
         file = WrittenFile(
             name=_FILE,
@@ -368,7 +362,6 @@ def write_dcp(
 
         transaction.commit(seal)
         undo.pop_all()
-        reader.close()
     return file.size_bytes
 
 
@@ -426,10 +419,7 @@ def write_torch(
         appender.write(dcp_item.end_record(size_bytes, crc32))
         records.append(ZipRecord(name, offset, size_bytes, crc32))
 
-    sink = storage.create(key)
-    with ExitStack() as undo, closing(SlabReader(checkpoint)) as reader:
-        undo.callback(sink.abort)
-        appender.begin(sink)
+    with appender.writing(storage.create(key)), closing(SlabReader(checkpoint)) as reader:
         add("data.pkl", pickled.getvalue())
         add(".format_version", b"1")
         add(".storage_alignment", b"64")
@@ -446,8 +436,6 @@ def write_torch(
             add_data(number, content.nbytes, appender.pieces_of(content.nbytes, read))
         add("version", b"3\n")
         appender.write(dcp_item.directory(records, appender.position))
-        sink.finish()
-        undo.pop_all()
     return appender.position
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from queue import Empty, SimpleQueue
@@ -160,13 +161,19 @@ class Appender:
         self._sink: Sink | None = None
         self.position = 0
 
-    def begin(self, sink: Sink) -> None:
-        """Append to `sink` from now on."""
+    @contextmanager
+    def writing(self, sink: Sink) -> Iterator[None]:
+        """Append to `sink` in this block, which finishes it, or aborts it after an error."""
         self._sink, self.position = sink, 0
+        with ExitStack() as undo:
+            undo.callback(sink.abort)
+            yield
+            sink.finish()
+            undo.pop_all()
 
     def write(self, content: bytes) -> None:
         """Write bytes that do not change afterwards."""
-        assert self._sink is not None, "begin comes first"
+        assert self._sink is not None, "a sink is being written"
         if content:
             self._sink.submit(memoryview(content))
             self.position += len(content)
@@ -177,7 +184,7 @@ class Appender:
         look: Callable[[memoryview], None] = lambda _: None,
     ) -> None:
         """Write all pieces; `look` gets their bytes in order."""
-        assert self._sink is not None, "begin comes first"
+        assert self._sink is not None, "a sink is being written"
         for num_bytes, read in pieces:
             while True:
                 try:

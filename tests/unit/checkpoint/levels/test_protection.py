@@ -126,7 +126,7 @@ def _protected(sizes: Sizes, parities: int) -> tuple[GroupRecord, list[dict[str,
 
     def save(comm: ThreadComm) -> tuple[GroupMember, RecordedFile]:
         staged, storage = Staged(comm.rank, sizes[comm.rank]), storages[comm.rank]
-        share, order, kept = _write(comm, staged, storage, sizes, parities)
+        share, order, (kept,) = _write(comm, staged, storage, sizes, parities)
         files = tuple(
             RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in share.files
         )
@@ -227,19 +227,6 @@ def test_parity_is_the_weighted_sum_of_what_members_wrote(parities: int) -> None
     sequences = [_sequence(member, held) for member, held in zip(record.members, files, strict=True)]
     for place, held in enumerate(files):
         assert held[parity_file_name(place)] == _summed(record.layout, sequences, place)
-
-
-@pytest.mark.parametrize(("parities", "lost"), [(1, (2,)), (2, (0, 3))])
-def test_a_step_whose_chunks_are_contiguous_is_rebuilt_as_before(
-    parities: int, lost: tuple[int, ...]
-) -> None:
-    record, files = _protected([[50_000, 3000], [7000, 12, 9000], [1], [60_001]], parities)
-    members = tuple(member.model_copy(update={"order": ()}) for member in record.members)
-    old = record.model_copy(update={"format": 2, "members": members})
-    sequences = [_sequence(member, held) for member, held in zip(members, files, strict=True)]
-    for place, held in enumerate(files):
-        held[parity_file_name(place)] = _summed(old.layout, sequences, place)
-    _rebuild(old, files, lost, 4)
 
 
 class FullStorage(WrappedStorage):

@@ -5,27 +5,26 @@ from functools import partial
 
 import pytest
 
+from penstock.checkpoint.levels.flush import copy_file
 from penstock.checkpoint.tools.tensor_slabs import Appender
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import ObjectInfo, Release, read_object
+from penstock.storage.protocol import ObjectInfo, Release, Sink, WrappedStorage, read_object, write_object
 
 
 def test_buffers_are_used_again_in_order() -> None:
     storage = MemoryStorage("mem://outlet")
-    sink = storage.create("x")
     outlet = Appender(buffer_bytes=4096, num_buffers=2)
-    outlet.begin(sink)
-    outlet.write(b"front")
 
     def fill(number: int, buffer: memoryview) -> None:
         buffer[:] = bytes([number]) * len(buffer)
 
     looked = []
-    outlet.copy(
-        ((100, partial(fill, number)) for number in range(10)), lambda part: looked.append(bytes(part))
-    )
-    sink.finish()
+    with outlet.writing(storage.create("x")):
+        outlet.write(b"front")
+        outlet.copy(
+            ((100, partial(fill, number)) for number in range(10)), lambda part: looked.append(bytes(part))
+        )
     assert b"".join(looked) == b"".join(bytes([number]) * 100 for number in range(10))
     assert outlet.position == 1005
     assert read_object(storage, "x") == b"front" + b"".join(bytes([number]) * 100 for number in range(10))
@@ -52,7 +51,17 @@ class StuckSink:
 
 def test_a_failure_that_keeps_the_buffers_is_raised_and_not_waited_for() -> None:
     outlet = Appender(buffer_bytes=4096, num_buffers=1)
-    outlet.begin(StuckSink())
     pieces = [(10, lambda _: None), (10, lambda _: None)]
-    with pytest.raises(StorageError, match="The device is gone"):
+    with pytest.raises(StorageError, match="The device is gone"), outlet.writing(StuckSink()):
         outlet.copy(iter(pieces))
+
+
+def test_a_copy_to_a_storage_that_fails_ends() -> None:
+    class StuckStorage(WrappedStorage):
+        def create(self, _key: str, _size_bytes: int | None = None) -> Sink:
+            return StuckSink()
+
+    storage = MemoryStorage("mem://cache")
+    write_object(storage, "x", [bytes(20_000)])
+    with pytest.raises(StorageError, match="The device is gone"):
+        copy_file(storage, "x", StuckStorage(storage), "y", block_bytes=4096)
