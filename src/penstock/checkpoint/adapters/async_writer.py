@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
-
 Parts = Mapping[str, Sequence[bytes | torch.Tensor]]
 
 _MEMORY = StagingMemory(None, is_shared=True)

@@ -15,16 +15,14 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from penstock.checkpoint.manager.manager import Manager, SaveHandle
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.manager.manager import Manager, SaveHandle
 
 logger = logging.getLogger(__name__)
 

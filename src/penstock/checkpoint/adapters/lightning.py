@@ -164,20 +164,22 @@ _BACKGROUND: Final[WeakSet[AsyncPenstockIO]] = WeakSet()
 """The plugins of this process: a module that is loaded does not know which of them saves it."""
 
 
-def _let_modules_load_folders() -> None:
-    """Have `LightningModule.load_from_checkpoint` load folders of `PenstockIO`, and files as before."""
-    load_file = saving.pl_load
+_load_file = saving.pl_load
 
-    def load(path_or_file: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:  # noqa: FBT001 - as Lightning has it
-        for plugin in _BACKGROUND:
-            plugin.wait()
-        if isinstance(path_or_file, str | os.PathLike) and _is_checkpoint_folder(path_or_file):
-            # A function would place each tensor by the device that it was saved from, which is not stored.
-            device = None if callable(map_location) else map_location
-            return load_tree(path_or_file, device=_device_of(device), trust=weights_only is False)
-        return load_file(path_or_file, map_location=map_location, weights_only=weights_only)
 
-    saving.pl_load = load
+def _load(path_or_file: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:  # noqa: FBT001 - as Lightning has it
+    """Load folders of `PenstockIO`, and files as before."""
+    for plugin in _BACKGROUND:
+        plugin.wait()
+    if isinstance(path_or_file, str | os.PathLike) and _is_checkpoint_folder(path_or_file):
+        # A function would place each tensor by the device that it was saved from, which is not stored.
+        device = None if callable(map_location) else map_location
+        return load_tree(path_or_file, device=_device_of(device), trust=weights_only is False)
+    return _load_file(path_or_file, map_location=map_location, weights_only=weights_only)
+
+
+saving.pl_load = _load
+"""`LightningModule.load_from_checkpoint` calls it."""
 
 
 def _is_checkpoint_folder(path: AnyPath) -> bool:
@@ -190,9 +192,6 @@ def _is_checkpoint_folder(path: AnyPath) -> bool:
     except PenstockError:
         return False
     return True
-
-
-_let_modules_load_folders()
 
 
 def _refuse_options(storage_options: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from contextlib import closing
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -21,12 +21,10 @@ from penstock.checkpoint.commit.checkpoints import AnyPath, open_parent, write_a
 from penstock.checkpoint.engine import TIMEOUT_S, LoadChoice, RankGroup, SaveCancelled, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
+from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.state.tensors import is_tensor
 from penstock.cluster.comm import SoloComm
 from penstock.errors import DataDamaged, UsageError
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.saver import Saver
 
 TREE_NAME: Final = "penstock.tree"
 

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from penstock.checkpoint.commit.protocol import (
     HIDDEN_PREFIX,
@@ -40,6 +40,7 @@ from penstock.checkpoint.commit.protocol import (
     Seal,
     WriterLease,
 )
+from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, Urgency, WrittenShare
 from penstock.checkpoint.formats.description import Manifest, checksum_of, read_manifest
 from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks, run_on_rank0
 from penstock.errors import (
@@ -51,6 +52,7 @@ from penstock.errors import (
     UsageError,
     name_some,
 )
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import (
     defer_sync,
@@ -64,11 +66,6 @@ from penstock.storage.capabilities import (
 )
 from penstock.storage.protocol import exists, read_object, write_object
 from penstock.storage.uri import find_opener, open_here, parse_uri
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, Urgency, WrittenShare
-    from penstock.progress import Progress
-
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +90,14 @@ class CheckpointRef:
         """The key of one of its files."""
         return self.committed.key(file_name)
 
+    def sizes(self) -> dict[str, int]:
+        """The size of each of its files."""
+        prefix = self.key("")
+        return {
+            info.key.removeprefix(prefix): info.size_bytes
+            for info in self.storage.list(self.committed.folder)
+        }
+
     def is_whole(self) -> bool:
         """Return whether manifest, metadata and all files are there with their sizes; payloads are not read.
 
@@ -100,11 +105,11 @@ class CheckpointRef:
         """
         try:
             _, seal = self.read_seal()
-            sizes = {info.key: info.size_bytes for info in self.storage.list(self.committed.folder)}
+            sizes = self.sizes()
         except (StorageError, Unavailable) as error:
             logger.info("%s is incomplete: %s", self.uri, error)
             return False
-        return all(sizes.get(self.key(name)) == size_bytes for name, size_bytes in seal.sizes.items())
+        return all(sizes.get(name) == size_bytes for name, size_bytes in seal.sizes.items())
 
     def read_manifest(self) -> Manifest:
         """Its manifest; `ObjectNotFound` if another program saved it."""

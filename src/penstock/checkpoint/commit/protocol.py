@@ -648,11 +648,7 @@ class RecordDraftStore(DraftStore):
             self._end_lease(draft)
 
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
-        saves: dict[str, list[ObjectInfo]] = {}
-        for info in self._storage.list():
-            if save := _SAVE.fullmatch(info.key):
-                saves.setdefault(save["folder"], []).append(info)
-        for folder, objects in saves.items():
+        for folder, objects in _group_by_save(self._storage.list()).items():
             yield folder, partial(self._sweep_save, folder, objects)
 
     def _sweep_save(self, folder: str, objects: list[ObjectInfo]) -> bool:
@@ -751,10 +747,7 @@ class RecordCatalog:
         A save has its lease from before its first object until after its record, so these are nobody's; a
         sweep, which nobody has asked for this name, waits until they are old.
         """
-        saves: dict[str, list[ObjectInfo]] = {}
-        for info in self._storage.list(name):
-            if (save := _SAVE.fullmatch(info.key)) and save["folder"].startswith(f"{name}/"):
-                saves.setdefault(save["folder"], []).append(info)
+        saves = _group_by_save(self._storage.list(name))
         # Leases after the listing, in which a save that began meanwhile may be without one; then the record.
         left = [folder for folder in saves if not exists(self._storage, folder + LEASE_ENDING)]
         committed = self.find_if_any(name)
@@ -775,6 +768,15 @@ class _Record(StoredRecord):
     record_version: int
     save_id: str
     folder: str
+
+
+def _group_by_save(objects: Iterable[ObjectInfo]) -> dict[str, list[ObjectInfo]]:
+    """The objects of each save, by the folder that it writes to."""
+    saves: dict[str, list[ObjectInfo]] = {}
+    for info in objects:
+        if save := _SAVE.fullmatch(info.key):
+            saves.setdefault(save["folder"], []).append(info)
+    return saves
 
 
 def _delete_all(storage: Storage, objects: Iterable[ObjectInfo]) -> None:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from penstock.checkpoint.commit.protocol import (
     Seal,
     name_draft,
 )
+from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.checkpoint.formats.description import checksum_object
 from penstock.checkpoint.levels.flush import FlushFolder, FlushNote
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
@@ -58,6 +59,7 @@ from penstock.checkpoint.levels.redundancy import (
 from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0, run_on_all_ranks, run_on_rank0
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable, UsageError
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import defer_sync, find_folder_tree, prefer_direct_access
 from penstock.storage.files.durable import sync_file
@@ -68,10 +70,6 @@ from penstock.storage.process_id import current_process
 from penstock.storage.protocol import Source, WrappedStorage, read_object, write_object
 from penstock.storage.uri import parse_uri
 from penstock.storage.volumes import find_room
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
-    from penstock.progress import Progress
 
 RECORD_PREFIX: Final = "redundancy-"
 DOUBT_PREFIX: Final = ".penstock-doubt-"
@@ -108,12 +106,6 @@ class NodeCache:
         """The share of a step on this node; `ObjectNotFound` if it has none."""
         return CheckpointRef(self.storage, self._catalog.find(name))
 
-    def sizes(self, share: CheckpointRef) -> dict[str, int]:
-        """The size of each file of a share."""
-        prefix = f"{share.committed.folder}/"
-        objects = self.storage.list(share.committed.folder)
-        return {info.key.removeprefix(prefix): info.size_bytes for info in objects}
-
     def seal(self, name: str) -> Seal | None:
         """Manifest and metadata of the whole step; None if this node does not have both undamaged."""
         try:
@@ -126,7 +118,7 @@ class NodeCache:
         """The share of a step that this node has."""
         try:
             share = self.find(name)
-            sizes, records = self.sizes(share), {}
+            sizes, records = share.sizes(), {}
             for file_name in sizes:
                 if file_name.startswith(RECORD_PREFIX):
                     number = int(file_name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
@@ -447,7 +439,7 @@ class CacheLevel:
         seal = self._fetch_seal(name, assessment) if lacking else None
         if seal is None or self.comm.rank not in lacking:
             share = self.node.find(name)
-            return replace(share, readable=tuple(self.node.sizes(share)))
+            return replace(share, readable=tuple(share.sizes()))
         folder = Committed(name=name, folder=name)
         known = {folder.key(MANIFEST_NAME): seal.manifest, folder.key(METADATA_NAME): seal.metadata}
         return CheckpointRef(_DescribedStorage(self.storage, known), folder, readable=())

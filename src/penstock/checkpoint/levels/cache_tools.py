@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import BaseModel
 
@@ -26,13 +26,11 @@ from penstock.checkpoint.levels.redundancy import assess
 from penstock.checkpoint.tools.inspection import RemovedCheckpoint
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
 from penstock.errors import ObjectNotFound, RankFailed, StorageError, UsageError
+from penstock.progress import Progress
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.protocol import read_object
 from penstock.storage.uri import find_local_paths_at, open_here
-
-if TYPE_CHECKING:
-    from penstock.progress import Progress
-    from penstock.storage import Storage
 
 LONGEST_FLUSH_S: Final = 7 * 86400.0
 """How long ranks wait for the flushers of other nodes, each of which gives up when nothing moves."""
@@ -283,7 +281,7 @@ def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedChe
             where=storage.uri,
             fix="Run `penstock checkpoint flush` first, or give --even-last to lose it.",
         )
-    sizes = node.sizes(share)
+    sizes = share.sizes()
     if step is not None and step in node.flushes.notes():
         node.flushes.remove(step, node.flushes.notes()[step].save_id)
     node.hide(name)()

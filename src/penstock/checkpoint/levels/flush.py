@@ -255,9 +255,8 @@ class StreamChecksums:
         while self._row < len(self._file):
             begins = int(self._file.item_offset[self._row])
             ends = begins + int(self._file.item_bytes[self._row])
-            if begins >= end and ends > end:
-                break
-            self._item.update(block[max(begins - self._at, 0) : max(min(ends, end) - self._at, 0)])
+            if begins < end:
+                self._item.update(block[max(begins - self._at, 0) : ends - self._at])
             if ends > end:
                 break
             if self._item.digest() != self._file.sum_at(self._row):

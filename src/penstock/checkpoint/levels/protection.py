@@ -20,13 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from penstock.checkpoint.formats.description import start_checksum
+from penstock.checkpoint.engine import StagedSave, WrittenShare
+from penstock.checkpoint.formats.description import WrittenFile, start_checksum
 from penstock.checkpoint.levels.redundancy import (
     GroupRecord,
+    Layout,
     Order,
     RecordedFile,
     add,
@@ -35,17 +37,12 @@ from penstock.checkpoint.levels.redundancy import (
 )
 from penstock.cluster.comm import Comm, PendingTransfer, PointToPoint
 from penstock.errors import StorageError, WaitTimeout
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer, copy_bytes, flat
 from penstock.storage.capabilities import no_thread, prefer_direct_access, submit_or_run
 from penstock.storage.protocol import Release, Sink, Source, WrappedSink, WrappedSource, WrappedStorage
 from penstock.transfer.buffers import WarmMemory
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.engine import StagedSave, WrittenShare
-    from penstock.checkpoint.formats.description import WrittenFile
-    from penstock.checkpoint.levels.redundancy import Layout
-    from penstock.progress import Progress
 
 KeyOf = Callable[[str], str]
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
@@ -29,6 +29,7 @@ from penstock.checkpoint.commit.checkpoints import (
     write_into,
 )
 from penstock.checkpoint.commit.protocol import WriterLease
+from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import (
     ObjectNotFound,
@@ -38,10 +39,7 @@ from penstock.errors import (
     StorageError,
     name_some,
 )
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
-    from penstock.progress import Progress
+from penstock.progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -61,8 +61,6 @@ from penstock.storage.protocol import exists, write_object
 if TYPE_CHECKING:
     import torch
 
-    from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
-
 
 SHARD_BYTES: Final = 5_000_000_000
 """Hugging Face's own default."""

@@ -12,19 +12,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
 from penstock.checkpoint.state.regions import UNKNOWN, Ints, TensorFacts
 from penstock.errors import DataDamaged
 from penstock.storage.protocol import Sink, Source
 from penstock.transfer.buffers import WarmMemory
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
-
 
 Pieces = Iterator[tuple[int, Callable[[memoryview], None]]]
 """Consecutive bytes: how many each piece has, and a function that fills a buffer with them."""
