@@ -5,6 +5,7 @@ GiB is 2**30 bytes and GB is 10**9 bytes. A bare `G` is refused, because it may 
 
 import math
 import re
+from fractions import Fraction
 from typing import Final
 
 from penstock.errors import UsageError
@@ -28,6 +29,7 @@ _SECOND_UNITS: Final = {
     "w": 604800.0,
 }
 _QUANTITY: Final = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\s*")
+_BETWEEN_TIMES: Final = re.compile(r"(?<=[A-Za-zµ])\s+(?=[0-9])")
 _BINARY_STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -39,7 +41,10 @@ def _split(text: str, kind: str, example: str) -> tuple[str, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `text`: `4MiB`, `1.5 GB`, `4096`. Case is ignored; a fraction of a byte is refused."""
+    """Bytes in `text`: `4MiB`, `3.02 GiB`, `4096`. Case is ignored.
+
+    Fractions of a larger unit round to whole bytes, so that every size that is printed can be given.
+    """
     number, unit = _split(text, "a size", "4MiB or 4MB")
     if len(unit) == 1 and unit.lower() in "kmgtpe":
         big = unit.upper()
@@ -52,26 +57,25 @@ def parse_bytes(text: str) -> int:
         raise UsageError(
             f"{text!r} has an unknown unit {unit!r}", fix=f"Use {known}, or kB, MB, GB, TB, PB, EB."
         )
-    size = _exact_product(number, scale)
-    if size is None:
+    exact = _exact_product(number, scale)
+    size = 0 if exact is None else round(exact)
+    if exact is None or (size != exact and (scale == 1 or not size)):
         raise UsageError(f"{text!r} is not a whole number of bytes", fix="Round it to whole bytes.")
     return size
 
 
-def _exact_product(number: str, scale: int) -> int | None:
-    """The product if it is whole, else None; in integers, so that 9007199254740993B stays exact."""
-    mantissa, _, exponent = number.lower().partition("e")
-    whole, _, decimals = mantissa.partition(".")
-    power = int(exponent or 0) - len(decimals)
-    scaled = int(whole + decimals) * scale
-    if power >= 0:
-        return scaled * 10**power if power < 40 else None
-    quotient, remainder = divmod(scaled, 10**-power) if power > -400 else (0, scaled)
-    return quotient if remainder == 0 else None
+def _exact_product(number: str, scale: int) -> Fraction | None:
+    """The product, exact, so that 9007199254740993B stays what it is; None for absurd exponents."""
+    _, _, exponent = number.lower().partition("e")
+    return Fraction(number) * scale if abs(int(exponent or 0)) < 40 else None
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in `text`: `250ms`, `5s`, `1.5h`; a bare number is seconds."""
+    """Seconds in `text`: `250ms`, `5s`, `1.5h`, `26 min 38 s`; a bare number is seconds."""
+    return sum(map(_parse_one_time, _BETWEEN_TIMES.split(text)))
+
+
+def _parse_one_time(text: str) -> float:
     number, unit = _split(text, "a duration", "5s or 250ms")
     scale = _SECOND_UNITS.get(unit or "s")
     if scale is None:
@@ -84,7 +88,7 @@ def parse_seconds(text: str) -> float:
 def parse_rate(text: str) -> float:
     """Bytes per second in `text`: `2GiB/s`, `100 MB/s`."""
     amount, slash, per = text.partition("/")
-    if not slash or per.strip() != "s":
+    if not slash or per.strip() != "s" or not amount.strip()[-1:].isalpha():
         raise UsageError(
             f"{text!r} is not a rate", fix="Write bytes per second, for example 2GiB/s or 100MB/s."
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_rate, parse_seconds
@@ -118,11 +118,14 @@ def above_zero(parser: Parser[N]) -> Parser[N]:
     return Parser(parser.metavar, parse)
 
 
+_ENDS_OF_NUMBERS: Final = frozenset("0123456789._")
+
+
 def with_unit(parser: Parser[N], example: str) -> Parser[N]:
-    """The same values, with a unit only: a guess of the unit could be far off."""
+    """The same values, with a unit unless zero: a guess of the unit could be far off."""
 
     def parse(text: str) -> N:
-        if text.strip()[-1:].isdigit():
+        if text.strip()[-1:] in _ENDS_OF_NUMBERS and text.strip("0 "):
             raise UsageError(f"{text!r} has no unit", fix=f"Write for example {example}.")
         return parser(text)
 
@@ -192,7 +195,7 @@ FOLDER_URI = Parser("DIR", str, completes="dir")
 FOLDER = Parser("DIR", Path, completes="dir")
 FILE = Parser("FILE", Path, completes="file")
 NEW_PAGE = Parser("FILE", _new_page, completes="file")
-SIZE = Parser("SIZE", parse_bytes)
+SIZE = with_unit(Parser("SIZE", parse_bytes), "4MiB or 512GiB")
 RATE = Parser("RATE", parse_rate)
 TIME = Parser("TIME", parse_seconds)
 SCALE = Parser("SHARE", parse_scale)

@@ -88,7 +88,7 @@ def test_a_workload_without_computation_has_no_rate(tmp_path: Path) -> None:
     shown = penstock(*words)
     assert "reads" not in shown.stdout
     assert ": enough" in shown.stdout
-    assert "here off is off" in shown.stderr
+    assert "here off means off" in shown.stderr
 
 
 def test_forecast_comes_with_its_model() -> None:
@@ -143,6 +143,7 @@ def test_remarks_on_a_shown_workload_are_printed() -> None:
             "--accelerator v100, a100",
         ),
         ((*SIZE, "--host-memory", "4G"), "--host-memory"),
+        ((*SIZE, "--host-memory", "512"), "'512' has no unit (--host-memory). Write for example"),
         ((*SIZE, "--hosts", "3", "--host-memory", "1GiB,2GiB"), "2 memory sizes for 3 hosts"),
         ((*SIZE, "--host-memory", "0"), "make no cluster"),
         ((*SIZE, "--host-memory", "1GiB", "--set", "reader.bath_size=1"), "did you mean reader.batch_size?"),
