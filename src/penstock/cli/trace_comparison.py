@@ -91,13 +91,14 @@ def _describe_runs(
 ) -> ComparisonSpec:
     """The comparison that these options describe."""
     from penstock.trace.compare.trace_study import ComparisonSpec, name_runs
+    from penstock.trace.dimensions import parse_phase
 
     dimensions = parse_dimensions(tiers, classes, phases)
     return ComparisonSpec(
         runs=name_runs(runs),
         tiers={name: tuple(prefixes) for name, prefixes in dimensions.tiers.items()},
         file_classes=dict(dimensions.file_classes) or "strip-digits",
-        phases=phases,
+        phases=tuple(map(parse_phase, phases)),
         where=where,
     )
 

@@ -76,10 +76,10 @@ def ops(
 
       penstock trace ops run.events --by host,name --format csv
     """
-    from penstock.trace.questions.breakdowns import ops as ask
+    from penstock.trace.questions.breakdowns import break_down
 
     question.ask(
-        lambda events: [ask(events, by=by)],
+        lambda events: [break_down(events, "ops", by=by)],
         terminal,
         parse_dimensions(tiers=tiers, classes=classes, phases=phases),
     )
@@ -103,10 +103,12 @@ def files(
 
       penstock trace files run.events --by path,op --where "path LIKE '%model%'" --json
     """
-    from penstock.trace.questions.breakdowns import files as ask
+    from penstock.trace.questions.breakdowns import break_down
 
     question.ask(
-        lambda events: [ask(events, by=by, top=top)], terminal, parse_dimensions(tiers=tiers, classes=classes)
+        lambda events: [break_down(events, "files", by=by, top=top)],
+        terminal,
+        parse_dimensions(tiers=tiers, classes=classes),
     )
 
 
@@ -127,10 +129,12 @@ def classes(
 
       penstock trace classes run.events --class 'weights=^(layer|model)-' --by file_class,tier
     """
-    from penstock.trace.questions.breakdowns import classes as ask
+    from penstock.trace.questions.breakdowns import break_down
 
     question.ask(
-        lambda events: [ask(events, by=by)], terminal, parse_dimensions(tiers=tiers, classes=classes)
+        lambda events: [break_down(events, "classes", by=by)],
+        terminal,
+        parse_dimensions(tiers=tiers, classes=classes),
     )
 
 
@@ -174,7 +178,7 @@ def file(
 
       penstock trace file /l/ssd/ckpt/model-1-600-0.pt traces/*.pfw.gz --json
     """
-    from penstock.trace.questions.timeline import file_events
+    from penstock.trace.questions.breakdowns import file_events
 
     question.ask(lambda events: [file_events(events, path)], terminal, parse_dimensions())
 
@@ -200,7 +204,7 @@ def timeline(
 
       penstock trace timeline run.events --bucket 1s --format csv
     """
-    from penstock.trace.questions.timeline import timeline as ask
+    from penstock.trace.questions.breakdowns import timeline as ask
 
     bucket_us = None if bucket_s is None else round(bucket_s * 1e6)
     if bucket_us is not None and bucket_us < 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.cli.options import argument, arguments, group, option, repeated, required, verb
-from penstock.cli.parsers import FILE, FOLDER, FOLDER_URI, NAME, TEXT, choice
+from penstock.cli.parsers import FILE, FOLDER, FOLDER_URI, TEXT, choice
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.trace_options import TIERS, TraceOptions, check_output, parse_dimensions, report_losses
 
@@ -50,11 +50,11 @@ def record(
 
       penstock trace record --tracer strace -- cp model.pt /scratch
     """
-    from penstock.trace.capture.external_tracers import BLIND_SPOTS, TRACERS, plan_recording
+    from penstock.trace.capture.external_tracers import BLIND_SPOTS, plan_recording
     from penstock.trace.capture.external_tracers import record as run_recorded
 
     folder = out.absolute()
-    recording = plan_recording(list(command), folder, tracer=TRACERS[tracer], data=folders)
+    recording = plan_recording(list(command), folder, tracer=tracer, data=folders)
     print(f"Tracing with {recording.tracer} into {folder}", file=sys.stderr)
     print(f"Note: {BLIND_SPOTS[recording.tracer]}.", file=sys.stderr)
     return run_recorded(recording, folder)
@@ -66,7 +66,6 @@ def load(
     *,
     source: TraceOptions = group(TraceOptions),
     out: str = required("--out", FOLDER_URI, "Write this Parquet file.", short="-o", metavar="TABLE"),
-    run: str = option("--run", NAME, "Name this run in the table.", default=""),
     rank_pattern: str | None = _RANK_PATTERN,
 ) -> None:
     """Convert trace files to a sorted event table, which answers questions much faster.
@@ -86,7 +85,7 @@ def load(
 
     sources = name_trace_files(
         find_trace_files(source.files),
-        run=run,
+        run="",
         rank_pattern=rank_pattern or RANK_PATTERN,
     )
     path = Path(out)
@@ -121,7 +120,6 @@ def load(
             "events": f"{account.events:,}",
             "salvaged": f"{account.salvaged:,}",
             "dropped": f"{account.dropped:,}",
-            "skipped": f"{account.skipped:,}",
             "ranks": _shorten(sorted(account.ranks)),
             "hosts": _shorten(sorted(account.hosts)),
         }

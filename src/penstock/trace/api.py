@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
-from penstock.trace.dimensions import Dimensions, EventsView, view_events
+from penstock.trace.dimensions import Dimensions, view_events
 from penstock.trace.event_schema import RANK_PATTERN
 from penstock.trace.trace_set import RELATION, TraceSet, open_trace_set
 
@@ -74,13 +74,8 @@ class TraceRun(ExitStack):
     @cached_property
     def events(self) -> EventRelation:
         """The events with their dimensions."""
-        name = self.view.relation
+        name = view_events(self.connection, RELATION, self._dimensions).relation
         return EventRelation(self.connection.sql(f"SELECT * FROM {name}"), name)
-
-    @cached_property
-    def view(self) -> EventsView:
-        """The events as the functions of `penstock.trace.questions` take them."""
-        return view_events(self.connection, RELATION, self._dimensions)
 
     def sql(self, query: str) -> DuckDBPyRelation:
         """Run an SQL query over a table `events`."""

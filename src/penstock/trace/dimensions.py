@@ -181,7 +181,7 @@ class EventsView:
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         """The rows of a query in which `{events}` stands for the relation."""
-        return self.connection.execute(self.fill_in(sql)).fetchall()
+        return self.connection.execute(sql.replace("{events}", self.relation)).fetchall()
 
     def ask_one(self, sql: str) -> tuple[Any, ...]:
         """The only row of a query."""
@@ -190,11 +190,7 @@ class EventsView:
 
     def read(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """The rows of a query in Arrow batches, for answers that do not fit in memory."""
-        yield from self.connection.sql(self.fill_in(sql)).to_arrow_reader(batch_rows)
-
-    def fill_in(self, sql: str) -> str:
-        """The query with the relation in place of `{events}`."""
-        return sql.replace("{events}", self.relation)
+        yield from self.connection.sql(sql.replace("{events}", self.relation)).to_arrow_reader(batch_rows)
 
 
 def view_events(
@@ -202,7 +198,6 @@ def view_events(
     source: str,
     dimensions: Dimensions,
     *,
-    relation: str = "penstock_events",
     is_stored: bool = False,
 ) -> EventsView:
     """The events of `source` with tier, file class and phase as `dimensions` define them.
@@ -225,11 +220,11 @@ def view_events(
         phase, join = f"coalesce(own_phase, {phase})", " LEFT JOIN penstock_phases USING (name, cat, args)"
     columns = ", ".join(f'{source}."{name}"' for name in SCHEMA.names)
     connection.execute(
-        f"CREATE OR REPLACE TEMP {'TABLE' if is_stored else 'VIEW'} {relation} AS"
+        f"CREATE OR REPLACE TEMP {'TABLE' if is_stored else 'VIEW'} penstock_events AS"
         f" SELECT {columns}, {dimensions.tier_sql()} AS tier, {dimensions.file_class_sql()} AS file_class,"
         f" {phase} AS phase FROM {source}{join}"
     )
-    return EventsView(connection, relation)
+    return EventsView(connection, "penstock_events")
 
 
 def check_keys(by: Sequence[str]) -> Sequence[str]:

@@ -21,40 +21,28 @@ import pyarrow as pa
 
 from penstock.errors import TraceDamaged
 
-
-@dataclass(frozen=True, slots=True)
-class EventColumn:
-    """One column: its Arrow type, its meaning, and whether a value may be missing."""
-
-    name: str
-    type: pa.DataType
-    meaning: str
-    may_be_missing: bool = False
-
-
-COLUMNS: Final = (
-    EventColumn("ts_us", pa.int64(), "start: microseconds since 1970 by the clock of its host"),
-    EventColumn("dur_us", pa.int64(), "duration"),
-    EventColumn("end_us", pa.int64(), "end: ts_us + dur_us"),
-    EventColumn("op", pa.string(), "operation, by one name for all spellings: open, stat, write"),
-    EventColumn("name", pa.string(), "operation as traced: open64, __xstat, write"),
-    EventColumn("cat", pa.string(), "the layer that traced it: POSIX, STDIO, OBJECT, checkpoint"),
-    EventColumn("pid", pa.int64(), "process, as traced (a rank in traces of DLIO)"),
-    EventColumn("tid", pa.int64(), "thread, as traced"),
-    EventColumn("rank", pa.int32(), "rank of the process in its job", may_be_missing=True),
-    EventColumn("host", pa.string(), "machine", may_be_missing=True),
-    EventColumn("path", pa.string(), "file", may_be_missing=True),
-    EventColumn("size_bytes", pa.int64(), "bytes moved by a read or a write", may_be_missing=True),
-    EventColumn("offset", pa.int64(), "offset in the file", may_be_missing=True),
-    EventColumn("ret", pa.int64(), "what the call returned", may_be_missing=True),
-    EventColumn("epoch", pa.int32(), "epoch of the training", may_be_missing=True),
-    EventColumn("step", pa.int32(), "step of the training", may_be_missing=True),
-    EventColumn("args", pa.string(), "everything else that was traced, as JSON text"),
-    EventColumn("run", pa.string(), "the run that the file belongs to"),
-    EventColumn("file", pa.string(), "the trace file that it was read from"),
-)
-
-SCHEMA: Final = pa.schema([pa.field(column.name, column.type, column.may_be_missing) for column in COLUMNS])
+_EXACT: Final = {"nullable": False}
+SCHEMA: Final = pa.schema([
+    pa.field("ts_us", pa.int64(), **_EXACT),  # start: microseconds since 1970 by the clock of its host
+    pa.field("dur_us", pa.int64(), **_EXACT),
+    pa.field("end_us", pa.int64(), **_EXACT),  # ts_us + dur_us
+    pa.field("op", pa.string(), **_EXACT),  # operation, by one name for all spellings: open, stat, write
+    pa.field("name", pa.string(), **_EXACT),  # operation as traced: open64, __xstat, write
+    pa.field("cat", pa.string(), **_EXACT),  # the layer that traced it: POSIX, STDIO, OBJECT, checkpoint
+    pa.field("pid", pa.int64(), **_EXACT),  # process, as traced (a rank in traces of DLIO)
+    pa.field("tid", pa.int64(), **_EXACT),  # thread, as traced
+    pa.field("rank", pa.int32()),  # of the process in its job
+    pa.field("host", pa.string()),
+    pa.field("path", pa.string()),
+    pa.field("size_bytes", pa.int64()),  # moved by a read or a write
+    pa.field("offset", pa.int64()),  # in the file
+    pa.field("ret", pa.int64()),  # what the call returned
+    pa.field("epoch", pa.int32()),
+    pa.field("step", pa.int32()),
+    pa.field("args", pa.string(), **_EXACT),  # everything else that was traced, as JSON text
+    pa.field("run", pa.string(), **_EXACT),  # the run that the file belongs to
+    pa.field("file", pa.string(), **_EXACT),  # the trace file that it was read from
+])  # fmt: skip
 TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "args", "run", "file")
 """Columns whose texts repeat within a file, so batches have them as dictionaries."""
 BATCH_SCHEMA: Final = pa.schema(
@@ -145,10 +133,10 @@ def refuse_lost(accounts: Sequence[FileAccount]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class FileAccount:
-    """The fate of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
+    """The fate of every line: `lines = events + salvaged + metadata + blank + dropped`.
 
     `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
-    explains other lines, `blank` lines are empty or a bracket; no reader skips lines today.
+    explains other lines, `blank` lines are empty or a bracket.
     `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
     writer counted, in the file's last event or in the file `.count` next to it, None without such a count;
     `missing` of them are not in the file. `samples` are the number, reason and beginning of damaged lines.
@@ -164,7 +152,6 @@ class FileAccount:
     metadata: int = 0
     blank: int = 0
     dropped: int = 0
-    skipped: int = 0
     unwanted: int = 0
     salvaged_reasons: dict[str, int] = field(default_factory=dict)
     dropped_reasons: dict[str, int] = field(default_factory=dict)
@@ -187,7 +174,7 @@ class FileAccount:
     @property
     def is_without_events(self) -> bool:
         """Not one event was read, wanted or not."""
-        return not (self.events or self.salvaged or self.skipped or self.unwanted)
+        return not (self.events or self.salvaged or self.unwanted)
 
     def count(self, parsed: ParsedLine, line: bytes = b"") -> None:
         """Count a line by its fate, and keep the first damaged ones as samples."""
@@ -207,8 +194,10 @@ class FileAccount:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Read an account from its JSON document."""
-        return cls(**{**document, "hosts": set(document["hosts"]), "ranks": set(document["ranks"])})
+        """Read an account from its JSON document, of which 0.2.0 wrote lines that were `skipped` unparsed."""
+        known = {**document, "hosts": set(document["hosts"]), "ranks": set(document["ranks"])}
+        known["unwanted"] += known.pop("skipped", 0)
+        return cls(**known)
 
     def losses(self) -> list[str]:
         """Losses and guesses for people, one line each."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, EventsView, case_sql, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.timeline import cut_sql, round_up, share_sql
+from penstock.trace.questions.breakdowns import MOVED_PART, cut_sql, round_up
 from penstock.units import format_seconds
 
 KIND = f"""CASE WHEN phase = 'compute' THEN 'compute' WHEN phase <> 'io' THEN NULL
@@ -129,8 +129,6 @@ OVERLAP_BUCKETS: Final = 300
 MOST_RANK_ROWS: Final = 64
 MOST_OPERATIONS: Final = 6
 
-_MOVED: Final = share_sql("size_bytes")
-
 
 def bandwidth(axis: TimeAxis) -> Answer:
     """Bytes read and written in each fine bucket, by run and tier; buckets without bytes are left out."""
@@ -142,8 +140,8 @@ def bandwidth(axis: TimeAxis) -> Answer:
         FROM {{events}} WHERE {IS_IO} AND size_bytes > 0 AND ({IS_READ} OR {IS_WRITE})"""
     rows = axis.events.ask(f"""
         SELECT run, tier, bucket * {width_us}, {width_us},
-               coalesce(sum({_MOVED}) FILTER (WHERE is_read), 0),
-               coalesce(sum({_MOVED}) FILTER (WHERE NOT is_read), 0)
+               coalesce(sum({MOVED_PART}) FILTER (WHERE is_read), 0),
+               coalesce(sum({MOVED_PART}) FILTER (WHERE NOT is_read), 0)
         FROM ({cut_sql(source, width_us, "run, tier, size_bytes, is_read, whole_us")})
         GROUP BY run, tier, bucket ORDER BY run, tier, bucket""")
     columns = make_columns("run", "tier", "since_start_us", "bucket_us", "read_bytes", "written_bytes")
@@ -164,8 +162,8 @@ def rank_cells(axis: TimeAxis) -> Answer:
     rows = axis.events.ask(f"""
         WITH cells AS (
             SELECT process, bucket,
-                   coalesce(sum({_MOVED}) FILTER (WHERE kind = 'read'), 0) AS read_bytes,
-                   coalesce(sum({_MOVED}) FILTER (WHERE kind = 'write'), 0) AS written_bytes,
+                   coalesce(sum({MOVED_PART}) FILTER (WHERE kind = 'read'), 0) AS read_bytes,
+                   coalesce(sum({MOVED_PART}) FILTER (WHERE kind = 'write'), 0) AS written_bytes,
                    sum(greatest(0, finish_us - greatest(begin_us, io_from_us))) AS busy_us
             FROM ({cut_sql(source, width_us, "process, kind, size_bytes, whole_us, io_from_us")})
             GROUP BY process, bucket),

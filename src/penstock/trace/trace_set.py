@@ -42,8 +42,10 @@ from penstock.storage.files.durable import replace_durably
 from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import (
+    BATCH_SCHEMA,
     RANK_PATTERN,
     SCHEMA,
+    TEXT_COLUMNS,
     FileAccount,
     TraceFile,
     batch_rows,
@@ -135,22 +137,15 @@ def convert(
     refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_read_facts_text)
     sources = tuple(map(_describe_source, files))
     with _publishing(target) as (draft, scratch), duckdb.connect() as connection:
-        if dask:
-            accounts = read_with_dask(dask, files, scratch, progress=progress, where=where)
-            made = sql_literal(str(scratch / "*.events"))
-            tables = f"read_parquet({made}, filename = true, file_row_number = true)"
-            query = f"SELECT {COLUMNS_SQL} FROM {tables} ORDER BY ts_us, filename, file_row_number"
-        else:
-            gathered = GatheredEvents(scratch)
-            accounts = read_events(files, gathered, progress=progress, where=where, threads=threads)
-            query = gathered.source(connection)
+        gathered = GatheredEvents(scratch)
+        accounts = read_events(files, gathered, progress=progress, where=where, threads=threads, dask=dask)
         if strict:
             refuse_damaged(accounts)
         if target.exists():
             refuse_lost(accounts)
         facts = EventTableFacts(sources=sources, accounts=accounts, where=where)
         progress.begin("writing the table", 1)
-        write_table(connection, query, draft, facts)
+        write_table(connection, gathered.source(connection), draft, facts)
         progress.advance(1)
     return facts
 
@@ -162,9 +157,12 @@ def read_events(
     progress: Progress,
     where: str = "",
     threads: int = 0,
+    dask: str = "",
 ) -> tuple[FileAccount, ...]:
     """Read files side by side, and gather the events for which `where` holds; returns the files' accounts."""
     check_where(where)
+    if dask:
+        return _read_with_dask(dask, files, gathered, progress=progress, where=where)
     progress.begin("reading traces", float(sum(file.path.stat().st_size for file in files)))
     num_threads = max(1, min(threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS), len(files)))
     is_stopped = Event()
@@ -290,7 +288,7 @@ class GatheredEvents:
     """Batches of several files, from several threads, for DuckDB: in memory, or in parts on disk if many."""
 
     def __init__(self, scratch: Path, most_in_memory: int = _MEMORY_EVENTS) -> None:
-        self._scratch = scratch
+        self.scratch = scratch
         self._most_in_memory = most_in_memory
         self._lock = Lock()
         self._pending: list[pa.Table] = []
@@ -313,7 +311,7 @@ class GatheredEvents:
 
     def source(self, connection: duckdb.DuckDBPyConnection) -> str:
         """A query for all events in the order of time."""
-        relation = f"read_parquet({sql_literal(str(self._scratch / 'part-*.parquet'))})"
+        relation = f"read_parquet({sql_literal(str(self.scratch / 'part-*.parquet'))})"
         if self.num_parts:
             self._write_part()
         else:
@@ -323,12 +321,12 @@ class GatheredEvents:
                 "penstock_gathered", pa.concat_tables(self._pending) if self._pending else empty
             )
             relation = "penstock_gathered"
-        connection.execute("SET temp_directory = ?", [str(self._scratch)])
+        connection.execute("SET temp_directory = ?", [str(self.scratch)])
         return f"SELECT {COLUMNS_SQL} FROM {relation} ORDER BY ts_us, file_number, line"
 
     def _write_part(self) -> None:
         if self._pending:
-            part = self._scratch / f"part-{self.num_parts:05d}.parquet"
+            part = self.scratch / f"part-{self.num_parts:05d}.parquet"
             pq.write_table(pa.concat_tables(self._pending).unify_dictionaries(), part, compression="lz4")
             self._pending, self._num_pending = [], 0
             self.num_parts += 1
@@ -508,23 +506,18 @@ def open_trace_set(
             files = name_trace_files(raw, run=run, rank_pattern=rank_pattern)
             made = folder / str(len(selected))
             made.mkdir()
-            if dask:
-                of_runs[run] += read_with_dask(dask, files, made, progress=progress, where=where)
-                source = f"read_parquet({sql_literal(str(made / '*.events'))})"
-                tables += sorted(made.iterdir())
+            gathered = GatheredEvents(made)
+            of_runs[run] += read_events(files, gathered, progress=progress, where=where, dask=dask)
+            query = gathered.source(connection)
+            if gathered.num_parts:
+                table = made / "run.events"
+                write_table(connection, query, table, EventTableFacts(), "lz4")
+                source = f"read_parquet({sql_literal(str(table))})"
+                tables.append(table)
             else:
-                gathered = GatheredEvents(made)
-                of_runs[run] += read_events(files, gathered, progress=progress, where=where)
-                query = gathered.source(connection)
-                if gathered.num_parts:
-                    table = made / "run.events"
-                    write_table(connection, query, table, EventTableFacts(), "lz4")
-                    source = f"read_parquet({sql_literal(str(table))})"
-                    tables.append(table)
-                else:
-                    source = f"penstock_raw_{len(selected)}"
-                    connection.execute(f"CREATE TEMP TABLE {source} AS {query}")
-                    connection.unregister("penstock_gathered")
+                source = f"penstock_raw_{len(selected)}"
+                connection.execute(f"CREATE TEMP TABLE {source} AS {query}")
+                connection.unregister("penstock_gathered")
             selected.append(f"SELECT {columns} FROM {source}")
         union = " UNION ALL ".join(selected)
         connection.execute(
@@ -561,10 +554,10 @@ def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTab
     return convert(files, path, progress=progress, where=facts.where)
 
 
-def read_with_dask(
-    scheduler: str, files: Sequence[TraceFile], folder: Path, *, progress: Progress, where: str
+def _read_with_dask(
+    scheduler: str, files: Sequence[TraceFile], gathered: GatheredEvents, *, progress: Progress, where: str
 ) -> tuple[FileAccount, ...]:
-    """Make one table per file in `folder`, which the workers must share; returns the files' accounts.
+    """Let workers make a table of each file, in the scratch folder, which they must share, and gather those.
 
     `scheduler` is `local`, or an address as tcp://host:8786. Raises Unavailable if Dask is not installed,
     UsageError if no scheduler answers.
@@ -587,14 +580,17 @@ def read_with_dask(
                 fix="Write --dask local, or the address that dask scheduler printed, as tcp://host:8786.",
             ) from error
         progress.begin("reading traces", float(len(files)))
-        targets = [folder / f"{number:06d}.events" for number in range(len(files))]
-        convert_one = partial(_convert_one, where=where)
-        futures = client.map(convert_one, files, targets, pure=False)
-        accounts: dict[Any, FileAccount] = {}
-        for future, result in distributed.as_completed(futures, with_results=True):
-            accounts[future.key] = result
+        targets = [gathered.scratch / f"{number:06d}.events" for number in range(len(files))]
+        futures = client.map(partial(_convert_one, where=where), files, targets, pure=False)
+        for _ in distributed.as_completed(futures, raise_errors=False):
             progress.advance(1)
-        return tuple(accounts[future.key] for future in futures)
+        accounts = client.gather(futures)
+    for number, target in enumerate(targets):
+        with pq.ParquetFile(target, read_dictionary=list(TEXT_COLUMNS)) as table:
+            for batch in table.iter_batches(columns=SCHEMA.names):
+                gathered.add(number, batch.cast(BATCH_SCHEMA))
+        target.unlink()
+    return tuple(accounts)
 
 
 def _convert_one(file: TraceFile, target: Path, where: str) -> FileAccount:

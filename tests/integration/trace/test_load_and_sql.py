@@ -15,7 +15,7 @@ from penstock.cli import main
 from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.trace import load
-from penstock.trace.event_schema import COLUMNS
+from penstock.trace.event_schema import SCHEMA
 from penstock.trace.questions.sql import check_query
 from penstock.trace.reading.trace_files import find_trace_files
 from penstock.trace.trace_set import (
@@ -46,11 +46,10 @@ def test_load_makes_a_table_sorted_by_time_over_all_files(
     traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run.events"
-    document = run_json(capsys, "trace", "load", str(traces), "-o", str(out), "--run", "base")
+    document = run_json(capsys, "trace", "load", str(traces), "-o", str(out))
     table = pq.read_table(out)
     assert document["events"] == table.num_rows == 1201
-    assert table.schema.names == [column.name for column in COLUMNS]
-    assert set(table["run"].to_pylist()) == {"base"}
+    assert table.schema.names == SCHEMA.names
     times = table["ts_us"].to_pylist()
     assert times == sorted(times)
     assert len(set(table["file"].to_pylist()[:200])) > 1

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from tests.support.trace_files import Writing, make_events, write_trace
 
-from penstock.trace.event_schema import COLUMNS, FileAccount, TraceFile, canonical
+from penstock.trace.event_schema import SCHEMA, FileAccount, TraceFile, canonical
 from penstock.trace.trace_set import read_trace_file
 
 
@@ -13,14 +13,7 @@ def read(path: Path, *, query_lines: int = 0) -> tuple[pa.Table, FileAccount]:
     reading = read_trace_file(TraceFile(path=path, run="base"), query_lines=query_lines)
     table = pa.Table.from_batches(list(reading.batches))
     account = reading.account
-    parts = (
-        account.events
-        + account.salvaged
-        + account.metadata
-        + account.blank
-        + account.dropped
-        + account.skipped
-    )
+    parts = account.events + account.salvaged + account.metadata + account.blank + account.dropped
     assert account.lines == parts
     assert table.num_rows == account.events + account.salvaged
     return table, account
@@ -55,7 +48,7 @@ def test_every_generation_has_the_same_events(generation: int, *, compressed: bo
 
 def test_the_columns_are_those_of_the_waist(tmp_path: Path) -> None:
     table, _ = read(write_trace(tmp_path, Writing(events=3)))
-    assert table.schema.names == [column.name for column in COLUMNS]
+    assert table.schema.names == SCHEMA.names
 
 
 def test_a_page_that_fills_every_store_loses_nothing(tmp_path: Path) -> None:

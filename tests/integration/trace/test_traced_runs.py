@@ -10,7 +10,7 @@ import pytest
 
 import penstock.trace
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns
-from penstock.trace.capture.traced_storage import OBJECTS, StorageEventKinds
+from penstock.trace.capture.traced_storage import OBJECTS, storage_kinds
 
 pytest.importorskip("mpi4py")
 
@@ -77,7 +77,7 @@ def test_a_traced_training_run_has_the_bytes_that_its_workers_read(tmp_path: Pat
 
 def test_requests_to_object_services_are_io_as_calls_for_files_are(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path, "0/1")
-    recorder.record(StorageEventKinds(OBJECTS).read, clock_ns(), "s3://bucket/a", 0, 1000, 1000)
+    recorder.record(storage_kinds(OBJECTS)["read"], clock_ns(), "s3://bucket/a", 0, 1000, 1000)
     recorder.close()
     with penstock.trace.load(tmp_path) as run:
         asked = run.events.filter("cat = 'OBJECT'").project("phase, op, path, size_bytes")

@@ -14,14 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from penstock.errors import Unavailable, UsageError
 from penstock.trace.reading.strace import HOST_MARK
-
-Tracer = Literal["auto", "dftracer", "strace"]
-
-TRACERS: Mapping[str, Tracer] = {"auto": "auto", "dftracer": "dftracer", "strace": "strace"}
 
 WATCHED_CALLS = "trace=%file,%desc,?clone,?clone3,?fork,?vfork"
 """Calls that take a file name or a descriptor: all I/O, but not memory, signals or time; and those that make
@@ -49,9 +44,9 @@ class RecordingPlan:
 
 
 def plan_recording(
-    command: Sequence[str], folder: Path, *, tracer: Tracer = "auto", data: Sequence[str] = ()
+    command: Sequence[str], folder: Path, *, tracer: str = "auto", data: Sequence[str] = ()
 ) -> RecordingPlan:
-    """Plan to run `command` with its trace in `folder`. `data` limits dftracer to some folders."""
+    """Plan to run `command` with its trace in `folder`; `data` limits dftracer to some folders."""
     if not command:
         raise UsageError(
             "There is no command to record", fix="Write it after --: penstock trace record -- python train.py"

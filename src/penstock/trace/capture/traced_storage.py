@@ -25,17 +25,17 @@ FILES: Final = "POSIX"
 OBJECTS: Final = "OBJECT"
 
 
-class StorageEventKinds:
-    """The kinds of event of one storage; requests for objects have the names of calls on files."""
+_CALLS: Final = {
+    "create": "creat64", "open": "open64", "write": "pwrite64", "read": "pread64", "finish": "fsync",
+    "close": "close", "list": "opendir", "stat": "stat", "delete": "unlink", "sync": "syncfs",
+}  # fmt: skip
+"""What a storage does, by the names of calls on files, which requests for objects have, too."""
+Kinds = Mapping[str, EventKind]
 
-    def __init__(self, cat: str) -> None:
-        self.create, self.open, self.write, self.read, self.finish, self.close, self.list = (
-            EventKind(name, cat, Layer.LIBC_IO)
-            for name in ("creat64", "open64", "pwrite64", "pread64", "fsync", "close", "opendir")
-        )
-        self.stat, self.delete, self.sync = (
-            EventKind(name, cat, Layer.LIBC_IO) for name in ("stat", "unlink", "syncfs")
-        )
+
+def storage_kinds(cat: str) -> Kinds:
+    """The kinds of event of one storage."""
+    return {act: EventKind(name, cat, Layer.LIBC_IO) for act, name in _CALLS.items()}
 
 
 def trace_storage(storage: protocol.Storage, environment: Environment) -> protocol.Storage:
@@ -50,19 +50,19 @@ class TracedStorage(protocol.WrappedStorage):
         super().__init__(inside, trace=str(recorder.folder))
         self._recorder = recorder
         root = find_local_root(inside)
-        self._kinds = StorageEventKinds(OBJECTS if root is None else FILES)
+        self._kinds = storage_kinds(OBJECTS if root is None else FILES)
         self._root = (inside.uri if root is None else str(root)).partition("?")[0].rstrip("/")
 
     def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
         """Begin an object inside."""
         path = self._path(key)
-        sink = self._recorder.trace(self._kinds.create, path, lambda: self.inside.create(key, size_bytes))
+        sink = self._recorder.trace(self._kinds["create"], path, lambda: self.inside.create(key, size_bytes))
         return TracedSink(sink, self._recorder, self._kinds, path)
 
     def open(self, key: str) -> protocol.Source:
         """Open the object inside."""
         path = self._path(key)
-        source = self._recorder.trace(self._kinds.open, path, lambda: self.inside.open(key))
+        source = self._recorder.trace(self._kinds["open"], path, lambda: self.inside.open(key))
         return TracedSource(source, self._recorder, self._kinds, path)
 
     def past_cache(self, reads: str | None = None) -> protocol.Storage:
@@ -85,19 +85,23 @@ class TracedStorage(protocol.WrappedStorage):
         for info in self.inside.list(prefix):
             num_entries += 1
             yield info
-        self._recorder.record(self._kinds.list, began_ns, self._path(prefix), args={"entries": num_entries})
+        self._recorder.record(
+            self._kinds["list"], began_ns, self._path(prefix), args={"entries": num_entries}
+        )
 
     def stat(self, key: str) -> protocol.ObjectInfo:
         """The facts inside."""
-        return self._recorder.trace(self._kinds.stat, self._path(key), lambda: self.inside.stat(key), ret=0)
+        return self._recorder.trace(
+            self._kinds["stat"], self._path(key), lambda: self.inside.stat(key), ret=0
+        )
 
     def delete(self, key: str) -> None:
         """Delete inside."""
-        self._recorder.trace(self._kinds.delete, self._path(key), lambda: self.inside.delete(key), ret=0)
+        self._recorder.trace(self._kinds["delete"], self._path(key), lambda: self.inside.delete(key), ret=0)
 
     def sync(self, prefix: str = "") -> None:
         """Make durable inside."""
-        self._recorder.trace(self._kinds.sync, self._path(prefix), lambda: self.inside.sync(prefix), ret=0)
+        self._recorder.trace(self._kinds["sync"], self._path(prefix), lambda: self.inside.sync(prefix), ret=0)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
@@ -106,9 +110,7 @@ class TracedStorage(protocol.WrappedStorage):
 class TracedSink(protocol.WrappedSink):
     """Traces each buffer until it is released, and the time to finish."""
 
-    def __init__(
-        self, inside: protocol.Sink, recorder: TraceRecorder, kinds: StorageEventKinds, path: str
-    ) -> None:
+    def __init__(self, inside: protocol.Sink, recorder: TraceRecorder, kinds: Kinds, path: str) -> None:
         super().__init__(inside)
         self._recorder, self._kinds, self._path = recorder, kinds, path
         self._offset = 0
@@ -121,7 +123,9 @@ class TracedSink(protocol.WrappedSink):
 
         def released() -> None:
             if not self._failed.is_set():
-                self._recorder.record(self._kinds.write, began_ns, self._path, offset, num_bytes, num_bytes)
+                self._recorder.record(
+                    self._kinds["write"], began_ns, self._path, offset, num_bytes, num_bytes
+                )
             if release is not None:
                 release()
 
@@ -129,7 +133,7 @@ class TracedSink(protocol.WrappedSink):
 
     def finish(self) -> protocol.ObjectInfo:
         """Finish inside."""
-        return self._recorder.trace(self._kinds.finish, self._path, self.inside.finish, ret=0)
+        return self._recorder.trace(self._kinds["finish"], self._path, self.inside.finish, ret=0)
 
     def abort(self) -> None:
         """Abort inside; buffers released from now on were not written."""
@@ -140,9 +144,7 @@ class TracedSink(protocol.WrappedSink):
 class TracedSource(protocol.WrappedSource):
     """Traces each range that is read."""
 
-    def __init__(
-        self, inside: protocol.Source, recorder: TraceRecorder, kinds: StorageEventKinds, path: str
-    ) -> None:
+    def __init__(self, inside: protocol.Source, recorder: TraceRecorder, kinds: Kinds, path: str) -> None:
         super().__init__(inside)
         self._recorder, self._kinds, self._path = recorder, kinds, path
 
@@ -151,8 +153,8 @@ class TracedSource(protocol.WrappedSource):
         began_ns = clock_ns()
         self.inside.read_into(offset, buffer)
         num_bytes = buffer.nbytes
-        self._recorder.record(self._kinds.read, began_ns, self._path, offset, num_bytes, num_bytes)
+        self._recorder.record(self._kinds["read"], began_ns, self._path, offset, num_bytes, num_bytes)
 
     def close(self) -> None:
         """Close inside."""
-        self._recorder.trace(self._kinds.close, self._path, self.inside.close, ret=0)
+        self._recorder.trace(self._kinds["close"], self._path, self.inside.close, ret=0)

@@ -22,10 +22,9 @@ from penstock.trace.compare.trace_study import (
 )
 from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, sql_literal
 from penstock.trace.event_schema import ALL_RANKS
-from penstock.trace.figures import bandwidth, measure_axis
+from penstock.trace.figures import bandwidth, measure_axis, size_bins
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.breakdowns import measure_groups, ranks
-from penstock.trace.questions.timeline import timeline
+from penstock.trace.questions.breakdowns import measure_groups, ranks, timeline
 
 GIB = 1 << 30
 APP_TIER: Final = "(application event)"
@@ -72,18 +71,13 @@ def time_changes(study: Study, table: Answer) -> Answer:
 
     A change of sums would compare a flush by a hundred threads with a write by one.
     """
-    busy = {(row["run"], row["tier"]): row["max_union_us"] for row in table.records()}
+    busy: dict[Any, Any] = {(row["run"], row["tier"]): row["max_union_us"] for row in table.records()}
     names = {APP_TIER: "application event", **{tier: f"{tier} I/O" for tier in study.tiers}}
-    rows = [
-        [
-            name,
-            *(
-                _relative_change(busy.get((run, tier)), busy.get((study.baseline, tier)))
-                for run in study.runs
-            ),
-        ]
-        for tier, name in names.items()
-    ]
+    rows = []
+    for tier, name in names.items():
+        base_us = busy.get((study.baseline, tier))
+        in_runs = [busy.get((run, tier)) for run in study.runs]
+        rows.append([name, *(us / base_us - 1 if us is not None and base_us else None for us in in_runs)])
     columns = make_columns("time", *study.run_columns(Unit.SHARE))
     note = "Of unions: the time in which any call was under way, of the process where it is longest."
     title = f"T1 Change against {study.baseline}"
@@ -138,7 +132,7 @@ def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[
 
 
 def query_tables(study: Study) -> list[Answer]:
-    """The tables of one query each: T2 to T5 and T10 to T14, and the histogram of sizes.
+    """The tables of one query each: T2 to T5 and T10 to T14.
 
     Volumes are whole and normalised, because runs may differ in ranks and files.
     """
@@ -255,31 +249,16 @@ def query_tables(study: Study) -> list[Answer]:
             QUALIFY {_TOP_FILES} >= row_number() OVER (
                 PARTITION BY run, tier ORDER BY took DESC, file_name)""",
         ),
-        ask(
-            "size_histogram",
-            "Sizes of transfers",
-            ("run", "direction", "from_bytes", "num_events", "total_bytes"),
-            f"""
-            SELECT run, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS direction,
-                   (2 ** floor(log2(size_bytes)))::BIGINT AS from_bytes, count(*), sum(size_bytes)::BIGINT
-            FROM {{events}} WHERE {IS_IO} AND size_bytes > 0 AND ({IS_WRITE} OR {IS_READ})
-            GROUP BY run, direction, from_bytes""",
-        ),
     ]  # fmt: skip
 
 
-_ORDER: Final = {"t5": "2, 4 DESC, 3", "t14": "2, 4 DESC, 3", "size_histogram": "2, 3"}
+_ORDER: Final = {"t5": "2, 4 DESC, 3", "t14": "2, 4 DESC, 3"}
 """The places of the columns by which a table is sorted within a run, where it is not the second."""
 
 
 def _by_run(study: Study, sql: str) -> list[Value]:
     by_run = dict(study.events.ask(sql))
     return [by_run.get(run) for run in study.runs]
-
-
-def _relative_change(value: Value, base: Value) -> Value:
-    comparable = isinstance(value, int | float) and isinstance(base, int | float) and base
-    return value / base - 1 if comparable else None  # type: ignore[operator]
 
 
 def file_tables(study: Study) -> tuple[Answer, Answer, Answer, Answer]:
@@ -412,19 +391,18 @@ def compare_runs(study: Study, *, progress: Progress | None = None) -> Compariso
         time_changes(study, measured),
         measured,
     ]
-    asked = {table.name: table for table in query_tables(study)}
-    histogram = asked.pop("size_histogram")
+    asked = query_tables(study)
     progress.advance(1)
     # Tables of whole files stand before those of single calls, T10 to T14.
-    before = [table for table in asked.values() if not table.name.startswith("t1")]
-    behind = [table for table in asked.values() if table not in before]
+    before = [table for table in asked if not table.name.startswith("t1")]
+    behind = [table for table in asked if table not in before]
     tables = [*first, *before, *file_tables(study), *behind]
     progress.advance(1)
     charts = [
         timeline(study.events),
         bandwidth(measure_axis(study.events, study.runs)),
         ranks(study.events),
-        histogram,
+        size_bins(study.events),
     ]
     progress.advance(1)
     findings = find_all(study)

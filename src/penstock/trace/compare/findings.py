@@ -7,6 +7,7 @@ finding, write a function here or there, and add it to `FINDING_RULES`.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
@@ -104,13 +105,16 @@ def summed_threads(study: Study) -> list[TraceFinding]:
         "run", "tier", "pid", "num_threads", "sum_us", "union_us", "concurrency", "max_thread_us",
     )  # fmt: skip
     findings = []
+    longest = {
+        tuple(key): longest_us
+        for *key, longest_us in study.events.ask(f"""
+            SELECT run, tier, host, pid, max(total)::BIGINT FROM (
+                SELECT run, tier, host, pid, sum(dur_us) AS total FROM {{events}}
+                WHERE {IS_IO} AND tier IS NOT NULL GROUP BY run, tier, host, pid, tid)
+            GROUP BY run, tier, host, pid""")
+    }
     for (run, tier), (host, pid, _, sum_us, union_us, concurrency, num_threads) in busiest.items():
-        is_host = "host IS NULL" if host is None else f"host = {sql_literal(host)}"
-        (longest_us,) = study.events.ask_one(f"""
-            SELECT max(total)::BIGINT FROM (
-                SELECT sum(dur_us) AS total FROM {{events}}
-                WHERE {IS_IO} AND run = {sql_literal(run)} AND tier = {sql_literal(tier)} AND pid = {pid}
-                  AND {is_host} GROUP BY tid)""")
+        longest_us = longest[run, tier, host, pid]
         says = [
             (
                 f"The calls of process {pid} on {tier} add up to {_seconds(sum_us)}, but it was busy with "
@@ -169,18 +173,12 @@ def slower_tier(study: Study) -> list[TraceFinding]:
     return findings
 
 
-def stragglers(study: Study) -> list[TraceFinding]:
-    """F8: ranks that take longer than their work explains; a checkpoint waits for the slowest."""
-    return _find_late_ranks(study, "F8", "Stragglers", are_stragglers=True)
+def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
+    """F8: ranks that take longer than their work explains. F13: those that take longer because they do more.
 
-
-def uneven_work(study: Study) -> list[TraceFinding]:
-    """F13: ranks that take longer because they do more; the others wait for them as well."""
-    return _find_late_ranks(study, "F13", "More work on some ranks", are_stragglers=False)
-
-
-def _find_late_ranks(study: Study, code: str, title: str, *, are_stragglers: bool) -> list[TraceFinding]:
-    """One finding of all runs: the same ranks are busy much longer than the median in most of them."""
+    A checkpoint waits for the slowest, whatever its reason.
+    """
+    code, title = ("F8", "Stragglers") if are_stragglers else ("F13", "More work on some ranks")
     says, rows, lost_us, runs = [], [], 0.0, []
     records: list[dict[str, Any]] = [
         row for row in ranks(study.events).records() if row["to_median"] is not None
@@ -350,12 +348,12 @@ FINDING_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "F5": slower_tier,
     "F6": query_findings.small_writes,
     "F7": query_findings.redundant_lookups,
-    "F8": stragglers,
+    "F8": partial(late_ranks, are_stragglers=True),
     "F9": query_findings.unserved_reads,
     "F10": changed_loop,
     "F11": query_findings.changed_sizes,
     "F12": query_findings.calls_after_close,
-    "F13": uneven_work,
+    "F13": partial(late_ranks, are_stragglers=False),
 }
 
 

@@ -236,11 +236,8 @@ def _draw_figures(comparison: ComparisonResult) -> list[Section]:
     ]
     num_ranks = max((row["rank"] for row in ranks), default=0) + 1
     longest_s = max((row["union_us"] for row in ranks), default=0) / 1e6
-    sizes: list[Row] = [
-        {**row, "kind": row["direction"], "to_bytes": 2 * row["from_bytes"]}  # type: ignore[operator]
-        for row in comparison.table("size_histogram").records()
-    ]
-    counted = (("num_events", "calls"), ("total_bytes", "bytes"))
+    sizes = comparison.table("size_bins").records()
+    counted = (("num_calls", "calls"), ("total_bytes", "bytes"))
     sections = [
         Section(
             name="busy",

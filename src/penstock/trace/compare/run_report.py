@@ -158,8 +158,6 @@ PARTIAL: Final = "F1"
 FROM_CACHE: Final = "F9"
 """The finding that the page cache served reads: their rate is not the storage's."""
 
-_MENTIONED: Final = 0.001
-
 
 def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFinding]) -> Answer:
     """A row for each run: its span, calls, bytes, busy time, and the operation that was under way longest."""
@@ -221,11 +219,22 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
 
 
 def say_answer(answer: Answer, overlap: Answer) -> list[str]:
-    """The first sentences of a report of these runs."""
-    rows = answer.records()
-    if len(rows) == 1:
-        return [*_say_run(rows[0]), *_say_overlap(overlap.records())]
-    return [*_say_runs(rows), *_say_overlap(overlap.records())]
+    """The first sentences of a report of these runs: one run in detail, several in a sentence or two each."""
+    spent: dict[Any, list[int]] = {}
+    overlaps: list[Row] = list(overlap.records())
+    for row in overlaps:
+        sums = spent.setdefault(row["run"], [0, 0])
+        sums[0] += row["io_us"]
+        sums[1] += row["both_us"]
+    says = []
+    for row in answer.records():
+        of_run = list(_say_run(row))
+        says += of_run if len(answer.rows) == 1 else of_run[:1]
+        io_us, both_us = spent.get(row["run"], (0, 0))
+        if io_us:
+            of_its = "the I/O" if len(answer.rows) == 1 else f"the I/O of {row['run']}"
+            says.append(f"{_share(both_us / io_us)} of {of_its} was under way while its process computed.")
+    return says
 
 
 def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
@@ -248,57 +257,12 @@ def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
         f"{_share(row['busy_share'] or 0)} of that{rate}; "
         f"while so, {row['concurrency'] or 0:.1f} ran at a time."
     )
+    path = row["longest_call_path"]
+    on = f", on {path.rsplit('/', 1)[-1]}" if path else ""
     yield (
         f"Longest under way was {row['slowest_op']}: {_seconds(row['slowest_op_us'])}. Its longest call took "
-        f"{_seconds(row['longest_call_us'])}{_on(row['longest_call_path'])}."
+        f"{_seconds(row['longest_call_us'])}{on}."
     )
-
-
-def _say_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    busiest = max(rows, key=lambda row: row["union_us"])
-    idlest = min(rows, key=lambda row: row["union_us"])
-    longest = max(rows, key=lambda row: row["span_us"])
-    yield (
-        f"{busiest['run']} was busy with I/O longest, {_seconds(busiest['union_us'])}, and "
-        f"{idlest['run']} shortest, {_seconds(idlest['union_us'])}; "
-        f"the longest trace is that of {longest['run']}, {_seconds(longest['span_us'])}."
-    )
-    whole = [row for row in rows if row["read_bytes"] is not None]
-    if whole:
-        most = max(whole, key=lambda row: row["read_bytes"] + row["written_bytes"])
-        least = min(whole, key=lambda row: row["read_bytes"] + row["written_bytes"])
-        yield (
-            f"{most['run']} read {format_bytes(most['read_bytes'])} and wrote "
-            f"{format_bytes(most['written_bytes'])}; "
-            f"{least['run']} moved least, {format_bytes(least['read_bytes'] + least['written_bytes'])}."
-        )
-    slow = max(rows, key=lambda row: row["longest_call_us"] or 0)
-    if slow["slowest_op"]:
-        yield (
-            f"In {busiest['run']}, {busiest['slowest_op']} was under way for "
-            f"{_seconds(busiest['slowest_op_us'])}. The longest {slow['slowest_op']} of all took "
-            f"{_seconds(slow['longest_call_us'])}, in {slow['run']}{_on(slow['longest_call_path'])}."
-        )
-
-
-def _say_overlap(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    spent: dict[str, list[int]] = {}
-    for row in rows:
-        sums = spent.setdefault(row["run"], [0, 0])
-        sums[0] += row["io_us"]
-        sums[1] += row["both_us"]
-    shares = {run: both_us / io_us for run, (io_us, both_us) in spent.items() if io_us}
-    if len(spent) == 1:
-        yield from (
-            f"{_share(share)} of the I/O was under way while its process computed."
-            for share in shares.values()
-        )
-    elif shares:
-        hidden = sorted((run for run in shares if shares[run] >= _MENTIONED), key=lambda run: -shares[run])
-        parts = [f"{_share(shares[run])} in {run}" for run in hidden]
-        if len(hidden) < len(shares):
-            parts.append(f"less than {_share(_MENTIONED)} in the others")
-        yield f"I/O that was under way while its process computed: {', '.join(parts)}."
 
 
 def _seconds(elapsed_us: int) -> str:
@@ -307,10 +271,6 @@ def _seconds(elapsed_us: int) -> str:
 
 def _share(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _on(path: str | None) -> str:
-    return f", on {path.rsplit('/', 1)[-1]}" if path else ""
 
 
 def _count(number: int, noun: str, nouns: str = "") -> str:

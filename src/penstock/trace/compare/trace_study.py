@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,7 @@ from penstock.trace.dimensions import (
     IS_IO,
     Dimensions,
     EventsView,
+    PhaseRule,
     check_pattern,
     parse_phase,
     sql_literal,
@@ -121,12 +122,10 @@ def open_study(
         yield Study(events=events, accounts=traces.accounts_of_runs, spec=spec)
 
 
-def _check_phase(text: str) -> str:
-    parse_phase(text)
-    return text
-
-
-Phase = Annotated[str, AfterValidator(_check_phase)]
+Phase = Annotated[
+    PhaseRule, BeforeValidator(lambda rule: parse_phase(rule) if isinstance(rule, str) else rule)
+]
+"""A rule as text of a document, or parsed already from the command line."""
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 Rate = Annotated[float, BeforeValidator(lambda text: parse_rate(str(text)))]
 Globs = str | tuple[str, ...]
@@ -166,30 +165,16 @@ def _problem(model: type[YamlDocument], error: Any) -> str:
     path = tuple(error["loc"])
     shown = ".".join(str(step) for step in path) or "the document"
     if error["type"] == "extra_forbidden":
-        known = sorted(_keys_at(model, path[:-1]))
-        meant = nearest(str(path[-1]), known, cutoff=0.5)
-        return f"unknown key {shown}: " + (
-            f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
+        known = sorted(
+            entry.alias or name
+            for part in (model, *YamlDocument.__subclasses__())
+            for name, entry in part.model_fields.items()
         )
+        meant = nearest(str(path[-1]), known, cutoff=0.5)
+        return f"unknown key {shown}" + (f": did you mean {meant}?" if meant else "")
     if error["type"] == "missing":
         return f"{shown} is missing"
     return f"{shown} is {error['input']!r:.60}: {error['msg'].removeprefix('Value error, ')}"
-
-
-def _keys_at(model: type[YamlDocument], path: Sequence[Any]) -> list[str]:
-    """The keys of the section at `path`; steps that are not fields (list positions, names) are skipped."""
-    here: type[YamlDocument] | None = model
-    for step in path:
-        fields = here.model_fields if here else {}
-        if step in fields:
-            here = _section_in(fields[step].annotation)
-    return [entry.alias or name for name, entry in here.model_fields.items()] if here else []
-
-
-def _section_in(annotation: Any) -> type[YamlDocument] | None:
-    if isinstance(annotation, type) and issubclass(annotation, YamlDocument):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 class QueryCheck(YamlDocument):
@@ -239,7 +224,7 @@ class ComparisonSpec(YamlDocument):
         return Dimensions(
             tiers={name: (some,) if isinstance(some, str) else some for name, some in self.tiers.items()},
             file_classes={} if self.file_classes == "strip-digits" else self.file_classes,
-            phases=(*map(parse_phase, self.phases), *DEFAULT_PHASES),
+            phases=(*self.phases, *DEFAULT_PHASES),
         )
 
 

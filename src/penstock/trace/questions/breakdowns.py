@@ -1,10 +1,11 @@
-"""Tables of a trace: summary, breakdowns by operation, file, class, size and rank, overlap with compute.
+"""Tables of a trace: summary, breakdowns by operation, file, class, size and rank, overlap, timeline.
 
 Each row has calls, bytes and measures of time. Three measures always stand side by side, because each alone
 misleads: the sum of durations counts parallel threads many times, the longest thread forgets the others, the
 union does not show how many ran at once. Unions are exact, in whole microseconds, and never larger than sums.
 In `overlap`, `union_us`, `sum_us` and `concurrency` are those of the I/O; its overlap with computation is one
-of intervals, not a difference of totals.
+of intervals, not a difference of totals. An event that spans several buckets of a timeline is divided by the
+time it spent in each; it counts as an operation where it began.
 
 DuckDB reads ten million events in a second; its window functions would take ten. So numpy measures unions in
 the order of time, a batch at a time: an event adds its part behind the furthest end so far.
@@ -21,7 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import UsageError
-from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, NO_IO, EventsView, check_keys, sql_literal
+from penstock.trace.dimensions import (
+    IS_IO,
+    IS_READ,
+    IS_WRITE,
+    NO_IO,
+    EventsView,
+    case_sql,
+    check_keys,
+    sql_literal,
+)
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 
@@ -289,24 +299,17 @@ _EXTRA = (
 )
 
 
-def ops(events: EventsView, *, by: Sequence[str] = ("tier", "op")) -> Answer:
-    """I/O operations, the most time-consuming first."""
-    return _break_down(events, by, where=IS_IO, name="ops", title="Operations")
+BREAKDOWNS: Final = {
+    "ops": ("Operations", IS_IO),
+    "files": ("Files", "path IS NOT NULL"),
+    "classes": ("Classes of files", "path IS NOT NULL"),
+}
+"""The title of each breakdown, and the events that it counts."""
 
 
-def files(events: EventsView, *, by: Sequence[str] = ("path",), top: int | None = None) -> Answer:
-    """Files, the most time-consuming first."""
-    return _break_down(events, by, where="path IS NOT NULL", name="files", title="Files", top=top)
-
-
-def classes(events: EventsView, *, by: Sequence[str] = ("file_class", "op")) -> Answer:
-    """Classes of files, the most time-consuming first."""
-    return _break_down(events, by, where="path IS NOT NULL", name="classes", title="Classes of files")
-
-
-def _break_down(
-    events: EventsView, by: Sequence[str], *, where: str, name: str, title: str, top: int | None = None
-) -> Answer:
+def break_down(events: EventsView, name: str, *, by: Sequence[str], top: int | None = None) -> Answer:
+    """Operations, files or classes of files, the most time-consuming first."""
+    title, where = BREAKDOWNS[name]
     by = check_keys(by)
     extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
     rows = measure_groups(events, by, where=where, extra=extra)
@@ -442,3 +445,115 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str 
         "io_alone_us", "compute_alone_us",
     )  # fmt: skip
     return Answer(name="overlap", title=f"I/O and compute by {keys}", columns=columns, rows=rows, notes=notes)
+
+
+_BUCKETS_WANTED = 100
+_MOST_BUCKETS = 100_000
+
+
+def round_up(wanted_us: int) -> int:
+    """The next round length of time: 1, 2 or 5 times a power of ten microseconds."""
+    power = 1
+    while wanted_us > 10 * power:
+        power *= 10
+    return next(step * power for step in (1, 2, 5, 10) if wanted_us <= step * power)
+
+
+def cut_sql(source: str, bucket_us: int, kept: str) -> str:
+    """SELECT `kept`, bucket, begin_us and finish_us: `source` cut at the edges of buckets.
+
+    `source` is a SELECT with `since_us` and `until_us`. Most events are within one bucket, and skip the
+    general case.
+    """
+    placed = f"""
+        (SELECT *, since_us // {bucket_us} AS first_bucket,
+                greatest(since_us, until_us - 1) // {bucket_us} AS last_bucket FROM ({source}))"""
+    return f"""
+        SELECT {kept}, first_bucket AS bucket, since_us AS begin_us, until_us AS finish_us
+        FROM {placed} WHERE first_bucket = last_bucket
+        UNION ALL
+        SELECT {kept}, bucket, greatest(since_us, bucket * {bucket_us}),
+               least(until_us, (bucket + 1) * {bucket_us})
+        FROM (SELECT *, unnest(range(first_bucket, last_bucket + 1)) AS bucket FROM {placed}
+              WHERE first_bucket < last_bucket)"""
+
+
+MOVED_PART: Final = (
+    "(size_bytes * (CASE WHEN whole_us > 0 THEN (finish_us - begin_us) / whole_us ELSE 1 END))"
+)
+"""SQL of the bytes that a piece of `cut_sql` has, of an event that took `whole_us`."""
+
+
+def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
+    """A row for each bucket of each run and tier in which there was I/O."""
+    starts = events.ask(f"""
+        SELECT run, min(ts_us), max(end_us) FILTER (WHERE {IS_IO}) - min(ts_us)
+        FROM {{events}} GROUP BY run""")
+    origins: dict[str, int] = {run: first_us for run, first_us, _ in starts}
+    span_us = max((span for _, _, span in starts if span is not None), default=1)
+    width = bucket_us or round_up(span_us // _BUCKETS_WANTED)
+    if span_us // width > _MOST_BUCKETS:
+        raise UsageError(
+            f"The trace has {span_us // width:,} buckets of this size", fix="Use larger buckets."
+        )
+    source = f"""
+        SELECT run, tier, coalesce(size_bytes, 0) AS size_bytes, {IS_READ} AS is_read, {IS_WRITE} AS is_write,
+               dur_us AS whole_us, ts_us - {case_sql("run", origins)} AS since_us,
+               since_us + dur_us AS until_us
+        FROM {{events}} WHERE {IS_IO}"""
+    sums = events.ask(f"""
+        SELECT run, tier, bucket, count(*) FILTER (WHERE begin_us = since_us),
+               coalesce(sum({MOVED_PART}) FILTER (WHERE is_read), 0)::DOUBLE,
+               coalesce(sum({MOVED_PART}) FILTER (WHERE is_write), 0)::DOUBLE,
+               sum(finish_us - begin_us)::BIGINT
+        FROM ({cut_sql(source, width, "run, tier, size_bytes, is_read, is_write, whole_us, since_us")})
+        GROUP BY run, tier, bucket""")
+    busy = union_in_buckets(
+        events, ("run", "tier"), IS_IO, width_us=width, origin_of=lambda key: origins[key[0]]
+    )
+    rows = []
+    for run, tier, bucket, num_started, read_bytes, written_bytes, inside_us in sums:
+        (busy_us,) = busy.get(((run, tier), bucket), (0,))
+        rates = read_bytes * 1e6 / width, written_bytes * 1e6 / width
+        rows.append(
+            (run, tier, bucket * width, width, num_started, read_bytes, written_bytes, *rates,
+             inside_us / width, busy_us / width)
+        )  # fmt: skip
+    rows.sort(key=lambda row: (row[0], row[1] or "", row[2]))
+    columns = make_columns(
+        "run", "tier", "since_start_us", "bucket_us", "num_started", "read_bytes", "written_bytes",
+        "read_rate", "write_rate", "concurrency", "busy_share",
+    )  # fmt: skip
+    note = f"Each bucket is {width / 1e6:g} s; times are since the run's first event."
+    return Answer(name="timeline", title="Timeline", columns=columns, rows=rows, notes=[note])
+
+
+def file_events(events: EventsView, path: str) -> Answer:
+    """The events of `path`, which is a whole path or the end of one that is unique."""
+    path = _find_path(events, path)
+    rows = events.ask(f"""
+        SELECT run, rank, tid, ts_us - (SELECT min(ts_us) FROM {{events}}), dur_us, name, op, size_bytes,
+               "offset", ret
+        FROM {{events}} WHERE path = {sql_literal(path)} ORDER BY ts_us, end_us, tid, name""")
+    columns = make_columns(
+        "run", "rank", "tid", "since_start_us", "dur_us", "name", "op", "size_bytes",
+        Column("offset", Unit.BYTES), "ret",
+    )  # fmt: skip
+    return Answer(name="file", title=path, columns=columns, rows=rows)
+
+
+def _find_path(events: EventsView, path: str) -> str:
+    matches = events.ask(f"""
+        SELECT DISTINCT path FROM {{events}}
+        WHERE path = {sql_literal(path)} OR ends_with(path, {sql_literal("/" + path.lstrip("/"))})
+        ORDER BY path <> {sql_literal(path)}, path LIMIT 6""")
+    paths = [row[0] for row in matches]
+    if path in paths or len(paths) == 1:
+        return str(paths[0])
+    if paths:
+        raise UsageError(f"Several files end in {path!r}: {', '.join(paths)}", fix="Give the whole path.")
+    nearest = events.ask(f"""
+        SELECT path FROM (SELECT DISTINCT path FROM {{events}} WHERE path IS NOT NULL)
+        ORDER BY levenshtein(path, {sql_literal(path)}), path LIMIT 1""")
+    advice = f"The nearest name is {nearest[0][0]}." if nearest else "This trace names no files."
+    raise UsageError(f"No event has the file {path!r}", fix=advice)

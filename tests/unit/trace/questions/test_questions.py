@@ -11,8 +11,16 @@ from penstock.errors import UsageError
 from penstock.trace.dimensions import Dimensions, EventsView, view_events
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, as_records
-from penstock.trace.questions.breakdowns import classes, files, ops, overlap, ranks, sizes, summary
-from penstock.trace.questions.timeline import file_events, timeline
+from penstock.trace.questions.breakdowns import (
+    BREAKDOWNS,
+    break_down,
+    file_events,
+    overlap,
+    ranks,
+    sizes,
+    summary,
+    timeline,
+)
 
 A, B = {"rank": 0, "host": "a"}, {"rank": 1, "host": "b", "pid": 2}
 F, G = "/fast/f-1.pt", "/slow/g-2.pt"
@@ -112,12 +120,20 @@ def test_the_summary_counts_and_measures(events: EventsView) -> None:
 
 
 def test_operations_files_and_classes_have_calls_bytes_and_times(events: EventsView) -> None:
-    write = only_row(ops(events), op="write")
+    write = only_row(break_down(events, "ops", by=["tier", "op"]), op="write")
     assert (write["tier"], write["num_events"], write["written_bytes"]) == ("fast", 2, 4000)
     assert (write["sum_us"], write["union_us"], write["max_us"]) == (100, 70, 50)
-    assert [row["path"] for row in files(events).records()] == ["/slow/g-2.pt", "/fast/f-1.pt"]
-    assert len(files(events, top=1).rows) == 1
-    assert only_row(classes(events), file_class="f.pt", op="open")["num_files"] == 1
+    assert [row["path"] for row in break_down(events, "files", by=["path"]).records()] == [
+        "/slow/g-2.pt",
+        "/fast/f-1.pt",
+    ]
+    assert len(break_down(events, "files", by=["path"], top=1).rows) == 1
+    assert (
+        only_row(break_down(events, "classes", by=["file_class", "op"]), file_class="f.pt", op="open")[
+            "num_files"
+        ]
+        == 1
+    )
 
 
 def test_sizes_are_described_exactly_and_counted(events: EventsView) -> None:
@@ -230,9 +246,7 @@ def test_every_question_answers_a_trace_without_events(nothing: EventsView) -> N
     answers = [
         overlap(nothing),
         *summary(nothing),
-        ops(nothing),
-        files(nothing),
-        classes(nothing),
+        *(break_down(nothing, name, by=["path"]) for name in BREAKDOWNS),
         ranks(nothing),
     ]
     answers += [*sizes(nothing), timeline(nothing)]

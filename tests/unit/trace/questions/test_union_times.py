@@ -12,8 +12,7 @@ from tests.support.trace_events import events_table
 
 from penstock.trace.dimensions import Dimensions, EventsView, view_events
 from penstock.trace.questions import breakdowns as measuring
-from penstock.trace.questions.breakdowns import measure_groups, union_in_buckets, union_times
-from penstock.trace.questions.timeline import timeline
+from penstock.trace.questions.breakdowns import measure_groups, timeline, union_in_buckets, union_times
 
 ROWS = st.lists(
     st.fixed_dictionaries(
