@@ -1,8 +1,8 @@
 """The engine's writer behind the interface that Megatron and NVIDIA's resiliency extension call.
 
 `AsyncWriter` plans and finishes in the trainer. In between, a process or thread of the caller's choice,
-forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects its tensors from changes, and a
-report file takes the result back. The frameworks own the folder and put files of theirs next to ours, so
+forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects its tensors from changes, and
+`Report` takes the result back. The frameworks own the folder and put files of theirs next to ours, so
 nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
 files of all ranks are durable, and is removed before any of them is overwritten; the trainer learns how the
 writing ended, and a forked process that was killed is named with its signal.
@@ -15,9 +15,7 @@ import logging
 import os
 import pickle
 import re
-import secrets
 import signal
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -197,8 +196,41 @@ def _find_shared(tensors: Sequence[torch.Tensor]) -> set[int]:
     return known | {id(tensor) for tensor in foreign if is_mapped(tensor)}
 
 
-def write(rank: int, task: WriteTask, report: str) -> None:  # noqa: ARG001 - callers give the rank first
-    """Write one rank's files, each durable, and store the result or the error in the file `report`.
+class Report:
+    """How a task ended, in a file without a name: none can open it but a process that was given it."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._file = os.memfd_create("penstock-report") if descriptor is None else descriptor
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_report, (DupFd(self._file),)
+
+    def store(self, outcome: WrittenShare | PenstockError) -> None:
+        """Keep it; a process that is killed here has stored nothing."""
+        content = pickle.dumps(outcome)
+        os.pwrite(self._file, content, 8)
+        os.pwrite(self._file, len(content).to_bytes(8, "little"), 0)
+
+    def read(self) -> WrittenShare | PenstockError | None:
+        """What was stored; None if nothing was."""
+        size_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        content = os.pread(self._file, size_bytes, 8)
+        outcome: WrittenShare | PenstockError | None = None
+        if size_bytes and len(content) == size_bytes:
+            # Only this process and those that it gave the file have written to it.
+            outcome = pickle.loads(content)  # noqa: S301
+        return outcome
+
+
+def _receive_report(sent: Any) -> Report:
+    return Report(sent.detach())
+
+
+def write(rank: int, task: WriteTask, report: Report) -> None:  # noqa: ARG001 - callers give the rank first
+    """Write one rank's files, each durable, and store the result or the error in `report`.
 
     Collecting garbage here would free what belongs to the trainer, tensors of its devices among it.
     """
@@ -207,27 +239,12 @@ def write(rank: int, task: WriteTask, report: str) -> None:  # noqa: ARG001 - ca
         if not task.was_sent and os.getpid() != task.planner_pid:
             _write_in_fork(task, report)
         else:
-            _store(report, _write_or_fail(task))
+            report.store(_write_or_fail(task))
     if task.was_sent:
         release(task)
 
 
-def read_report(report: Path, folder: str) -> WrittenShare | PenstockError:
-    """The result of a task, once the process that writes has ended; removes the file."""
-    try:
-        # This program wrote it, to a file that only its user may write to.
-        outcome: WrittenShare | PenstockError = pickle.loads(report.read_bytes())  # noqa: S301
-    except FileNotFoundError:
-        return StorageError(
-            f"The process that writes ended early, without its report {report}",
-            uri=folder,
-            fix="It was killed: look for the kernel's out-of-memory killer in dmesg. Or is that disk full?",
-        )
-    report.unlink()
-    return outcome
-
-
-def _write_in_fork(task: WriteTask, report: str) -> None:
+def _write_in_fork(task: WriteTask, report: Report) -> None:
     """Write in a further process, so that this one can tell what killed it."""
     parent = os.getpid()
     pid = os.fork()
@@ -238,20 +255,20 @@ def _write_in_fork(task: WriteTask, report: str) -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
-            _store(report, _write_or_fail(task))
+            report.store(_write_or_fail(task))
             code = 0
         finally:
             # Nothing of what the trainer runs at its exit.
             os._exit(code)
     _, status = os.waitpid(pid, 0)
-    if Path(report).exists():
+    if report.read() is not None:
         return
     death = f"ended with exit code {os.waitstatus_to_exitcode(status)}"
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         hint = ", as the kernel does when memory runs out (see dmesg)" if name == "SIGKILL" else ""
         death = f"was killed by {name}{hint}"
-    _store(report, StorageError(f"The process that writes (pid {pid}) {death}", uri=task.folder))
+    report.store(StorageError(f"The process that writes (pid {pid}) {death}", uri=task.folder))
 
 
 PR_SET_PDEATHSIG: Final = 1
@@ -267,12 +284,6 @@ def _write_or_fail(task: WriteTask) -> WrittenShare | PenstockError:
     if isinstance(error, PenstockError):
         return error
     return StorageError(f"Could not write: {format_cause(error)}", uri=task.folder)
-
-
-def _store(report: str, outcome: WrittenShare | PenstockError) -> None:
-    pending = Path(f"{report}.pending")
-    pending.write_bytes(pickle.dumps(outcome))
-    pending.rename(report)
 
 
 def _write_files(task: WriteTask) -> WrittenShare:
@@ -340,7 +351,7 @@ class AsyncWriter(FileSystemWriter):
         self._transforms = tuple(transforms)
         self._items: RankItems | None = None
         self._copy: HostCopy | None = None
-        self._report = ""
+        self._report: Report | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -388,7 +399,7 @@ class AsyncWriter(FileSystemWriter):
             plan_s=time.perf_counter() - start_s,
         )
         self._copy = HostCopy(task)
-        self._report = f"{tempfile.gettempdir()}/penstock-share-{secrets.token_hex(16)}"
+        self._report = Report()
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
         """All ranks: a function for any process, a call that prepares its second argument, its arguments.
@@ -403,7 +414,7 @@ class AsyncWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """All ranks, for callers without a process for it: prepare, write, and return the results."""
         self.prepare_write_data(plan, planner)
-        if self._copy is not None:
+        if self._copy is not None and self._report is not None:
             task = self._copy()
             write(task.rank, task, self._report)
         done: Future[list[WriteResult]] = Future()
@@ -419,11 +430,17 @@ class AsyncWriter(FileSystemWriter):
 
     def _finished_results(self) -> list[WriteResult]:
         assert self._items is not None, "prepare_write_data comes first"
-        if self._copy is None:
+        if self._copy is None or self._report is None:
             return []
         release(self._copy.task)
-        self._copy = None
-        outcome = read_report(Path(self._report), self._folder)
+        outcome = self._report.read()
+        self._copy = self._report = None
+        if outcome is None:
+            raise StorageError(
+                "The process that writes ended early, without a report",
+                uri=self._folder,
+                fix="It was killed: look for the kernel's out-of-memory killer in dmesg.",
+            )
         if not isinstance(outcome, WrittenShare):
             raise outcome
         logger.info("rank %d, %s: %s", outcome.rank, self._folder, outcome.stats.describe())

@@ -230,6 +230,19 @@ def test_a_writer_process_that_ended_early_is_a_failure_of_its_rank(tmp_path: Pa
     assert "ended early" in str(failure)
 
 
+def test_nothing_that_others_may_write_to_holds_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    save = Save(state_of(), tmp_path / "one")
+    save.fork(lambda: None)
+    save.process.join()
+    assert list((tmp_path / "temporary").iterdir()) == []
+    save.finish()
+    assert loaded(tmp_path / "one")["step"] == 3
+
+
 def test_a_failure_in_the_writer_process_is_returned(tmp_path: Path) -> None:
     save = Save(state_of(), tmp_path / "one")
     (tmp_path / "one" / "__0_0.distcp" / "in the way").mkdir(parents=True)
