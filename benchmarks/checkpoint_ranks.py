@@ -131,7 +131,7 @@ class BareLoops:
         window, names = None, [""]
         if rank == 0:
             # Without huge pages this fails: then there is no telling what the least is.
-            window = Window.make_huge(size_bytes)
+            window = Window.make(size_bytes, is_huge=True)
             names = [f"/proc/{os.getpid()}/fd/{window.descriptor}"]
         dist.broadcast_object_list(names)
         opened = window or Window.open(os.open(names[0], os.O_RDWR), size_bytes)

@@ -87,7 +87,7 @@ class BareRank:
         self._new = self._folder / "new"
         self._gone = self._folder / "gone"
         self._data = RawFiles(self._new, size_bytes)
-        self._own = Window.make_huge(size_bytes)
+        self._own = Window.make(size_bytes, is_huge=True)
         self._others = self._windows(size_bytes)
         self._memory = WarmMemory((AHEAD + 3) * BLOCK_BYTES)
         self._memory.touch()

@@ -13,7 +13,7 @@ from typing import Any, Final
 from tests.support.run_events import RankScript
 
 from penstock.results.active_run import ActiveRun
-from penstock.results.checkpoint_files import MovedBytes, RoundThroughput, write_throughput
+from penstock.results.checkpoint_files import MovedBytes, Throughput, write_throughput
 from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.event_files import write_tables
 from penstock.results.phase_figures import compute_phase_figures
@@ -140,11 +140,12 @@ def record_checkpoints(parent: Path, story: CheckpointStory) -> Path:
         plan={"kind": "checkpoint", "scale": "1/10"},
     )
     with ActiveRun.start(parent, request) as run:
-        throughput, rounds, at_s = [], [], 1_767_225_600.0
+        throughput: Throughput = {}
+        rounds, at_s = [], 1_767_225_600.0
         for direction in ("write", "read"):
             for step in (1, 2):
                 ranks = [(BUCKET_S, list(story.rank_bytes(direction, step, rank))) for rank in range(RANKS)]
-                throughput.append(RoundThroughput(direction=direction, step=step, ranks=ranks))
+                throughput[direction, step] = ranks
                 rounds.append(_round(story, direction, step, at_s, ranks))
                 at_s = rounds[-1]["ended_at_s"] + 0.5
         write_throughput(run.folder, throughput)

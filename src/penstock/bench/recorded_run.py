@@ -34,7 +34,7 @@ from penstock.results.counter_files import (
     SampledHost,
     reconcile,
 )
-from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files, write_iostat
+from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, write_dlio_files, write_iostat
 from penstock.results.event_files import SpoolWriter, read_events, spool_path
 from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_record import RunRequest
@@ -50,7 +50,6 @@ from penstock.results.step_events import (
 )
 from penstock.storage import Storage
 from penstock.storage.capabilities import RecordSpan, find_span_trace
-from penstock.storage.protocol import OptionValue
 from penstock.workload.enums import Profiler
 from penstock.workload.spec import Workload
 
@@ -145,13 +144,8 @@ class RunSettings:
                 evaluation=evaluation,
                 preparation=preparation,
             ),
-            HydraFacts(
-                workload_name=workload.full_name,
-                overrides=provenance.redact(self.overrides),
-                subfolder=self.hydra_subfolder,
-                working_folder=str(Path.cwd()),
-                run_folder=str(run.folder),
-            ),
+            overrides=provenance.redact(self.overrides),
+            subfolder=self.hydra_subfolder,
             log_before=self.log_before,
         )
 
@@ -159,12 +153,6 @@ class RunSettings:
 def read_clocks(rank: int, host: str) -> RankClock:
     """Both clocks of this host, read together, to which a rank's events refer."""
     return RankClock(rank=rank, host=host, wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
-
-
-def find_trace_folder(storage_options: Mapping[str, OptionValue]) -> str | None:
-    """The folder that a storage of these options writes its trace into; None if it writes none."""
-    folder = storage_options.get("trace")
-    return None if folder is None else str(folder)
 
 
 def name_run_in_trace(storage: Storage, folder: Path) -> RecordSpan | None:

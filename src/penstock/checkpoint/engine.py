@@ -79,8 +79,7 @@ class RankSaveStats:
     commit_s: float = 0.0
     memory_bytes: int = 0
 
-    def describe(self) -> str:
-        """The figures, for a line of the log."""
+    def __str__(self) -> str:
         rate = format_rate(self.file_bytes / self.write_s) if self.write_s else "no time"
         compared = f"compare {self.compare_s:.3f} s, " if self.compare_s else ""
         return (

@@ -85,34 +85,27 @@ class Window:
     """True if it is in huge pages, so that devices read into it as fast as into any memory."""
 
     @classmethod
-    def make_huge(cls, size_bytes: int) -> Window:
-        """New memory in huge pages; `OSError` where there is not as much."""
+    def make(cls, size_bytes: int, *, is_huge: bool) -> Window:
+        """New memory; `OSError` where there is not as much, or none in huge pages."""
         with ExitStack() as undo:
             descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
             undo.callback(os.close, descriptor)
-            huge_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
-            os.ftruncate(descriptor, huge_bytes)
-            for begin in range(0, huge_bytes, HUGE_PAGE_BYTES):
-                # Where there is nothing yet, nothing is collapsed.
-                os.pwrite(descriptor, b"\0", begin)
-            view = _map_shared(descriptor, huge_bytes)
-            address, size = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
-            raise_on_failure(ctypes.CDLL(None, use_errno=True).madvise(address, size, COLLAPSE))
+            if is_huge:
+                mapped_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
+                os.ftruncate(descriptor, mapped_bytes)
+                for begin in range(0, mapped_bytes, HUGE_PAGE_BYTES):
+                    # Where there is nothing yet, nothing is collapsed.
+                    os.pwrite(descriptor, b"\0", begin)
+                view = _map_shared(descriptor, mapped_bytes)
+                address, size = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
+                raise_on_failure(ctypes.CDLL(None, use_errno=True).madvise(address, size, COLLAPSE))
+            else:
+                # Provides the pages, so that no touch of them can end the process. They are cleared when they
+                # are first written, which is while the device reads.
+                os.posix_fallocate(descriptor, 0, size_bytes)
+                view = _map_shared(descriptor, size_bytes)
             undo.pop_all()
-        return cls(descriptor, view[:size_bytes], is_huge=True)
-
-    @classmethod
-    def make(cls, size_bytes: int) -> Window:
-        """New memory in small pages; `OSError` where there is not as much."""
-        with ExitStack() as undo:
-            descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
-            undo.callback(os.close, descriptor)
-            # Provides the pages, so that no touch of them can end the process. They are cleared when they are
-            # first written, which is while the device reads.
-            os.posix_fallocate(descriptor, 0, size_bytes)
-            view = _map_shared(descriptor, size_bytes)
-            undo.pop_all()
-        return cls(descriptor, view)
+        return cls(descriptor, view[:size_bytes], is_huge=is_huge)
 
     @classmethod
     def open(cls, descriptor: int, size_bytes: int) -> Window:
@@ -163,16 +156,15 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLinks:
-    """One rank's window, which has room for `num_blocks`, and its links by rank."""
+    """One rank's window, which is divided into blocks, and its links by rank."""
 
     window: Window
     block_bytes: int
-    num_blocks: int
     links: Mapping[int, HostLink]
 
     def places(self) -> list[memoryview]:
         """The window's parts for one block each."""
-        starts = range(0, self.num_blocks * self.block_bytes, self.block_bytes)
+        starts = range(0, len(self.window.view), self.block_bytes)
         return [self.window.view[start : start + self.block_bytes] for start in starts]
 
     def close(self) -> None:
@@ -210,10 +202,7 @@ def connect_host(
                 connected = _connect(listening, comm.rank, {rank: seats[rank][0] for rank in ranks}, window)
                 for link in connected.values():
                     undo.callback(link.close)
-                num_blocks = len(window.view) // block_bytes
-                links = HostLinks(
-                    window=window, block_bytes=block_bytes, num_blocks=num_blocks, links=connected
-                )
+                links = HostLinks(window=window, block_bytes=block_bytes, links=connected)
             except (OSError, Unavailable) as error:
                 refusal = str(error)
         refusals = comm.gather(refusal, awaiting="ranks of one host to connect")
@@ -284,11 +273,11 @@ def _make_window(num_ranks: int, settings: ReadSettings, read_bytes: int) -> tup
     if room >= HUGE_PAGE_BYTES:
         num_blocks, block_bytes = divide(MOST_BLOCK_BYTES, 2 * streams)
         try:
-            return Window.make_huge(num_blocks * block_bytes), block_bytes
+            return Window.make(num_blocks * block_bytes, is_huge=True), block_bytes
         except OSError as error:
             logger.info("The ranks of this host share small pages, which takes one more copy: %s", error)
     num_blocks, block_bytes = divide(MOST_COPIED_BLOCK_BYTES, streams)
-    return Window.make(num_blocks * block_bytes), block_bytes
+    return Window.make(num_blocks * block_bytes, is_huge=False), block_bytes
 
 
 _MESSAGE = struct.Struct("<iqqqq")

@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,23 +33,21 @@ import torch
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, absolute_path
 from penstock.checkpoint.engine import LoadChoice, RankGroup, State
-from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint, open_together
+from penstock.checkpoint.formats.checkpoint_source import (
+    CheckpointSource,
+    locate_payloads,
+    open_checkpoint,
+    open_together,
+)
 from penstock.checkpoint.formats.description import checksum_of, paused_garbage_collection
 from penstock.checkpoint.host_windows import HostLinks, HostSharing, connect_host, settings_for_sharing
 from penstock.checkpoint.match import (
-    ByteItemIndex,
     LeafSelection,
     LoadedParts,
-    LoadRequests,
     StoredNames,
-    apply_rename,
-    asked_name,
-    build_requests,
-    find_matches,
-    index_byte_items,
+    find_idle,
+    find_wanted,
     loading_into,
-    locate_payloads,
-    require_lengths,
     require_matches,
     select_leaves,
 )
@@ -68,20 +66,26 @@ from penstock.checkpoint.place import (
     wait_for_devices,
 )
 from penstock.checkpoint.plan.load_plan import (
+    ByteItemIndex,
     LoadOptions,
     LoadPlan,
+    LoadRequests,
     SharedLoadPlan,
     UnreadableFile,
     agree_on_load,
+    index_byte_items,
     payload_starts,
     plan_load,
     plan_rank_load,
+    request_items,
+    require_covered,
 )
-from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes, find_overlaps
+from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, find_overlaps
 from penstock.checkpoint.state.tensors import collect_for_load
 from penstock.checkpoint.state.walk import Leaf, require_dict
 from penstock.cluster.comm import Comm, decide_on_rank0, format_cause, run_on_all_ranks
 from penstock.errors import (
+    DataDamaged,
     ObjectNotFound,
     PenstockError,
     RankError,
@@ -180,66 +184,43 @@ class CheckpointLoader:
         num_saved = opened.manifest.world_size if opened.manifest else comm.size
         stored = StoredNames(
             opened.index,
-            opened.index.paths,
-            opened.key_types,
-            comm.rank,
-            partial(asked_name, choice=choice),
+            choice,
+            rank=comm.rank,
+            key_types=opened.key_types,
             # Which rank lacked what means something only if as many ranks load as have saved.
             lacking=opened.lacking.get(comm.rank, ()) if num_saved == comm.size else (),
         )
-        prefixes = {key: apply_rename(f"{key}.", choice.rename or {}) for key in state}
-        with loading_into(state, stored, prefixes) as parts:
+        with ExitStack() as loading:
+
+            def begin() -> LoadedParts:
+                with opened.naming_misfits():
+                    return loading.enter_context(loading_into(state, stored))
+
+            parts = run_on_all_ranks(comm, begin, awaiting="all ranks to list what their state takes")
             if comm.rank == 0:
                 parts.warn_of_other_ranks(num_saved, comm.size)
                 if num_saved != comm.size and opened.lacking:
                     parts.warn_of_all_entries(num_saved, set().union(*opened.lacking.values()))
-
-            checkpoint = replace(opened, index=locate_payloads(opened, comm))
+            checkpoint = locate_payloads(opened, comm)
             items = index_byte_items(checkpoint.index)
             matched = _match_on_all_ranks(parts, checkpoint, items, choice, comm)
-            requests = matched.requests
-
-            # Whoever finds everything in its page cache takes it from there: each exchange costs more.
-            wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
-            files = [checkpoint.index.files[number] for number in np.unique(items.stored.file[wanted])]
-            is_cached = readable is None and are_resident(checkpoint.storage, [*map(checkpoint.key, files)])
-            plan, links, num_near = self._plan(
-                checkpoint, items, requests, comm, readable, is_cached=is_cached
+            selection, requests = matched.selection, matched.requests
+            targets = [*matched.targets, *item_targets(requests, items.tensors)]
+            planned_s, *moved = self.fetch(
+                checkpoint, items, requests, targets, group, progress=progress, readable=readable
             )
-            planned_s = time.perf_counter()
 
-            # Not every rank can open the same files, so the best access is asked of one that this rank reads.
-            rows = plan.row[: plan.num_own]
-            file = int(items.stored.file[rows[0]]) if len(rows) else 0
-            buffers, storage = self._buffers, checkpoint.storage_of_files(file)
-            if is_cached:
-                buffers = ReadBuffers(buffers.settings.for_cached(num_near))
-                storage = MappedStorage(checkpoint.storage)
-            context = LoadContext(
-                checkpoint=checkpoint,
-                items=items,
-                group=group,
-                buffers=buffers,
-                progress=progress or Progress(),
-                storage=storage,
-                links=links,
-            )
-            targets = [*matched.targets, *item_targets(requests, items)]
-            with ExitStack() as closing_links:
-                if links is not None:
-                    closing_links.callback(links.close)
-                moved = execute_plan(plan, requests.regions, targets, context)
+            def unpack_all() -> dict[str, Any]:
+                if comm.rank == 0:
+                    # Not all bytes can be verified: regions that nobody wants whole have no sums.
+                    checkpoint.require_unmixed()
+                return _unpack(checkpoint, matched, targets, choice, parts)
 
-            values = run_on_all_ranks(
-                comm,
-                lambda: _unpack(context, matched, targets, choice, parts),
-                awaiting="all ranks to unpack what they have loaded",
-            )
+            values = run_on_all_ranks(comm, unpack_all, awaiting="all ranks to unpack what they have loaded")
             # Objects are replaced last, when no rank can fail any more: a failed load replaces none of them.
             for leaf in matched.leaves:
                 if leaf.name in values:
                     leaf.put(values[leaf.name])
-            selection = matched.selection
             if selection.missing and comm.rank == 0:
                 # Ranks hardly differ in this, so one reports it.
                 missing = name_some(selection.missing, 10)
@@ -258,6 +239,60 @@ class CheckpointLoader:
         logger.info("Loaded %d leaves: %s", len(report.loaded), report)
         return report
 
+    def fetch(
+        self,
+        checkpoint: CheckpointSource,
+        items: ByteItemIndex,
+        requests: LoadRequests,
+        targets: Sequence[Target],
+        group: RankGroup,
+        *,
+        progress: Progress | None = None,
+        readable: Sequence[str] | None = None,
+    ) -> tuple[float, int, int, int]:
+        """Plan who reads what; read, exchange, place and verify this rank's part. Collective.
+
+        `targets` are the memory of the requested regions, row by row. Returns when planning ended, the bytes
+        read and received, and the number of items verified; raises on all ranks if one fails.
+        """
+        # Whoever finds everything in its page cache takes it from there: each exchange costs more.
+        wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
+        files = [checkpoint.index.files[number] for number in np.unique(items.stored.file[wanted])]
+        is_cached = readable is None and are_resident(checkpoint.storage, [*map(checkpoint.key, files)])
+        plan, links, num_near = self._plan(
+            checkpoint, items, requests, group.comm, readable, is_cached=is_cached
+        )
+        planned_s = time.perf_counter()
+
+        # Not every rank can open the same files, so the best access is asked of one that this rank reads.
+        rows = plan.row[: plan.num_own]
+        file = int(items.stored.file[rows[0]]) if len(rows) else 0
+        buffers, storage = self._buffers, checkpoint.storage_of_files(file)
+        if is_cached:
+            buffers = ReadBuffers(buffers.settings.for_cached(num_near))
+            storage = MappedStorage(checkpoint.storage)
+        context = LoadContext(
+            checkpoint=checkpoint,
+            items=items,
+            group=group,
+            buffers=buffers,
+            progress=progress or Progress(),
+            storage=storage,
+            links=links,
+        )
+
+        def work(cancelled: Future[None]) -> tuple[float, int, int, int]:
+            with checkpoint.explaining_damage():
+                read_bytes, received_bytes, num_verified = _move(plan, targets, context, cancelled)
+                num_verified += _verify_cut_items(plan, requests.regions, targets, context)
+            return planned_s, read_bytes, received_bytes, num_verified
+
+        wait_for_devices(targets)
+        with ExitStack() as closing_links:
+            if links is not None:
+                closing_links.callback(links.close)
+            return run_with_heartbeat(group.comm, work, awaiting="all ranks to load their parts")
+
     def _plan(
         self,
         checkpoint: CheckpointSource,
@@ -272,7 +307,7 @@ class CheckpointLoader:
 
         Also returns how many ranks this host has.
         """
-        element_bytes, files = element_sizes(items.tensors), checkpoint.index.files
+        element_bytes, files = items.element_bytes, checkpoint.index.files
         nothing = Regions.from_rows(())
         can_open = None if readable is None else np.isin(np.array(files, dtype=np.object_), list(readable))
         wish = (nothing if is_cached else requests.regions, can_open, name_host() if comm.size > 1 else "")
@@ -322,8 +357,10 @@ class _MatchedState:
     leaves: Sequence[Leaf]
     selection: LeafSelection
     requests: LoadRequests
+    names: Sequence[str]
+    """By target the name of its leaf."""
     targets: Sequence[Target]
-    tied: Sequence[tuple[int, int]] = ()
+    tied: Sequence[tuple[int, int]]
     """Rows of targets that are one memory in the state: the second is loaded next to it, to be compared."""
 
 
@@ -338,17 +375,18 @@ def _match_on_all_ranks(
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():
-            parts.require_fit()
             return _match(parts, checkpoint, items, choice, comm.rank)
 
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
     stored, adopted = parts.stored, parts.places.adopted
     own_names = [*(leaf.name for leaf in matched.leaves), *filter(None, map(parts.own_name, stored.names))]
-    matches = np.array(find_matches(choice, own_names, stored.names), dtype=np.bool_)
+    idle = find_idle(choice, own_names, stored.names)
     untaken = parts.untaken(matched.selection.unused)
+    of_ranks = comm.gather((idle, bool(untaken or adopted)), awaiting=awaiting)
+    require_matches(choice, [each for each, _ in of_ranks], stored.names, comm.rank)
     # Nearly always all ranks take everything, and nothing else has to be compared.
-    if all(comm.gather(not (untaken or adopted) and bool(matches.all()), awaiting=awaiting)):
+    if not any(is_open for _, is_open in of_ranks):
         return matched
 
     # Pipeline stages take different names, so what one rank leaves may be what another one takes.
@@ -358,13 +396,12 @@ def _match_on_all_ranks(
     marks = [np.isin(names, list(some)) for some in (taken, adopted, untaken, required)]
     packed = decide_on_rank0(
         comm,
-        lambda: np.packbits(np.concatenate([matches, *marks])),
+        lambda: np.packbits(np.stack(marks)),
         lambda of_ranks: np.bitwise_or.reduce(np.stack(of_ranks)),
         awaiting=awaiting,
     )
-    anywhere = np.unpackbits(packed, count=len(matches) + 4 * len(names)).astype(np.bool_)
-    require_matches(choice, anywhere[: len(matches)].tolist(), stored.names, comm.rank)
-    is_taken, is_adopted, is_untaken, is_required = anywhere[len(matches) :].reshape(4, len(names))
+    anywhere = np.unpackbits(packed, count=4 * len(names)).astype(np.bool_)
+    is_taken, is_adopted, is_untaken, is_required = anywhere.reshape(4, len(names))
     is_lost = is_untaken & ~is_taken & ~is_adopted
     if choice.strict and (is_lost & is_required).any():
         lost_names = list(map(repr, names[is_lost & is_required].tolist()))
@@ -385,27 +422,50 @@ def _match(
     parts: LoadedParts, checkpoint: CheckpointSource, items: ByteItemIndex, choice: LoadChoice, rank: int
 ) -> _MatchedState:
     local_state, index = collect_for_load(parts.state), checkpoint.index
-    stored_names = [facts.name for facts in index.tensors] + [stored.name for stored in index.objects]
+    leaves = local_state.leaves
     selection = select_leaves(
-        [leaf.name for leaf in local_state.leaves],
-        dict.fromkeys(stored_names),
+        [leaf.name for leaf in leaves],
+        dict.fromkeys([facts.name for facts in index.tensors] + [stored.name for stored in index.objects]),
         choice,
         rank=rank,
         paths=index.paths,
     )
-    requests = build_requests(
-        local_state, selection, index, items, converts=choice.convert_dtypes, where=checkpoint.uri
-    )
+    regions, shards, objects = find_wanted(local_state, selection, index, converts=choice.convert_dtypes)
+    require_covered(index, regions, checkpoint.uri)
+    requests = request_items(regions, objects, index, items)
     require_lengths(checkpoint, items, requests.items)
-    targets = []
-    for (name, number), tensor in zip(requests.names, requests.regions.tensor.tolist(), strict=False):
-        shard = local_state.shards[name][number]
-        targets.append(Target(shard.offsets, shard.memory, items.tensors[tensor]))
+    targets = [
+        Target(shard.offsets, shard.memory, items.tensors[number])
+        for (_, shard), number in zip(shards, regions.tensor.tolist(), strict=True)
+    ]
     tied = [pair for pair in find_tied(targets) if not _is_stored_alike(checkpoint, requests, *pair)]
     for _, row in tied:
         memory = torch.empty_like(targets[row].memory, memory_format=torch.contiguous_format)
         targets[row] = replace(targets[row], memory=memory)
-    return _MatchedState(local_state.leaves, selection, requests, targets, tied)
+    return _MatchedState(leaves, selection, requests, [name for name, _ in shards], targets, tied)
+
+
+LARGE_BYTES = 256 << 20
+
+
+def require_lengths(checkpoint: CheckpointSource, items: ByteItemIndex, wanted: Sequence[int]) -> None:
+    """Raise `DataDamaged` for a large item that goes beyond its file, before memory is taken for it."""
+    for number in wanted:
+        facts = items.tensors[number]
+        if facts.shape[0] < LARGE_BYTES:
+            continue
+        row = len(items.stored) - len(items.tensors) + number
+        key = checkpoint.key(checkpoint.index.files[int(items.stored.file[row])])
+        # A file that is only on another rank's node is read there, and its length is looked at there.
+        with suppress(ObjectNotFound):
+            size_bytes = checkpoint.storage.stat(key).size_bytes
+            end = int(items.stored.item_offset[row]) + facts.shape[0]
+            if end > size_bytes:
+                raise DataDamaged(
+                    f"{facts.name!r} should end at byte {end} of a file that has {size_bytes}",
+                    where=f"{checkpoint.uri}, {key}",
+                    fix="Load an older checkpoint.",
+                )
 
 
 def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:
@@ -436,11 +496,6 @@ class LoadContext:
     links: HostLinks | None = None
     """To the ranks of this host whose reads this rank sees according to the plan; None if it sees none."""
 
-    @property
-    def element_sizes(self) -> Ints:
-        """Bytes of one element, by tensor number."""
-        return element_sizes(self.items.tensors)
-
     def open_file(self, number: int) -> Source:
         """Open one of the checkpoint's files."""
         return self.storage.open(self.checkpoint.key(self.checkpoint.index.files[number]))
@@ -464,27 +519,8 @@ class LoadContext:
         return found
 
 
-def execute_plan(
-    plan: LoadPlan, wanted: Regions, targets: Sequence[Target], context: LoadContext
-) -> tuple[int, int, int]:
-    """Read, exchange, place and verify this rank's part. Collective.
-
-    `targets` are the memory of the `wanted` regions, row by row. Returns the bytes read and received, and the
-    number of items verified; raises on all ranks if one fails.
-    """
-
-    def work(cancel_token: CancelToken) -> tuple[int, int, int]:
-        with context.checkpoint.explaining_damage():
-            read_bytes, received_bytes, num_verified = _move(plan, targets, context, cancel_token)
-            num_verified += _verify_cut_items(plan, wanted, targets, context)
-        return read_bytes, received_bytes, num_verified
-
-    wait_for_devices(targets)
-    return run_with_heartbeat(context.group.comm, work, awaiting="all ranks to load their parts")
-
-
 def _move(
-    plan: LoadPlan, targets: Sequence[Target], context: LoadContext, cancel_token: CancelToken
+    plan: LoadPlan, targets: Sequence[Target], context: LoadContext, cancelled: Future[None]
 ) -> tuple[int, int, int]:
     """Read, exchange and place. After a cancellation nothing more is read.
 
@@ -493,8 +529,8 @@ def _move(
     timeout_s, tensors, stored = context.group.comm.timeout_s, context.items.tensors, context.items.stored
     # Where each read's payload begins and ends in its file.
     starts = payload_starts(plan.regions, stored.regions.take(plan.row))
-    begin = stored.payload_offset[plan.row] + starts * context.element_sizes[plan.regions.tensor]
-    end = begin + plan.regions.num_bytes(context.element_sizes)
+    begin = stored.payload_offset[plan.row] + starts * context.items.element_bytes[plan.regions.tensor]
+    end = begin + plan.regions.num_bytes(context.items.element_bytes)
 
     messages, message_places = outgoing_messages(plan.sends, tensors)
     outbox = Outbox(messages, timeout_s)
@@ -568,7 +604,7 @@ def _move(
                 for stop in stops:
                     stop()
 
-            cancel_token.on_cancel(stop_all)
+            cancelled.add_done_callback(lambda _: stop_all())
             for future in futures:
                 future.add_done_callback(lambda done: stop_all() if done.exception() is not None else None)
             wait(futures)
@@ -611,7 +647,7 @@ def _find_whole_items(
     has_gap = (row[1:] == row[:-1]) & (begin[1:] != end[:-1])
     num_gaps = np.bincount(row[1:][has_gap], minlength=num_items)
     num_bytes = np.bincount(row, weights=end - begin, minlength=num_items)
-    is_whole = num_bytes == context.items.stored.regions.num_bytes(context.element_sizes)
+    is_whole = num_bytes == context.items.stored.regions.num_bytes(context.items.element_bytes)
     return context.checksummed_items(np.unique(row[(is_whole & (num_gaps == 0))[row]]))
 
 
@@ -645,8 +681,8 @@ def _verify_cut_items(
     row, regions = plan.row[: plan.num_own], plan.regions.take(slice(plan.num_own))
     outer = stored.regions.take(row)
     own_bytes = np.zeros(len(stored), dtype=np.int64)
-    np.add.at(own_bytes, row, regions.num_bytes(context.element_sizes))
-    is_cut = own_bytes[row] < outer.num_bytes(context.element_sizes)
+    np.add.at(own_bytes, row, regions.num_bytes(context.items.element_bytes))
+    is_cut = own_bytes[row] < outer.num_bytes(context.items.element_bytes)
     cut_rows = np.unique(row[(payload_starts(regions, outer) == 0) & is_cut])
 
     loaded: list[tuple[int, ChecksummedItem, ByteArray]] = []
@@ -676,21 +712,16 @@ def _verify_cut_items(
 
 
 def _unpack(
-    context: LoadContext,
+    checkpoint: CheckpointSource,
     matched: _MatchedState,
     targets: Sequence[Target],
     choice: LoadChoice,
     parts: LoadedParts,
 ) -> dict[str, Any]:
     """Return new values of leaves, when all bytes are there and known to be of one save."""
-    checkpoint = context.checkpoint
-    if context.group.comm.rank == 0:
-        # Not all bytes can be verified: those of a region that nobody wants whole have no checksum.
-        checkpoint.require_unmixed()
-    values = unpack(checkpoint, context.items, matched.requests, targets, trust=choice.trust)
+    values = unpack(checkpoint, matched.requests, targets, trust=choice.trust)
     copied = {leaf.name for leaf in matched.leaves if parts.gets_copies(leaf)} if matched.tied else set()
-    names = [name for name, _ in matched.requests.names]
-    untied, split = untie(targets, names, matched.tied, copied)
+    untied, split = untie(targets, matched.names, matched.tied, copied)
     for one, other in split:
         finding = (
             f"{one!r} and {other!r} are one tensor in the state, and two different ones in the checkpoint"
@@ -712,66 +743,42 @@ HEARTBEAT_S = 1.0
 INTERRUPTED = "it was interrupted (Ctrl-C) while loading"
 
 
-class CancelToken:
-    """Tells work to end early. All methods may be called from any thread, at any time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._is_cancelled = False
-        self.is_interrupted = False
-
-    def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on cancellation; at once if that has happened."""
-        with self._lock:
-            self._callbacks.append(callback)
-            is_late = self._is_cancelled
-        if is_late:
-            callback()
-
-    def cancel(self) -> None:
-        """End the work. May be called twice."""
-        with self._lock:
-            self._is_cancelled = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def interrupt(self) -> None:
-        """End the work because the caller was interrupted, which is what other ranks will report."""
-        self.is_interrupted = True
-        self.cancel()
-
-
 def run_with_heartbeat(
-    comm: Comm, work: Callable[[CancelToken], Result], *, awaiting: str, limit_s: float | None = None
+    comm: Comm, work: Callable[[Future[None]], Result], *, awaiting: str, limit_s: float | None = None
 ) -> Result:
     """Run `work` on all ranks and return its result here, or raise on all ranks if it fails on any.
 
     Collective.
 
-    `work` runs in a thread and must end soon after its `CancelToken` is cancelled. No other thread may use
-    `comm` meanwhile. A rank that is done waits at most `limit_s` for the others, by default the limit of
-    `comm`. On a single rank, the error is raised as it is.
+    `work` runs in a thread and must end soon after the future that it gets is done, which means that this
+    load is cancelled. No other thread may use `comm` meanwhile. A rank that is done waits at most `limit_s`
+    for the others, by default the limit of `comm`. On a single rank, the error is raised as it is.
     """
-    cancel_token, limit_s = CancelToken(), comm.timeout_s if limit_s is None else limit_s
+    limit_s = comm.timeout_s if limit_s is None else limit_s
+    cancelled: Future[None] = Future()
+    interrupted = threading.Event()
+
+    def cancel() -> None:
+        with suppress(InvalidStateError):
+            cancelled.set_result(None)
+
     if comm.size == 1:
         with ExitStack() as undo:
-            undo.callback(cancel_token.cancel)
-            return work(cancel_token)
+            undo.callback(cancel)
+            return work(cancelled)
     working: list[Future[Result]] = []
 
     def beat() -> list[tuple[str, str | None]]:
         """Start the work; returns the host and last status of each rank."""
         with ExitStack() as undo:
-            undo.callback(cancel_token.cancel)
+            undo.callback(cancel)
             try:
-                working.append(workers.submit(work, cancel_token))
+                working.append(workers.submit(work, cancelled))
             except RuntimeError as error:
                 # Cancelled, the work ends at once, after what other ranks wait for.
-                cancel_token.cancel()
+                cancel()
                 with suppress(PenstockError):
-                    work(cancel_token)
+                    work(cancelled)
                 failed: Future[Result] = Future()
                 failed.set_exception(no_thread(error))
                 working.append(failed)
@@ -779,16 +786,12 @@ def run_with_heartbeat(
             while True:
                 wait(working, timeout=HEARTBEAT_S)
                 done_s = time.monotonic() if done_s is None and working[0].done() else done_s
-                status = (
-                    INTERRUPTED
-                    if cancel_token.is_interrupted
-                    else _status(working[0], done_s, awaiting, limit_s)
-                )
+                status: str | None = INTERRUPTED
+                if not interrupted.is_set():
+                    status = _status(working[0], done_s, awaiting, limit_s)
                 statuses = comm.gather((comm.host, status), awaiting=awaiting)
-                if any(state for _, state in statuses):
-                    return statuses
-                if all(state == "" for _, state in statuses):
-                    undo.pop_all()
+                states = [state for _, state in statuses]
+                if any(states) or None not in states:
                     return statuses
 
     with (
@@ -797,14 +800,15 @@ def run_with_heartbeat(
         ExitStack() as undo,
     ):
         # An interrupt leaves this block, too: the heartbeat then informs the other ranks, and ends.
-        undo.callback(cancel_token.interrupt)
+        undo.callback(cancel)
+        undo.callback(interrupted.set)
         # The heartbeat's thread starts the work, so that an interrupt finds both running or neither.
         beating = submit_or_run(heartbeats, beat)
         # With time limits, because Ctrl-C does not end a wait that it precedes by an instant.
         while wait([beating], timeout=HEARTBEAT_S).not_done:
             pass
         undo.pop_all()
-        cancel_token.cancel()
+        cancel()
         try:
             statuses = beating.result()
         except RankError as error:

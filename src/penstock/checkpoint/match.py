@@ -1,46 +1,37 @@
-"""Matches names of a checkpoint with leaves of a state, makes places for what a load brings, builds requests.
+"""Matches names of a checkpoint with leaves of a state, and makes places for what a load brings.
 
-A fresh optimizer has no state yet, and a data loader may have had another structure when it was saved: their
-own state has no place for most of the checkpoint. So a part gets places for what the checkpoint has of it and
-the load takes, and for nothing else: `loading_into` yields the state with all places, and afterwards lets
-each part load what arrived. Optimizers number their parameters, torch's helpers name them: a checkpoint of
-either form is loaded into both. Objects, and items that can only be read whole, are requested as tensors of
-bytes, so one plan serves all.
-Invariants: a place has no value before the load; no part changes before all of it has arrived, or if nothing
-of it is loaded; no parameter gets the state of another one where groups, names or shapes tell them apart;
-what is requested exists in the checkpoint to the last element, with the shape and dtype of the state.
+Three steps lead from a name of the state to bytes of the checkpoint:
+
+1. `loading_into` gives each part of the state a place for everything that the checkpoint has of it and the
+   load takes. A fresh optimizer has no state yet, and a data loader may have had another structure when it
+   was saved: their own state has no place for most of it. Afterwards each part loads what arrived.
+2. `select_leaves` finds the stored name of each leaf: `only=` and `exclude=` choose, `rename=` translates,
+   and a value that one rank had of its own comes before the common one.
+3. `find_wanted` compares each leaf with what is stored under its name: shape, dtype, tensor or object.
+
+Optimizers number their parameters, torch's helpers name them: a checkpoint of either form is loaded into
+both. Invariants: a place has no value before the load; no part changes before all of it has arrived, or if
+nothing of it is loaded; no parameter gets the state of another one where groups, names or shapes tell them
+apart.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
-from penstock.checkpoint.plan.load_plan import missing_elements
-from penstock.checkpoint.state.regions import (
-    UNKNOWN,
-    CheckpointIndex,
-    Ints,
-    Region,
-    Regions,
-    StoredRegions,
-    TensorFacts,
-    find_overlaps,
-)
+from penstock.checkpoint.state.regions import CheckpointIndex, Regions, TensorFacts
 from penstock.checkpoint.state.tensors import bare_name, parameter_names
 from penstock.checkpoint.state.walk import (
     EXTRA_STATE,
@@ -56,17 +47,13 @@ from penstock.checkpoint.state.walk import (
     matches_pattern,
     rank_object_name,
 )
-from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.did_you_mean import nearest
-from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
+from penstock.errors import UsageError, name_some
 from penstock.units import format_count
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice
-    from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
-    from penstock.checkpoint.state.tensors import LocalState
-    from penstock.checkpoint.state.walk import NamePatterns
-    from penstock.storage.protocol import Source
+    from penstock.checkpoint.state.tensors import LocalShard, LocalState
 
 
 logger = logging.getLogger(__name__)
@@ -143,51 +130,42 @@ def asked_name(name: str, choice: LoadChoice) -> str | None:
     return None if is_skipped else apply_rename(name, choice.rename or {})
 
 
-def _patterns_of(choice: LoadChoice) -> list[tuple[str, str]]:
-    """All patterns of a choice, each with the option that has it."""
-
-    def each(patterns: NamePatterns | None) -> Iterable[str]:
-        return (patterns,) if isinstance(patterns, str) else patterns or ()
-
-    # No pattern at all matches as little as an empty one.
-    only = "" if choice.only is not None and not choice.only else choice.only
-    return [
-        *(("only", text) for text in each(only)),
-        *(("exclude", text) for text in each(choice.exclude)),
-        *(("rename", text) for text in choice.rename or ()),
-    ]
+Pattern = tuple[str, str]
+"""An option of a load, and one of its patterns."""
 
 
-def find_matches(choice: LoadChoice, names: Iterable[str], stored: Iterable[str]) -> list[bool]:
-    """Tell for each pattern of a choice whether it means one of the `names` of this rank's state.
+def find_idle(choice: LoadChoice, names: Iterable[str], stored: Iterable[str]) -> list[Pattern]:
+    """List the patterns that match none of the `names` of this rank's state.
 
     To exclude what only the checkpoint has is common, where some programs have a part and others not.
     """
     own = list(names)
     all_names = [*own, *stored]
-    return [
-        any(apply_rename(name, {text: "\0"}) != name for name in own)
-        if option == "rename"
-        else any(matches_pattern(name, text) for name in (all_names if option == "exclude" else own))
-        for option, text in _patterns_of(choice)
-    ]
+    idle: list[Pattern] = []
+    for option, patterns, matched in (("only", choice.only, own), ("exclude", choice.exclude, all_names)):
+        for text in (patterns,) if isinstance(patterns, str) else patterns or ():
+            idle += [] if any(matches_pattern(name, text) for name in matched) else [(option, text)]
+    for text in choice.rename or ():
+        is_idle = all(apply_rename(name, {text: "\0"}) == name for name in own)
+        idle += [("rename", text)] if is_idle else []
+    return idle
 
 
-def require_matches(choice: LoadChoice, matches: Sequence[bool], stored: Sequence[str], rank: int) -> None:
-    """Raise `UsageError` if nothing would be loaded; warn on rank 0 of patterns without a match on any rank.
+def require_matches(
+    choice: LoadChoice, of_ranks: Sequence[Sequence[Pattern]], stored: Sequence[str], rank: int
+) -> None:
+    """Raise `UsageError` if nothing would be loaded; warn on rank 0 of patterns that are idle on all ranks.
 
-    `matches` are of all ranks together. A job may exclude or rename what only some of its checkpoints have,
-    so that is no error.
+    A job may exclude or rename what only some of its checkpoints have, so that is no error.
     """
-    patterns = _patterns_of(choice)
-    only = [text for option, text in patterns if option == "only"]
-    if only and not any(matches[: len(only)]):
+    idle = [pattern for pattern in of_ranks[0] if all(pattern in other for other in of_ranks)]
+    only = (choice.only,) if isinstance(choice.only, str) else choice.only
+    if only is not None and all(("only", text) in idle for text in only):
         example = f", for example {stored[0]!r} in the checkpoint" if stored else ""
         raise UsageError(
-            f"No part of the state matches only={only if len(only) > 1 else only[0]!r}",
+            f"No part of the state matches only={(only[0] if len(only) == 1 else list(only))!r}",
             fix=f"Names are keys joined by dots{example}.",
         )
-    idle = [pattern for pattern, matched in zip(patterns, matches, strict=True) if not matched]
     if idle and rank == 0:
         logger.warning(
             "No part of the state matches %s", name_some([f"{option}={text!r}" for option, text in idle])
@@ -208,32 +186,36 @@ StoredPlaces = Mapping[Path, TensorFacts | Skipped | None]
 
 
 class StoredNames:
-    """The names in a checkpoint with their places in the nested state.
+    """The names in a checkpoint, with their places in the nested state, as one load asks for them.
 
-    `stored_name_for` maps a name of the state to the one in the checkpoint that is loaded into it, or to None
-    if the load leaves it out. With `rename={"model.*": "net.*"}`, "model.bias" is loaded from "net.bias".
+    With `rename={"model.*": "net.*"}`, `asked("model.bias")` is "net.bias"; it is None for a name that the
+    load leaves out. `lacking` are the names that this rank did not have when the checkpoint was saved.
     """
 
     def __init__(
         self,
         index: CheckpointIndex,
-        paths: Mapping[str, Path],
-        key_types: Mapping[str, str] | None = None,
-        rank: int = 0,
-        stored_name_for: Callable[[str], str | None] = str,
+        choice: LoadChoice,
         *,
+        rank: int = 0,
+        key_types: Mapping[str, str] = MappingProxyType({}),
         lacking: Collection[str] = (),
     ) -> None:
-        self._paths = paths
-        self._lacking = lacking
-        self.stored_name_for = stored_name_for
-        self.key_types = key_types or {}
+        self.asked = partial(asked_name, choice=choice)
+        self.key_types = key_types
+        self._rename = choice.rename or {}
         self._rank = rank
-        self._tensors = {facts.name: facts for facts in index.tensors}
-        known = dict.fromkeys((*self._tensors, *(stored.name for stored in index.objects)))
+        self._lacking = lacking
+        self._paths = index.paths
+        facts: dict[str, TensorFacts | None] = {one.name: one for one in index.tensors}
+        facts |= {stored.name: None for stored in index.objects}
         # Places are in the order of the state that was saved.
-        self._known = {name: None for name in paths if name in known} | known
-        self.names = tuple(self._known)
+        self._facts = {name: facts[name] for name in index.paths if name in facts} | facts
+        self.names = tuple(self._facts)
+
+    def prefix(self, key: str) -> str:
+        """The beginning of the names in the checkpoint that belong to one part of the state."""
+        return apply_rename(f"{key}.", self._rename)
 
     def is_of_one_rank(self, name: str) -> bool:
         """True for a value that one rank had of its own."""
@@ -243,6 +225,13 @@ class StoredNames:
         """True if this rank has no place for it: a rank's own value, or an entry that only others had."""
         return name in self._lacking or self.is_of_one_rank(name)
 
+    def facts(self, name: str) -> TensorFacts | Skipped | None:
+        """The facts of what is stored under a name, as this rank had it; skipped if there is nothing."""
+        if name in self._lacking:
+            return SKIPPED
+        own = rank_object_name(name, self._rank)
+        return self._facts.get(own, self._facts.get(name, SKIPPED))
+
     def below(self, stored_prefix: str, own_key: str) -> StoredPlaces:
         """The places that the checkpoint has below `stored_prefix`, as "opt.", for the part `own_key`.
 
@@ -250,33 +239,15 @@ class StoredNames:
         """
         found: dict[Path, TensorFacts | Skipped | None] = {}
         for name in self.names:
-            rest = (
-                _rest_of(self._paths.get(name, ()), stored_prefix) if name.startswith(stored_prefix) else ()
-            )
+            path = self._paths.get(name, ()) if name.startswith(stored_prefix) else ()
+            rest, above = path, ""
+            while rest and above != stored_prefix:
+                above, rest = f"{above}{rest[0]}.", rest[1:]
             if rest and not self.is_of_others(name):
                 # Patterns are about names of the state, which rename= may tell from those of the checkpoint.
-                is_chosen = self.stored_name_for(f"{own_key}.{name[len(stored_prefix) :]}") == name
+                is_chosen = self.asked(f"{own_key}.{name[len(stored_prefix) :]}") == name
                 found[rest] = self.facts(name) if is_chosen else SKIPPED
         return found
-
-    def facts(self, name: str) -> TensorFacts | Skipped | None:
-        """The facts of what is stored under a name, as this rank had it; skipped if there is nothing."""
-        own = rank_object_name(name, self._rank)
-        if name in self._lacking:
-            return SKIPPED
-        found = own if own in self._known else name
-        return self._tensors.get(found) if found in self._known else SKIPPED
-
-
-def _rest_of(path: Path, prefix: str) -> Path:
-    if not prefix:
-        return path
-    text = ""
-    for number, step in enumerate(path):
-        text += f"{step}."
-        if text == prefix:
-            return path[number + 1 :]
-    return ()
 
 
 class MissingName(UsageError, RuntimeError):
@@ -343,7 +314,6 @@ class Places:
         below: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
         for path, facts in stored.items():
             below.setdefault(path[0], {})[path[1:]] = facts
-        # Drop what a list, or a dict that numbers its entries, has beyond what is stored.
         if stored and isinstance(own, list):
             del own[1 + max((step for step in below if isinstance(step, int)), default=-1) :]
         elif (
@@ -351,56 +321,44 @@ class Places:
             and isinstance(own, MutableMapping)
             and not any(isinstance(key, str) and not key.isdecimal() for key in own)
         ):
-            for key in [key for key in own if str(key) not in below]:
-                del own[key]
+            for extra in [key for key in own if str(key) not in below]:
+                del own[extra]
         for step, rests in below.items():
             taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
-            key = own_key(own, step)
-            has_entry = key in own if isinstance(own, Mapping) else isinstance(key, int) and key < len(own)
-            if not taken or not has_entry:
-                for rest, facts in taken.items():
-                    self.put(own, (step, *rest), new_place(facts, self.parameter), at)
+            if not taken:
                 continue
-            if taken.keys() == {()}:
-                if not _is_place(own, own[key], taken[()]):
-                    if isinstance(own[key], MutableMapping):
-                        own[key].clear()
-                        self.emptied.append((own, key, own[key]))
-                    set_entry(own, key, new_place(taken[()], self.parameter))
-                continue
-            rests.pop((), None)
-            if not isinstance(own[key], Mapping | list):
-                own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
-            self.fit(own[key], rests, (*at, step))
-
-    def put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
-        """Put a value at a place; missing dicts and lists on the way are made."""
-        for number, step in enumerate(path):
-            is_last = number + 1 == len(path)
-            inner = value if is_last else [] if isinstance(path[number + 1], int) else {}
-            key: Any = step
-            if isinstance(holder, list):
+            if isinstance(own, list):
                 assert isinstance(step, int), "places inside lists are numbers"
-                holder.extend([None] * (step + 1 - len(holder)))
-                own = holder[step]
-            else:
-                key = self._new_key(holder, step, (*at, *path[:number]))
-                own = holder.get(key)
-            if is_last or not isinstance(own, Mapping | list):
-                set_entry(holder, key, inner)
-            holder = holder[key]
+                own.extend([None] * (step + 1 - len(own)))
+            key: Any = step if isinstance(own, list) else self._key(own, step, at)
+            value = own[key] if isinstance(own, list) else own.get(key, NOTHING)
+            if taken.keys() != {()}:
+                rests.pop((), None)
+                if not isinstance(value, Mapping | list):
+                    own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
+                self.fit(own[key], rests, (*at, step))
+            elif value is NOTHING or not _is_place(own, value, taken[()]):
+                if isinstance(value, MutableMapping):
+                    value.clear()
+                    self.emptied.append((own, key, value))
+                set_entry(own, key, new_place(taken[()], self.parameter))
 
-    def _new_key(self, holder: Any, step: str | int, at: Path) -> Any:
-        key = own_key(holder, step)
-        if key in holder or not isinstance(key, str):
-            return key
+    def _key(self, holder: Mapping[Any, Any], step: str | int, at: Path) -> Any:
+        """The key of a step, which is text in the checkpoint even where the state counts with integers."""
+        if step in holder or not isinstance(step, str):
+            return step
+        if same := [key for key in holder if not isinstance(key, str) and str(key) == step]:
+            return same[0]
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
         # Keys that look like integers are some, unless others that look so are text.
         counts = not any(isinstance(own, str) and own.isdecimal() for own in holder)
-        if kind is None and counts and key.isdecimal() and str(int(key)) == key:
-            return int(key)
-        return literal_key(key) if kind == "literal" else key
+        if kind is None and counts and step.isdecimal() and str(int(step)) == step:
+            return int(step)
+        return literal_key(step) if kind == "literal" else step
 
+
+NOTHING = object()
+"""Stands for the value of a key that a dict lacks."""
 
 Emptied = list[tuple[Any, Any, Any]]
 """Holders and keys of what was empty, or emptied for a load, and what was there."""
@@ -428,13 +386,6 @@ def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
     return tuple(value.shape) == facts.shape and str(value.dtype) == f"torch.{facts.dtype}"
 
 
-def own_key(holder: Any, step: str | int) -> Any:
-    """The key of a step of a place, which is text even where the state counts with integers."""
-    if not isinstance(holder, Mapping) or step in holder:
-        return step
-    return next((key for key in holder if not isinstance(key, str) and str(key) == step), step)
-
-
 @dataclass(slots=True)
 class _Part:
     """One entry of a state while it is loaded into `inner`; of this class are values without a state."""
@@ -455,17 +406,17 @@ class _StatefulPart(_Part):
     """
 
     part: Stateful
-    places: Places
+    emptied: Emptied
 
     def take(self, loaded: Any) -> Any:
         """Load the state."""
-        restore_empty(self.places.emptied)
+        restore_empty(self.emptied)
         self.part.load_state_dict(loaded)
         return self.part
 
 
 @dataclass(slots=True)
-class OptimizerState(_Part):
+class _OptimizerState(_Part):
     """An optimizer, whose state has the entries of the checkpoint, numbered or named as they are there."""
 
     key: str
@@ -474,8 +425,6 @@ class OptimizerState(_Part):
     """By number and, where it is known, by name the number of each parameter."""
     groups: Sequence[Sequence[int]]
     """The numbers of each group's parameters."""
-    misfit: UsageError | None = None
-    """Why it cannot be loaded."""
 
     def take(self, loaded: Any) -> Any:
         """Load the state under the optimizer's own numbers."""
@@ -514,7 +463,7 @@ class OptimizerState(_Part):
 
 
 @dataclass(slots=True)
-class NamedState(_Part):
+class _NamedState(_Part):
     """The dict of `get_optimizer_state_dict`, for a checkpoint that numbers the parameters."""
 
     key: str
@@ -534,11 +483,11 @@ class NamedState(_Part):
         return self.own
 
 
-def begin_optimizer(
-    key: str, part: torch.optim.Optimizer, stored: StoredNames, prefix: str, names: Mapping[int, str]
-) -> OptimizerState:
+def _begin_optimizer(
+    key: str, part: torch.optim.Optimizer, stored: StoredNames, names: Mapping[int, str]
+) -> _OptimizerState:
     """Make places in an optimizer's state for what the checkpoint has of it."""
-    raw = part.state_dict()
+    raw, prefix = part.state_dict(), stored.prefix(key)
     groups = [list(group["params"]) for group in raw["param_groups"]]
     parameters = list(chain.from_iterable(group["params"] for group in part.param_groups))
     by_number = dict(zip(chain.from_iterable(groups), parameters, strict=True))
@@ -555,43 +504,44 @@ def begin_optimizer(
             entries.setdefault(str(path[1]), {})[path[2:]] = facts
         elif path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
             options.setdefault(path[1], {})[str(path[2])] = facts is not SKIPPED
+    _require_same_optimizer(key, part, options)
     is_named = bool(entries) and not entries.keys() & set(map(str, by_number))
+    if not is_named:
+        _require_same_order(key, entries, by_number)
     shown = {number: name for name, number in by_name.items()} if is_named else {}
     state = {entry: slots for entry, slots in raw["state"].items() if entry not in by_number}
-    without, cut = [], []
+    without = []
     for number, parameter in by_number.items():
         entry, own = shown.get(number, number), raw["state"].get(number, {})
         given = entries.get(str(entry), {})
         skipped = [f"{entry}.{'.'.join(map(str, path))}" for path, facts in given.items() if facts is SKIPPED]
         if len(skipped) < len(given):
+            if skipped and not own:
+                raise UsageError(
+                    f"{key!r} has no state yet, and would get only a part of it: {name_some(skipped)} is"
+                    " skipped",
+                    fix=f"Load all of its state, none of it (exclude='{key}.state.*'), or let it make a step"
+                    " first.",
+                )
             state[entry] = copied(own)
             Places(stored.key_types, f"{prefix}state.{entry}.", parameter).fit(state[entry], given)
-            cut += [] if own else skipped
-        elif given or any(stored.stored_name_for(f"{key}.state.{entry}.{slot}") is None for slot in own):
+        elif given or any(stored.asked(f"{key}.state.{entry}.{slot}") is None for slot in own):
             state.update({entry: own} if own else {})
         elif parameter.requires_grad:
             without.append(entry)
     # It keeps all of its state with its first parameter.
     if entries and without and not isinstance(part, torch.optim.LBFGS):
         logger.warning("The checkpoint has no state of the parameters %s of %r", name_some(without), key)
-    inner = {**raw, "state": state}
     # Groups may have further options, which schedulers and newer versions of torch add.
-    inner["param_groups"] = [
+    all_options = [
         {name: None for name, is_chosen in options.get(place, {}).items() if is_chosen}
         | {**group, "params": [shown.get(number, number) for number in group["params"]]}
         for place, group in enumerate(raw["param_groups"])
     ]
     numbers: dict[int | str, int] = {number: number for number in by_number}
     numbers.update(by_name)
-    misfit = _other_optimizer_error(key, part, options)
-    if cut and not misfit:
-        misfit = UsageError(
-            f"{key!r} has no state yet, and would get only a part of it: {name_some(cut)} is skipped",
-            fix=f"Load all of its state, none of it (exclude='{key}.state.*'), or let it make a step first.",
-        )
-    if not (is_named or misfit):
-        misfit = _order_error(key, entries, by_number)
-    return OptimizerState(inner, key, part, numbers, groups, misfit)
+    inner = {**raw, "state": state, "param_groups": all_options}
+    return _OptimizerState(inner, key, part, numbers, groups)
 
 
 def _require_names(
@@ -622,19 +572,17 @@ def _require_names(
             )
 
 
-def _other_optimizer_error(
+def _require_same_optimizer(
     key: str, part: torch.optim.Optimizer, options: Mapping[str | int, Mapping[str, bool]]
-) -> UsageError | None:
-    """The error for an optimizer with other groups, or of another class, than the one that was saved.
+) -> None:
+    """Raise `UsageError` for an optimizer with other groups, or of another class, than was saved.
 
     Its parameters would get the state of others, or a state that it does not know. `options` has by group the
     options of the checkpoint, and whether each is to be loaded.
     """
     taken = [names for names in options.values() if any(names.values())]
-    if not taken:
-        return None
-    if len(options) != len(part.param_groups):
-        return UsageError(
+    if taken and len(options) != len(part.param_groups):
+        raise UsageError(
             f"{key!r} has {format_count(len(part.param_groups), 'group')} of parameters,"
             f" and the checkpoint has {len(options)}",
             fix=f"Build it with the groups that it was saved with, or load none of it: exclude='{key}.*'.",
@@ -644,21 +592,20 @@ def _other_optimizer_error(
         unknown = sorted(name for name, is_taken in names.items() if is_taken and name not in group)
         # Schedulers add options, and so do newer versions of torch: only both together tell another class.
         if lacking and set(unknown) - _OPTIONS_OF_SCHEDULERS:
-            return UsageError(
+            raise UsageError(
                 f"{key!r} is {type(part).__name__}, and was saved from another optimizer: it has"
                 f" {name_some(lacking)}, the checkpoint has {name_some(unknown)} instead",
                 fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'.",
             )
-    return None
 
 
 _OPTIONS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 
-def _order_error(
+def _require_same_order(
     key: str, entries: Mapping[str, StoredPlaces], parameters: Mapping[int, torch.Tensor]
-) -> UsageError | None:
-    """The error for an optimizer that numbers its parameters in another order than the one that was saved.
+) -> None:
+    """Raise `UsageError` for an optimizer that numbers its parameters in another order than was saved.
 
     Shapes tell it where a slot's shapes over all parameters are those of the parameters, but not one by one.
     States of any other shape, as factored ones and single numbers, do not have the sizes of their parameters.
@@ -672,14 +619,13 @@ def _order_error(
         misfits = [row for row in rows if row[0] != row[1]]
         if misfits and sorted(row[0] for row in misfits) == sorted(row[1] for row in misfits):
             stored, own, number = misfits[0]
-            return UsageError(
+            raise UsageError(
                 f"{key!r} has its parameters in another order than when it was saved:"
                 f" 'state.{number}.{'.'.join(map(str, path))}' is {list(stored)} in the checkpoint,"
                 f" parameter {number} is {list(own)} here",
                 fix="Make it with its parameters in the order of the save. Names instead of numbers, as"
                 " get_optimizer_state_dict saves them, allow any order.",
             )
-    return None
 
 
 def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
@@ -705,26 +651,43 @@ class _EmptyPlaces:
     _adopting: list[tuple[MutableMapping[Any, Any], set[str]]] = field(default_factory=list)
     """The dicts that were empty, with the stored names that got places in them."""
 
-    def fill(self, state: MutableMapping[str, Any], prefixes: Mapping[str, str]) -> None:
+    def fill(self, state: MutableMapping[str, Any]) -> None:
         """Fill what is empty, wherever it is in `state`."""
-        empty: dict[str, tuple[str, Any, Any]] = {}
+        empty: list[tuple[Any, Any, str, str]] = []
         for key in state:
-            if prefixes[key]:
-                self._find(empty, (state, key), key, prefixes[key])
-        for prefix, (name, holder, key) in empty.items():
-            places = self.stored.below(prefix, name)
+            if prefix := self.stored.prefix(key):
+                self._find(empty, state, key, key, prefix)
+        # One empty dict may be in several places, so all are found before any is filled.
+        for holder, key, name, prefix in empty:
+            value, places = holder[key], self.stored.below(prefix, name)
             taken = {path: facts for path, facts in places.items() if facts is not SKIPPED}
             is_list = all(isinstance(path[0], int) for path in taken)
-            is_dict = isinstance(holder[key], MutableMapping)
-            if taken and (holder[key] is None or is_list or is_dict):
-                self._begin(holder, key, holder[key] if is_dict else [] if is_list else {})
-                making = Places(self.stored.key_types, prefix)
-                for path, facts in taken.items():
-                    making.put(holder[key], path, new_place(facts, None))
+            is_dict = isinstance(value, MutableMapping)
+            if taken and (value is None or is_list or is_dict):
+                self._begin(holder, key, value if is_dict else [] if is_list else {})
+                Places(self.stored.key_types, prefix).fit(holder[key], taken)
                 if is_dict:
-                    self._adopting.append(
-                        (holder[key], {f"{prefix}{'.'.join(map(str, path))}" for path in taken})
-                    )
+                    names = {f"{prefix}{'.'.join(map(str, path))}" for path in taken}
+                    self._adopting.append((holder[key], names))
+
+    def _find(
+        self, empty: list[tuple[Any, Any, str, str]], holder: Any, key: Any, name: str, prefix: str
+    ) -> None:
+        """Add what is empty at a place or below it, and may have something stored below it, to `empty`."""
+        value, stored_name = holder[key], prefix.removesuffix(".")
+        is_container = isinstance(value, MutableMapping | list)
+        if is_container and value:
+            for step in list(value) if isinstance(value, MutableMapping) else range(len(value)):
+                self._find(empty, value, step, f"{name}.{step}", f"{prefix}{step}.")
+        elif is_container or value is None:
+            facts = self.stored.facts(stored_name)
+            if facts is SKIPPED:
+                empty.append((holder, key, name, prefix))
+            # An empty list is a place for any object, as None is.
+            elif (
+                isinstance(value, MutableMapping) or (facts is not None and value is None)
+            ) and self.stored.asked(name) == stored_name:
+                self._begin(holder, key, new_place(facts, None))
 
     @property
     def adopted(self) -> set[str]:
@@ -743,28 +706,6 @@ class _EmptyPlaces:
             if value is not None:
                 value.clear()
             holder[key] = value
-
-    def _find(
-        self, empty: dict[str, tuple[str, Any, Any]], place: tuple[Any, Any], name: str, prefix: str
-    ) -> None:
-        """Put what is empty at a place, and may have something below it, into `empty` by prefix."""
-        holder, key = place
-        value = holder[key]
-        is_dict = isinstance(value, MutableMapping)
-        if value is None or (isinstance(value, MutableMapping | list) and not value):
-            stored = prefix.removesuffix(".")
-            facts = self.stored.facts(stored)
-            if facts is not SKIPPED:
-                # An empty list is a place for any object, as None is.
-                if (is_dict or (facts is not None and value is None)) and self.stored.stored_name_for(
-                    name
-                ) == stored:
-                    self._begin(holder, key, new_place(facts, None))
-            else:
-                empty[prefix] = name, holder, key
-        elif isinstance(value, MutableMapping | list):
-            for step in list(value) if is_dict else range(len(value)):
-                self._find(empty, (value, step), f"{name}.{step}", f"{prefix}{step}.")
 
     def _begin(self, holder: Any, key: Any, value: Any) -> None:
         self.emptied.append((holder, key, holder[key]))
@@ -788,12 +729,6 @@ class LoadedParts:
     left: Collection[str] = ()
     """The names of what it has left unchanged."""
 
-    def require_fit(self) -> None:
-        """Raise the `UsageError` of a part that cannot be loaded."""
-        for part in self.parts.values():
-            if isinstance(part, OptimizerState) and part.misfit is not None:
-                raise part.misfit
-
     def gets_copies(self, leaf: Leaf) -> bool:
         """True if a leaf's part takes values from any memory, as `load_state_dict` of no module does."""
         part = self.parts.get(str(leaf.path[0]))
@@ -809,9 +744,7 @@ class LoadedParts:
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """The `unused` names of the checkpoint that are below these parts, and chosen."""
         owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
-        found = [
-            name for name, own in owned if own is not None and self.stored.stored_name_for(own) is not None
-        ]
+        found = [name for name, own in owned if own is not None and self.stored.asked(own) is not None]
         # A dict that was empty on some ranks alone is taken with what other ranks had in it.
         above = (
             {each[: dot.start()] for each in self.stored.names for dot in re.finditer(r"\.", each)}
@@ -872,19 +805,13 @@ class LoadedParts:
 
 
 @contextmanager
-def loading_into(
-    state: Mapping[str, Any], stored: StoredNames, prefixes: Mapping[str, str]
-) -> Iterator[LoadedParts]:
+def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[LoadedParts]:
     """Yield the state to load into; afterwards parts with `load_state_dict` load theirs, others are replaced.
 
-    `prefixes` has by key the beginning of the names that the checkpoint has for this part. If the body
-    raises, no part is changed.
+    Raises `UsageError` for a part that cannot be loaded. If the body raises, no part is changed.
     """
     names = parameter_names(state)
-    empty = _EmptyPlaces(stored)
-    parts = {
-        key: _begin(key, part, stored, prefixes[key], names) or _Part(part) for key, part in state.items()
-    }
+    parts = {key: _begin(key, part, stored, names) or _Part(part) for key, part in state.items()}
     containers = (Mapping, list)
     fixed = [key for key, part in parts.items() if not isinstance(part.inner, (*containers, torch.Tensor))]
     if fixed and not isinstance(state, MutableMapping):
@@ -892,15 +819,18 @@ def loading_into(
             f"The state is a {type(state).__name__}, in which {name_some(fixed)} cannot be replaced",
             fix="Load into a dict.",
         )
-    plain = {key: part.inner for key, part in parts.items() if type(part) is _Part}
-    empty.fill(plain, prefixes)
-    for key, inner in plain.items():
-        parts[key].inner = inner
-    asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
-    below = {key: prefix for key, prefix in asked.items() if prefix}
-    loading = LoadedParts(parts, below, stored, empty, {key: part.inner for key, part in parts.items()})
+    empty = _EmptyPlaces(stored)
     with ExitStack() as after_failure:
         after_failure.callback(empty.undo)
+        plain = {key: part.inner for key, part in parts.items() if type(part) is _Part}
+        empty.fill(plain)
+        for key, inner in plain.items():
+            parts[key].inner = inner
+        prefixes = {
+            key: stored.prefix(key) for key, part in parts.items() if isinstance(part.inner, containers)
+        }
+        below = {key: prefix for key, prefix in prefixes.items() if prefix}
+        loading = LoadedParts(parts, below, stored, empty, {key: part.inner for key, part in parts.items()})
         yield loading
         after_failure.pop_all()
     restore_empty(empty.emptied)
@@ -912,125 +842,44 @@ def loading_into(
             state[key] = taken
 
 
-def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part | None:
+def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -> _Part | None:
+    """Give a part with a state, or the dict of `get_optimizer_state_dict`, the places that it needs."""
+    prefix = stored.prefix(key)
+    making = Places(stored.key_types, prefix)
     if isinstance(part, torch.nn.Module):
-        own, making = part.state_dict(), Places(stored.key_types, prefix)
+        own = part.state_dict()
         extra = {name: copied(value) for name, value in own.items() if name.endswith(EXTRA_STATE)}
         if extra and prefix:
             places = stored.below(prefix, key)
             making.fit(extra, {path: facts for path, facts in places.items() if path[0] in extra})
             own.update(extra)
-        return _StatefulPart(own, part, making)
+        return _StatefulPart(own, part, making.emptied)
     if is_stateful(part):
         own = part.state_dict()
         if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():
-            return begin_optimizer(key, part, stored, prefix, names)
-        places = stored.below(prefix, key) if prefix else {}
-        own, making = copied(own), Places(stored.key_types, prefix)
-        making.fit(own, places)
-        return _StatefulPart(own, part, making)
+            return _begin_optimizer(key, part, stored, names)
+        own = copied(own)
+        making.fit(own, stored.below(prefix, key) if prefix else {})
+        return _StatefulPart(own, part, making.emptied)
     if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
         numbered = number_names(part, stored.below(prefix, key))
         if numbered is not None:
-            return NamedState(numbered, key, part)
+            return _NamedState(numbered, key, part)
     return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ByteItemIndex:
-    """A checkpoint's index in which items that are read whole are tensors of bytes, after its own tensors.
+def find_wanted(
+    local_state: LocalState, selection: LeafSelection, index: CheckpointIndex, *, converts: bool
+) -> tuple[Regions, list[tuple[str, LocalShard]], dict[str, int]]:
+    """The stored regions that this rank wants, for each the leaf and its shard; and the objects by leaf.
 
-    The rows of `stored` are first those that can be read in part, then one for each packed row, then one for
-    each object; `source_row` has the row in the checkpoint's index, or -1 - k for the k-th object.
-    """
-
-    tensors: tuple[TensorFacts, ...]
-    stored: StoredRegions
-    source_row: Ints
-    packed_rows: Ints
-    first_packed: int
-    """Tensor number of the first packed row; those of objects follow."""
-
-    @property
-    def first_object(self) -> int:
-        """Tensor number of the first object."""
-        return self.first_packed + len(self.packed_rows)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadRequests:
-    """One rank's requests: `regions` in the numbers of `ByteItemIndex`, shards first, then whole items.
-
-    `names` has for each shard its leaf's name, and its number among the leaf's shards.
-    """
-
-    regions: Regions
-    names: tuple[tuple[str, int], ...]
-    items: tuple[int, ...]
-    """Tensor numbers of the whole items, in the order of their rows after the shards."""
-    unpacking: tuple[tuple[int, int, Region], ...]
-    """Parts to cut out of packed items once these are loaded: the number of the item among the packed rows,
-    the wanted region's row, and its part that is in the item."""
-    objects: Mapping[str, int]
-    """Leaf name -> the object's number in the checkpoint's index."""
-
-
-def index_byte_items(index: CheckpointIndex) -> ByteItemIndex:
-    """Index packed regions and objects as tensors of bytes, so that one plan serves all of them."""
-    stored = index.stored
-    packed_rows = np.flatnonzero(stored.packed)
-    plain_rows = np.flatnonzero(~stored.packed)
-    objects = index.objects
-    first_packed = len(index.tensors)
-    packed = stored.take(packed_rows)
-    columns = [(stored.size_bytes, stored.offset, stored.file) for stored in objects]
-    object_sizes, object_offsets, object_files = np.array(columns, dtype=np.int64).reshape(-1, 3).T
-    sizes = np.concatenate([packed.item_bytes, object_sizes])
-    offsets = np.concatenate([packed.item_offset, object_offsets])
-    file = np.concatenate([packed.file, object_files])
-    names = [index.tensors[number].name for number in packed.regions.tensor.tolist()]
-    names += [stored.name for stored in objects]
-    byte_tensors = tuple(
-        TensorFacts(name, "uint8", (size,), 1) for name, size in zip(names, sizes.tolist(), strict=True)
-    )
-    numbers = np.arange(len(byte_tensors)) + first_packed
-    whole = Regions(numbers, np.zeros((len(numbers), 1), dtype=np.int64), sizes[:, None])
-    plain = stored.take(plain_rows)
-    return ByteItemIndex(
-        tensors=(*index.tensors, *byte_tensors),
-        stored=StoredRegions(
-            Regions.concatenated([plain.regions, whole]),
-            np.concatenate([plain.file, file]),
-            np.concatenate([plain.item_offset, offsets]),
-            np.concatenate([plain.item_bytes, sizes]),
-            np.concatenate([plain.payload_offset, offsets]),
-            np.zeros(len(plain) + len(whole), dtype=np.bool_),
-        ),
-        source_row=np.concatenate([plain_rows, packed_rows, -1 - np.arange(len(objects))]),
-        packed_rows=packed_rows,
-        first_packed=first_packed,
-    )
-
-
-def build_requests(
-    local_state: LocalState,
-    selection: LeafSelection,
-    index: CheckpointIndex,
-    item_index: ByteItemIndex,
-    *,
-    converts: bool,
-    where: str,
-) -> LoadRequests:
-    """The requests of this rank. Raises `UsageError` where state and checkpoint do not match.
-
-    Raises `DataDamaged` where the checkpoint, called `where`, lacks a part of what it lists; `converts`
-    allows other dtypes.
+    Raises `UsageError` where state and checkpoint do not match; `converts` allows other dtypes.
     """
     numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
     objects = {stored.name: number for number, stored in enumerate(index.objects)}
     wanted_objects: dict[str, int] = {}
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
-    names: list[tuple[str, int]] = []
+    shards: list[tuple[str, LocalShard]] = []
     own = {facts.name: facts for facts in local_state.holdings.tensors}
     for name, stored_name in selection.stored_names.items():
         if name in own and stored_name in numbers:
@@ -1047,9 +896,9 @@ def build_requests(
                     f"{name!r} is {here.dtype} in the state and {there.dtype} in the checkpoint",
                     fix="Give the state the checkpoint's dtype, or convert it with convert_dtypes=True.",
                 )
-            for place, piece in enumerate(local_state.shards[name]):
-                rows.append((number, piece.offsets, piece.sizes))
-                names.append((name, place))
+            for shard in local_state.shards[name]:
+                rows.append((number, shard.offsets, shard.sizes))
+                shards.append((name, shard))
         elif name not in own and stored_name in objects:
             wanted_objects[name] = objects[stored_name]
         else:
@@ -1058,129 +907,4 @@ def build_requests(
                 f"{name!r} is {kinds[0]} in the state, but {stored_name!r} is {kinds[1]} in the checkpoint",
                 fix="Give the state the same kind of value, or skip this part with exclude=.",
             )
-    regions = Regions.from_rows(rows)
-    check_covered(index, regions, where)
-    return build_matched_requests(regions, tuple(names), wanted_objects, index, item_index)
-
-
-def build_matched_requests(
-    regions: Regions,
-    names: tuple[tuple[str, int], ...],
-    wanted_objects: Mapping[str, int],
-    index: CheckpointIndex,
-    item_index: ByteItemIndex,
-) -> LoadRequests:
-    """The requests for regions and objects that are already matched and checked."""
-    wants, rows, common = find_overlaps(regions, index.stored.regions.take(item_index.packed_rows))
-    dims = [len(index.tensors[number].shape) for number in common.tensor.tolist()]
-    unpacking = tuple(
-        (row, want, common.region(part, dims[part]))
-        for part, (want, row) in enumerate(zip(wants.tolist(), rows.tolist(), strict=True))
-    )
-    items = dict.fromkeys(item_index.first_packed + row for row, _, _ in unpacking)
-    items.update(dict.fromkeys(item_index.first_object + number for number in wanted_objects.values()))
-    sizes = np.array([item_index.tensors[number].shape[0] for number in items], dtype=np.int64)
-    tensor = np.array(list(items), dtype=np.int64)
-    whole = Regions(tensor, np.zeros((len(tensor), 1), dtype=np.int64), sizes[:, None])
-    return LoadRequests(
-        regions=Regions.concatenated([regions, whole]),
-        names=names,
-        items=tuple(items),
-        unpacking=unpacking,
-        objects=wanted_objects,
-    )
-
-
-def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
-    """Raise `DataDamaged` for the first wanted region whose elements are not all stored exactly once."""
-    missing = missing_elements(index.stored.regions, regions)
-    for row in np.flatnonzero(missing)[:1].tolist():
-        facts = index.tensors[int(regions.tensor[row])]
-        offsets, sizes = regions.region(row, len(facts.shape))
-        raise DataDamaged(
-            f"{abs(missing[row])} elements of {facts.name!r} at {list(offsets)} of {list(sizes)} are"
-            f" {'in no piece' if missing[row] > 0 else 'in several pieces'} of the checkpoint",
-            where=where,
-            fix="Load an older checkpoint; this one was saved incompletely.",
-        )
-
-
-def with_payloads(index: CheckpointIndex, positions: Ints, rows: Ints) -> CheckpointIndex:
-    """`index` with payload positions in the file for `rows`; -1 means that an item must be read whole."""
-    payload, packed = index.stored.payload_offset.copy(), index.stored.packed.copy()
-    payload[rows] = positions
-    packed[rows] |= positions < 0
-    return replace(index, stored=replace(index.stored, payload_offset=payload, packed=packed))
-
-
-LARGE_BYTES = 256 << 20
-
-
-def require_lengths(checkpoint: CheckpointSource, item_index: ByteItemIndex, items: Iterable[int]) -> None:
-    """Raise `DataDamaged` for a large item that goes beyond its file, before memory is taken for it."""
-    for number in items:
-        facts = item_index.tensors[number]
-        if facts.shape[0] < LARGE_BYTES:
-            continue
-        row = len(item_index.stored) - len(item_index.tensors) + number
-        key = checkpoint.key(checkpoint.index.files[int(item_index.stored.file[row])])
-        # A file that is only on another rank's node is read there, and its length is looked at there.
-        with suppress(ObjectNotFound):
-            size_bytes = checkpoint.storage.stat(key).size_bytes
-            end = int(item_index.stored.item_offset[row]) + facts.shape[0]
-            if end > size_bytes:
-                raise DataDamaged(
-                    f"{facts.name!r} should end at byte {end} of a file that has {size_bytes}",
-                    where=f"{checkpoint.uri}, {key}",
-                    fix="Load an older checkpoint.",
-                )
-
-
-NUM_HEAD_READERS = 16
-"""Heads are small, so reading them is bound by latency."""
-
-
-def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointIndex:
-    """The index with the positions of all payloads, read from items that no manifest describes. Collective.
-
-    Heads of items are read through the page cache: with direct I/O, scattered pages take four times as long.
-    """
-    index = checkpoint.index
-    rows = unlocated_rows(index)
-    if not len(rows):
-        return index
-    own_rows = rows[comm.rank :: comm.size]
-    own_positions = run_on_all_ranks(
-        comm, lambda: _positions(checkpoint, own_rows), awaiting="all ranks to locate payloads"
-    )
-    positions = np.empty(len(rows), dtype=np.int64)
-    for rank, part in enumerate(comm.gather(own_positions, awaiting="where all payloads begin")):
-        positions[rank :: comm.size] = part
-    return with_payloads(index, positions, rows)
-
-
-def unlocated_rows(index: CheckpointIndex) -> Ints:
-    """Rows of plain items whose payload can only be located from their own heads."""
-    stored = index.stored
-    return np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)
-
-
-def _positions(checkpoint: CheckpointSource, rows: Ints) -> Ints:
-    """Positions in the file, -1 where only the whole item has the payload."""
-    stored = checkpoint.index.stored
-
-    def find(source: Source, row: int) -> int:
-        begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
-        head = bytearray(min(HEAD_BYTES, size))
-        source.read_into(begin, memoryview(head))
-        offset = checkpoint.payload_in(row, head)
-        return UNKNOWN if offset is None else begin + offset
-
-    positions = np.full(len(rows), UNKNOWN, dtype=np.int64)
-    with ThreadPoolExecutor(NUM_HEAD_READERS) as threads:
-        for file in np.unique(stored.file[rows]).tolist():
-            places = np.flatnonzero(stored.file[rows] == file)
-            key = checkpoint.key(checkpoint.index.files[file])
-            with closing(checkpoint.storage.open(key)) as source:
-                positions[places] = list(threads.map(partial(find, source), rows[places].tolist()))
-    return positions
+    return Regions.from_rows(rows), shards, wanted_objects

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.dcp_item import load_object
-from penstock.checkpoint.match import ByteItemIndex, LoadRequests
-from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
+from penstock.checkpoint.plan.load_plan import LoadPlan, LoadRequests, Transfers
 from penstock.checkpoint.state.regions import (
     ByteArray,
     Region,
@@ -83,45 +82,32 @@ class Target:
         view.copy_(words.view(getattr(torch, self.facts.dtype)).reshape(tuple(sizes)))
 
 
-def item_targets(requests: LoadRequests, item_index: ByteItemIndex) -> list[Target]:
-    """New memory for the whole items that are requested; their targets follow those of the shards."""
-    items = [item_index.tensors[number] for number in requests.items]
+def item_targets(requests: LoadRequests, tensors: Sequence[TensorFacts]) -> list[Target]:
+    """New memory for the whole items that are requested; their targets follow those of the wanted regions."""
+    items = [tensors[number] for number in requests.items]
     return [Target((0,), torch.empty(facts.shape, dtype=torch.uint8, device="cpu"), facts) for facts in items]
 
 
-def item_contents(requests: LoadRequests, targets: Sequence[Target]) -> dict[int, memoryview]:
-    """The contents of the whole items that were loaded, by their tensor numbers in `ByteItemIndex`."""
-    return {
-        number: memoryview(targets[len(requests.names) + place].memory.numpy().data)
-        for place, number in enumerate(requests.items)
-    }
-
-
 def unpack(
-    checkpoint: CheckpointSource,
-    item_index: ByteItemIndex,
-    requests: LoadRequests,
-    targets: Sequence[Target],
-    *,
-    trust: bool,
+    checkpoint: CheckpointSource, requests: LoadRequests, targets: Sequence[Target], *, trust: bool
 ) -> dict[str, Any]:
     """Copy parts of packed items to their tensors, and return the objects by leaf name."""
-    content = item_contents(requests, targets)
-    for number, want, inner in requests.unpacking:
-        row, facts = int(item_index.packed_rows[number]), targets[want].facts
-        elements = checkpoint.tensor_bytes(row, content[item_index.first_packed + number])
+    items = [target.memory.numpy().data for target in targets[len(targets) - len(requests.items) :]]
+    for place, row, want, inner in requests.unpacking:
+        facts = targets[want].facts
+        elements = checkpoint.tensor_bytes(row, items[place])
         outer = checkpoint.index.stored.regions.region(row, len(facts.shape))
         # The copy is aligned, as torch expects its memory to be.
         aligned = np.frombuffer(bytes(elements), dtype=np.uint8)
         targets[want].fill(*inner, cut_region(aligned, facts.element_bytes, outer, inner))
     values = {}
-    for name, number in requests.objects.items():
+    for name, (number, place) in requests.objects.items():
         stored = checkpoint.index.objects[number]
         if checkpoint.archive is not None:
             values[name] = checkpoint.value(stored, trust=trust)
             continue
         values[name] = load_object(
-            content[item_index.first_object + number],
+            items[place],
             stored.name,
             transforms=stored.transforms,
             trust=trust,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock.checkpoint.file_layout import payload_of_tensor
 from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes
 from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import RankError, name_some
@@ -25,8 +24,6 @@ from penstock.units import format_bytes
 if TYPE_CHECKING:
     from penstock.checkpoint.state.tensors import LocalState
 
-BLOCK_BYTES: Final = 1 << 20
-"""Size of the copies by which tensors that are not contiguous are summed."""
 NUM_WORDS: Final = 1 << 22
 """Words of 4 bytes that a device sums at a time, which takes 64 MiB of its memory."""
 NUM_NAMED: Final = 3
@@ -113,16 +110,8 @@ def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
 
 def sum_bytes(memory: torch.Tensor) -> int:
     """XXH3-64 of a tensor's elements in main memory, in row-major order."""
-    memory = memory.detach().resolve_conj().resolve_neg()
-    if memory.is_contiguous():
-        return xxhash.xxh3_64_intdigest(contiguous_bytes(memory).data)
-    payload = payload_of_tensor(memory)
-    running, block = xxhash.xxh3_64(), memoryview(bytearray(min(BLOCK_BYTES, memory.nbytes)))
-    for start in range(0, memory.nbytes, BLOCK_BYTES):
-        part = block[: memory.nbytes - start]
-        payload.copy_into(start, part)
-        running.update(part)
-    return running.intdigest()
+    memory = memory.detach().resolve_conj().resolve_neg().contiguous()
+    return xxhash.xxh3_64_intdigest(contiguous_bytes(memory).data)
 
 
 def sum_on_device(memory: torch.Tensor) -> int:

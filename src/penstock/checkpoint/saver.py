@@ -120,11 +120,11 @@ class Saver:
         if replicas not in get_args(Replicas):
             raise UsageError(f"replicas={replicas!r} is unknown", fix=f"Use one of {get_args(Replicas)}.")
         self._replicas = replicas
-        self._transforms = tuple(transforms)
-        self._options = options or SaveOptions()
-        self._memory = StagingMemory(staging_bytes)
-        self._metadata = MetadataWriter()
-        self._warn = partial(warn_of_losses, warned=set(), checked=set())
+        self.transforms = tuple(transforms)
+        self.options = options or SaveOptions()
+        self.memory = StagingMemory(staging_bytes)
+        self.metadata = MetadataWriter()
+        self.warn = partial(warn_of_losses, warned=set(), checked=set())
         self._laid_out: tuple[RankShare, SavePlan, tuple[FileLayout, ...]] | None = None
         self._planners: WeakKeyDictionary[Comm, JobPlanner] = WeakKeyDictionary()
 
@@ -142,18 +142,18 @@ class Saver:
             )
             return collected[0]
 
-        share = planner.find(lambda: collect().holdings, self._options)
+        share = planner.find(lambda: collect().holdings, self.options)
         local_state = collected[0]
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         is_new = share is None
         if share is None:
             paths = {leaf.name: leaf.path for leaf in local_state.leaves}
-            share = planner.plan(local_state.holdings, self._options, paths, local_state.entries())
-        job = planner.jobs.get(share.number)
+            share = planner.plan(local_state.holdings, self.options, paths, local_state.entries())
+        job = planner.job
         if is_new and job is not None:
             tell_of_entries(job.differing_parts, are_noted=bool(job.entries))
         if self._laid_out is None or self._laid_out[0] is not share:
-            plan = plan_files(comm.rank, share.tensors, share.regions, share.objects.placed, self._options)
+            plan = plan_files(comm.rank, share.tensors, share.regions, share.objects.placed, self.options)
             layouts = tuple(lay_out_file(bucket, plan.tensors) for bucket in plan.buckets)
             self._laid_out = share, plan, layouts
         _, plan, layouts = self._laid_out
@@ -162,22 +162,17 @@ class Saver:
             layouts=layouts,
             numbers=share.numbers,
             job=job,
-            warn=partial(self._warn, local_state, comm.rank),
             local_state=local_state,
             dtype=choice.dtype,
             compare_s=compare_s,
             plan_s=time.perf_counter() - start_s - compare_s,
-            memory=self._memory,
-            num_ranks=comm.size,
-            writers=self._options.writers,
-            transforms=self._transforms,
-            timeout_s=comm.timeout_s,
-            metadata=self._metadata,
+            saver=self,
+            comm=comm,
         )
 
     def close(self) -> None:
         """Free idle memory. May be called twice."""
-        self._memory.clear()
+        self.memory.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,18 +185,12 @@ class PreparedTensors:
     """By tensor of the plan, its number among the tensors of all ranks."""
     job: JobPlan | None
     """The plan of all ranks, on rank 0."""
-    warn: Callable[[], None]
-    """Names what a load will not bring back."""
     local_state: LocalState
     dtype: torch.dtype | None
     compare_s: float
     plan_s: float
-    memory: StagingMemory
-    num_ranks: int
-    writers: int
-    transforms: tuple[str, ...]
-    timeout_s: float
-    metadata: MetadataWriter
+    saver: Saver
+    comm: Comm
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Lay out this rank's share, and begin to copy it, unless only the commit is urgent."""
@@ -235,26 +224,27 @@ class PreparedTensors:
                 payload_bytes=plan.num_bytes,
                 contents=ShareContents(regions=tuple(regions), objects=tuple(objects)),
                 compare_s=self.compare_s,
-            ).transformed(self.transforms)
+            ).transformed(self.saver.transforms)
         share = replace(share, plan_s=self.plan_s + time.perf_counter() - start_s)
-        budget_bytes = self.memory.budget_bytes
+        memory, writers = self.saver.memory, self.saver.options.writers
+        budget_bytes = memory.budget_bytes
         if urgent == "commit":
             budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)
-        settings = choose_pipeline_settings(share.layouts, self.writers, budget_bytes)
+        settings = choose_pipeline_settings(share.layouts, writers, budget_bytes)
         copies: CopyOrder = "with the writes"
         if urgent == "copy":
             needed_bytes = sum(round_up(layout.size_bytes, settings.chunk_bytes) for layout in share.layouts)
             copies = "before all else" if needed_bytes <= settings.buffer_memory_bytes else "at once"
-        staged = StagedFiles(share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
+        staged = StagedFiles(share, memory, settings, copies=copies, timeout_s=self.comm.timeout_s)
         # While threads copy: training waits for these, and for nothing that could be done meanwhile.
-        self.warn()
+        self.saver.warn(state, self.comm.rank)
         return staged
 
     # A million items make millions of short-lived objects, and collecting among them doubles the time.
     @paused_garbage_collection()
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""
-        job = self.job
+        job, transforms = self.job, self.saver.transforms
         assert job is not None, "rank 0 made the plan"
         written = [
             (file, objects, regions)
@@ -264,7 +254,7 @@ class PreparedTensors:
             )
         ]
         objects = [
-            StoredObject(name, number, int(file.item_offset[row]), int(file.item_bytes[row]), self.transforms)
+            StoredObject(name, number, int(file.item_offset[row]), int(file.item_bytes[row]), transforms)
             for number, (file, named, _) in enumerate(written)
             for row, (name, _) in enumerate(named)
         ]
@@ -278,7 +268,7 @@ class PreparedTensors:
             item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
             item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
             payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
-            packed=np.full(len(regions), bool(self.transforms)),
+            packed=np.full(len(regions), bool(transforms)),
         )
         found = dict(job.paths)
         for share in shares:
@@ -293,9 +283,9 @@ class PreparedTensors:
             tuple(objects),
             tuple(file.name for file, _, _ in written),
             paths,
-            transforms=[self.transforms] * len(regions) if self.transforms else (),
+            transforms=[transforms] * len(regions) if transforms else (),
         )
-        metadata = self.metadata.write(index)
+        metadata = self.saver.metadata.write(index)
         named = {key: cast("Fact", fact) for key, fact in facts.items() if key not in ("step", "save_id")}
         manifest = build_manifest(
             index,
@@ -303,7 +293,7 @@ class PreparedTensors:
             metadata,
             step=step if isinstance(step, int) else None,
             save_id=save_id,
-            world_size=self.num_ranks,
+            world_size=self.comm.size,
             mesh=device_mesh_sizes(self.local_state.leaves),
             facts=named | self.local_state.facts() | ({OWN_ENTRIES: job.entries} if job.entries else {}),
         )

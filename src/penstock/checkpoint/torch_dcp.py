@@ -56,7 +56,7 @@ from penstock.checkpoint.file_layout import (
     payload_of_bytes,
     payload_of_tensor,
 )
-from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, locate_payloads, open_checkpoint
 from penstock.checkpoint.formats.dcp_item import load_object, object_bytes, require_known_transforms
 from penstock.checkpoint.formats.description import (
     VERSION,
@@ -65,25 +65,10 @@ from penstock.checkpoint.formats.description import (
     read_metadata,
     torch_metadata,
 )
-from penstock.checkpoint.loader import LoadContext, execute_plan
-from penstock.checkpoint.match import (
-    ByteItemIndex,
-    LeafSelection,
-    LoadRequests,
-    build_matched_requests,
-    check_covered,
-    find_matches,
-    index_byte_items,
-    locate_payloads,
-    require_lengths,
-    require_matches,
-    select_leaves,
-    unlocated_rows,
-    with_payloads,
-)
-from penstock.checkpoint.place import Target, item_contents, item_targets, unpack
-from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
-from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
+from penstock.checkpoint.loader import CheckpointLoader, require_lengths
+from penstock.checkpoint.match import LeafSelection, find_idle, require_matches, select_leaves
+from penstock.checkpoint.place import Target, item_targets, unpack
+from penstock.checkpoint.plan.load_plan import LoadRequests, index_byte_items, request_items, require_covered
 from penstock.checkpoint.plan.save_plan import (
     Holdings,
     PlacedObject,
@@ -93,16 +78,14 @@ from penstock.checkpoint.plan.save_plan import (
     plan_job,
 )
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, StagedFiles, choose_pipeline_settings
-from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, TensorFacts, element_sizes
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
 from penstock.checkpoint.state.walk import NamePatterns, Owner, Path, find_leaf_name, require_text
-from penstock.cluster.comm import SoloComm
+from penstock.cluster.comm import SoloComm, run_on_all_ranks
 from penstock.errors import AlreadyThere, UsageError
-from penstock.progress import Progress
 from penstock.storage.capabilities import prefer_direct_access, sync_names
 from penstock.storage.uri import has_option, parse_uri
 from penstock.transfer.buffers import StagingMemory
-from penstock.transfer.reader import ReadBuffers, ReadSettings
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -168,15 +151,12 @@ class LoadPlanner(DefaultLoadPlanner):
                     lengths=nothing,
                 )
             )
-        return planning.LoadPlan(items, planner_data=find_matches(self._choice, names, stored))
+        return planning.LoadPlan(items, planner_data=find_idle(self._choice, names, stored))
 
     def create_global_plan(self, global_plan: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         """Coordinator: refuse a choice that no rank has anything of."""
-        matched = [
-            any(of_ranks) for of_ranks in zip(*(plan.planner_data for plan in global_plan), strict=True)
-        ]
         stored = list(self.metadata.state_dict_metadata) if self.metadata is not None else []
-        require_matches(self._choice, matched, stored, 0)
+        require_matches(self._choice, [plan.planner_data for plan in global_plan], stored, 0)
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: planning.ReadItem, value: io.BytesIO) -> None:
@@ -320,27 +300,11 @@ def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int
     return items
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _RankRequest:
-    """A rank's message to the coordinator with torch's plan: its number, and the regions it wants."""
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """The ranks that load together, numbered as in the job: each gives its own, the coordinator all."""
 
-    rank: int
-    regions: Regions
-    objects: dict[str, int]
-
-    def build(self, index: CheckpointIndex, item_index: ByteItemIndex) -> LoadRequests:
-        """The requests; names only number the regions, as torch's planner knows where they go."""
-        names = tuple(("", row) for row in range(len(self.regions)))
-        return build_matched_requests(self.regions, names, self.objects, index, item_index)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _RankAssignment:
-    """The coordinator's message to each rank: its plan, the ranks that take part, and payload positions."""
-
-    plan: SharedPlan
-    ranks: list[int]
-    positions: Ints
+    ranks: tuple[int, ...]
 
 
 class Reader(StorageReader):
@@ -356,16 +320,15 @@ class Reader(StorageReader):
         self.load_id = str(uuid4())
         self._trust = trust
         self._converts = convert_dtypes
-        self._buffers = ReadBuffers(ReadSettings())
-        self._options = LoadOptions()
+        self._loader = CheckpointLoader()
         self._opened: CheckpointSource | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes: everything but memory, and a checkpoint that this process has opened."""
-        return {**self.__dict__, "_buffers": self._buffers.settings, "_opened": None}
+        return {**self.__dict__, "_loader": None, "_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _buffers=ReadBuffers(state["_buffers"]))
+        self.__dict__.update(state, _loader=CheckpointLoader())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, perhaps of another checkpoint."""
@@ -395,95 +358,58 @@ class Reader(StorageReader):
         """All ranks: nothing to do."""
 
     def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
-        """All ranks: describe what this rank wants as columns."""
-        return replace(plan, storage_data=self._request(plan, own_rank()))
-
-    def _request(self, plan: planning.LoadPlan, rank: int) -> _RankRequest:
-        index = self._checkpoint.index
-        numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
-        objects = {stored.name: number for number, stored in enumerate(index.objects)}
-        rows, wanted = [], {}
-        for item in plan.items:
-            name = item.storage_index.fqn
-            if item.type is planning.LoadItemType.BYTE_IO:
-                wanted[name] = objects[name]
-                continue
-            corner = item.storage_index.offset or (0,) * len(item.lengths)
-            begin = tuple(at + inside for at, inside in zip(corner, item.storage_offsets, strict=True))
-            rows.append((numbers[name], begin, tuple(item.lengths)))
-        regions = Regions.from_rows(rows)
-        check_covered(index, regions, self._checkpoint.uri)
-        return _RankRequest(rank, regions, wanted)
+        """All ranks: name this rank."""
+        return replace(plan, storage_data=_Readers((own_rank(),)))
 
     def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        """Coordinator: decide which rank reads what.
+        """Coordinator: let all ranks load together.
 
         A planner may have put data of its own in the place of this reader's. It finds that when it finishes
         its plan, and each rank reads alone all that it wants, as with torch's readers.
         """
-        if not all(isinstance(plan.storage_data, _RankRequest) for plan in plans):
+        of_ranks = [plan.storage_data for plan in plans]
+        if not all(isinstance(readers, _Readers) for readers in of_ranks):
             return plans
-        index = locate_payloads(self._checkpoint, SoloComm())
-        item_index = index_byte_items(index)
-        requests: list[_RankRequest] = [plan.storage_data for plan in plans]
-        built = [request.build(index, item_index) for request in requests]
-        for request in built:
-            require_lengths(self._checkpoint, item_index, request.items)
-        wanted = [request.regions for request in built]
-        element_bytes = element_sizes(item_index.tensors)
-        shared = plan_load(item_index.stored, element_bytes, wanted, self._options)
-        positions = index.stored.payload_offset[unlocated_rows(self._checkpoint.index)]
-        ranks = [request.rank for request in requests]
-        return [
-            replace(
-                plan,
-                storage_data=_RankAssignment(
-                    plan_rank_load(shared, element_bytes, rank, self._options), ranks, positions
-                ),
-            )
-            for rank, plan in enumerate(plans)
-        ]
+        together = _Readers(tuple(rank for readers in of_ranks for rank in readers.ranks))
+        return [replace(plan, storage_data=together) for plan in plans]
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
         """All ranks: read, exchange, and fill what the planner resolves."""
-        assigned = plan.storage_data
-        if not isinstance(assigned, _RankAssignment):
-            # Replaced by the planner, when all plans were made or when this one was finished.
-            assigned = self.prepare_global_plan([self.prepare_local_plan(plan)])[0].storage_data
-        checkpoint = self._checkpoint
-        rows = unlocated_rows(checkpoint.index)
-        if len(rows):
-            checkpoint = replace(checkpoint, index=with_payloads(checkpoint.index, assigned.positions, rows))
-        item_index = index_byte_items(checkpoint.index)
+        readers = plan.storage_data if isinstance(plan.storage_data, _Readers) else _Readers((own_rank(),))
+        assert self._opened is not None, "torch calls read_metadata first"
         tensors = [item for item in plan.items if item.type is not planning.LoadItemType.BYTE_IO]
-        request = self._request(plan, own_rank())
-        requests = request.build(checkpoint.index, item_index)
-        resolved = [planner.resolve_tensor(item) for item in tensors]
-        targets = [
-            self._target(memory, requests.regions, row, item_index) for row, memory in enumerate(resolved)
-        ] + item_targets(requests, item_index)
-        with closing(make_group_of(assigned.ranks)) as group:
-            context = LoadContext(
-                checkpoint=checkpoint,
-                items=item_index,
-                group=group,
-                buffers=self._buffers,
-                progress=Progress(),
-                storage=checkpoint.storage_of_files(),
+        resolved: list[torch.Tensor] = []
+        with closing(make_group_of(readers.ranks)) as group:
+            checkpoint = locate_payloads(self._opened, group.comm)
+            index = checkpoint.index
+            items = index_byte_items(index)
+
+            def request() -> tuple[LoadRequests, list[Target]]:
+                objects = {stored.name: number for number, stored in enumerate(index.objects)}
+                asked = [
+                    item.storage_index.fqn
+                    for item in plan.items
+                    if item.type is planning.LoadItemType.BYTE_IO
+                ]
+                regions = self._regions(tensors, index.tensors)
+                require_covered(index, regions, checkpoint.uri)
+                requests = request_items(regions, {name: objects[name] for name in asked}, index, items)
+                require_lengths(checkpoint, items, requests.items)
+                resolved.extend(planner.resolve_tensor(item) for item in tensors)
+                targets = [
+                    self._target(memory, regions, row, index.tensors) for row, memory in enumerate(resolved)
+                ]
+                return requests, targets + item_targets(requests, items.tensors)
+
+            requests, targets = run_on_all_ranks(
+                group.comm, request, awaiting="all ranks to name what they load"
             )
-            execute_plan(assigned.plan, requests.regions, targets, context)
+            self._loader.fetch(checkpoint, items, requests, targets, group)
         # Objects are read here as well, so that one that would run code is refused before the planner does.
-        values = unpack(checkpoint, item_index, requests, targets, trust=self._trust)
-        contents = item_contents(requests, targets)
+        values = unpack(checkpoint, requests, targets, trust=self._trust)
         for item in plan.items:
             if item.type is planning.LoadItemType.BYTE_IO:
-                name = item.storage_index.fqn
-                number = requests.objects[name]
-                if checkpoint.archive is None and not checkpoint.index.objects[number].transforms:
-                    packed = io.BytesIO(contents[item_index.first_object + number])
-                else:
-                    packed = io.BytesIO(object_bytes(values[name]))
-                planner.load_bytes(item, packed)
+                planner.load_bytes(item, io.BytesIO(object_bytes(values[item.storage_index.fqn])))
         for item, memory in zip(tensors, resolved, strict=True):
             planner.commit_tensor(item, memory)
         done: Future[None] = Future()
@@ -495,13 +421,20 @@ class Reader(StorageReader):
         """Accept any path, and URIs of known storages."""
         return can_be_named(checkpoint_id)
 
-    @property
-    def _checkpoint(self) -> CheckpointSource:
-        assert self._opened is not None, "torch calls read_metadata first"
-        return self._opened
+    def _regions(self, wanted: Sequence[planning.ReadItem], tensors: Sequence[TensorFacts]) -> Regions:
+        """The regions that torch's plan wants, in the checkpoint's own numbers."""
+        numbers = {facts.name: number for number, facts in enumerate(tensors)}
+        rows = []
+        for item in wanted:
+            corner = item.storage_index.offset or (0,) * len(item.lengths)
+            begin = tuple(at + inside for at, inside in zip(corner, item.storage_offsets, strict=True))
+            rows.append((numbers[item.storage_index.fqn], begin, tuple(item.lengths)))
+        return Regions.from_rows(rows)
 
-    def _target(self, memory: torch.Tensor, regions: Regions, row: int, item_index: ByteItemIndex) -> Target:
-        facts = item_index.tensors[int(regions.tensor[row])]
+    def _target(
+        self, memory: torch.Tensor, regions: Regions, row: int, tensors: Sequence[TensorFacts]
+    ) -> Target:
+        facts = tensors[int(regions.tensor[row])]
         if str(memory.dtype) != f"torch.{facts.dtype}" and not self._converts:
             raise UsageError(
                 f"{facts.name!r} is {memory.dtype} in the state and torch.{facts.dtype} in the checkpoint",

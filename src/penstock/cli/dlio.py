@@ -103,7 +103,7 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
     from penstock.bench.training.training_files import open_files
     from penstock.bench.training.training_run import list_unsupported
     from penstock.dataset.data_files import remove
-    from penstock.results.dlio_files import HYDRA_FOLDER, HydraFacts, write_configuration, write_log
+    from penstock.results.dlio_files import HYDRA_FOLDER, write_configuration, write_log
     from penstock.workload.load_workload import load
 
     overrides, arguments = parse_dlio_words(words)
@@ -130,24 +130,19 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
     storage, terminal = opener(), Terminal(as_json=False, speaks=comm.rank == 0)
     terminal.notes(remarks)
     log = _generate(workload, storage, comm, terminal) if stages.generate_data else []
-    facts = HydraFacts(
-        subfolder=arguments.get("hydra.output_subdir", HYDRA_FOLDER),
-        workload_name=workload.full_name,
-        overrides=redact(tuple(override.source for override in overrides)),
-        working_folder=str(Path.cwd()),
-        run_folder=str(folder),
-    )
+    sources = tuple(override.source for override in overrides)
+    subfolder = arguments.get("hydra.output_subdir", HYDRA_FOLDER)
     # What DLIO leaves even if nothing is trained, or training fails.
     if terminal.speaks:
-        write_configuration(folder, workload, facts)
+        write_configuration(folder, workload, redact(sources), subfolder=subfolder, run_folder=folder)
         write_log(folder, workload, log)
     settings: dict[str, Any] = {
         "results": folder.parent,
         "run_folder": folder,
         "command": ("penstock-dlio", *words),
-        "overrides": tuple(override.source for override in overrides),
+        "overrides": sources,
         "remarks": remarks,
-        "hydra_subfolder": facts.subfolder,
+        "hydra_subfolder": subfolder,
         "log_before": tuple(log),
     }
     result: CheckpointResult | None = None

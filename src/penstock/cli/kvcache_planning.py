@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.option_groups import PAGE, STORAGE, write_page
 from penstock.cli.options import argument, flag, group, option, optional_argument, verb
-from penstock.cli.parsers import FILE, SIZE, TEXT, URI, above_zero, choice, number, several, whole
+from penstock.cli.parsers import FILE, SIZE, TEXT, URI, choice, several, whole
 from penstock.cli.terminal import Terminal, TextTable, View, format_number, table
 from penstock.environment import process_environment
 from penstock.units import format_bytes, format_seconds
@@ -48,21 +48,13 @@ class TraceFormatOptions:
     chunk_tokens: int | None = option(
         "--chunk-tokens", whole(1), "Tokens per cached chunk (default: one block each)."
     )
-    request_rate: float = option(
-        "--request-rate",
-        above_zero(number()),
-        "Requests per second to assume if TRACE has no times.",
-        default="1",
-    )
     max_requests: int | None = option("--max-requests", whole(1), "Number of requests to use.")
 
     def load(self, path: Path, terminal: Terminal) -> BlockTrace:
         """Read the trace in chunks, and print its remarks."""
         from penstock.kvcache.read_traces import read_trace
 
-        trace = read_trace(
-            path, kind=self.kind, block_tokens=self.block_tokens, request_rate=self.request_rate
-        )
+        trace = read_trace(path, kind=self.kind, block_tokens=self.block_tokens)
         terminal.notes(trace.notes)
         if self.max_requests is not None:
             trace = trace.head(self.max_requests)
@@ -281,7 +273,6 @@ def inspect(
     verifies: bool = flag(
         "--verify", "Read all contents: verify checksums where there are any, else look for pages of zeros."
     ),
-    streams: int = option("--streams", whole(1), "Read this many entries at a time.", default="8"),
 ) -> int:
     """Show what a STORE of cache entries holds: engines, models, tokens, and damaged or unfinished entries.
 
@@ -300,13 +291,8 @@ def inspect(
 
     opened = open_storage(store, process_environment(), options=dict(storage))
     with terminal.progress() as progress:
-        document = inspect_store(
-            opened,
-            progress,
-            model=None if model is None else find_model(model),
-            verifies=verifies,
-            streams=streams,
-        )
+        assumed = None if model is None else find_model(model)
+        document = inspect_store(opened, progress, model=assumed, verifies=verifies)
     terminal.result(document, _view_store(document))
     return DAMAGED if document["damaged"] else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -116,13 +116,17 @@ class _WatchedRun:
         if record.outcome is RunOutcome.RUNNING:
             silent_s = self._clock() - self._news_s
             is_silent = silent_s >= SILENT_S and (self.folder / "status.json").exists()
-            return status.died(f"It has said nothing for {silent_s:.0f} s.") if is_silent else status
+            return _found_dead(status, f"It has said nothing for {silent_s:.0f} s.") if is_silent else status
         if record.ended_at is None:
-            return status.died(record.why)
+            return _found_dead(status, record.why)
         if self._clock() - self._news_s < _GOODBYE_S:
             return status
         # It ended without being able to write its last status.
         return _without_status(self.folder, record)
+
+
+def _found_dead(status: RunStatus, why: str) -> RunStatus:
+    return replace(status, outcome=DIED, why=why, exit_code=1)
 
 
 def _without_status(folder: Path, record: RunRecord) -> RunStatus:

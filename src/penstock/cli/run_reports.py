@@ -86,8 +86,8 @@ def view_training(result: TrainingResult) -> View:
     yield f"  results   {result.results_dir}"
     if page := find_page(result.results_dir):
         yield f"  page      {page}"
-    if result.trace_folder is not None:
-        yield f"  trace     {result.trace_folder}"
+    if trace := stages.storage_options.get("trace"):
+        yield f"  trace     {trace}"
 
 
 def capture_checkpoint_output(result: CheckpointResult) -> tuple[str, str]:
@@ -147,5 +147,5 @@ def view_checkpoints(result: CheckpointResult) -> View:
     yield f"  results: {result.results_dir}"
     if page := find_page(result.results_dir):
         yield f"  page: {page}"
-    if result.trace_folder is not None:
-        yield f"  trace: {result.trace_folder}"
+    if trace := result.storage_options.get("trace"):
+        yield f"  trace: {trace}"

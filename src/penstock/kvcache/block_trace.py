@@ -8,7 +8,7 @@ use, and a hit serves a request only while all blocks before it hit, too. Pure n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -55,11 +55,6 @@ class BlockTrace:
     def blocks_of_requests(self) -> Integers:
         """The number of blocks of each request."""
         return np.diff(self.first_block)
-
-    @property
-    def span_s(self) -> float:
-        """From the first arrival to the last."""
-        return float(self.arrival_s[-1] - self.arrival_s[0]) if self.num_requests else 0.0
 
     def head(self, num_requests: int) -> BlockTrace:
         """The first requests alone."""
@@ -108,7 +103,7 @@ class BlockTrace:
         uses = np.bincount(self.block_ids, minlength=1)
         return {
             "requests": self.num_requests,
-            "span_s": self.span_s,
+            "span_s": float(self.arrival_s[-1] - self.arrival_s[0]) if self.num_requests else 0.0,
             "block_tokens": self.block_tokens,
             "blocks": self.num_blocks,
             "unique_blocks": self.num_unique,
@@ -225,30 +220,34 @@ def _count_smaller_before(ranks: Integers) -> Integers:
     return counts[ranks]
 
 
-def simulate_tiers(reuse: Reuse, tiers: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """Find the tier, fastest first, that serves each hit of a prefix, and what each tier has to take.
+def serving_tiers(reuse: Reuse, capacities: Iterable[int | None]) -> Integers:
+    """The number of the tier, fastest first, that serves each block; -1 where its prefix is not served.
 
-    `tiers` have their capacity in blocks, None: without limit. They keep the blocks used last, written
-    through. A prefix is served if every block of it is in some tier. A tier takes each block that it does not
-    have.
+    Tiers keep the blocks used last. A prefix is served if every block of it is in some tier.
     """
-    largest = max((limit_of(capacity) for capacity in tiers.values()), default=0)
-    is_hit = reuse.capacity_for_prefix <= largest
-    is_served = np.zeros(len(is_hit), bool)
-    figures = []
-    for name, capacity in tiers.items():
-        has_block = reuse.capacity_for_block <= limit_of(capacity)
-        serves = is_hit & has_block & ~is_served
-        is_served |= serves
-        figures.append(
-            {
-                "tier": name,
-                "capacity_blocks": capacity,
-                "hit_blocks": int(serves.sum()),
-                "written_blocks": 0 if capacity == 0 else int((~has_block).sum()),
-            }
-        )
-    return figures
+    limits = [limit_of(capacity) for capacity in capacities]
+    is_hit = reuse.capacity_for_prefix <= max(limits)
+    fastest = np.select([reuse.capacity_for_block <= limit for limit in limits], range(len(limits)), -1)
+    return np.where(is_hit, fastest, -1)
+
+
+def simulate_tiers(reuse: Reuse, tiers: Mapping[str, int | None]) -> list[dict[str, Any]]:
+    """The hits that each tier serves, and the blocks that it has to take: those that it does not have.
+
+    `tiers` have their capacity in blocks, None: without limit. They are written through.
+    """
+    served_by = serving_tiers(reuse, tiers.values())
+    return [
+        {
+            "tier": name,
+            "capacity_blocks": capacity,
+            "hit_blocks": int((served_by == number).sum()),
+            "written_blocks": int((reuse.capacity_for_block > limit_of(capacity)).sum())
+            if capacity != 0
+            else 0,
+        }
+        for number, (name, capacity) in enumerate(tiers.items())
+    ]
 
 
 _MEDIAN_INPUT: Final = 6_909

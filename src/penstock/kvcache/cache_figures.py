@@ -108,28 +108,22 @@ def hits_over_time(plan: IoPlan) -> list[dict[str, Any]]:
         return []
     span_s = float(plan.arrival_s[-1]) or 1.0
     of_request = _parts(plan.arrival_s, span_s)
-    first_parts = plan.operations[plan.operations["part"] == 0]
-    rows: list[dict[str, Any]] = [
-        {"begin_s": part * span_s / PARTS, "requests": requests, "chunks": chunks}
-        for part, (requests, chunks) in enumerate(
-            zip(_count(of_request), _count(of_request, plan.chunks), strict=True)
-        )
-    ]
+    columns: dict[str, list[Any]] = {
+        "begin_s": [part * span_s / PARTS for part in range(PARTS)],
+        "requests": _count(of_request),
+        "chunks": _count(of_request, plan.chunks),
+    }
     for tier in TierNumber:
-        name = tier.name.lower()
-        hits = first_parts[(first_parts["op"] == Op.READ) & (first_parts["tier"] == tier)]
-        moved = {
-            word: plan.operations[(plan.operations["op"] == op) & (plan.operations["tier"] == tier)]
-            for word, op in (("read", Op.READ), ("written", Op.WRITE))
-        }
-        columns = {f"{name}_hits": _count(of_request[hits["request"]])} | {
-            f"{name}_{word}_bytes": _count(of_request[rows_of["request"]], rows_of["bytes"])
-            for word, rows_of in moved.items()
-        }
-        for column, values in columns.items():
-            for row, value in zip(rows, values, strict=True):
-                row[column] = value
-    return rows
+        name, in_tier = tier.name.lower(), plan.operations[plan.operations["tier"] == tier]
+        reads, writes = (in_tier[in_tier["op"] == op] for op in (Op.READ, Op.WRITE))
+        columns[f"{name}_hits"] = _count(of_request[reads["request"][reads["part"] == 0]])
+        columns[f"{name}_read_bytes"] = _count(of_request[reads["request"]], reads["bytes"])
+        columns[f"{name}_written_bytes"] = _count(of_request[writes["request"]], writes["bytes"])
+    return _rows(columns)
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _parts(times: NDArray[np.float64], end: float) -> Integers:
@@ -162,18 +156,16 @@ def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]
     if not end_ns:
         return []
     total = np.sum(ranks, axis=0)
-    rows = []
-    for part in range(PARTS):
-        row: dict[str, Any] = {"begin_s": part * end_ns / PARTS / 1e9}
-        for direction, name in enumerate(_DIRECTIONS):
-            moved_bytes, *counts = total[direction, part].tolist()
-            row[f"{name}_bytes"] = moved_bytes
-            for percent in (50, 95):
-                bucket = _bucket_at(np.array(counts), percent)
-                middle = None if bucket is None else _middle(bucket * _COARSER + _COARSER // 2) / 1e6
-                row[f"{name}_p{percent}_ms"] = middle
-        rows.append(row)
-    return rows
+    columns: dict[str, list[Any]] = {"begin_s": [part * end_ns / PARTS / 1e9 for part in range(PARTS)]}
+    for direction, name in enumerate(_DIRECTIONS):
+        columns[f"{name}_bytes"] = total[direction, :, 0].tolist()
+        for percent in (50, 95):
+            buckets = [_bucket_at(counts, percent) for counts in total[direction, :, 1:]]
+            columns[f"{name}_p{percent}_ms"] = [
+                None if bucket is None else _middle(bucket * _COARSER + _COARSER // 2) / 1e6
+                for bucket in buckets
+            ]
+    return _rows(columns)
 
 
 FORMAT_VERSION: Final = 1

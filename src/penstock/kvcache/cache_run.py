@@ -18,9 +18,8 @@ from penstock.bench.recorded_run import DeviceObserver, RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound
 from penstock.kvcache import cache_figures
-from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.cache_figures import FILE, FORMAT_VERSION, Times
-from penstock.kvcache.entries import MISSES, EntryLayout, EntryOutcome
+from penstock.kvcache.entries import MISSES, EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
 from penstock.progress import Progress
@@ -56,18 +55,9 @@ def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayo
     return {"left_entries": len(left), "other_objects": other_objects, "other_bytes": other_bytes}
 
 
-def remove_entries(
-    storage: Storage, operations: Operations, layout: EntryLayout, outcomes: Integers, progress: Progress
-) -> None:
-    """Remove the objects that these operations leave; all that they write unless each was run."""
-    objects = operations["entry"] * layout.parts + operations["part"]
-    is_whole = bool((outcomes != EntryOutcome.NOT_RUN).all())
-    if is_whole:
-        # By the last operation on each object it is still there, or not.
-        _, from_end = np.unique(objects[::-1], return_index=True)
-        operations = operations[len(operations) - 1 - from_end]
-        operations = operations[operations["op"] != Op.DELETE]
-    _remove(storage, _written_keys(operations, layout, reads=is_whole), progress)
+def remove_entries(storage: Storage, operations: Operations, layout: EntryLayout, progress: Progress) -> None:
+    """Remove all objects that these operations write, those that are gone already or never came included."""
+    _remove(storage, _written_keys(operations, layout), progress)
 
 
 def sync_entry_names(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
@@ -78,9 +68,8 @@ def sync_entry_names(storage: Storage, operations: Operations, layout: EntryLayo
             capabilities.sync_names(storage, "" if folder == PurePosixPath() else str(folder))
 
 
-def _written_keys(operations: Operations, layout: EntryLayout, *, reads: bool = False) -> frozenset[str]:
-    written = operations if reads else operations[operations["op"] == Op.WRITE]
-    objects = np.unique(written[["entry", "part"]])
+def _written_keys(operations: Operations, layout: EntryLayout) -> frozenset[str]:
+    objects = np.unique(operations[operations["op"] == Op.WRITE][["entry", "part"]])
     return frozenset(layout.key(entry, part) for entry, part in objects.tolist())
 
 
@@ -237,7 +226,7 @@ def measure_plan(
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
     before = count_requests(storage)
     with (
-        _left_as_asked(request, storage, engine, operations, comm.rank, progress=progress),
+        _left_as_asked(request, storage, operations, comm.rank, progress=progress),
         DeviceObserver(comm, folder, storage) as observer,
     ):
         with observer.during("read"), observer.during("write"):
@@ -313,7 +302,6 @@ def require_room(storage: Storage, most_bytes: int, *, comm: Comm) -> None:
 def _left_as_asked(
     request: CacheRequest,
     storage: Storage,
-    engine: IoEngine,
     operations: Operations,
     rank: int,
     *,
@@ -332,7 +320,7 @@ def _left_as_asked(
         if not request.keeps:
             for key in files:
                 storage.delete(key)
-            remove_entries(storage, operations, request.layout, engine.timed["outcome"], progress)
+            remove_entries(storage, operations, request.layout, progress)
     if request.keeps:
         sync_entry_names(storage, operations, request.layout)
 

@@ -18,7 +18,6 @@ import numpy as np
 import xxhash
 
 LayoutName = Literal["penstock", "vllm", "lmcache"]
-LAYOUTS: Final = ("penstock", "vllm", "lmcache")
 FOOTER_BYTES: Final = 4096
 _MAGIC: Final = b"PSTKKV01"
 _FIELDS: Final = struct.Struct("<8sQ16s16s")
@@ -86,13 +85,6 @@ def stated_digest(footer: memoryview) -> bytes | None:
     return bytes(of_payload) if magic == _MAGIC else None
 
 
-def judge_size(size_bytes: int, expected_bytes: int) -> EntryOutcome:
-    """Judge an entry by its size."""
-    if size_bytes == expected_bytes:
-        return EntryOutcome.DONE
-    return EntryOutcome.TRUNCATED if size_bytes < expected_bytes else EntryOutcome.FOREIGN
-
-
 def has_zero_page(content: memoryview) -> bool:
     """True if a page never arrived: pages of entries are random, those that a crash lost are zeros."""
     pages = np.frombuffer(content[: len(content) // _PAGE * _PAGE], np.uint64).reshape(-1, _PAGE // 8)
@@ -150,22 +142,19 @@ class EntryLayout:
         """Files that the engine of this layout writes once, next to its entries."""
         if self.name != "vllm":
             return {}
-        key = f"{self._vllm_folder}/config.json"
+        prefix = f"{self.folder}/" if self.folder else ""
         content = json.dumps(self.vllm_configuration(), indent=2, sort_keys=True).encode()
-        return {f"{self.folder}/{key}" if self.folder else key: content}
+        return {f"{prefix}{self._vllm_folder}/config.json": content}
 
     def key(self, entry: int, part: int) -> str:
         """The key of one object of an entry."""
-        name = self._name(entry, part)
-        return f"{self.folder}/{name}" if self.folder else name
-
-    def _name(self, entry: int, part: int) -> str:
+        prefix = f"{self.folder}/" if self.folder else ""
         size = 32 if self.name == "vllm" else 16
         digest = blake2b(f"{self.namespace}:{entry}".encode(), digest_size=size).hexdigest()
         if self.name == "vllm":
-            return f"{self._vllm_folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
+            return f"{prefix}{self._vllm_folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
         if self.name == "lmcache":
             model = self.model.replace("/", "-")
             dtype = _LMCACHE_DTYPES.get(self.dtype, self.dtype)
-            return f"{model}@{self.parts}@{part}@{digest[:16]}@{dtype}.pt"
-        return f"{digest[:2]}/{digest}.{part}.kv"
+            return f"{prefix}{model}@{self.parts}@{part}@{digest[:16]}@{dtype}.pt"
+        return f"{prefix}{digest[:2]}/{digest}.{part}.kv"

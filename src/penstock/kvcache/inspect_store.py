@@ -51,110 +51,8 @@ _PENSTOCK: Final = re.compile(r"(?P<first>[0-9a-f]{2})/(?P<hash>[0-9a-f]{32})\.(
 _UNFINISHED: Final = re.compile(r".*\.tmp|\.penstock-.*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntryName:
-    """An entry's identity: those with one `series` and `hash` are the parts that ranks keep of one block.
-
-    `layer` is of engines that keep each layer apart. `base` is where the series lies below the root;
-    `is_in_place` whether the file lies where its name says.
-    """
-
-    tier: Tier
-    base: str
-    series: str
-    hash: str
-    rank: int
-    ranks: int | None = None
-    group: int = 0
-    layer: int | None = None
-    model: str = ""
-    dtype: str = ""
-    is_in_place: bool = True
-
-
-def parse_entry_name(key: str) -> EntryName | None:
-    """The entry that a file is, by its path; None if no layout has such names."""
-    parts = PurePosixPath(key).parts
-    readers = ((4, _parse_vllm), (2, _parse_penstock), (1, _parse_lmcache), (1, _parse_lmcache_l2))
-    for depth, parse in readers:
-        if len(parts) >= depth and (found := parse("/".join(parts[:-depth]), "/".join(parts[-depth:]))):
-            return found
-    return None
-
-
-def _parse_vllm(base: str, tail: str) -> EntryName | None:
-    if (match := _VLLM.fullmatch(tail)) is None:
-        return None
-    digest = match["hash"]
-    series = _joined(base, match["base"])
-    return EntryName(
-        tier="vllm",
-        base=series,
-        series=f"{series}, group {match['group']}",
-        hash=digest,
-        rank=int(match["rank"]),
-        group=int(match["group"]),
-        model=match["base"].rpartition("_")[0],
-        is_in_place=digest.startswith(match["first"] + match["second"]),
-    )
-
-
-def _parse_penstock(base: str, tail: str) -> EntryName | None:
-    if (match := _PENSTOCK.fullmatch(tail)) is None:
-        return None
-    return EntryName(
-        tier="penstock",
-        base=base,
-        series=base or ".",
-        hash=match["hash"],
-        rank=int(match["part"]),
-        is_in_place=match["hash"].startswith(match["first"]),
-    )
-
-
-def _parse_lmcache(base: str, tail: str) -> EntryName | None:
-    if (match := _LMCACHE.fullmatch(tail)) is None:
-        return None
-    tier: Tier = "lmcache-disk" if match["kind"] == "pt" else "lmcache-fs"
-    identity = "@".join(filter(None, (match["model"], match["ranks"], match["dtype"])))
-    layer = match["layer"] or match["older_layer"]
-    return EntryName(
-        tier=tier,
-        base=base,
-        series=_joined(base, identity + match["tags"]),
-        hash=match["hash"],
-        rank=int(match["rank"]),
-        ranks=int(match["ranks"]),
-        layer=int(layer) if layer else None,
-        model=match["model"].replace(_SLASH, "/"),
-        dtype=match["dtype"] or "",
-        is_in_place=int(match["rank"]) < int(match["ranks"]),
-    )
-
-
-def _parse_lmcache_l2(base: str, tail: str) -> EntryName | None:
-    if (match := _LMCACHE_L2.fullmatch(tail)) is None:
-        return None
-    ranks, rank, group = int(match["ranks"], 16), int(match["rank"], 16), int(match["group"] or "0", 16)
-    identity = "@".join(filter(None, (match["model"], f"{ranks}", match["salt"])))
-    return EntryName(
-        tier="lmcache-l2",
-        base=base,
-        series=f"{_joined(base, identity)}, group {group}",
-        hash=match["hash"],
-        rank=rank,
-        ranks=ranks,
-        group=group,
-        model=match["model"].replace(_SLASH, "/"),
-        is_in_place=rank < ranks,
-    )
-
-
-def _joined(base: str, name: str) -> str:
-    return f"{base}/{name}" if base else name
-
-
 _CHUNK_BYTES: Final = 8 << 20
+_READERS: Final = 8
 _MOST_NAMED: Final = 20
 _MOST_GROUPS: Final = 8
 _LENGTH_AND_ORDER: Final = struct.Struct("<2i")
@@ -197,10 +95,25 @@ class _Header:
         return None
 
 
-@dataclass(slots=True)
-class _Entry:
-    name: EntryName
+@dataclass(slots=True, kw_only=True)
+class StoredEntry:
+    """A file of a store: those with one `series` and `hash` are the parts that ranks keep of one block.
+
+    `layer` is of engines that keep each layer apart. `base` is where the series lies below the root;
+    `is_in_place` whether the file lies where its name says. `why` is what is wrong with it.
+    """
+
     info: ObjectInfo
+    tier: Tier
+    base: str
+    series: str
+    hash: str
+    rank: int
+    ranks: int | None = None
+    layer: int | None = None
+    model: str = ""
+    dtype: str = ""
+    is_in_place: bool = True
     header: _Header | None = None
     outcome: EntryOutcome = EntryOutcome.DONE
     why: str = ""
@@ -212,19 +125,96 @@ class _Entry:
             self.outcome, self.why = outcome, why
 
 
+def find_entry(info: ObjectInfo) -> StoredEntry | None:
+    """The entry that a file is, by its path; None if no layout has such names."""
+    parts = PurePosixPath(info.key).parts
+    for depth, pattern, read in (
+        (4, _VLLM, _read_vllm),
+        (2, _PENSTOCK, _read_penstock),
+        (1, _LMCACHE, _read_lmcache),
+        (1, _LMCACHE_L2, _read_lmcache_l2),
+    ):
+        if match := pattern.fullmatch("/".join(parts[-depth:])):
+            return read(info, "/".join(parts[:-depth]), match)
+    return None
+
+
+def _read_vllm(info: ObjectInfo, base: str, match: re.Match[str]) -> StoredEntry:
+    series = _joined(base, match["base"])
+    return StoredEntry(
+        info=info,
+        tier="vllm",
+        base=series,
+        series=f"{series}, group {match['group']}",
+        hash=match["hash"],
+        rank=int(match["rank"]),
+        model=match["base"].rpartition("_")[0],
+        is_in_place=match["hash"].startswith(match["first"] + match["second"]),
+    )
+
+
+def _read_penstock(info: ObjectInfo, base: str, match: re.Match[str]) -> StoredEntry:
+    return StoredEntry(
+        info=info,
+        tier="penstock",
+        base=base,
+        series=base or ".",
+        hash=match["hash"],
+        rank=int(match["part"]),
+        is_in_place=match["hash"].startswith(match["first"]),
+    )
+
+
+def _read_lmcache(info: ObjectInfo, base: str, match: re.Match[str]) -> StoredEntry:
+    identity = "@".join(filter(None, (match["model"], match["ranks"], match["dtype"])))
+    layer = match["layer"] or match["older_layer"]
+    return StoredEntry(
+        info=info,
+        tier="lmcache-disk" if match["kind"] == "pt" else "lmcache-fs",
+        base=base,
+        series=_joined(base, identity + match["tags"]),
+        hash=match["hash"],
+        rank=int(match["rank"]),
+        ranks=int(match["ranks"]),
+        layer=int(layer) if layer else None,
+        model=match["model"].replace(_SLASH, "/"),
+        dtype=match["dtype"] or "",
+        is_in_place=int(match["rank"]) < int(match["ranks"]),
+    )
+
+
+def _read_lmcache_l2(info: ObjectInfo, base: str, match: re.Match[str]) -> StoredEntry:
+    ranks, rank, group = int(match["ranks"], 16), int(match["rank"], 16), int(match["group"] or "0", 16)
+    identity = "@".join(filter(None, (match["model"], f"{ranks}", match["salt"])))
+    return StoredEntry(
+        info=info,
+        tier="lmcache-l2",
+        base=base,
+        series=f"{_joined(base, identity)}, group {group}",
+        hash=match["hash"],
+        rank=rank,
+        ranks=ranks,
+        model=match["model"].replace(_SLASH, "/"),
+        is_in_place=rank < ranks,
+    )
+
+
+def _joined(base: str, name: str) -> str:
+    return f"{base}/{name}" if base else name
+
+
 def inspect_store(
     storage: Storage,
     progress: Progress,
     *,
     model: KvModel | None = None,
     verifies: bool = False,
-    streams: int = 8,
 ) -> dict[str, Any]:
     """All series of a store with what is wrong in them, as plain data.
 
     `model` tells what a token takes, if nothing in the store does.
     """
-    by_name: dict[str, list[_Entry]] = {}
+    by_name: dict[str, list[StoredEntry]] = {}
     configs: dict[str, Mapping[str, Any] | str] = {}
     unfinished: list[ObjectInfo] = []
     unknown: list[ObjectInfo] = []
@@ -234,8 +224,8 @@ def inspect_store(
             configs[str(path.parent)] = _read_config(storage, info)
         elif _UNFINISHED.fullmatch(path.name):
             unfinished.append(info)
-        elif (entry_name := parse_entry_name(info.key)) is not None:
-            by_name.setdefault(f"{entry_name.tier}:{entry_name.series}", []).append(_Entry(entry_name, info))
+        elif entry := find_entry(info):
+            by_name.setdefault(f"{entry.tier}:{entry.series}", []).append(entry)
         else:
             unknown.append(info)
     unfinished += [
@@ -245,12 +235,10 @@ def inspect_store(
     named = sorted(by_name.items())
     all_entries = [entry for series in by_name.values() for entry in series]
     progress.begin("entries", len(all_entries))
-    with ThreadPoolExecutor(streams, "inspect") as pool:
-        with_headers = [entry for entry in all_entries if entry.name.tier == "lmcache-fs"]
+    with ThreadPoolExecutor(_READERS, "inspect") as pool:
+        with_headers = [entry for entry in all_entries if entry.tier == "lmcache-fs"]
         list(pool.map(lambda entry: _read_header(storage, entry), with_headers))
-        described = [
-            _describe(name, series, configs.get(series[0].name.base), model) for name, series in named
-        ]
+        described = [_describe(name, series, configs.get(series[0].base), model) for name, series in named]
         for _ in pool.map(lambda entry: _judge_content(storage, entry, verifies=verifies), all_entries):
             progress.advance(1)
     counted = [_count(of, facts["ranks"]) for facts, (_, of) in zip(described, named, strict=True)]
@@ -284,12 +272,12 @@ def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
 
 
 def _describe(
-    name: str, series: Sequence[_Entry], config: Mapping[str, Any] | str | None, model: KvModel | None
+    name: str, series: Sequence[StoredEntry], config: Mapping[str, Any] | str | None, model: KvModel | None
 ) -> dict[str, Any]:
     """Describe a series, and judge the sizes and places of its entries."""
-    first = series[0].name
+    first = series[0]
     facts: Mapping[str, Any] = config if isinstance(config, dict) else {}
-    present = {entry.name.rank for entry in series}
+    present = {entry.rank for entry in series}
     if facts:
         sizes = ("tp_size", "pp_size", "pcp_size", "dcp_size")
         ranks = prod(_whole(facts, size, 1) for size in sizes)
@@ -299,18 +287,18 @@ def _describe(
     else:
         ranks = max(present) + 1
     # Entries of a rank for each block: one, or one for each layer.
-    layers = len({entry.name.layer for entry in series})
+    layers = len({entry.layer for entry in series})
     tokens = _whole(facts, "tokens_per_hash") * _whole(facts, "blocks_per_file")
     full_bytes = _full_bytes(series)
     token_bytes = model.bytes_per_token / ranks / layers if model else None
     _judge_headers(series)
     for entry in series:
-        _judge_size(entry, full_bytes[entry.name.rank], token_bytes)
+        _judge_size(entry, full_bytes[entry.rank], token_bytes)
     tokens = tokens or max(entry.header.tokens if entry.header else 0 for entry in series)
     if not tokens and token_bytes:
         tokens = round(max(full_bytes.values()) / token_bytes)
     bytes_per_token = layers * sum(full_bytes.values()) / tokens if tokens and len(present) == ranks else None
-    num_blocks = len({entry.name.hash for entry in series})
+    num_blocks = len({entry.hash for entry in series})
     problem = config if isinstance(config, str) else None
     if first.tier == "vllm" and config is None:
         problem = f"there is no {CONFIG}"
@@ -344,17 +332,17 @@ def _whole(facts: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
-def _full_bytes(series: Sequence[_Entry]) -> dict[int, int]:
+def _full_bytes(series: Sequence[StoredEntry]) -> dict[int, int]:
     """The size of a whole entry of each rank: what most have; of those that are as frequent the largest."""
     sizes: dict[int, Counter[int]] = {}
     for entry in series:
-        overhead = FOOTER_BYTES if entry.name.tier == "penstock" else 0
+        overhead = FOOTER_BYTES if entry.tier == "penstock" else 0
         overhead = entry.header.size_bytes if entry.header else overhead
-        sizes.setdefault(entry.name.rank, Counter())[entry.info.size_bytes - overhead] += 1
+        sizes.setdefault(entry.rank, Counter())[entry.info.size_bytes - overhead] += 1
     return {rank: max(counts, key=lambda size: (counts[size], size)) for rank, counts in sizes.items()}
 
 
-def _judge_headers(series: Sequence[_Entry]) -> None:
+def _judge_headers(series: Sequence[StoredEntry]) -> None:
     """Judge by headers; a store of LMCache has them on all entries of a series, or on none."""
     headers = [entry.header for entry in series if entry.header]
     if not headers:
@@ -372,29 +360,29 @@ def _judge_headers(series: Sequence[_Entry]) -> None:
             entry.judge(outcome, f"{payload_bytes:,} B, its header says {stated_bytes:,}")
 
 
-def _judge_size(entry: _Entry, full_bytes: int, token_bytes: float | None) -> None:
+def _judge_size(entry: StoredEntry, full_bytes: int, token_bytes: float | None) -> None:
     """Judge by place and size; our entries, and entries with headers, state their own length."""
     size = entry.info.size_bytes
-    if not entry.name.is_in_place:
+    if not entry.is_in_place:
         entry.judge(EntryOutcome.FOREIGN, "its engine would not look for it here")
     elif not size:
         entry.judge(EntryOutcome.TRUNCATED, "it is empty")
-    elif entry.name.tier == "vllm" and size != full_bytes:
+    elif entry.tier == "vllm" and size != full_bytes:
         outcome = EntryOutcome.TRUNCATED if size < full_bytes else EntryOutcome.FOREIGN
         entry.judge(outcome, f"{size:,} B, others have {full_bytes:,}")
-    elif entry.name.tier.startswith("lmcache") and entry.header is None and size < full_bytes:
+    elif entry.tier.startswith("lmcache") and entry.header is None and size < full_bytes:
         entry.is_partial = True  # the end of a prompt, unless it is no whole number of tokens
         if token_bytes and size % token_bytes:
             entry.judge(EntryOutcome.TRUNCATED, f"{size:,} B are no whole number of tokens")
 
 
-def _judge_content(storage: Storage, entry: _Entry, *, verifies: bool) -> None:
-    reads = verifies or entry.name.tier == "penstock"
+def _judge_content(storage: Storage, entry: StoredEntry, *, verifies: bool) -> None:
+    reads = verifies or entry.tier == "penstock"
     if entry.outcome is not EntryOutcome.DONE or not reads:
         return
     try:
         with closing(storage.open(entry.info.key)) as source:
-            if entry.name.tier == "penstock":
+            if entry.tier == "penstock":
                 _judge_own(source, entry, verifies=verifies)
                 return
             if any(map(entries.has_zero_page, _chunks(source, source.size_bytes))):
@@ -403,7 +391,7 @@ def _judge_content(storage: Storage, entry: _Entry, *, verifies: bool) -> None:
         entry.judge(EntryOutcome.UNREADABLE, str(error))
 
 
-def _judge_own(source: Source, entry: _Entry, *, verifies: bool) -> None:
+def _judge_own(source: Source, entry: StoredEntry, *, verifies: bool) -> None:
     """Ours end with a page that says everything."""
     footer = memoryview(bytearray(FOOTER_BYTES))
     payload_bytes = source.size_bytes - FOOTER_BYTES
@@ -429,7 +417,7 @@ def _judge_own(source: Source, entry: _Entry, *, verifies: bool) -> None:
         entry.judge(outcome, "the page at its end does not agree with it")
 
 
-def _read_header(storage: Storage, entry: _Entry) -> None:
+def _read_header(storage: Storage, entry: StoredEntry) -> None:
     try:
         with closing(storage.open(entry.info.key)) as source:
             most = _LENGTH_AND_ORDER.size + _MOST_GROUPS * _GROUP.size
@@ -448,11 +436,11 @@ def _chunks(source: Source, size_bytes: int) -> Iterator[memoryview]:
         yield chunk
 
 
-def _count(series: Sequence[_Entry], ranks: int) -> dict[str, Any]:
+def _count(series: Sequence[StoredEntry], ranks: int) -> dict[str, Any]:
     wrong = Counter(entry.outcome.name.lower() for entry in series if entry.outcome is not EntryOutcome.DONE)
     whole = [entry for entry in series if entry.outcome is EntryOutcome.DONE]
-    parts = Counter(entry.name.hash for entry in whole)
-    layers = len({entry.name.layer for entry in series})
+    parts = Counter(entry.hash for entry in whole)
+    layers = len({entry.layer for entry in series})
     return {
         "whole": len(whole),
         "partial": sum(entry.is_partial for entry in whole),

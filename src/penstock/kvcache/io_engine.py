@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -53,7 +55,6 @@ class EngineSettings:
     speedup: float = 0.0
     duration_s: float | None = None
     seed: int = 42
-    evicts: bool = True
     most_writers: int = 0
 
 
@@ -97,7 +98,7 @@ class IoEngine:
         self._changed = threading.Condition()
         self._free_streams = threading.Semaphore(max(1, settings.streams))
         self._start_ns = 0
-        self._paths = capabilities.find_local_paths(storage) if settings.evicts else None
+        self._paths = capabilities.find_local_paths(storage)
         if self._paths is not None and not self._paths.uses_page_cache:
             self._paths = None
 
@@ -223,9 +224,9 @@ class IoEngine:
                 source = self._storage.open(key)
             with closing(source):
                 expected_bytes = size_bytes + self._layout.footer_bytes
-                judged = entries.judge_size(source.size_bytes, expected_bytes)
-                if judged is not EntryOutcome.DONE:
-                    return judged
+                if source.size_bytes != expected_bytes:
+                    is_short = source.size_bytes < expected_bytes
+                    return EntryOutcome.TRUNCATED if is_short else EntryOutcome.FOREIGN
                 return self._read_payload(source, key, size_bytes, buffers.first, turn)
         except ObjectNotFound:
             return EntryOutcome.MISSING
@@ -265,7 +266,7 @@ class IoEngine:
         with ExitStack() as undo:
             for offset in range(0, size_bytes, buffers.chunk_bytes):
                 with turn.storage():
-                    buffer = buffers.take_free()
+                    buffer = buffers.take()
                 payload = buffer[: min(buffers.chunk_bytes, size_bytes - offset)]
                 content.fill(payload, offset)
                 whole = payload
@@ -279,7 +280,7 @@ class IoEngine:
                     if sink is None:
                         sink = self._written.create(key, size_bytes + footer_bytes)
                         undo.callback(sink.abort)
-                    sink.submit(whole, buffers.lend(buffer))
+                    sink.submit(whole, partial(buffers.free.put, buffer))
             assert sink is not None, "entries are not empty"
             with turn.storage():
                 sink.finish()
@@ -293,35 +294,17 @@ class _Buffers:
     def __init__(self, chunk_bytes: int, footer_bytes: int, *, most: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._size_bytes = chunk_bytes + footer_bytes
-        self._most = most
+        self._num_unmade = most - 1
         self.first = _make_buffer(self._size_bytes)
-        self._all = [self.first]
-        self._lent: set[int] = set()
-        self._changed = threading.Condition()
+        self.free: SimpleQueue[memoryview] = SimpleQueue()
+        self.free.put(self.first)
 
-    def take_free(self) -> memoryview:
-        """A buffer that no sink has; waits for one if all are in flight."""
-        with self._changed:
-            while True:
-                for buffer in self._all:
-                    if id(buffer) not in self._lent:
-                        return buffer
-                if len(self._all) < self._most:
-                    self._all.append(_make_buffer(self._size_bytes))
-                else:
-                    self._changed.wait()
-
-    def lend(self, buffer: memoryview) -> Callable[[], None]:
-        """Hand the buffer to a sink; what is returned takes it back."""
-        with self._changed:
-            self._lent.add(id(buffer))
-
-        def release() -> None:
-            with self._changed:
-                self._lent.discard(id(buffer))
-                self._changed.notify_all()
-
-        return release
+    def take(self) -> memoryview:
+        """A buffer that no sink has, until it is put back into `free`; waits for one if all are in flight."""
+        if self.free.empty() and self._num_unmade:
+            self._num_unmade -= 1
+            return _make_buffer(self._size_bytes)
+        return self.free.get()
 
 
 def _make_buffer(size_bytes: int) -> memoryview:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kvcache.block_trace import BlockTrace, Integers, Reuse, find_reuse, limit_of
+from penstock.kvcache.block_trace import BlockTrace, Integers, find_reuse, limit_of, serving_tiers
 from penstock.kvcache.models import KvModel
 
 OPERATION: Final = np.dtype(
@@ -130,7 +130,10 @@ class IoPlan:
     def share_of(self, rank: int, num_ranks: int) -> Operations:
         """The I/O of one rank: everything that concerns its entries."""
         own = self.in_storage
-        share: Operations = own[owners(own, self.parts, num_ranks) == rank]
+        # By a hash of the object.
+        mixed = (own["entry"] * self.parts + own["part"]).astype(np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+        share: Operations = own[(mixed >> np.uint64(33)) % np.uint64(num_ranks) == rank]
         return share
 
     def most_stored_bytes(self, num_ranks: int) -> int:
@@ -168,14 +171,6 @@ class IoPlan:
         }
 
 
-def owners(operations: Operations, parts: int, num_ranks: int) -> Integers:
-    """The rank of each operation, by a hash of its object."""
-    mixed = (operations["entry"] * parts + operations["part"]).astype(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
-    ranks: Integers = ((mixed >> np.uint64(33)) % np.uint64(num_ranks)).astype(np.int64)
-    return ranks
-
-
 def plan_blocks(
     trace: BlockTrace, model: KvModel, *, tiers: TierSizes, layout: ObjectLayout | None = None
 ) -> IoPlan:
@@ -189,7 +184,8 @@ def plan_blocks(
     layout = layout or ObjectLayout()
     sizes = layout.part_bytes(model, trace.block_tokens)
     requests = np.repeat(np.arange(trace.num_requests, dtype=np.int64), trace.blocks_of_requests)
-    served_by = _serving_tier(reuse, tiers)
+    # In the order of `TierNumber`.
+    served_by = serving_tiers(reuse, (tiers.gpu, tiers.cpu, tiers.storage))
     reads = np.flatnonzero(served_by >= 0)
     is_stored = reuse.capacity_for_block <= limit_of(tiers.storage)
     writes = np.flatnonzero(~is_stored) if tiers.storage != 0 else np.empty(0, np.int64)
@@ -228,16 +224,6 @@ def plan_blocks(
             "prefix_hit_ratio": float(np.mean(served_by >= 0)) if trace.num_blocks else 0.0,
         },
     )
-
-
-def _serving_tier(reuse: Reuse, tiers: TierSizes) -> Integers:
-    """The tier that serves each block, -1 where its prefix is not served."""
-    limits = [limit_of(tiers.gpu), limit_of(tiers.cpu), limit_of(tiers.storage)]
-    is_hit = reuse.capacity_for_prefix <= max(limits)
-    fastest = np.select(
-        [reuse.capacity_for_block <= limit for limit in limits], [int(tier) for tier in TierNumber], -1
-    )
-    return np.where(is_hit, fastest, -1)
 
 
 def find_evictions(ids: Integers, capacity: int | None) -> Integers:

@@ -72,7 +72,6 @@ class OptionSettings:
     scale: Fraction = Fraction(1)
     duration_s: float
     capacity_bytes: int | None = None
-    virtual_bytes_per_s: int = VIRTUAL_BYTES_PER_S
 
     @property
     def num_users(self) -> int:
@@ -108,7 +107,7 @@ def plan_option(settings: OptionSettings) -> IoPlan:
             "duration_s": settings.duration_s,
             "scale": str(settings.scale),
             "seed": settings.seed,
-            "virtual_bytes_per_s": settings.virtual_bytes_per_s,
+            "virtual_bytes_per_s": VIRTUAL_BYTES_PER_S,
             "requests_taken": int(requests["is_taken"].sum()),
         },
     )
@@ -196,7 +195,7 @@ class _Cache:
             name: array("d" if name == "time_s" else "q") for name in _RECORDED
         }
         self._num_workers = min(settings.num_users, _MOST_WORKERS)
-        self._rate = float(settings.virtual_bytes_per_s * settings.scale) / self._num_workers
+        self._rate = float(VIRTUAL_BYTES_PER_S * settings.scale) / self._num_workers
         arrivals = requests["arrival_s"].tolist()
         self._sizes = np.ceil(
             requests["context"] * float(settings.model.bytes_per_token * settings.scale)

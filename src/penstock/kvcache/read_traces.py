@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import UsageError, name_some
 from penstock.kvcache.block_trace import BlockTrace, Integers, number_densely, offsets
@@ -31,50 +30,20 @@ _OUTPUT: Final = ("output_length", "output_tokens")
 _DELAY: Final = ("delay", "delay_ms")
 
 
-def order_requests(
-    path: Path,
-    block_tokens: int,
-    arrival_s: NDArray[np.float64],
-    *,
-    inputs: Integers,
-    outputs: Integers,
-    counts: Integers,
-    ids: Integers,
-    notes: list[str],
-) -> BlockTrace:
-    """The trace with its requests in the order of their arrival; `counts` are their numbers of blocks."""
-    order = np.argsort(arrival_s, kind="stable")
-    if (order[1:] < order[:-1]).any():
-        notes.insert(0, "The requests of the file are not in the order of their times, and were sorted.")
-        begin = offsets(counts)
-        ids = number_densely(np.concatenate([ids[begin[request] : begin[request + 1]] for request in order]))
-    sorted_s = arrival_s[order]
-    return BlockTrace(
-        name=path.name,
-        block_tokens=block_tokens,
-        arrival_s=sorted_s - sorted_s[0],
-        input_tokens=inputs[order],
-        output_tokens=outputs[order],
-        first_block=offsets(counts[order]),
-        block_ids=ids,
-        notes=tuple(notes),
-    )
-
-
 class _Request(NamedTuple):
-    """One request. `line` is a number for messages; `arrival_ms` of None is `delay_ms` after the one before.
+    """One request. `line` is a number for messages; an `arrival` of None is `delay` after the one before.
 
     `scope` tells ids of different conversations apart if each counts its own.
     """
 
-    arrival_ms: float | None
-    delay_ms: float
-    session: object
+    arrival: float | None
     inputs: int
     outputs: int | None
-    hash_ids: list[Any]
+    hash_ids: Sequence[Any]
     line: int
-    scope: int
+    scope: int = 0
+    delay: float = 0.0
+    session: object = None
 
 
 def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: int = 0) -> _Request:
@@ -90,8 +59,8 @@ def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: i
     is_timed = find_value(request, _TIME) is not None or (session is None and delay is None)
     has_output = find_value(request, _OUTPUT) is not None
     return _Request(
-        arrival_ms=time_value(request, _TIME, where) if is_timed else None,
-        delay_ms=0.0 if delay is None else time_value(request, _DELAY, where),
+        arrival=time_value(request, _TIME, where) if is_timed else None,
+        delay=0.0 if delay is None else time_value(request, _DELAY, where),
         session=session,
         inputs=whole_number(request, _INPUT, where),
         outputs=whole_number(request, _OUTPUT, where) if has_output else None,
@@ -112,42 +81,6 @@ def _state_block_tokens(stated: set[int], holder: Mapping[str, Any], name: str, 
             where=f"{where}: {name}",
             fix="Divide it into one file for each size.",
         )
-
-
-def _read_blocks(
-    found: Iterable[tuple[int, str, Any]], path: Path, block_tokens: int | None, *, is_chained: bool
-) -> BlockTrace:
-    """A trace of objects, each with its number and its place for messages.
-
-    `is_chained` says that a block's id stands for everything before it, too.
-    """
-    stated: set[int] = set()
-    rows = [row for number, where, one in found for row in _read_object(one, number, where, stated)]
-    if not rows:
-        raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
-    counts = np.array([len(row.hash_ids) for row in rows], np.int64)
-    inputs = np.array([row.inputs for row in rows], np.int64)
-    if block_tokens is None:
-        usual = None if is_chained else BAILIAN_BLOCK_TOKENS
-        block_tokens = next(iter(stated), None) or usual or _infer_block_tokens(inputs, counts)
-    notes = _note_counts(rows, inputs, counts, block_tokens)
-    if is_chained and not any(row.scope for row in rows):
-        ids = _number_ids([row.hash_ids for row in rows])
-        notes += _note_unchained(ids, counts)
-    else:
-        ids = _chain_ids(rows)
-    times, last_ms = [], dict[object, float]()
-    for row in rows:
-        known = row.arrival_ms
-        # In a session without times, the delay after the request before it.
-        last_ms[row.session] = last_ms.get(row.session, 0.0) + row.delay_ms if known is None else known
-        times.append(last_ms[row.session])
-    # Bailian's times are in seconds.
-    arrival_s = (np.array(times) - min(times)) / (1000 if is_chained else 1)
-    outputs = np.array([row.outputs or 0 for row in rows], np.int64)
-    return order_requests(
-        path, block_tokens, arrival_s, inputs=inputs, outputs=outputs, counts=counts, ids=ids, notes=notes
-    )
 
 
 def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, str, Any]]:
@@ -363,36 +296,81 @@ _PACKED: Final = {
 }
 
 
-def read_trace(
-    path: Path, *, kind: str = "auto", block_tokens: int | None = None, request_rate: float = 1.0
-) -> BlockTrace:
-    """Read a trace of any of the formats. `request_rate` is for formats that have no times."""
+def read_trace(path: Path, *, kind: str = "auto", block_tokens: int | None = None) -> BlockTrace:
+    """Read a trace of any of the formats."""
+    stated: set[int] = set()
+    notes = []
     try:
         with _open_text(path) as file:
             chosen = _detect_format(path, file.read(4096)) if kind == "auto" else kind
             file.seek(0)
-            if chosen == "burstgpt":
-                rows = _csv_rows(csv.reader(file), str(path))
-                return _unshared(rows, path, block_tokens or DEFAULT_BLOCK_TOKENS)
-            objects = _read_document(file)
+            objects = None if chosen == "burstgpt" else _read_document(file, path)
             keys = objects[0].keys() if objects and isinstance(objects[0], dict) else set()
             has_blocks = "conversations" not in keys and not keys.isdisjoint({"hash_ids", "requests"})
-            if chosen == "sharegpt" and not has_blocks:
-                file.seek(0)
-                return _read_sharegpt(file.read(), path, block_tokens or DEFAULT_BLOCK_TOKENS, request_rate)
-            if objects is None:
-                file.seek(0)
-                found = _parse_lines(file, path)
-            else:
+            has_turns = chosen == "sharegpt" and not has_blocks
+            file.seek(0)
+            found: Iterable[tuple[int, str, Any]] = _parse_lines(file, path)
+            if objects is not None:
+                kind_of_object = "conversation" if has_turns else "request"
                 numbered = enumerate(objects, start=1)
-                found = ((number, f"{path}: request {number}", one) for number, one in numbered)
-            return _read_blocks(found, path, block_tokens, is_chained=chosen != "bailian")
+                found = ((number, f"{path}: {kind_of_object} {number}", one) for number, one in numbered)
+            units_per_s = 1
+            if chosen == "burstgpt":
+                block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
+                rows = list(_csv_rows(csv.reader(file), str(path), block_tokens))
+                notes.append("The format does not say what requests have in common: no block is used again.")
+            elif has_turns:
+                block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
+                rows = list(_conversation_rows(found, block_tokens))
+                notes.append(
+                    f"Tokens are characters / {_CHARACTERS_PER_TOKEN}; requests have no times: 1 a second."
+                )
+            else:
+                units_per_s = 1 if chosen == "bailian" else 1000
+                rows = [
+                    row for number, where, one in found for row in _read_object(one, number, where, stated)
+                ]
     except UnicodeDecodeError as error:
         raise UsageError(
             f"This is no text: {error.reason} at byte {error.start}", where=str(path), fix="Unpack it first."
         ) from error
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise UsageError(f"Cannot read this trace: {error}", where=str(path)) from error
+    if not rows:
+        raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
+    counts = np.array([len(row.hash_ids) for row in rows], np.int64)
+    inputs = np.array([row.inputs for row in rows], np.int64)
+    if block_tokens is None:
+        usual = BAILIAN_BLOCK_TOKENS if chosen == "bailian" else None
+        block_tokens = next(iter(stated), None) or usual or _infer_block_tokens(inputs, counts)
+    notes += _note_counts(rows, inputs, counts, block_tokens)
+    if chosen == "bailian" or any(row.scope for row in rows):
+        ids = _chain_ids(rows)
+    else:
+        ids = _number_ids([row.hash_ids for row in rows])
+        notes += _note_unchained(ids, counts)
+    times, last = [], dict[object, float]()
+    for row in rows:
+        # In a session without times, the delay after the request before it.
+        at = last.get(row.session, 0.0) + row.delay if row.arrival is None else row.arrival
+        last[row.session] = at
+        times.append(at)
+    arrival_s = (np.array(times) - min(times)) / units_per_s
+    order = np.argsort(arrival_s, kind="stable")
+    if (order[1:] < order[:-1]).any():
+        notes.insert(0, "The requests of the file are not in the order of their times, and were sorted.")
+        begin = offsets(counts)
+        ids = number_densely(np.concatenate([ids[begin[request] : begin[request + 1]] for request in order]))
+    return BlockTrace(
+        name=path.name,
+        block_tokens=block_tokens,
+        arrival_s=arrival_s[order],
+        input_tokens=inputs[order],
+        output_tokens=np.array([row.outputs or 0 for row in rows], np.int64)[order],
+        first_block=offsets(counts[order]),
+        block_ids=ids,
+        notes=tuple(notes),
+    )
 
 
 def _open_text(path: Path) -> TextIO:
@@ -424,7 +402,7 @@ def _detect_format(path: Path, beginning: str) -> str:
     )
 
 
-def _read_document(file: TextIO) -> Sequence[Any] | None:
+def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
     """The objects of a file that is one JSON document, not lines; None where it has lines."""
     first = file.readline()
     try:
@@ -434,13 +412,15 @@ def _read_document(file: TextIO) -> Sequence[Any] | None:
         pass  # the document has several lines
     try:
         document = json.loads(first + file.read())
-    except ValueError:
+    except ValueError as error:
+        if first.lstrip().startswith("["):
+            raise UsageError(f"This file is no JSON: {error}", where=str(path)) from error
         return None  # reading its lines finds the wrong one
     return document if isinstance(document, list) else [document]
 
 
-def _csv_rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[float, int, int]]:
-    """Time, input tokens and output tokens of each row."""
+def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iterator[_Request]:
+    """The requests of a table; none of their blocks is another's."""
     header = [name.strip().lower() for name in next(reader, [])]
     columns = {}
     for names in _CSV_COLUMNS:
@@ -454,16 +434,16 @@ def _csv_rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[float, i
             )
         columns[names[0]] = found[0]
     time, inputs, outputs = columns
+    num_blocks = 0
     for number, row in enumerate(reader, start=2):
         if not row:
             continue
         request: dict[str, Any] = {name: _cell(row, column) for name, column in columns.items()}
         where = f"{path}:{number}"
-        yield (
-            time_value(request, (time,), where),
-            whole_number(request, (inputs,), where),
-            whole_number(request, (outputs,), where),
-        )
+        arrival, tokens = time_value(request, (time,), where), whole_number(request, (inputs,), where)
+        first, num_blocks = num_blocks, num_blocks + -(-tokens // block_tokens)
+        answer = whole_number(request, (outputs,), where)
+        yield _Request(arrival, tokens, answer, range(first, num_blocks), number)
 
 
 def _cell(row: Sequence[str], column: int) -> float | str | None:
@@ -480,59 +460,19 @@ def _cell(row: Sequence[str], column: int) -> float | str | None:
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
-def _unshared(rows: Iterable[tuple[float, int, int]], path: Path, block_tokens: int) -> BlockTrace:
-    """A trace without contents: no request shares a block with another."""
-    table = np.array(list(rows), np.float64).reshape(-1, 3)
-    if not len(table):
-        raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
-    inputs = table[:, 1].astype(np.int64)
-    counts = -(-inputs // block_tokens)
-    notes = ["The format does not say what requests have in common: no block of it is ever used again."]
-    ids = np.arange(int(counts.sum()), dtype=np.int64)
-    outputs = table[:, 2].astype(np.int64)
-    return order_requests(
-        path, block_tokens, table[:, 0], inputs=inputs, outputs=outputs, counts=counts, ids=ids, notes=notes
-    )
-
-
-def _read_sharegpt(text: str, path: Path, block_tokens: int, request_rate: float) -> BlockTrace:
-    try:
-        conversations = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"This file is no JSON: {error}", where=str(path)) from error
-    inputs: list[int] = []
-    outputs: list[int] = []
-    ids: list[int] = []
-    num_blocks = 0
-    for number, conversation in enumerate(conversations):
-        where = f"{path}: conversation {number}"
-        full = num_blocks
+def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int) -> Iterator[_Request]:
+    """The requests of ShareGPT's conversations, one for each answer."""
+    num_requests = num_blocks = 0
+    for number, where, conversation in found:
+        first = num_blocks
         for context, answer in _turns(conversation, where):
-            inputs.append(min(context, SHAREGPT_CONTEXT))
-            outputs.append(min(answer, SHAREGPT_ANSWER))
-            whole, rest = divmod(inputs[-1], block_tokens)
+            tokens = min(context, SHAREGPT_CONTEXT)
+            whole, rest = divmod(tokens, block_tokens)
             # Whole blocks are those of the turns before; one that is not full has other content each turn.
-            ids.extend(range(full, full + whole))
-            num_blocks = max(num_blocks, full + whole)
-            if rest:
-                ids.append(-len(inputs))
-        num_blocks = max(num_blocks, full)
-    if not inputs:
-        raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
-    sizes = np.array(inputs, np.int64)
-    note = (
-        f"Tokens are characters / {_CHARACTERS_PER_TOKEN}; requests have no times: {request_rate:g} a second."
-    )
-    return order_requests(
-        path,
-        block_tokens,
-        np.arange(len(sizes)) / request_rate,
-        inputs=sizes,
-        outputs=np.array(outputs, np.int64),
-        counts=-(-sizes // block_tokens),
-        ids=number_densely(np.array(ids, np.int64)),
-        notes=[note],
-    )
+            num_blocks = max(num_blocks, first + whole)
+            ids = [*range(first, first + whole), *([-1 - num_requests] if rest else [])]
+            yield _Request(num_requests, tokens, min(answer, SHAREGPT_ANSWER), ids, number)
+            num_requests += 1
 
 
 def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:

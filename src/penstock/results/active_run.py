@@ -33,71 +33,26 @@ class ActiveRun:
     def __init__(
         self,
         folder: Path,
-        record: run_record.RunRecord,
-        *,
-        history: HistoryFile | None = None,
-        run_id: str = "",
-        has_page: bool = False,
-    ) -> None:
-        """The run was entered in `history`, if in any, under `run_id`; a page is drawn if `has_page`."""
-        self.folder = folder
-        self.record = record
-        self._history, self._run_id = history, run_id
-        self._has_page = has_page
-        self._progress = Progress()
-        self._exit_code = 1
-        self._write()
-
-    @classmethod
-    def start(cls, parent: Path, request: run_record.RunRequest) -> Self:
-        """Record the run in the history of `parent`, and make its folder there, with its `run.json`.
-
-        It leaves a page in its folder when it ends.
-        """
-        now, history = datetime.now(UTC), HistoryFile(parent)
-        entry = history.begin(request, now)
-        folder = parent / entry["folder"]
-        make = run_folder.make_run_folder
-        return cls._begin(folder, request, now, make, history=history, run_id=entry["run"], has_page=True)
-
-    @classmethod
-    def start_in(cls, folder: Path, request: run_record.RunRequest, *, results: Path | None = None) -> Self:
-        """Start a run in a folder that the user named; replace an earlier run there unless it is active.
-
-        The run is entered in the history of `results`, a folder above it; without `results` in its parent's,
-        but only if that exists already: a folder of unknown use gets no history next to it.
-        """
-        if (folder / run_folder.RUN_FILE).is_file() and run_record.read_record(
-            folder
-        ).outcome is run_record.RunOutcome.RUNNING:
-            raise UsageError("A run is active in this folder", where=str(folder), fix="Name another folder.")
-        now, place = datetime.now(UTC), folder.absolute()
-        history = HistoryFile((results or folder.parent).absolute())
-        if place.is_relative_to(history.parent) and (place.parent != history.parent or history.exists()):
-            named = place.relative_to(history.parent).as_posix()
-            run_id = history.begin(request, now, named=named)["run"]
-            take = run_folder.take_run_folder
-            return cls._begin(folder, request, now, take, history=history, run_id=run_id)
-        return cls._begin(folder, request, now, run_folder.take_run_folder)
-
-    @classmethod
-    def _begin(
-        cls,
-        folder: Path,
         request: run_record.RunRequest,
         now: datetime,
         make_folder: Callable[[Path], object],
         *,
-        history: HistoryFile | None = None,
-        run_id: str = "",
+        history: HistoryFile,
+        run_id: str,
         has_page: bool = False,
-    ) -> Self:
+    ) -> None:
+        """The run was entered in `history` under `run_id`, unless that is ""; `has_page` draws a page."""
+        self.folder = folder
+        self._history, self._run_id = history, run_id
+        self._has_page = has_page
+        self._progress = Progress()
+        self._exit_code = 1
         try:
             make_folder(folder)
             if request.cluster is not None:
                 text = request.cluster.model_dump_json(indent=2) + "\n"
                 published_files.write_text(folder, run_folder.CLUSTER_FILE, text)
-            record = run_record.RunRecord(
+            self.record = run_record.RunRecord(
                 format=run_record.FORMAT_VERSION,
                 id=folder.name,
                 name=request.workload.name,
@@ -121,11 +76,42 @@ class ActiveRun:
                 plan=request.plan,
                 preflight=request.preflight,
             )
-            return cls(folder, record, history=history, run_id=run_id, has_page=has_page)
+            self._write()
         except StorageError as error:
-            if history is not None:
+            if run_id:
                 history.end(run_id, "failed", f"{type(error).__name__}: {error}")
             raise
+
+    @classmethod
+    def start(cls, parent: Path, request: run_record.RunRequest) -> Self:
+        """Record the run in the history of `parent`, and make its folder there, with its `run.json`.
+
+        It leaves a page in its folder when it ends.
+        """
+        now, history = datetime.now(UTC), HistoryFile(parent)
+        entry = history.begin(request, now)
+        folder = parent / entry["folder"]
+        make = run_folder.make_run_folder
+        return cls(folder, request, now, make, history=history, run_id=entry["run"], has_page=True)
+
+    @classmethod
+    def start_in(cls, folder: Path, request: run_record.RunRequest, *, results: Path | None = None) -> Self:
+        """Start a run in a folder that the user named; replace an earlier run there unless it is active.
+
+        The run is entered in the history of `results`, a folder above it; without `results` in its parent's,
+        but only if that exists already: a folder of unknown use gets no history next to it.
+        """
+        if (folder / run_folder.RUN_FILE).is_file() and run_record.read_record(
+            folder
+        ).outcome is run_record.RunOutcome.RUNNING:
+            raise UsageError("A run is active in this folder", where=str(folder), fix="Name another folder.")
+        now, place = datetime.now(UTC), folder.absolute()
+        history = HistoryFile((results or folder.parent).absolute())
+        run_id, take = "", run_folder.take_run_folder
+        if place.is_relative_to(history.parent) and (place.parent != history.parent or history.exists()):
+            named = place.relative_to(history.parent).as_posix()
+            run_id = history.begin(request, now, named=named)["run"]
+        return cls(folder, request, now, take, history=history, run_id=run_id)
 
     def heartbeat(self) -> None:
         """Show readers on other hosts that the run is active; cheap enough for every few seconds."""
@@ -183,7 +169,7 @@ class ActiveRun:
         ended_at = datetime.now(UTC).isoformat(timespec="microseconds")
         self.record = replace(self.record, outcome=outcome, why=why, ended_at=ended_at)
         self._write()
-        if self._history is not None:
+        if self._run_id:
             self._history.end(self._run_id, outcome.value, why)
         if self._has_page:
             leave_run_page(self.folder)

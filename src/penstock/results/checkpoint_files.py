@@ -7,8 +7,7 @@ began the round, so that clocks of hosts do not matter.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,13 +74,8 @@ MovedBytes = tuple[float, list[int]]
 """The length in seconds of a round's buckets, and the bytes that one rank moved in each of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundThroughput:
-    """One round, rank by rank."""
-
-    direction: str
-    step: int
-    ranks: Sequence[MovedBytes]
+Throughput = dict[tuple[str, int], list[MovedBytes]]
+"""The rounds of a run in their order, by direction and step: what each rank moved."""
 
 
 _COLUMNS: Final = {
@@ -90,12 +84,12 @@ _COLUMNS: Final = {
 }  # fmt: skip
 
 
-def write_throughput(folder: Path, rounds: Sequence[RoundThroughput]) -> None:
+def write_throughput(folder: Path, rounds: Throughput) -> None:
     """Publish the rounds of a run."""
     rows = [
-        (one.direction, one.step, rank, number * width_s, width_s, size_bytes)
-        for one in rounds
-        for rank, (width_s, sizes_bytes) in enumerate(one.ranks)
+        (direction, step, rank, number * width_s, width_s, size_bytes)
+        for (direction, step), ranks in rounds.items()
+        for rank, (width_s, sizes_bytes) in enumerate(ranks)
         for number, size_bytes in enumerate(sizes_bytes)
         if size_bytes
     ]
@@ -106,11 +100,11 @@ def write_throughput(folder: Path, rounds: Sequence[RoundThroughput]) -> None:
         table.write_table(pa.table(arrays, schema=table.schema))
 
 
-def read_throughput(folder: Path) -> list[RoundThroughput]:
+def read_throughput(folder: Path) -> Throughput:
     """Read the rounds in their order; nothing of a run that did not record them."""
     path = folder / THROUGHPUT_FILE
     if not path.is_file():
-        return []
+        return {}
     table = open_table(path, "moved bytes", FORMAT_VERSION)[0].read()
     found: dict[tuple[str, int], dict[int, MovedBytes]] = {}
     directions = table["direction"].to_pylist()
@@ -120,11 +114,4 @@ def read_throughput(folder: Path) -> list[RoundThroughput]:
         _, sizes_bytes = found.setdefault((direction, step), {}).setdefault(rank, (width_s, []))
         sizes_bytes += [*[0] * (round(at_s / width_s) - len(sizes_bytes)), size_bytes]
         num_ranks = max(num_ranks, rank + 1)
-    return [
-        RoundThroughput(
-            direction=direction,
-            step=step,
-            ranks=[ranks.get(rank, (1.0, [])) for rank in range(num_ranks)],
-        )
-        for (direction, step), ranks in found.items()
-    ]
+    return {key: [ranks.get(rank, (1.0, [])) for rank in range(num_ranks)] for key, ranks in found.items()}

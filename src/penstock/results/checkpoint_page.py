@@ -25,7 +25,7 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.results.checkpoint_files import RoundThroughput, read_checkpoints, read_throughput
+from penstock.results.checkpoint_files import Throughput, read_checkpoints, read_throughput
 from penstock.results.counter_files import ReconciliationVerdict
 from penstock.results.run_record import RunRecord
 from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, heat_rows
@@ -54,7 +54,7 @@ class CheckpointRun:
 
     record: RunRecord
     figures: Mapping[str, Any]
-    throughput: Sequence[RoundThroughput]
+    throughput: Throughput
     rounds: Mapping[str, Sequence[Round]]
     edges: Numbers
     rates: Mapping[str, Numbers]
@@ -77,17 +77,17 @@ def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[
     origin_s = min((one["began_at_s"] for one in all_rounds), default=0.0)
     end_s = max((one["ended_at_s"] for one in all_rounds), default=1.0) - origin_s
     edges = np.linspace(0.0, max(end_s, 1e-3), MOST_BUCKETS + 1)
-    num_ranks = max((len(one.ranks) for one in throughput), default=0)
+    num_ranks = max(map(len, throughput.values()), default=0)
     rates = {direction: np.zeros((num_ranks, MOST_BUCKETS)) for direction in _DOING}
     began = {(one["direction"], one["step"]): one["began_at_s"] - origin_s for one in all_rounds}
-    for one in throughput:
-        start_s = began.get((one.direction, one.step))
+    for (direction, step), ranks in throughput.items():
+        start_s = began.get((direction, step))
         if start_s is None:
             continue
-        for rank, (width_s, sizes_bytes) in enumerate(one.ranks):
+        for rank, (width_s, sizes_bytes) in enumerate(ranks):
             moments = start_s + width_s * np.arange(len(sizes_bytes) + 1)
             totals = np.concatenate([[0.0], np.cumsum(sizes_bytes)])
-            rates[one.direction][rank] += np.diff(np.interp(edges, moments, totals)) / np.diff(edges)
+            rates[direction][rank] += np.diff(np.interp(edges, moments, totals)) / np.diff(edges)
     rounds = {name: [one for one in all_rounds if one["direction"] == name] for name in _DOING}
     run = CheckpointRun(
         record=record, figures=figures, throughput=throughput, rounds=rounds, edges=edges, rates=rates
@@ -200,9 +200,9 @@ def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble
 def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
     """The rank that all others wait for in most rounds."""
     ends = [
-        [width_s * len(sizes_bytes) for width_s, sizes_bytes in one.ranks]
-        for one in run.throughput
-        if one.direction == direction and len(one.ranks) > 1
+        [width_s * len(sizes_bytes) for width_s, sizes_bytes in ranks]
+        for (way, _), ranks in run.throughput.items()
+        if way == direction and len(ranks) > 1
     ]
     if not ends:
         return

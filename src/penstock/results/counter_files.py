@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from penstock.cluster.host_counters import CounterCoverage, CounterSample, HostH
 from penstock.errors import ObjectNotFound
 from penstock.results.parquet_tables import (
     WORDS,
-    append_to_spool,
+    Spool,
     open_table,
     parse_spool_header,
     publishing_table,
@@ -61,31 +61,20 @@ class SampledHost:
     monotonic_ns: int
 
 
-class CounterSpool:
-    """One host's samples while the run lasts. What `append` has returned from survives a kill."""
+class CounterSpool(Spool):
+    """One host's samples while the run lasts."""
 
     def __init__(self, run_folder: Path, host: SampledHost) -> None:
-        path = spool_path(run_folder, host.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("xb", buffering=0)
+        super().__init__(spool_path(run_folder, host.rank), {"format": FORMAT_VERSION, **asdict(host)})
         self._before: Mapping[str, int] = {}
-        self._write({"format": FORMAT_VERSION, **asdict(host)})
 
     def append(self, sample: CounterSample) -> None:
         """Append the counters that have changed since the last sample."""
         before = self._before
         changed = {name: value for name, value in sample.values.items() if before.get(name) != value}
-        self._write({"t": sample.monotonic_ns, "c": changed})
+        line = json.dumps({"t": sample.monotonic_ns, "c": changed}, separators=(",", ":"))
+        self.write(line.encode() + b"\n")
         self._before = sample.values
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def _write(self, document: Mapping[str, Any]) -> None:
-        append_to_spool(self._file, json.dumps(document, separators=(",", ":")).encode() + b"\n")
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:

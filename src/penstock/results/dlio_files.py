@@ -261,23 +261,13 @@ def _blocks(rank: RankEvents, epoch: int) -> Iterator[tuple[str, StepPhase, Step
 HYDRA_FOLDER: Final = ".hydra"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HydraFacts:
-    """The content of the sub-folder of configuration: DLIO's overrides, and where the run wrote.
-
-    `overrides` are redacted, such as `++workload.dataset.num_files_train=42`. Without a `subfolder`
-    ("") nothing of it is written.
-    """
-
-    subfolder: str = HYDRA_FOLDER
-    workload_name: str
-    overrides: Sequence[str] = ()
-    working_folder: str
-    run_folder: str
-
-
 def write_dlio_files(
-    folder: Path, run: DlioOutputs, hydra: HydraFacts, *, log_before: Sequence[str] = ()
+    folder: Path,
+    run: DlioOutputs,
+    *,
+    overrides: Sequence[str] = (),
+    subfolder: str = HYDRA_FOLDER,
+    log_before: Sequence[str] = (),
 ) -> list[str]:
     """Write all files into `folder`; returns the `[METRIC]` lines, which are in the log as well.
 
@@ -285,7 +275,7 @@ def write_dlio_files(
     """
     document = summary(run)
     lines = metric_lines(document)
-    write_configuration(folder, run.workload, hydra)
+    write_configuration(folder, run.workload, overrides, subfolder=subfolder, run_folder=folder)
     sizes = checkpoint_sizes(run.ranks)
     for rank in run.ranks:
         number = rank.clock.rank
@@ -296,25 +286,31 @@ def write_dlio_files(
     return lines
 
 
-def write_configuration(folder: Path, workload: Workload, hydra: HydraFacts) -> None:
-    """Write the sub-folder of configuration alone."""
-    if not hydra.subfolder:
+def write_configuration(
+    folder: Path, workload: Workload, overrides: Sequence[str], *, subfolder: str, run_folder: Path
+) -> None:
+    """Write the configuration of a run into a sub-folder; nothing without one ("").
+
+    `folder` becomes `run_folder` if it is a draft. `overrides` are redacted, in DLIO's words, such as
+    `++workload.dataset.num_files_train=42`.
+    """
+    if not subfolder:
         return
-    task = [f"workload={hydra.workload_name}", *hydra.overrides]
+    task = [f"workload={workload.full_name}", *overrides]
     tree = {
         "hydra": {
-            "run": {"dir": hydra.run_folder},
+            "run": {"dir": str(run_folder)},
             "mode": "RUN",
-            "output_subdir": hydra.subfolder,
+            "output_subdir": subfolder,
             "overrides": {
-                "hydra": [f"hydra.run.dir={hydra.run_folder}", f"hydra.output_subdir={hydra.subfolder}"],
+                "hydra": [f"hydra.run.dir={run_folder}", f"hydra.output_subdir={subfolder}"],
                 "task": task,
             },
             "job": {"name": "main", "config_name": "config", "override_dirname": ",".join(sorted(task))},
             "runtime": {
-                "cwd": hydra.working_folder,
-                "output_dir": hydra.run_folder,
-                "choices": {"workload": hydra.workload_name},
+                "cwd": str(Path.cwd()),
+                "output_dir": str(run_folder),
+                "choices": {"workload": workload.full_name},
             },
         }
     }
@@ -324,7 +320,7 @@ def write_configuration(folder: Path, workload: Workload, hydra: HydraFacts) -> 
         "hydra.yaml": tree,
     }
     for name, document in documents.items():
-        write_text(folder / hydra.subfolder, name, yaml.safe_dump(document, sort_keys=False))
+        write_text(folder / subfolder, name, yaml.safe_dump(document, sort_keys=False))
 
 
 def write_log(folder: Path, workload: Workload, lines: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ Rank 0 gathers all spools into `steps.parquet` and `spans.parquet`, one row grou
 time in memory: two files even for 1,000 ranks. Spools are removed only once both tables are published.
 """
 
-import json
 import logging
 import struct
 import zlib
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -24,14 +23,13 @@ from penstock.errors import ObjectNotFound, StorageError
 from penstock.results import step_events
 from penstock.results.parquet_tables import (
     WORDS,
-    append_to_spool,
+    Spool,
     open_table,
     parse_spool_header,
     publishing_table,
 )
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.run_record import RunRecord, read_recorded_workload
-from penstock.storage.files.durable import sync_open_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +46,11 @@ def spool_path(run_folder: Path, rank: int) -> Path:
     return run_folder / FOLDER / f"{rank:06d}{_SUFFIX}"
 
 
-class SpoolWriter:
-    """Appends rows. What `append` has returned from survives a kill, though not a power cut."""
+class SpoolWriter(Spool):
+    """Appends rows of one rank."""
 
     def __init__(self, path: Path, clock: step_events.RankClock) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("xb", buffering=0)
-        header = {"format": step_events.FORMAT_VERSION, **asdict(clock)}
-        append_to_spool(self._file, json.dumps(header).encode() + b"\n")
+        super().__init__(path, {"format": step_events.FORMAT_VERSION, **asdict(clock)})
 
     def append(self, rows: step_events.Rows) -> None:
         """Append steps or spans, in one frame."""
@@ -63,19 +58,7 @@ class SpoolWriter:
             kind = _STEPS if rows.dtype == step_events.STEP_TYPE else _SPANS
             content = rows.tobytes()
             frame = _FRAME.pack(_MAGIC, kind, len(rows), zlib.crc32(content))
-            append_to_spool(self._file, frame + content)
-
-    def close(self) -> None:
-        """Make everything durable. May be called twice."""
-        if not self._file.closed:
-            sync_open_file(self._file)
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self.write(frame + content)
 
 
 def _read_clock(path: Path) -> step_events.RankClock:

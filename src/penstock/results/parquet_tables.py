@@ -3,18 +3,18 @@
 While the run lasts, spools hold the rows; their first line is such a header, too.
 """
 
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
 from penstock.results.published_files import publishing
+from penstock.storage.files.durable import sync_open_file
 
 Header = TypeVar("Header")
 
@@ -49,11 +49,31 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
     return file, header
 
 
-def append_to_spool(file: io.RawIOBase, content: bytes) -> None:
-    """Write all of `content`: it then survives a kill."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
+class Spool:
+    """A file of rows while a run lasts. What was written survives a kill, though not a power cut."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=0)
+        self.write(json.dumps(header).encode() + b"\n")
+
+    def write(self, content: bytes) -> None:
+        """Write all of `content`."""
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        """Make everything durable. May be called twice."""
+        if not self._file.closed:
+            sync_open_file(self._file)
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def parse_spool_header(

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socket import gethostname
 from types import TracebackType
@@ -80,10 +79,6 @@ class RunStatus:
     totals: Mapping[str, float] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     rates_now: Mapping[str, float] = field(default_factory=dict)
-
-    def died(self, why: str) -> RunStatus:
-        """The status of the same run, found dead."""
-        return replace(self, outcome=DIED, why=why, exit_code=1)
 
 
 def read_status(folder: Path) -> RunStatus | None:
@@ -152,7 +147,6 @@ _STATES: Final = (
     "working", "computing", "waiting for samples", "waiting for storage", "waiting for ranks",
 )  # fmt: skip
 _OUTCOMES: Final = (RUNNING, "finished", "failed", "interrupted", DIED)
-_UNKNOWN: Final = float("nan")
 
 
 def format_metrics(status: RunStatus) -> str:
@@ -163,11 +157,8 @@ def format_metrics(status: RunStatus) -> str:
     """
     state = status.state if status.outcome == RUNNING else ""
     facts = {"kind": status.kind, "workload": status.workload, "host": status.host, "version": __version__}
-    code = _UNKNOWN if status.exit_code is None else status.exit_code
-    done = min(1.0, status.phase_done / status.phase_total) if status.phase_total else _UNKNOWN
-    share = _UNKNOWN if status.share_done is None else status.share_done
-    left = _UNKNOWN if status.left_s is None else status.left_s
-    families: list[tuple[str, str, list[tuple[dict[str, str], float]]]] = [
+    done = min(1.0, status.phase_done / status.phase_total) if status.phase_total else None
+    families: list[tuple[str, str, list[tuple[dict[str, str], float | None]]]] = [
         ("info", "Facts of the run; always 1.", [(facts, 1)]),
         ("ranks", "Ranks of the run.", [({}, status.ranks)]),
         (
@@ -176,7 +167,7 @@ def format_metrics(status: RunStatus) -> str:
         ),
         ("start_time_seconds", "When the run began, since 1970.", [({}, status.started_at_s)]),
         ("update_time_seconds", "When the run last wrote its state.", [({}, status.written_at_s)]),
-        ("exit_code", "The exit code of the run's command.", [({}, code)]),
+        ("exit_code", "The exit code of the run's command.", [({}, status.exit_code)]),
         (
             "state", "1 for what rank 0 does now.",
             [({"state": name.replace(" ", "_")}, state == name) for name in _STATES],
@@ -190,8 +181,8 @@ def format_metrics(status: RunStatus) -> str:
             [({"rank": str(rank)}, 1) for rank in status.absent_ranks],
         ),
         ("phase_done_ratio", "Share of the current phase that is done.", [({"phase": status.phase}, done)]),
-        ("done_ratio", "Share of the whole run that is done.", [({}, share)]),
-        ("left_seconds", "Estimated time to the end of the run.", [({}, left)]),
+        ("done_ratio", "Share of the whole run that is done.", [({}, status.share_done)]),
+        ("left_seconds", "Estimated time to the end of the run.", [({}, status.left_s)]),
         (
             "counted_total", "What all ranks have done: read_bytes, written_bytes, samples, steps.",
             [({"unit": unit}, total) for unit, total in status.totals.items() if not unit.endswith("_s")],
@@ -203,7 +194,7 @@ def format_metrics(status: RunStatus) -> str:
     ]  # fmt: skip
     lines: list[str] = []
     for name, text, samples in families:
-        known = [(labels, value) for labels, value in samples if not math.isnan(value)]
+        known = [(labels, value) for labels, value in samples if value is not None]
         if known:
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP penstock_run_{name} {text}", f"# TYPE penstock_run_{name} {kind}"]
@@ -390,17 +381,13 @@ class Meter(Progress):
 
     def advance(self, amount: float) -> None:
         """Advance the phase, from any thread."""
-        with self._lock:
-            phase = self._phase
-            phase.done += amount
-            phase.moved_s = self._clock()
-            if phase.unit:
-                phase.counted.add(phase.unit)
-                self._totals[phase.unit] = self._totals.get(phase.unit, 0.0) + amount * phase.times
+        phase = self._phase
+        self.count(done=amount, **({phase.unit: amount * phase.times} if phase.unit else {}))
 
-    def count(self, **amounts: float) -> None:
-        """Add to the totals."""
+    def count(self, *, done: float = 0.0, **amounts: float) -> None:
+        """Add to the totals, and to what is done of the phase."""
         with self._lock:
+            self._phase.done += done
             self._phase.moved_s = self._clock()
             self._phase.counted.update(amounts)
             for unit, amount in amounts.items():

@@ -1,7 +1,7 @@
 """The write pipeline: producer -> buffers -> storage, several objects at once, with timestamps.
 
 Each stream has one thread that fills buffers and one that submits them, so content is produced while the
-storage works. Buffers go FREE -> FILLING -> READY -> IN_FLIGHT -> FREE, and in no other order.
+storage works.
 Invariants: an object is durable with exactly its planned bytes, or the phase raises an error and the object
 is aborted; a buffer is filled again only after the storage has released it, so no byte changes between being
 produced and being written.
@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from typing import Literal, Protocol, Self
@@ -102,23 +101,15 @@ class PipelineStopped(PenstockError):
         super().__init__("Stopped because the pipeline stopped")
 
 
-class Ownership(Enum):
-    """Who may access a buffer: no one, its producer, the next stage, the storage."""
-
-    FREE = "free"
-    FILLING = "filling"
-    READY = "ready"
-    IN_FLIGHT = "in flight"
-
-
 class Buffer:
-    """One buffer, and which chunk of which object it holds. Only its current owner may access it."""
+    """One buffer, and which chunk of which object it holds: only one thread, or the storage, has it."""
 
-    __slots__ = ("chunk", "number", "offset", "ownership", "release", "size_bytes", "stream", "whole")
+    __slots__ = ("chunk", "is_in_flight", "number", "offset", "release", "size_bytes", "stream", "whole")
 
     def __init__(self, whole: memoryview) -> None:
         self.whole = whole
-        self.ownership = Ownership.FREE
+        self.is_in_flight = False
+        """True from its submission until the storage releases it."""
         self.release: Release | None = None
         self.stream = 0
         self.number = 0
@@ -131,15 +122,6 @@ class Buffer:
     def filled(self) -> memoryview:
         """The part that holds the chunk: everything, except for an object's last chunk."""
         return self.whole if self.size_bytes == len(self.whole) else self.whole[: self.size_bytes]
-
-    def hand_on(self, come_from: Ownership, go_to: Ownership) -> None:
-        """Pass the buffer from its owner to the next."""
-        if self.ownership is not come_from:
-            raise PenstockError(
-                f"A buffer that is {self.ownership.value} was treated as {come_from.value}",
-                fix="A storage must release each buffer exactly once; this one does not.",
-            )
-        self.ownership = go_to
 
 
 class PipelineBuffers:
@@ -161,7 +143,7 @@ class PipelineBuffers:
         self._last_return_s: float | None = None
 
     def take(self, stream: int, awaiting: str) -> Buffer:
-        """Wait for a free buffer and make it FILLING. `awaiting` names in errors what holds the others."""
+        """Wait for a free buffer. `awaiting` names in errors what holds the others."""
         with self._changed:
             while not self._may_take(stream):
                 self._wait(awaiting)
@@ -170,13 +152,11 @@ class PipelineBuffers:
             buffer = self._free.pop()
             self._held[stream] += 1
             buffer.stream = stream
-            buffer.hand_on(Ownership.FREE, Ownership.FILLING)
             return buffer
 
-    def give_back(self, buffer: Buffer, come_from: Ownership) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         """Make `buffer` free again; called once, from any thread."""
         with self._changed:
-            buffer.hand_on(come_from, Ownership.FREE)
             self._held[buffer.stream] -= 1
             self._free.append(buffer)
             self._last_return_s = time.monotonic()
@@ -413,7 +393,7 @@ class WritePipeline:
     def _fill(self, stream: _Stream) -> None:
         """Fill buffers, object by object, until no object is left."""
         with ExitStack() as undo:
-            undo.callback(stream.filled.set_exception, PipelineStopped())
+            undo.callback(lambda: stream.filled.set_exception(PipelineStopped()))
             while True:
                 with self._lock:
                     number = next(self._unclaimed, None)
@@ -459,7 +439,6 @@ class WritePipeline:
             entry = stream.unsettled.popleft()
             if isinstance(entry, Buffer):
                 self._deferring.settle(self._planned[entry.number], entry.offset, entry.filled)
-                entry.hand_on(Ownership.FILLING, Ownership.READY)
             stream.ready.put(entry)
             # The storage comes first. Where fillers have all cores, its thread would otherwise get one at
             # the next tick of the kernel's clock, up to 4 ms later.
@@ -495,7 +474,7 @@ class WritePipeline:
                     raise PipelineStopped
                 # Read before submitting: after that, the buffer may already have its next owner.
                 chunk, size_bytes = buffer.chunk, buffer.size_bytes
-                buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
+                buffer.is_in_flight = True
                 stamps.submitted[chunk] = now_ns()
                 sink.submit(buffer.filled, buffer.release)
                 stamps.returned[chunk] = now_ns()
@@ -516,5 +495,12 @@ class WritePipeline:
 
     def _acknowledge(self, buffer: Buffer) -> None:
         """Note that the storage has released `buffer`; called from any of its threads."""
+        with self._lock:
+            was_in_flight, buffer.is_in_flight = buffer.is_in_flight, False
+        if not was_in_flight:
+            raise PenstockError(
+                "A buffer that the storage did not have was released",
+                fix="A storage must release each buffer exactly once; this one does not.",
+            )
         self._stamps.acknowledged[buffer.chunk] = now_ns()
-        self._buffers.give_back(buffer, Ownership.IN_FLIGHT)
+        self._buffers.give_back(buffer)

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from penstock.kvcache.entries import EntryLayout, vllm_folder
-from penstock.kvcache.inspect_store import inspect_store, parse_entry_name
+from penstock.kvcache.inspect_store import find_entry, inspect_store
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, ObjectLayout, Op
 from penstock.kvcache.models import MODELS
 from penstock.progress import Progress
 from penstock.storage import open_storage
+from penstock.storage.protocol import ObjectInfo
 
 RANDOM = np.random.Generator(np.random.PCG64(7))
 CONFIG = {
@@ -180,6 +181,6 @@ def test_own_stores_prove_themselves_wherever_they_are_looked_at_from(tmp_path: 
 def test_every_layout_that_is_written_is_read_back_by_its_name() -> None:
     for name, tier in (("penstock", "penstock"), ("vllm", "vllm"), ("lmcache", "lmcache-disk")):
         layout = EntryLayout(name=name, namespace="n", model="a/b", chunk_tokens=256, parts=2)  # type: ignore[arg-type]
-        found = parse_entry_name(f"below/{layout.key(3, 1)}")
+        found = find_entry(ObjectInfo(key=f"below/{layout.key(3, 1)}", size_bytes=1, modified_s=0))
         assert found is not None
         assert (found.tier, found.rank, found.is_in_place) == (tier, 1, True)

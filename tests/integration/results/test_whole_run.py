@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import ObjectNotFound
 from penstock.results.active_run import ActiveRun
-from penstock.results.dlio_files import DlioOutputs, HydraFacts, write_dlio_files
+from penstock.results.dlio_files import DlioOutputs, write_dlio_files
 from penstock.results.event_files import gather_events, read_events, recompute_figures
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.provenance import read_host
@@ -73,8 +73,7 @@ def close(run: ActiveRun) -> PhaseFigures:
         train=train,
         evaluation=None,
     )
-    hydra = HydraFacts(workload_name="unet3d_h100", working_folder="/w", run_folder=str(run.folder))
-    write_dlio_files(run.folder, finished, hydra)
+    write_dlio_files(run.folder, finished)
     run.finish(train=train)
     return train
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.recorded_run import StepRecorder, find_trace_folder, name_run_in_trace, read_clocks
+from penstock.bench.recorded_run import StepRecorder, name_run_in_trace, read_clocks
 from penstock.results.event_files import SpoolWriter
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage.capabilities import SpanValue, find_span_trace
@@ -59,7 +59,7 @@ def test_storage_that_is_not_traced_takes_no_spans(tmp_path: Path) -> None:
     storage = WrappedStorage(MemoryStorage())
     assert find_span_trace(storage) is None
     assert name_run_in_trace(storage, tmp_path) is None
-    assert find_trace_folder(storage.options) is None
+    assert "trace" not in storage.options
 
 
 def test_a_step_is_its_wait_its_computation_and_its_barrier(traced: SpanCollector, tmp_path: Path) -> None:

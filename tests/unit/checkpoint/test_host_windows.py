@@ -149,10 +149,14 @@ def load(links: HostLinks, rank: int, before: Callable[[int], None] = lambda _: 
 
 
 def refuse_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(size_bytes: int) -> Window:
-        raise OSError(22, "Invalid argument")
+    make = Window.make
 
-    monkeypatch.setattr(host_windows.Window, "make_huge", refuse)
+    def refuse(size_bytes: int, *, is_huge: bool) -> Window:
+        if is_huge:
+            raise OSError(22, "Invalid argument")
+        return make(size_bytes, is_huge=False)
+
+    monkeypatch.setattr(host_windows.Window, "make", refuse)
 
 
 @pytest.mark.parametrize("has_huge_pages", [True, False])
@@ -164,7 +168,7 @@ def test_all_ranks_get_what_each_reads_once_through_few_small_windows(
 
     def program(comm: ThreadComm) -> bytes:
         links = connected(comm)
-        assert links.num_blocks * links.block_bytes <= 4 * PAGE, "the windows hold a part of it at a time"
+        assert len(links.window.view) <= 4 * PAGE, "the windows hold a part of it at a time"
         return load(links, comm.rank)
 
     assert on_ranks(NUM_RANKS, program) == [CONTENT] * NUM_RANKS
@@ -214,12 +218,11 @@ def test_without_memory_for_one_rank_none_shares_and_the_log_says_why(
 ) -> None:
     make, failing = Window.make, threading.Lock()
 
-    def no_room(size_bytes: int) -> Window:
-        if failing.acquire(blocking=False):
+    def no_room(size_bytes: int, *, is_huge: bool) -> Window:
+        if is_huge or failing.acquire(blocking=False):
             raise OSError(12, "Cannot allocate memory")
-        return make(size_bytes)
+        return make(size_bytes, is_huge=False)
 
-    refuse_huge_pages(monkeypatch)
     monkeypatch.setattr(host_windows.Window, "make", no_room)
 
     def program(comm: ThreadComm) -> HostLinks | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.match import StoredNames, loading_into
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
@@ -51,15 +52,14 @@ def stored(state: Mapping[str, Any]) -> StoredNames:
     objects = tuple(StoredObject(leaf.name, 0, 0, 0) for leaf in leaves if not is_tensor(leaf.value))
     none = np.zeros(0, dtype=np.int64)
     regions = StoredRegions(Regions.from_rows(()), none, none, none, none, none.astype(np.bool_))
-    index = CheckpointIndex(tensors, regions, objects, ())
-    return StoredNames(index, {leaf.name: leaf.path for leaf in leaves})
+    paths = {leaf.name: leaf.path for leaf in leaves}
+    return StoredNames(CheckpointIndex(tensors, regions, objects, (), paths), LoadChoice())
 
 
 def load(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Load as the loader does, by names and places alone."""
     values = {leaf.name: leaf.value for leaf in walk(saved, is_tensor)[0]}
-    with loading_into(state, stored(saved), {key: f"{key}." for key in state}) as parts:
-        parts.require_fit()
+    with loading_into(state, stored(saved)) as parts:
         for leaf in walk(parts.state, is_tensor)[0]:
             if is_tensor(leaf.value):
                 leaf.value.copy_(values[leaf.name])
@@ -78,7 +78,7 @@ def test_part_and_plain_value_are_loaded() -> None:
 def test_no_part_is_loaded_after_a_failure() -> None:
     part = Part({"x": [1]})
     saved = {"part": {"x": [1]}}
-    with pytest.raises(UsageError), loading_into({"part": part}, stored(saved), {"part": "part."}):
+    with pytest.raises(UsageError), loading_into({"part": part}, stored(saved)):
         raise UsageError("no")
     assert part.state == {"x": [1]}
 
@@ -124,7 +124,7 @@ def test_values_of_ranks_that_are_gone_or_new_are_known_by_name(caplog: pytest.L
     names = stored(
         {"part": {"x": 1}, "part.x@rank1": 2, "part.x@rank3": 4, "other.x@rank3": 4, "seed@rank3": 1}
     )
-    with loading_into({"part": Part({}), "seed": 0}, names, {"part": "part.", "seed": "seed."}) as parts:
+    with loading_into({"part": Part({}), "seed": 0}, names) as parts:
         assert parts.of_other_ranks(2) == ["part.x@rank3", "seed@rank3"]
         assert parts.of_other_ranks(4) == []
         parts.warn_of_other_ranks(4, 4)

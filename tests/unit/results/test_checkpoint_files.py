@@ -8,7 +8,6 @@ import pytest
 
 from penstock.errors import StorageError
 from penstock.results.checkpoint_files import (
-    RoundThroughput,
     read_checkpoints,
     read_throughput,
     summarize_checkpoints,
@@ -65,12 +64,9 @@ def test_invalid_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_throughput_comes_back_rank_by_rank(tmp_path: Path) -> None:
-    assert read_throughput(tmp_path) == []
+    assert read_throughput(tmp_path) == {}
     ranks = [(0.05, [1, 0, 3]), (0.1, [0, 2])]
-    rounds = [
-        RoundThroughput(direction="write", step=1, ranks=ranks),
-        RoundThroughput(direction="read", step=1, ranks=ranks[::-1]),
-    ]
+    rounds = {("write", 1): ranks, ("read", 1): ranks[::-1]}
     write_throughput(tmp_path, rounds)
     assert read_throughput(tmp_path) == rounds
 

@@ -14,7 +14,6 @@ from tests.support.run_events import RankScript, even_run
 from penstock.errors import StorageError
 from penstock.results.dlio_files import (
     DlioOutputs,
-    HydraFacts,
     checkpoint_sizes,
     metric_lines,
     rank_output,
@@ -107,12 +106,7 @@ def full_run() -> DlioOutputs:
     return run_of([rank_with_everything(0), rank_with_everything(1)])
 
 
-HYDRA = HydraFacts(
-    workload_name="unet3d_h100",
-    overrides=["++workload.dataset.num_files_train=24"],
-    working_folder="/home/someone",
-    run_folder="/results/run",
-)
+OVERRIDES = ["++workload.dataset.num_files_train=24"]
 
 
 def golden(name: str) -> Any:
@@ -216,7 +210,7 @@ def test_host_without_facts_gets_those_of_the_first(full_run: DlioOutputs) -> No
 
 
 def test_the_whole_set_of_files_is_written(tmp_path: Path, full_run: DlioOutputs) -> None:
-    lines = write_dlio_files(tmp_path, full_run, HYDRA)
+    lines = write_dlio_files(tmp_path, full_run, overrides=OVERRIDES)
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert names == [
         ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml",
@@ -247,7 +241,9 @@ def test_the_configuration_is_what_hydra_leaves(tmp_path: Path, full_run: DlioOu
     workload = replace(
         load("unet3d_h100").workload, output=replace(full_run.workload.output, log_file="my.log")
     )
-    write_dlio_files(tmp_path, replace(full_run, workload=workload), replace(HYDRA, subfolder="dlio_config"))
+    write_dlio_files(
+        tmp_path, replace(full_run, workload=workload), overrides=OVERRIDES, subfolder="dlio_config"
+    )
     folder = tmp_path / "dlio_config"
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["workload"]["dataset"]["record_length_bytes"] == 146600628
@@ -257,15 +253,15 @@ def test_the_configuration_is_what_hydra_leaves(tmp_path: Path, full_run: DlioOu
     hydra = yaml.safe_load((folder / "hydra.yaml").read_text())["hydra"]
     assert hydra["overrides"]["task"] == task
     assert hydra["runtime"]["choices"]["workload"] == "unet3d_h100"
-    assert hydra["run"]["dir"] == "/results/run"
+    assert hydra["run"]["dir"] == str(tmp_path)
     assert (tmp_path / "my.log").exists()
 
 
 def test_our_own_export_is_read_like_any_other(tmp_path: Path, full_run: DlioOutputs) -> None:
-    write_dlio_files(tmp_path, full_run, HYDRA)
+    write_dlio_files(tmp_path, full_run, overrides=OVERRIDES)
     found = summarize_run(tmp_path)
     assert found.notes == ()
-    assert (found.kind, found.workload, found.ranks, found.outcome) == ("DLIO", "unet3d_h100", 2, "finished")
+    assert (found.kind, found.workload, found.ranks, found.outcome) == ("DLIO", "tiny", 2, "finished")
     assert full_run.train is not None
     assert found.au_compat_percent == full_run.train.au_compat_percent.mean
     assert found.samples_per_s_compat == full_run.train.samples_per_s_compat.mean

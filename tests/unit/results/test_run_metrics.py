@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.run_events import WAITING_STATUS as STATUS
 
 from penstock.errors import UsageError
-from penstock.results.run_status import KEPT_S, TextCollectorFile, format_metrics
+from penstock.results.run_status import DIED, KEPT_S, TextCollectorFile, format_metrics
 
 
 def values_of(text: str) -> dict[tuple[str, ...], float]:
@@ -41,7 +41,7 @@ def test_prometheus_reads_every_figure() -> None:
     assert found["penstock_run_outcome", "running"] == 1
     assert found["penstock_run_update_time_seconds",] == 2000.5
     assert ("penstock_run_exit_code",) not in found
-    died = values_of(format_metrics(STATUS.died("killed")))
+    died = values_of(format_metrics(replace(STATUS, outcome=DIED, why="killed", exit_code=1)))
     assert died["penstock_run_outcome", "died"] == 1
     assert died["penstock_run_exit_code",] == 1
     assert died["penstock_run_state", "waiting_for_ranks"] == 0

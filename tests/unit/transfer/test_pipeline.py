@@ -17,6 +17,7 @@ from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import (
     ObjectNotFound,
+    PenstockError,
     ShortTransfer,
     StorageError,
     StorageTimeout,
@@ -188,6 +189,22 @@ def test_streams_with_separate_storages_count_their_own_requests() -> None:
         storage.counters.requests for storage in storages
     ]
     assert measurement.counters.requests == 3
+
+
+class _ReleasesTwice(WrappedStorage):
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        class Twice(WrappedSink):
+            def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+                super().submit(buffer, release)
+                if release is not None:
+                    release()
+
+        return Twice(super().create(key, size_bytes))
+
+
+def test_a_buffer_released_twice_is_an_error_that_names_the_storage() -> None:
+    with pytest.raises(PenstockError, match=r"did not have was released\. A storage must"):
+        write_objects([_ReleasesTwice(MemoryStorage())], _objects(CHUNK), Keyed(), SMALL)
 
 
 class _Nowhere(WrappedStorage):

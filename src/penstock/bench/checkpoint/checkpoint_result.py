@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.recorded_run import find_trace_folder
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.results import checkpoint_files, phase_figures
 from penstock.results.counter_files import IoReconciliation
@@ -197,11 +196,6 @@ class CheckpointResult:
     deliveries: tuple[IoReconciliation, ...] = ()
 
     @property
-    def trace_folder(self) -> str | None:
-        """The folder of the run's trace; None if it was not traced."""
-        return find_trace_folder(self.storage_options)
-
-    @property
     def write(self) -> dict[str, Any] | None:
         """All writes."""
         return total_direction([figures for figures in self.rounds if figures.round.direction == "write"])
@@ -239,7 +233,7 @@ class CheckpointResult:
             "earlier": dict(self.earlier) if self.earlier else None,
             "recovery_rank_shift": self.shift,
             "storage_options": dict(self.storage_options),
-            "trace": self.trace_folder,
+            "trace": self.storage_options.get("trace"),
             "storage_counters": sum((figures.phase.counters for figures in self.rounds), Counters()).record(),
             "deliveries": [asdict(delivery) for delivery in self.deliveries],
             "peak_rss_bytes": list(self.peak_rss_bytes),

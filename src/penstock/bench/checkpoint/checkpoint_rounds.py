@@ -29,7 +29,7 @@ from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
-from penstock.results.checkpoint_files import MovedBytes, RoundThroughput
+from penstock.results.checkpoint_files import MovedBytes, Throughput
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Storage
 from penstock.transfer.buffers import WarmMemory
@@ -267,7 +267,7 @@ class RoundRunner:
     syncs_ranks: bool
     progress: RoundProgress
     recorder: StepRecorder
-    throughput: list[RoundThroughput] = field(default_factory=list)
+    throughput: Throughput = field(default_factory=dict)
     """On rank 0: what all ranks moved over the time of each round so far."""
 
     def run(self, checkpoint: CheckpointRound, *, last: int) -> checkpoint_result.RoundFigures:
@@ -290,7 +290,7 @@ class RoundRunner:
         self.recorder.add_stall(epoch=checkpoint.epoch, step=checkpoint.step, began_ns=began_ns)
 
         def keep(ranks: list[MovedBytes]) -> None:
-            self.throughput.append(RoundThroughput(direction=direction, step=checkpoint.step, ranks=ranks))
+            self.throughput[direction, checkpoint.step] = ranks
 
         decide_on_rank0(
             comm,

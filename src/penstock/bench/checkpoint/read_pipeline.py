@@ -18,7 +18,7 @@ from penstock.progress import Progress
 from penstock.storage.protocol import Source, Storage
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.ledger import Measurement, Timestamps, WrongByte, now_ns
-from penstock.transfer.pipeline import Buffer, Ownership, PipelineBuffers, PipelineStopped, WorkerGroup
+from penstock.transfer.pipeline import Buffer, PipelineBuffers, PipelineStopped, WorkerGroup
 from penstock.transfer.reader import OpenFiles
 
 if TYPE_CHECKING:
@@ -156,10 +156,9 @@ class ReadPipeline:
                 self._read_chunk(stream, number, chunk, buffer)
                 progress.advance(buffer.size_bytes)
                 if self._is_to_verify(number, chunk):
-                    buffer.hand_on(Ownership.FILLING, Ownership.READY)
                     self._unverified.put(buffer)
                 else:
-                    self._buffers.give_back(buffer, Ownership.FILLING)
+                    self._buffers.give_back(buffer)
             self._files.done(number)
 
     def _read_chunk(self, stream: int, number: int, chunk: int, buffer: Buffer) -> None:
@@ -200,4 +199,4 @@ class ReadPipeline:
                 stamps.is_wrong[chunk] = True
                 if len(self._wrong) < MOST_WRONG_BYTES:
                     self._wrong.append(WrongByte(planned.key, buffer.offset + wrong))
-            self._buffers.give_back(buffer, Ownership.READY)
+            self._buffers.give_back(buffer)

@@ -125,7 +125,8 @@ class TrainingCheckpoints:
         heartbeat: Callable[[], None],
     ) -> None:
         """Check that there is room for all of them, and warm up. Collective."""
-        self._request = request
+        self.when = request.when
+        self._layout = request.layout
         self._taken: list[RoundFigures] = []
         self._num_due = count_due(request.when, epochs)
         sizes: list[int] = request.layout.bytes_of_processes().tolist()
@@ -154,10 +155,6 @@ class TrainingCheckpoints:
             recorder=recorder,
         )
 
-    def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
-        """True if a checkpoint follows this step."""
-        return is_due(self._request.when, epoch, step, num_steps)
-
     def take(self, epoch: int, block: int, step: int) -> None:
         """Write it, durably; all ranks return together."""
         checkpoint = CheckpointRound(direction="write", number=block, step=step, epoch=epoch)
@@ -166,7 +163,7 @@ class TrainingCheckpoints:
     def document(self) -> dict[str, Any]:
         """All checkpoints taken, as plain data; each lasts until all ranks' files are durable."""
         duration_s = sum(figures.phase.duration_s for figures in self._taken)
-        bytes_each = self._request.layout.total_bytes
+        bytes_each = self._layout.total_bytes
         rate = bytes_each * len(self._taken) / duration_s / GIB if duration_s else None
         return {
             "checkpoints": len(self._taken),

@@ -28,7 +28,7 @@ from penstock.bench.loader.loader_protocol import (
 )
 from penstock.bench.recorded_run import EventsInMemory, StepRecorder
 from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, plan_ahead
-from penstock.bench.training.training_checkpoints import TrainingCheckpoints
+from penstock.bench.training.training_checkpoints import TrainingCheckpoints, is_due
 from penstock.bench.training.training_files import TrainingFiles
 from penstock.bench.training.training_plan import RankEpoch, Sharding, TrainingPlan
 from penstock.cluster.comm import Comm
@@ -192,7 +192,7 @@ class TrainingLoop:
                     sample_wait_s=(loaded_ns - start_ns) / 1e9,
                     rank_wait_s=(barrier_ns - computed_ns) / 1e9,
                 )
-                saves = saver is not None and saver.is_due(epoch, step, num_steps)
+                saves = saver is not None and is_due(saver.when, epoch, step, num_steps)
                 # A checkpoint ends its block before it is taken, so its time counts in no block.
                 if saves or step == num_steps:
                     self.add_span(SpanKind.BLOCK, phase, epoch, began_ns, step=step, block=block)

@@ -10,7 +10,6 @@ from typing import Any, Final
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
 from penstock.bench.own_loader.waits import LoaderWaits
-from penstock.bench.recorded_run import find_trace_folder
 from penstock.results.counter_files import IoReconciliation
 from penstock.results.phase_figures import EpochRate, PhaseFigures
 from penstock.storage import Counters
@@ -117,11 +116,6 @@ class TrainingResult:
     evaluation: PhaseFigures | None
     stages: Stages
 
-    @property
-    def trace_folder(self) -> str | None:
-        """The folder of the run's trace; None if it was not traced."""
-        return find_trace_folder(self.stages.storage_options)
-
     def document(self) -> dict[str, Any]:
         """The document of `--json`. AU is in percent; `read_bytes` counts training epochs."""
         verdict = self.train.verdict
@@ -136,7 +130,7 @@ class TrainingResult:
             "ceiling": self.stages.ceiling,
             "epochs": [_epoch(rate) for rate in self.train.epochs],
             "evaluation": _phase(self.evaluation) if self.evaluation else None,
-            "trace": self.trace_folder,
+            "trace": self.stages.storage_options.get("trace"),
             "outside_of_score": self.stages.document(),
             "results_dir": self.results_dir,
         }

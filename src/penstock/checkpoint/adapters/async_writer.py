@@ -443,7 +443,7 @@ class AsyncWriter(FileSystemWriter):
             )
         if not isinstance(outcome, WrittenShare):
             raise outcome
-        logger.info("rank %d, %s: %s", outcome.rank, self._folder, outcome.stats.describe())
+        logger.info("rank %d, %s: %s", outcome.rank, self._folder, outcome.stats)
         return self._items.results(outcome, self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

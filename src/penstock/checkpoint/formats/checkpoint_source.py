@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from penstock.checkpoint.commit.protocol import (
 )
 from penstock.checkpoint.formats import safetensors, torch_save
 from penstock.checkpoint.formats.dcp_item import (
+    HEAD_BYTES,
     load_object,
     open_item,
     payload_in,
@@ -43,9 +45,9 @@ from penstock.checkpoint.formats.description import (
     read_metadata,
 )
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
-from penstock.checkpoint.state.regions import UNKNOWN, Bytes, CheckpointIndex, StoredObject
+from penstock.checkpoint.state.regions import UNKNOWN, Bytes, CheckpointIndex, Ints, StoredObject
 from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, names_lacking
-from penstock.cluster.comm import Comm, run_on_rank0
+from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
 from penstock.storage import Storage
@@ -423,6 +425,49 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Checkp
     found = run_on_rank0(comm, open_for_all, awaiting="rank 0 to read what describes the checkpoint")
     # Each rank has its own way to the files, which may lie in a cache of its node.
     return CheckpointSource(**{**found, "storage": storage, "folder": folder, "uri": uri})
+
+
+NUM_HEAD_READERS = 16
+"""Heads are small, so reading them is bound by latency."""
+
+
+def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSource:
+    """The checkpoint with the positions of all payloads, read from items that no manifest describes.
+
+    Collective. Heads of items are read through the page cache: with direct I/O, scattered pages take four
+    times as long.
+    """
+    stored = checkpoint.index.stored
+    rows = np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)
+    if not len(rows):
+        return checkpoint
+
+    def find(source: Source, row: int) -> int:
+        """The position of a payload in its file; `UNKNOWN` where only the whole item has it."""
+        begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
+        head = bytearray(min(HEAD_BYTES, size))
+        source.read_into(begin, memoryview(head))
+        offset = checkpoint.payload_in(row, head)
+        return UNKNOWN if offset is None else begin + offset
+
+    def find_own() -> Ints:
+        own = rows[comm.rank :: comm.size]
+        found = np.full(len(own), UNKNOWN, dtype=np.int64)
+        with ThreadPoolExecutor(NUM_HEAD_READERS) as threads:
+            for file in np.unique(stored.file[own]).tolist():
+                places = np.flatnonzero(stored.file[own] == file)
+                key = checkpoint.key(checkpoint.index.files[file])
+                with closing(checkpoint.storage.open(key)) as source:
+                    found[places] = list(threads.map(partial(find, source), own[places].tolist()))
+        return found
+
+    payload, packed = stored.payload_offset.copy(), stored.packed.copy()
+    of_ranks = all_gather_results(comm, find_own, awaiting="all ranks to locate payloads")
+    for rank, found in enumerate(of_ranks):
+        payload[rows[rank :: comm.size]] = found
+    packed[rows] |= payload[rows] < 0
+    index = replace(checkpoint.index, stored=replace(stored, payload_offset=payload, packed=packed))
+    return replace(checkpoint, index=index)
 
 
 _NUM_READINGS = 5

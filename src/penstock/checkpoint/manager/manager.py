@@ -233,7 +233,7 @@ class Manager:
                 report = SaveReport(step, uri, stats)
                 undo.pop_all()
             handle.commit(report)
-            logger.info("Committed %s", report.format_line(self._rank))
+            logger.info("Committed step %d, rank %d: %s", step, self._rank, report.ranks[self._rank])
             # When nobody waits any more: files may take as long to remove as to write.
             clear_up()
 
@@ -407,7 +407,7 @@ class SaveReport:
 
     def format_line(self, rank: int) -> str:
         """The statistics of one `rank` as a line of the log."""
-        return f"step {self.step}, rank {rank}: {self.ranks[rank].describe()}"
+        return f"step {self.step}, rank {rank}: {self.ranks[rank]}"
 
 
 class SaveHandle:

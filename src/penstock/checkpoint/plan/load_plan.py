@@ -1,26 +1,32 @@
 """Plans which rank reads which bytes of a checkpoint, and to which ranks it sends them.
 
-In `agree_on_load`, rank 0 plans for all ranks with `plan_load` and divides the plan with `divide_plan`; each
-rank finds in its part, with `plan_rank_load`, what it does. These three are pure. Bytes that several ranks
-want are read by one of them and sent to the others. Invariant: every wanted element has exactly one reader,
-which can open the file.
+Each rank turns the regions and objects that it wants into requests. Objects, and items that can only be read
+whole, are requested as tensors of bytes, so one plan serves all. In `agree_on_load`, rank 0 plans for all
+ranks with `plan_load` and divides the plan with `divide_plan`; each rank finds in its part, with
+`plan_rank_load`, what it does. All but `agree_on_load` is pure. Bytes that several ranks want are read by one
+of them and sent to the others. Invariants: what is requested exists in the checkpoint to the last element;
+every wanted element has exactly one reader, which can open the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.checkpoint.state.regions import (
     Bools,
+    CheckpointIndex,
     Ints,
     RankSets,
+    Region,
     Regions,
     StoredRegions,
+    TensorFacts,
     distinct,
     divide_among_ranks,
+    element_sizes,
     expand_ranges,
     find_overlaps,
     find_ranges,
@@ -30,7 +36,116 @@ from penstock.checkpoint.state.regions import (
     split_large,
 )
 from penstock.cluster.comm import Comm, divide_on_rank0
-from penstock.errors import PenstockError
+from penstock.errors import DataDamaged, PenstockError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteItemIndex:
+    """A checkpoint's index in which items that are read whole are tensors of bytes, after its own tensors.
+
+    The rows of `stored` are first those that can be read in part, then one for each packed row, then one for
+    each object; `source_row` has the row in the checkpoint's index, or -1 - k for the k-th object.
+    """
+
+    tensors: tuple[TensorFacts, ...]
+    stored: StoredRegions
+    source_row: Ints
+    packed_rows: Ints
+    element_bytes: Ints
+    """By tensor number."""
+
+
+def index_byte_items(index: CheckpointIndex) -> ByteItemIndex:
+    """Index packed regions and objects as tensors of bytes, so that one plan serves all of them."""
+    stored, objects = index.stored, index.objects
+    packed_rows, plain_rows = np.flatnonzero(stored.packed), np.flatnonzero(~stored.packed)
+    packed, plain = stored.take(packed_rows), stored.take(plain_rows)
+    columns = [(each.size_bytes, each.offset, each.file) for each in objects]
+    object_sizes, object_offsets, object_files = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    sizes = np.concatenate([packed.item_bytes, object_sizes])
+    offsets = np.concatenate([packed.item_offset, object_offsets])
+    names = [index.tensors[number].name for number in packed.regions.tensor.tolist()]
+    names += [each.name for each in objects]
+    whole = _whole_items(np.arange(len(names)) + len(index.tensors), sizes)
+    byte_tensors = [
+        TensorFacts(name, "uint8", (size,), 1) for name, size in zip(names, sizes.tolist(), strict=True)
+    ]
+    tensors = (*index.tensors, *byte_tensors)
+    return ByteItemIndex(
+        tensors=tensors,
+        stored=StoredRegions(
+            Regions.concatenated([plain.regions, whole]),
+            np.concatenate([plain.file, packed.file, object_files]),
+            np.concatenate([plain.item_offset, offsets]),
+            np.concatenate([plain.item_bytes, sizes]),
+            np.concatenate([plain.payload_offset, offsets]),
+            np.zeros(len(plain) + len(whole), dtype=np.bool_),
+        ),
+        source_row=np.concatenate([plain_rows, packed_rows, -1 - np.arange(len(objects))]),
+        packed_rows=packed_rows,
+        element_bytes=element_sizes(tensors),
+    )
+
+
+def _whole_items(numbers: Ints, sizes: Ints) -> Regions:
+    return Regions(numbers, np.zeros((len(numbers), 1), dtype=np.int64), sizes[:, None])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadRequests:
+    """One rank's requests: `regions`, in the numbers of `ByteItemIndex`: wanted ones, then whole items."""
+
+    regions: Regions
+    items: tuple[int, ...]
+    """Tensor numbers of the whole items, in the order of their regions."""
+    unpacking: tuple[tuple[int, int, int, Region], ...]
+    """Parts to cut out of items once these are loaded: the item's place in `items`, its row in the index of
+    the checkpoint, the wanted region's row, and its part that is in the item."""
+    objects: Mapping[str, tuple[int, int]]
+    """By leaf name the object's number in the checkpoint's index, and its place in `items`."""
+
+
+def request_items(
+    wanted: Regions, objects: Mapping[str, int], index: CheckpointIndex, item_index: ByteItemIndex
+) -> LoadRequests:
+    """The requests for regions, and for objects by leaf name."""
+    wants, rows, common = find_overlaps(wanted, index.stored.regions.take(item_index.packed_rows))
+    first_object = len(index.tensors) + len(item_index.packed_rows)
+    packed = [len(index.tensors) + row for row in rows.tolist()]
+    places: dict[int, int] = {}
+    for number in (*packed, *(first_object + number for number in objects.values())):
+        places.setdefault(number, len(places))
+    unpacking = [
+        (
+            places[number],
+            int(item_index.packed_rows[rows[part]]),
+            want,
+            common.region(part, len(index.tensors[int(common.tensor[part])].shape)),
+        )
+        for part, (number, want) in enumerate(zip(packed, wants.tolist(), strict=True))
+    ]
+    numbers = np.array(list(places), dtype=np.int64)
+    sizes = np.array([item_index.tensors[number].shape[0] for number in places], dtype=np.int64)
+    return LoadRequests(
+        regions=Regions.concatenated([wanted, _whole_items(numbers, sizes)]),
+        items=tuple(places),
+        unpacking=tuple(unpacking),
+        objects={name: (number, places[first_object + number]) for name, number in objects.items()},
+    )
+
+
+def require_covered(index: CheckpointIndex, wanted: Regions, where: str) -> None:
+    """Raise `DataDamaged` for the first wanted region whose elements are not all stored exactly once."""
+    missing = missing_elements(index.stored.regions, wanted)
+    for row in np.flatnonzero(missing)[:1].tolist():
+        facts = index.tensors[int(wanted.tensor[row])]
+        offsets, sizes = wanted.region(row, len(facts.shape))
+        raise DataDamaged(
+            f"{abs(missing[row])} elements of {facts.name!r} at {list(offsets)} of {list(sizes)} are"
+            f" {'in no piece' if missing[row] > 0 else 'in several pieces'} of the checkpoint",
+            where=where,
+            fix="Load an older checkpoint; this one was saved incompletely.",
+        )
 
 
 class UnreadableFile(PenstockError):

@@ -13,12 +13,13 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import pickle
 import zlib
-from collections import Counter, OrderedDict
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -419,22 +420,19 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     return tuple(found)
 
 
-NUM_KEPT_PLANS = 4
-"""Enough for the few kinds of state of a trainer, as its model with and without the optimizer."""
 MOST_ENTRIES_BYTES = 4 << 20
 """A longer list of the entries that ranks lack is not recorded: every rank that loads reads it."""
 AWAITED = "all ranks to list what they hold"
 
 
 class RankColumns(NamedTuple):
-    """The holdings of one rank, as bytes and columns. Equal lists of different ranks are equal bytes."""
+    """The holdings of one rank; lists are packed, so that rank 0 unpacks equal lists of many ranks once."""
 
     tensors: bytes
-    """Their names, types, shapes and places in the state."""
+    """The tensors, and their places in the state."""
     regions: Regions
-    objects: bytes
-    small: bytes
-    numbering: bytes
+    held: tuple[bytes, bytes, bytes]
+    """The other lists of `Holdings`: objects, small tensors, numbering."""
     entries: bytes
     """The names for which a load may make places."""
 
@@ -477,14 +475,14 @@ class RankShare:
 
 
 class JobPlanner:
-    """Plans the saves of one communicator's ranks, and keeps the last few plans."""
+    """Plans the saves of one communicator's ranks, and keeps the last plan while it holds."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._shares: OrderedDict[bytes, RankShare] = OrderedDict()
-        self.jobs: dict[int, JobPlan] = {}
-        """By number, on rank 0."""
-        self._last_number = 0
+        self._kept: tuple[bytes, RankShare] | None = None
+        """A digest of what this rank held when the plan was made, and its share."""
+        self.job: JobPlan | None = None
+        """On rank 0."""
         self.num_planned = 0
         """The number of plans that had to be made."""
 
@@ -493,23 +491,22 @@ class JobPlanner:
 
         `hold` lists what this rank holds; if that fails on any rank, all raise.
         """
-        found: list[tuple[Holdings, bytes]] = []
+        found: list[Holdings] = []
 
         def look() -> bytes:
-            held = hold()
-            found.append((held, _digest_holdings(held, options)))
-            share = self._shares.get(found[0][1])
-            return b"" if share is None else summarize(share, held)
+            found.append(hold())
+            is_same = self._kept is not None and self._kept[0] == _digest_holdings(found[0], options)
+            return summarize(self._kept[1], found[0]) if self._kept is not None and is_same else b""
 
-        if not decide_on_rank0(self._comm, look, self._still_holds, awaiting=AWAITED):
+        if not decide_on_rank0(self._comm, look, self._still_holds, awaiting=AWAITED) or self._kept is None:
             return None
-        held, key = found[0]
-        share = self._shares[key]
-        sizes = {each.name: each.size_bytes for each in held.objects}
+        key, share = self._kept
+        sizes = {each.name: each.size_bytes for each in found[0].objects}
         placed = tuple(replace(each, size_bytes=sizes[each.name]) for each in share.objects.placed)
         if placed != share.objects.placed:
             share = replace(share, objects=replace(share.objects, placed=placed))
-        return self._keep(key, share)
+            self._kept = key, share
+        return share
 
     def plan(
         self,
@@ -531,13 +528,18 @@ class JobPlanner:
         if isinstance(share, PenstockError):
             raise share
         self.num_planned += 1
-        return self._keep(_digest_holdings(holdings, options), unpack_share(share, holdings, self._comm.rank))
+        own = unpack_share(share, holdings, self._comm.rank)
+        self._kept = _digest_holdings(holdings, options), own
+        return own
 
     def _still_holds(self, summaries: list[bytes]) -> bool:
         """On rank 0: return True if all ranks have one plan, and what they share is still equal."""
-        plans = {summary[:8] for summary in summaries}
-        job = self.jobs.get(int.from_bytes(next(iter(plans)), "big"))
-        if len(plans) > 1 or job is None or not job.is_comparable:
+        job = self.job
+        if (
+            job is None
+            or not job.is_comparable
+            or {summary[:8] for summary in summaries} != {job.number.to_bytes(8, "big")}
+        ):
             return False
         common = {summary[8:16] for summary in summaries}
         shared = {(number, summary[16:]) for number, summary in zip(job.lists, summaries, strict=True)}
@@ -548,39 +550,31 @@ class JobPlanner:
     ) -> Sequence[RankShare | PenstockError]:
         """On rank 0: plan for all ranks. What is wrong with the state is the same error on all of them."""
         try:
-            job, parts = plan_shares(columns, options, self._last_number + 1)
+            self.job, parts = plan_shares(columns, options, 1 if self.job is None else self.job.number + 1)
         except PenstockError as error:
             return [error] * len(columns)
-        self._last_number = job.number
-        self.jobs[job.number] = job
-        while len(self.jobs) > NUM_KEPT_PLANS + 1:
-            del self.jobs[min(self.jobs)]
         return parts
-
-    def _keep(self, key: bytes, share: RankShare) -> RankShare:
-        self._shares[key] = share
-        self._shares.move_to_end(key)
-        while len(self._shares) > NUM_KEPT_PLANS:
-            self._shares.popitem(last=False)
-        return share
 
 
 def pack_holdings(
     holdings: Holdings, paths: Mapping[str, Path], entries: Collection[str] = ()
 ) -> RankColumns:
     """Describe what one rank holds in few bytes."""
-    rows = [
-        [facts.name, facts.dtype, facts.shape, facts.element_bytes, paths.get(facts.name)]
-        for facts in holdings.tensors
-    ]
+    names = {facts.name for facts in holdings.tensors}
     return RankColumns(
-        tensors=_pack(rows),
+        tensors=_pack((holdings.tensors, {name: paths[name] for name in paths if name in names})),
         regions=holdings.regions,
-        objects=_pack_held(holdings.objects),
-        small=_pack_held(holdings.small),
-        numbering=_pack_held(holdings.numbering),
+        held=(_pack(holdings.objects), _pack(holdings.small), _pack(holdings.numbering)),
         entries=_pack(sorted(entries)),
     )
+
+
+def _pack(value: object) -> bytes:
+    return zlib.compress(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), 1)
+
+
+def _unpack(packed: bytes) -> Any:
+    return pickle.loads(zlib.decompress(packed))  # noqa: S301 - another rank of this job packed it
 
 
 def plan_shares(
@@ -592,22 +586,20 @@ def plan_shares(
     `unpack_share` adds what the rank knows itself.
     """
     # Equal lists are unpacked once, and are then one tuple: what compares lists needs to look at it once.
-    tables = {packed: _unpack_tensors(packed) for packed in {each.tensors for each in columns}}
-    lists = {
-        packed: _unpack_held(packed)
-        for each in columns
-        for packed in (each.objects, each.small, each.numbering)
-    }
-    holdings = [
-        Holdings(
-            tensors=tables[each.tensors][0],
-            regions=each.regions,
-            objects=lists[each.objects],
-            small=lists[each.small],
-            numbering=lists[each.numbering],
+    distinct = {packed for each in columns for packed in (each.tensors, *each.held)}
+    lists = {packed: _unpack(packed) for packed in distinct}
+    holdings = []
+    for each in columns:
+        objects_held, small, numbering = (lists[packed] for packed in each.held)
+        holdings.append(
+            Holdings(
+                tensors=lists[each.tensors][0],
+                regions=each.regions,
+                objects=objects_held,
+                small=small,
+                numbering=numbering,
+            )
         )
-        for each in columns
-    ]
     shared, objects = plan_job(holdings, options)
     number_of = {facts.name: at for at, facts in enumerate(shared.tensors)}
     numbers: dict[tuple[int, frozenset[str]], Ints] = {}
@@ -633,7 +625,7 @@ def plan_shares(
         list_numbers.setdefault(found.shared, len(list_numbers))
     common = set(objects[0].common)
     in_some = [name for names in list_numbers for name in names if name not in common]
-    paths = {name: path for _, of_table in tables.values() for name, path in of_table.items()}
+    paths = dict(ChainMap(*(lists[packed][1] for packed in dict.fromkeys(each.tensors for each in columns))))
     differing, text = _compare_entries([each.entries for each in columns])
     job = JobPlan(
         number=number,
@@ -685,29 +677,6 @@ def _digest_holdings(holdings: Holdings, options: SaveOptions) -> bytes:
     return digest.digest()
 
 
-def _pack(rows: object) -> bytes:
-    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
-
-
-def _pack_held(held: Sequence[HeldObject]) -> bytes:
-    return _pack([[each.name, each.size_bytes, each.digest.hex()] for each in held]) if held else b""
-
-
-def _unpack_held(packed: bytes) -> tuple[HeldObject, ...]:
-    return tuple(
-        HeldObject(name=name, size_bytes=size_bytes, digest=bytes.fromhex(digest))
-        for name, size_bytes, digest in (json.loads(zlib.decompress(packed)) if packed else ())
-    )
-
-
-def _unpack_tensors(packed: bytes) -> tuple[tuple[TensorFacts, ...], dict[str, Path]]:
-    rows = json.loads(zlib.decompress(packed))
-    tensors = tuple(
-        TensorFacts(name, dtype, tuple(shape), element_bytes) for name, dtype, shape, element_bytes, _ in rows
-    )
-    return tensors, {name: tuple(path) for name, _, _, _, path in rows if path is not None}
-
-
 def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
     """The parts of the state whose entries differ between ranks, and which rank lacks which, as JSON.
 
@@ -716,11 +685,11 @@ def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
 
     No text if it would be too long for every rank that loads to read.
     """
-    if len(set(packed)) < 2:
-        return (), ""
-    known = {each: frozenset(json.loads(zlib.decompress(each))) for each in set(packed)}
+    known = {each: frozenset(_unpack(each)) for each in set(packed)}
     names = [known[each] for each in packed]
-    some = sorted(frozenset().union(*names) - frozenset.intersection(*names))
+    some = sorted(frozenset().union(*known.values()) - frozenset.intersection(*known.values()))
+    if not some:
+        return (), ""
     numbers = {name: number for number, name in enumerate(some)}
     lacking = {
         str(rank): sorted(numbers[name] for name in numbers.keys() - own) for rank, own in enumerate(names)

@@ -360,13 +360,16 @@ def group_equal_rows(table: Ints) -> tuple[Ints, Ints]:
 
     Groups are numbered in the order of their first rows: rows a, b, a, c give [0, 1, 3] and [0, 1, 0, 2].
     """
-    order = np.lexsort(table.T[::-1])
+    # Each column is a sort of all rows, and most are constant: shards are usually cut along one dimension.
+    table = table[:, (table != table[:1]).any(axis=0)]
+    order = np.lexsort(table.T[::-1]) if table.shape[1] else np.arange(len(table))
     is_new = np.ones(len(table), dtype=np.bool_)
     is_new[1:] = (table[order[1:]] != table[order[:-1]]).any(axis=1)
-    first, place = np.unique(order[is_new], return_inverse=True)
+    is_first = np.zeros(len(table), dtype=np.bool_)
+    is_first[order[is_new]] = True
     number = np.empty(len(table), dtype=np.int64)
-    number[order] = place[np.cumsum(is_new) - 1]
-    return first, number
+    number[order] = (np.cumsum(is_first) - 1)[order[is_new]][np.cumsum(is_new) - 1]
+    return np.flatnonzero(is_first), number
 
 
 def distinct(values: Ints) -> Ints:
@@ -451,8 +454,11 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
     order = np.argsort(begin_right, kind="stable")
     # Regions may be nested in this dimension: their ends need not be sorted, but the largest end so far is.
     reach = np.maximum.accumulate(end_right[order])
-    first = np.searchsorted(reach, begin, side="right")
-    last = np.searchsorted(begin_right[order], end, side="left")
+    # In the order of places: millions of searches at random places would each miss the processor's caches.
+    in_order = np.argsort(begin, kind="stable")
+    first, last = np.empty_like(in_order), np.empty_like(in_order)
+    first[in_order] = np.searchsorted(reach, begin[in_order], side="right")
+    last[in_order] = np.searchsorted(begin_right[order], end[in_order], side="left")
     rows_left, places = expand_ranges(first, np.maximum(last - first, 0))
     rows_right = order[places]
     offsets = np.maximum(left.offsets[rows_left], right.offsets[rows_right])
@@ -472,11 +478,13 @@ def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
     if not regions.num_dims:
         regions = regions.widened(1)
     # Small numbers for tensors, so that places on the axis fit 64 bits.
-    tensors, number = np.unique(regions.tensor, return_inverse=True)
+    is_used = np.bincount(regions.tensor) > 0
+    number = (np.cumsum(is_used) - 1)[regions.tensor]
     num_offsets = []
     for column in regions.offsets.T:
-        rows, _ = group_equal_rows(np.stack([number, column], axis=1)[first:])
-        num_offsets.append(np.bincount(number[first:][rows], minlength=len(tensors)))
+        span = int(column.max(initial=0)) + 1
+        places = distinct(number[first:] * span + column[first:])
+        num_offsets.append(np.bincount(places // span, minlength=int(is_used.sum())))
     dim = np.argmax(num_offsets, axis=0)[number][:, None]
     begin = np.take_along_axis(regions.offsets, dim, axis=1)[:, 0]
     end = begin + np.take_along_axis(regions.sizes, dim, axis=1)[:, 0]

@@ -24,7 +24,7 @@ import yaml
 
 from penstock.errors import StorageError
 from penstock.results import provenance, run_record
-from penstock.results.dlio_files import HydraFacts, write_configuration
+from penstock.results.dlio_files import write_configuration
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at
 from penstock.submission.authoring.owned_tree import ResultDirAddress, RunSeries, publish
@@ -137,16 +137,14 @@ def _write_configuration(facts: RunFacts) -> None:
         "workflow.train": stages.train,
         "workflow.checkpoint": stages.checkpoint,
     }
-    hydra = HydraFacts(
+    overrides = [f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items()]
+    write_configuration(
+        facts.address.draft,
+        facts.workload,
+        provenance.redact(overrides),
         subfolder=CONFIG_FOLDER,
-        workload_name=facts.workload.full_name,
-        overrides=provenance.redact(
-            [f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items()]
-        ),
-        working_folder=str(Path.cwd()),
-        run_folder=str(facts.address.folder),
+        run_folder=facts.address.folder,
     )
-    write_configuration(facts.address.draft, facts.workload, hydra)
 
 
 def build_metadata(facts: RunFacts) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.engine import RankGroup, SaveChoice
 from penstock.checkpoint.plan.save_plan import (
-    NUM_KEPT_PLANS,
     HeldObject,
     Holdings,
     JobPlanner,
@@ -52,13 +51,8 @@ def test_another_dtype_shape_or_name_is_another_plan() -> None:
     assert counts_of_plans(held(4), held(4, dtype="bfloat16"), held(5), held(4, name="v")) == 4
 
 
-def test_states_that_alternate_keep_their_plans() -> None:
-    assert counts_of_plans(held(4), held(8), held(4), held(8)) == 2
-
-
-def test_old_plans_are_forgotten() -> None:
-    many = [held(size + 1) for size in range(NUM_KEPT_PLANS + 1)]
-    assert counts_of_plans(*many, many[0]) == NUM_KEPT_PLANS + 2
+def test_only_the_last_plan_is_kept() -> None:
+    assert counts_of_plans(held(4), held(4), held(8), held(8), held(4)) == 3
 
 
 def test_options_belong_to_what_is_planned() -> None:
