@@ -29,7 +29,9 @@ VARIABLE_SETTINGS: Final = (
     "checkpoint.checkpoint_folder", "workflow.generate_data", "workflow.profiling", "train.seed", "metric.au",
 )  # fmt: skip
 """Settings that users vary to see their effect. Any other difference changes what is asked of storage."""
-_FREE_SECTIONS: Final = ("storage", "output", "profiling")
+_FREE_SECTIONS: Final = ("storage", "output", "profiling", "access", "pipe", "seeds")
+_ASKED: Final = ("access", "pipe", "division", "scale", "is_subset", "parallelism")
+"""Parts of a run's plan that its user chose and its workload does not have."""
 _LOADER: Final = "loader"
 """The name of the user's own loader, which is what such runs vary."""
 
@@ -38,7 +40,8 @@ _LOADER: Final = "loader"
 class RunSummary:
     """One run; None for unknown figures. `settings` are the workload's values by dotted key.
 
-    Of a run of the user's own loader, `workload` is the loader's name.
+    Settings of Penstock's runs (`version`) are complete. Of a run of the user's own loader, `workload` is the
+    loader's name.
     """
 
     id: str
@@ -62,6 +65,7 @@ class RunSummary:
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     is_own_loader: bool = False
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +128,13 @@ def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
         if len(set(values)) > 1 or (key == "outcome" and values[0] != "finished"):
             is_loader = key == "workload" and all(run.is_own_loader for run in runs)
             yield {"key": _LOADER if is_loader else key, "values": values}
-    # DLIO's files hold only keys that were set explicitly: a key that one run does not state cannot differ.
-    for key in sorted(set.intersection(*(set(run.settings) for run in runs))):
-        values = tuple(run.settings[key] for run in runs)
+    # DLIO's files hold only keys that were set explicitly, and other versions have other keys: what a run
+    # does not state cannot differ.
+    stated = [set(run.settings) for run in runs]
+    versions = {run.version for run in runs}
+    are_complete = len(versions) == 1 and None not in versions
+    for key in sorted(set.union(*stated) if are_complete else set.intersection(*stated)):
+        values = tuple(run.settings.get(key) for run in runs)
         if any(value != values[0] for value in values):
             yield {"key": key, "values": values}
 
@@ -134,6 +142,7 @@ def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
 def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
     train, checkpoints = record.train, read_checkpoints(folder) or {}
     strict = train.au_strict_percent if train else None
+    asked = {key: record.plan[key] for key in _ASKED if key in record.plan}
     found = train.verdict.bottleneck.value if train and train.verdict else checkpoints.get("bottleneck")
     return RunSummary(
         id=record.id,
@@ -154,9 +163,10 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
         bottleneck=found,
         write_gib_per_s=(checkpoints.get("write") or {}).get("gib_per_s"),
         read_gib_per_s=(checkpoints.get("read") or {}).get("gib_per_s"),
-        settings=_settings(record.workload),
+        settings=_settings({**record.workload, **asked, "seeds": record.seeds}),
         notes=record.remarks,
         is_own_loader=_LOADER in record.plan,
+        version=record.penstock_version,
     )
 
 

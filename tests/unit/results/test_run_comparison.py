@@ -145,6 +145,42 @@ def test_another_request_is_named_as_an_obstacle(tmp_path: Path, setting: str, k
     assert [each["key"] for each in found.obstacles] == [key]
 
 
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("checkpoint.steps_between_checkpoints=10", "checkpoint.steps_between_checkpoints"),
+        ("train.total_training_steps=3", "train.total_training_steps"),
+    ],
+)
+def test_a_setting_that_only_one_run_has_is_a_difference(tmp_path: Path, setting: str, key: str) -> None:
+    views = [summarize_run(finished_run(tmp_path, *settings)) for settings in ((), (setting,))]
+    assert key in [each["key"] for each in compare_runs(views).obstacles]
+    assert compare_runs([views[0], replace(views[1], version="0.1")]).is_comparable  # it may not know the key
+
+
+@pytest.mark.parametrize(
+    ("plans", "varied", "obstacles"),
+    [
+        (({"data": "direct:///d"}, {"data": "file:///d"}), ["access.data"], []),
+        (({"loader": {"threads": 4}}, {"loader": {"threads": 8}}), ["access.loader.threads"], []),
+        (({"decode": False}, {"decode": True}), ["access.decode"], []),
+        (({}, {"storage": {"client": "minio"}}), ["access.storage.client"], []),
+    ],
+)
+def test_what_was_given_next_to_the_workload_is_compared(
+    tmp_path: Path, plans: tuple[dict[str, object], ...], varied: list[str], obstacles: list[str]
+) -> None:
+    views = []
+    for access in plans:
+        request = replace(a_request(load("unet3d_h100").workload, 2), plan={"access": access})
+        with ActiveRun.start(tmp_path, request) as run:
+            run.finish()
+        views.append(summarize_run(run.folder))
+    found = compare_runs(views)
+    assert [each["key"] for each in found.varied] == varied
+    assert [each["key"] for each in found.obstacles] == obstacles
+
+
 def test_other_ranks_workloads_and_endings_are_obstacles(tmp_path: Path) -> None:
     view = summarize_run(finished_run(tmp_path))
     other = replace(view, ranks=3, workload="bert", outcome="failed")

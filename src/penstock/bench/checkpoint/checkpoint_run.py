@@ -321,7 +321,11 @@ def run_checkpoints(
     if workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")
     opened = request.open_run(
-        workload, comm=comm, seeds={"content": seed}, plan=request.plan_document(), progress=progress
+        workload,
+        comm=comm,
+        seeds={"content": seed},
+        plan={**request.plan_document(), "access": {"to": storage.uri, "storage": dict(storage.options)}},
+        progress=progress,
     )
     # Commands that name the folder have no --resume.
     hint = _hint_at_resuming(tell) if request.run_folder is None else nullcontext()

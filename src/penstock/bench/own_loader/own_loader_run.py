@@ -80,7 +80,15 @@ def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: Progress)
         request.workload,
         comm=comm,
         seeds={"order": request.seed},
-        plan={"loader": request.loader.document()},
+        plan={
+            "loader": request.loader.document(),
+            "access": {
+                "data": request.data.uri if request.data else None,
+                "step": request.loader.step,
+                "batch_size": request.loader.batch_size,
+                "max_steps": request.max_steps,
+            },
+        },
         progress=progress,
     ) as (run, folder):
         heartbeat = run.heartbeat if run else lambda: None

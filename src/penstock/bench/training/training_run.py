@@ -119,7 +119,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
         workload,
         comm=comm,
         seeds={"order": request.seed},
-        plan=prepared.plan.document(),
+        plan={**prepared.plan.document(), "access": _access(request, storage)},
         remarks=prepared.files.remarks,
         progress=progress,
     ) as (run, folder):
@@ -160,6 +160,18 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
                 )
         result = _write_results(run, stages, request=request) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
+
+
+def _access(request: TrainingRequest, storage: Storage) -> dict[str, Any]:
+    """How the data set was reached and read: what users vary and compare."""
+    return {
+        "data": storage.uri,
+        "storage": dict(storage.options),
+        "loader": request.loader.document(),
+        "decode": request.decodes,
+        "check": request.check.value,
+        "reader": getattr(request.reader, "__name__", None),
+    }
 
 
 def prepare_training(
