@@ -137,9 +137,14 @@ def test_memory_of_any_stride_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.uint8])
-def test_single_elements_of_any_stride_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_empty_tensors_and_single_elements_of_any_stride_come_back(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     state = {"of a row": torch.arange(1, 3).to(dtype)[None][:, 0], "steps": torch.arange(5, 8).to(dtype)[::3]}
-    save(state, tmp_path / "step")
+    none = torch.ones(4, 3).to(dtype)[:0]
+    save(state | {"column": none[:, 1], "turned": none.t(), "none": none[:, ::2]}, tmp_path / "step")
+    found = {"column": torch.empty_strided((0,), (7,), dtype=dtype), "turned": none.t(), "none": none[:, :2]}
+    load(found, tmp_path / "step")
     for each in state.values():
         each.zero_()
     load(state, tmp_path / "step")

@@ -31,7 +31,13 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final
 
-from penstock.checkpoint.formats.restricted_pickle import QuantizedRef, TensorRef, read_torch_pickle
+from penstock.checkpoint.formats.restricted_pickle import (
+    QuantizedRef,
+    TensorRef,
+    TorchName,
+    TorchSize,
+    read_torch_pickle,
+)
 from penstock.checkpoint.formats.torch_save import (
     TorchSaveArchive,
     ZipRecord,
@@ -126,9 +132,18 @@ def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
     if isinstance(value, QuantizedRef):
         integers, quantizer = with_tensors((value.integers, value.quantizer), elements)
         return _quantized(value.dtype, integers, quantizer)
+    if isinstance(value, TorchName):
+        import torch  # noqa: PLC0415 - see `load_object`
+
+        found = getattr(torch, value, None)
+        return found if isinstance(found, torch.dtype | torch.qscheme) else torch.device(value)
+    if isinstance(value, TorchSize):
+        import torch  # noqa: PLC0415 - see `load_object`
+
+        return torch.Size(value)
     if isinstance(value, Mapping):
-        return type(value)((key, with_tensors(inner, elements)) for key, inner in value.items())  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
+        return type(value)(with_tensors(tuple(value.items()), elements))  # type: ignore[call-arg]
+    if isinstance(value, list | tuple | set | frozenset):
         return type(value)(with_tensors(inner, elements) for inner in value)
     return value
 
@@ -142,14 +157,13 @@ def _quantized(dtype: str, integers: Any, quantizer: tuple[Any, ...]) -> Any:
     integers_as = make_storage(
         wrap_storage=integers.untyped_storage(), dtype=getattr(torch, dtype), _internal=True
     )
-    scheme, *parameters = quantizer
     try:
         return rebuild(
             integers_as,
             storage_offset=0,
             size=integers.shape,
             stride=integers.stride(),
-            quantizer_params=(getattr(torch, scheme), *parameters),
+            quantizer_params=quantizer,
             requires_grad=False,
             backward_hooks=OrderedDict(),
         )

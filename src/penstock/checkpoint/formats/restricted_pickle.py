@@ -59,6 +59,24 @@ _METADATA_CALLABLES: StandIns = {
 }
 
 
+class TorchName(str):
+    """A dtype, a device or a scheme of quantization in an archive, as torch names it."""
+
+    __slots__ = ()
+
+
+class TorchSize(tuple[int, ...]):
+    """A `torch.Size` in an archive."""
+
+    __slots__ = ()
+
+
+class _StorageKind(str):
+    """A class of storages in an archive: the type of their elements, empty for bytes."""
+
+    __slots__ = ()
+
+
 class PickledRecord:
     """An instance of one of torch's records: its attributes, as they were pickled."""
 
@@ -179,8 +197,11 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; never the thing itself."""
+        if module == "__builtin__":
+            # Archives have the names of Python 2.
+            module, name = "builtins", "range" if name == "xrange" else name
         if module == "torch" and (name in ELEMENT_TYPES or name in QUANTIZED):
-            return name
+            return TorchName(name)
         if (module, name) not in self._stand_ins:
             if not self._is_archive:
                 raise DataDamaged(
@@ -196,8 +217,8 @@ class _Unpickler(pickle.Unpickler):
         if not self._is_archive:
             raise DataDamaged("It refers to something outside of itself", where=self._where)
         match pid:
-            case ("storage", str() | None as dtype, key, _, int(num_elements), *_) if num_elements >= 0:
-                return StorageRef(str(key), dtype)
+            case ("storage", _StorageKind() as kind, key, _, int(num_elements), *_) if num_elements >= 0:
+                return StorageRef(str(key), str(kind) or None)
         raise DataDamaged(f"It refers to {pid!r}, which is no record of its archive", where=self._where)
 
 
@@ -253,16 +274,21 @@ def _rebuild_subclass(function: Callable[..., Any], _: object, arguments: Any, _
     return function(*arguments) if function in (_rebuild_typed, _rebuild_untyped) else Opaque()
 
 
+def _inner_class(outer: object, name: object) -> type:
+    """A class that was defined inside another one, which pickles look up by name."""
+    return type(str(name), (Opaque,), {"kind": f"{getattr(outer, 'kind', outer)}.{name}"})
+
+
 _ARCHIVE_NAMES: StandIns = {
     **{
-        (module, storage): kind.name
+        (module, storage): _StorageKind(kind.name)
         for module in ("torch", "torch.storage")
         for storage, kind in BY_STORAGE.items()
     },
-    **{("torch", storage): name for name, (storage, _) in QUANTIZED.items()},
-    **{("torch", scheme): scheme for scheme in _SCHEMES},
-    ("torch.storage", "UntypedStorage"): None,
-    ("torch.storage", "TypedStorage"): None,
+    **{("torch", storage): _StorageKind(name) for name, (storage, _) in QUANTIZED.items()},
+    **{("torch", scheme): TorchName(scheme) for scheme in _SCHEMES},
+    ("torch.storage", "UntypedStorage"): _StorageKind(),
+    ("torch.storage", "TypedStorage"): _StorageKind(),
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_untyped,
     ("torch._utils", "_rebuild_qtensor"): _rebuild_quantized,
@@ -270,9 +296,9 @@ _ARCHIVE_NAMES: StandIns = {
     ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_subclass,
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
-    ("torch", "device"): lambda *parts: ":".join(map(str, parts)),
+    ("torch", "Size"): TorchSize,
+    ("torch", "device"): lambda *parts: TorchName(":".join(map(str, parts))),
+    ("builtins", "getattr"): _inner_class,
     **{("builtins", kind.__name__): kind for kind in (set, frozenset, complex, bytearray, slice, range)},
-    **{("__builtin__", kind.__name__): kind for kind in (set, complex, bytearray)},
     ("_codecs", "encode"): lambda text, _: text.encode("latin-1"),
 }

@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.formats.restricted_pickle import Opaque, QuantizedRef, TensorRef, read_torch_pickle
+from penstock.checkpoint.formats.restricted_pickle import (
+    QuantizedRef,
+    TensorRef,
+    TorchName,
+    TorchSize,
+    read_torch_pickle,
+)
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
@@ -254,9 +261,18 @@ def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
     return content.data
 
 
+_PLAIN: Final = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, bytearray, range, slice),
+        *(list, tuple, set, frozenset, dict, OrderedDict),
+        *(TensorRef, QuantizedRef, TorchName, TorchSize),
+    }
+)
+
+
 def is_plain(value: object) -> bool:
-    """Return whether a value is complete, without a class that only its own program can rebuild."""
-    return not any(isinstance(inner, Opaque) for inner in _inside(value))
+    """Return whether a value is complete: it holds no class, function or instance that a pickle names."""
+    return all(type(inner) in _PLAIN for inner in _inside(value))
 
 
 def with_elements(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
@@ -280,6 +296,8 @@ def _inside(value: object) -> Iterator[object]:
             yield from _inside(pair)
     elif isinstance(value, QuantizedRef):
         yield from _inside((value.integers, value.quantizer))
+    elif isinstance(value, slice):
+        yield from _inside((value.start, value.stop, value.step))
     elif isinstance(value, list | tuple | set | frozenset):
         for inner in value:
             yield from _inside(inner)

@@ -103,9 +103,9 @@ def contiguous_bytes(memory: torch.Tensor) -> ByteArray:
 
 def flatten_bytes(memory: torch.Tensor) -> torch.Tensor:
     """The bytes of contiguous memory of any dtype, on any device."""
-    if memory.numel() == 1:
+    if memory.numel() < 2:
         # It is contiguous whatever its strides are, but another dtype needs one of 1.
-        memory = memory.as_strided((1,), (1,))
+        memory = memory.as_strided((memory.numel(),), (1,))
     flat = memory if memory.dim() == 1 else memory.reshape(-1)
     return flat.view(torch.uint8)
 

@@ -1,7 +1,11 @@
 """Tensors in stock items are located or decoded, and packed items are exchanged with torch."""
 
 import io
+import operator
 import sys
+from collections import OrderedDict
+from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -171,8 +175,45 @@ def test_an_object_of_a_module_with_a_hyphen_needs_trust(
     assert names_beyond_data(item) == ["conf-v2.Config"]
 
 
+class Outer:
+    class Color(Enum):
+        RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (OrderedDict, []),
+        (Path, ["pathlib.Path"]),
+        ({"act": torch.nn.functional.relu}, ["torch.nn.functional.relu"]),
+        ([operator.add, 1 << 3000], ["what torch cannot check"]),
+        ([Path, 1 << 3000], ["what torch cannot check"]),
+        ((1 << 3000, torch.ones(3).untyped_storage()), ["what torch cannot check"]),
+        (Outer.Color.RED, ["builtins.getattr"]),
+    ],
+    ids=str,
+)
+def test_classes_and_functions_are_no_data_and_nothing_stands_in_for_them(
+    value: Any, named: list[str]
+) -> None:
+    item = object_bytes(value)
+    assert [name for name in named if not any(name in each for each in names_beyond_data(item))] == []
+    if not named:
+        assert load_object(item, "x", trust=False, where="here") is value
+    else:
+        with pytest.raises(UsageError, match="The object x is more than data"):
+            load_object(item, "x", trust=False, where="here")
+
+
 def test_integers_of_any_size_are_data_also_next_to_tensors() -> None:
-    item = object_bytes({"seed": 1 << 3000, "mean": torch.arange(3.0)})
+    others = {
+        "dtypes": {torch.bfloat16, torch.qint8},
+        "device": torch.device("cuda", 1),
+        "size": torch.Size([2, 3]),
+        "range": [range(3), slice(1, None), frozenset({1})],
+    }
+    item = object_bytes({"seed": 1 << 3000, "mean": torch.arange(3.0), **others})
     loaded = load_object(item, "state", trust=False, where="here")
+    assert repr({name: loaded[name] for name in others}) == repr(others)
     assert loaded["seed"] == 1 << 3000
     assert torch.equal(loaded["mean"], torch.arange(3.0))
