@@ -16,7 +16,8 @@ A message has a kind and some values:
 | dismiss | | server to all supervisors: every rank has finished or ended, so exit |
 
 Independent of the communicators on purpose: this must work while ranks are stuck, dead or not yet connected.
-Invariant: a server accepts no message before the other side has proved that it knows the job's token.
+Invariant: a server accepts no message before the other side has proved that it knows the job's token, and
+until then reads little of it, for a short time.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ from typing import Any
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError
 
 LONGEST_LINE_BYTES = 256 * 1024
+LONGEST_HELLO_BYTES = 4096
 READ_BYTES = 64 * 1024
 SEND_LIMIT_S = 10.0
 
@@ -90,6 +92,7 @@ class MessageChannel:
         connection.settimeout(SEND_LIMIT_S)
         self._connection = connection
         self._unread = b""
+        self.longest_line_bytes = LONGEST_LINE_BYTES
         self.fileno = connection.fileno
         self.close = connection.close
 
@@ -104,19 +107,19 @@ class MessageChannel:
     def receive(self) -> list[Message]:
         """The messages of one read, which blocks; `ChannelBroken` at the end of the stream."""
         try:
-            received = self._connection.recv(READ_BYTES)
+            received = self._connection.recv(min(READ_BYTES, self.longest_line_bytes))
         except OSError as error:
             raise ChannelBroken(f"The connection broke while receiving: {error}") from error
         if not received:
             raise ChannelBroken("The other side closed the connection")
         *lines, self._unread = (self._unread + received).split(b"\n")
-        if len(self._unread) > LONGEST_LINE_BYTES:
-            raise ChannelBroken(f"The other side sent a line of more than {LONGEST_LINE_BYTES} bytes")
+        if len(self._unread) > self.longest_line_bytes:
+            raise ChannelBroken(f"The other side sent a line of more than {self.longest_line_bytes} bytes")
         messages: list[Message] = []
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict) or "kind" not in message:
                 raise ChannelBroken(f"Not a message between supervisors: {line[:80]!r}")

@@ -34,6 +34,10 @@ KILL_S = 3.0
 MISSING_RANKS_S = 1.0
 """How long the server waits, after a timeout, for other ranks that timed out, to name those that did not."""
 NAMED_RANKS = 8
+UNPROVED_S = 10.0
+"""How long a connection may take to prove that it belongs to the job."""
+MORE_UNPROVED = 128
+"""How many connections without proof there may be, beyond the ranks that have not arrived."""
 EVERYWHERE = ""
 """`bind` for ranks on other machines: all interfaces. The token keeps other users out."""
 
@@ -81,7 +85,9 @@ class ControlServer:
         self._wake_out, self._wake_in = socket.socketpair()
         self._requested: list[protocol.Failed] = []
         self._closing = False
-        self._unproved: dict[protocol.MessageChannel, str] = {}
+        self._unproved: dict[protocol.MessageChannel, tuple[str, float]] = {}
+        """The nonce that a connection was sent, and when; in the order of their arrival."""
+        self._refusals_level = logging.WARNING
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="penstock-control", daemon=True)
 
@@ -130,6 +136,7 @@ class ControlServer:
                         self._wake_out.recv(64)
                     else:
                         self._read(key.fileobj)  # type: ignore[arg-type] # only channels are left
+                self._drop_unproved()
                 while self._requested:
                     self._fail(self._requested.pop(0))
                 self._report_absent()
@@ -145,10 +152,15 @@ class ControlServer:
             self._wake_out.close()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        channel = protocol.open_channel(connection)
+        try:
+            connection, _ = self._listener.accept()
+            channel = protocol.open_channel(connection)
+        except OSError as error:  # it has hung up already
+            logger.debug("A connection to the control port broke at once: %s", error)
+            return
+        channel.longest_line_bytes = protocol.LONGEST_HELLO_BYTES
         nonce = secrets.token_hex(16)
-        self._unproved[channel] = nonce
+        self._unproved[channel] = nonce, time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ)
         try:
             channel.send("challenge", nonce=nonce)
@@ -174,24 +186,34 @@ class ControlServer:
                 "pid": int(pid),
                 "proof": str(proof),
             }:
-                expected = protocol.compute_proof(self.token, self._unproved[channel], rank)
-                is_proved = hmac.compare_digest(expected, proof)
+                expected = protocol.compute_proof(self.token, self._unproved[channel][0], rank)
+                is_proved = hmac.compare_digest(expected.encode(), proof.encode(errors="replace"))
             case _:
                 is_proved = False
         # A second connection of a rank is refused, because it would replace the first one's supervisor.
         if not is_proved or rank in self._members:
             raise protocol.ChannelBroken("It did not prove that it belongs to this job")
         del self._unproved[channel]
+        channel.longest_line_bytes = protocol.LONGEST_LINE_BYTES
         member = self._members[rank] = _Member(channel, rank, host, pid)
         self.arrived.add(rank)
         if self.failure is not None:
             self._send([member], "stop", **asdict(self.failure))
 
+    def _drop_unproved(self) -> None:
+        """Drop the oldest connections that are too late or too many: anybody can open them."""
+        for channel, (_, since_s) in list(self._unproved.items()):
+            is_late = time.monotonic() > since_s + UNPROVED_S
+            if is_late or len(self._unproved) > self.ranks - len(self._members) + MORE_UNPROVED:
+                self._drop(channel, protocol.ChannelBroken("It did not prove that it belongs to this job"))
+
     def _drop(self, channel: protocol.MessageChannel, reason: protocol.ChannelBroken) -> None:
         self._selector.unregister(channel)
         channel.close()
         if self._unproved.pop(channel, None) is not None:
-            logger.warning("Refused a connection to the control port: %s", reason)
+            # The first is news; any number of others would fill the log.
+            logger.log(self._refusals_level, "Refused a connection to the control port: %s", reason)
+            self._refusals_level = logging.DEBUG
             return
         member = next(member for member in self._members.values() if member.channel is channel)
         member.gone = member.disconnected = True

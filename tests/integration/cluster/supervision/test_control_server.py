@@ -6,7 +6,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 
 import pytest
@@ -273,6 +273,51 @@ def test_a_connection_without_proof_is_refused_without_effect() -> None:
         only.send("finished", rank=0, exit_code=0)
         assert heard(only) == DISMISS
     assert server.failure is None
+
+
+HELLO = {"kind": "hello", "rank": 0, "host": "x", "pid": 1, "proof": "a"}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        json.dumps(HELLO | {"proof": 1}).encode(),
+        json.dumps(HELLO | {"proof": "é"}, ensure_ascii=False).encode(),
+        json.dumps(HELLO | {"proof": "\ud800"}).encode(),
+        json.dumps(HELLO | {"rank": 10**4000}).encode(),
+        json.dumps(HELLO).replace("0", "9" * 5000).encode(),
+        b"[" * 60_000,
+        b'{"kind":' * 4000,
+        b"x" * 10_000,
+    ],
+)
+def test_what_a_stranger_sends_neither_ends_nor_fills_the_server(sent: bytes) -> None:
+    server = ControlServer(ranks=1)
+    with supervisors(server, "a") as (only,):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
+            stranger.sendall(sent + b"\n")
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):  # the challenge, then the end
+                    pass
+        only.send("finished", rank=0, exit_code=0)
+        assert heard(only) == DISMISS
+
+
+def test_connections_without_proof_are_few_and_end_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(control_server, "MORE_UNPROVED", 3)
+    monkeypatch.setattr(control_server, "UNPROVED_S", 0.3)
+    server = ControlServer(ranks=1)
+    with supervisors(server, "a") as (only,), ExitStack() as stack:
+        address = ("127.0.0.1", server.port)
+        strangers = [stack.enter_context(socket.create_connection(address, timeout=5)) for _ in range(10)]
+        for stranger in strangers:
+            while stranger.recv(4096):
+                pass
+        only.send("finished", rank=0, exit_code=0)
+        assert heard(only) == DISMISS
+    assert len(caplog.records) == 1
 
 
 def test_a_supervisor_without_a_server_names_the_addresses_that_it_tried() -> None:
