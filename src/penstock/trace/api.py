@@ -96,10 +96,9 @@ def load(
 
     `where` is an SQL expression over the events' columns, as `"path LIKE '%checkpoint%' AND op = 'write'"`;
     only those events are kept in memory. `rank_pattern` is a regular expression whose first group is the rank
-    in a file's name. `dask` is `local` or a scheduler's address: its workers read the files. The run of
-    `files` without a mapping is called `run`; `dimensions` are the tiers, classes and phases of questions;
-    `progress` advances with every file. Raises UsageError for a name that matches no
-    file.
+    in a file's name. `dask` is `local`, or the address of a Dask scheduler: other processes read the files.
+    The run of `files` without a mapping is called `run`; `dimensions` are the tiers, classes and phases of
+    questions; `progress` advances with every file. Raises UsageError for a name that matches no file.
     """
     given = files if isinstance(files, Mapping) else {run: files}
     runs = {

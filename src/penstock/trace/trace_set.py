@@ -18,12 +18,13 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import chain
+from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -559,38 +560,52 @@ def _read_with_dask(
 ) -> tuple[FileAccount, ...]:
     """Let workers make a table of each file, in the scratch folder, which they must share, and gather those.
 
-    `scheduler` is `local`, or an address as tcp://host:8786. Raises Unavailable if Dask is not installed,
-    UsageError if no scheduler answers.
+    `scheduler` is `local`, for processes of this one, or an address as tcp://host:8786. Raises Unavailable if
+    Dask is needed and not installed, UsageError if no scheduler answers.
     """
-    with explained_imports("dask"):
-        distributed = importlib.import_module("distributed")
     with ExitStack() as resources:
-        address = scheduler
         if scheduler == LOCAL:
-            cluster = distributed.LocalCluster(
-                dashboard_address="127.0.0.1:0", threads_per_worker=1, host="127.0.0.1"
-            )
-            address = resources.enter_context(cluster).scheduler_address
-        try:
-            client = resources.enter_context(distributed.Client(address, timeout=_TIMEOUT))
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"No Dask scheduler answers: {error}",
-                where=f"--dask {scheduler}",
-                fix="Write --dask local, or the address that dask scheduler printed, as tcp://host:8786.",
-            ) from error
+            # A scheduler of Dask listens on a port, and runs the code of anybody who connects to it.
+            workers: Any = resources.enter_context(_local_processes(len(files)))
+        else:
+            with explained_imports("dask"):
+                distributed = importlib.import_module("distributed")
+            try:
+                client = resources.enter_context(distributed.Client(scheduler, timeout=_TIMEOUT))
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"No Dask scheduler answers: {error}",
+                    where=f"--dask {scheduler}",
+                    fix="Write --dask local, or the address that dask scheduler printed, as tcp://host:8786.",
+                ) from error
+            workers = client.get_executor(pure=False)
         progress.begin("reading traces", float(len(files)))
         targets = [gathered.scratch / f"{number:06d}.events" for number in range(len(files))]
-        futures = client.map(partial(_convert_one, where=where), files, targets, pure=False)
-        for _ in distributed.as_completed(futures, raise_errors=False):
+        convert_one = partial(_convert_one, where=where)
+        futures = [workers.submit(convert_one, *each) for each in zip(files, targets, strict=True)]
+        for _ in as_completed(futures):
             progress.advance(1)
-        accounts = client.gather(futures)
+        accounts = [future.result() for future in futures]
     for number, target in enumerate(targets):
         with pq.ParquetFile(target, read_dictionary=list(TEXT_COLUMNS)) as table:
             for batch in table.iter_batches(columns=SCHEMA.names):
                 gathered.add(number, batch.cast(BATCH_SCHEMA))
         target.unlink()
     return tuple(accounts)
+
+
+@contextmanager
+def _local_processes(num_files: int) -> Iterator[ProcessPoolExecutor]:
+    """A process for each core and file at most; none outlives the body, not even at work."""
+    num_processes = max(1, min(len(os.sched_getaffinity(0)), num_files))
+    workers = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"))
+    try:
+        yield workers
+    finally:
+        processes = list(workers._processes.values())  # noqa: SLF001 - there is no public way to end them
+        workers.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
 
 
 def _convert_one(file: TraceFile, target: Path, where: str) -> FileAccount:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from tests.support.trace_files import Writing, write_trace
@@ -39,9 +40,26 @@ def test_workers_make_the_table_that_threads_make(tmp_path: Path) -> None:
     assert facts == read_facts(many) == read_facts(alone)
 
 
-@pytest.mark.slow
-def test_processes_of_this_machine_give_the_same_answers(tmp_path: Path) -> None:
-    compare(tmp_path, "local")
+class Listeners(Progress):
+    """Notes the ports that this process and its children listen on while files are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def advance(self, amount: float) -> None:
+        super().advance(amount)
+        process = psutil.Process()
+        for one in (process, *process.children(recursive=True)):
+            self.found += [each for each in one.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+
+
+def test_processes_of_this_machine_give_the_same_answers_and_listen_to_nobody(tmp_path: Path) -> None:
+    write_trace(tmp_path, Writing(events=300))
+    query, listeners = "SELECT * FROM events ORDER BY ALL", Listeners()
+    with load(tmp_path) as alone, load(tmp_path, dask="local", progress=listeners) as many:
+        assert many.sql(query).fetchall() == alone.sql(query).fetchall()
+    assert listeners.found == []
 
 
 def test_events_come_as_a_dask_frame(tmp_path: Path) -> None:
