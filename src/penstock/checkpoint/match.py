@@ -21,10 +21,11 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -203,6 +204,7 @@ class StoredNames:
     ) -> None:
         self.asked = partial(asked_name, choice=choice)
         self.key_types = key_types
+        self.converts = choice.convert_dtypes
         self._rename = choice.rename or {}
         self._rank = rank
         self._lacking = lacking
@@ -448,18 +450,25 @@ class _OptimizerState(_Part):
             groups.append({**group, "params": list(own), **option})
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
         self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
-        if converted := list(self._converted(state)):
+        parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
+        own_numbers = chain.from_iterable(self.groups)
+        converted = [
+            f"state.{number}{text}"
+            for number, parameter in zip(own_numbers, parameters, strict=True)
+            for text in _converted(state.get(number), self.part.state.get(parameter))
+        ]
+        if converted:
             logger.warning("%r has converted what it was given: %s", self.key, name_some(converted))
         return self.part
 
-    def _converted(self, given: Mapping[int | str, Any]) -> Iterator[str]:
-        """Find values that have another dtype now: torch's optimizers give states that of parameters."""
-        parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
-        for number, parameter in zip(chain.from_iterable(self.groups), parameters, strict=True):
-            for slot, value in given.get(number, {}).items() if parameter.dtype != torch.float32 else ():
-                taken = self.part.state[parameter].get(slot)
-                if isinstance(taken, torch.Tensor) and taken.dtype != getattr(value, "dtype", taken.dtype):
-                    yield f"state.{number}.{slot} from {value.dtype} to {taken.dtype}"
+
+def _converted(given: Any, taken: Any) -> Iterator[str]:
+    """Find the tensors of a state that have another dtype than was given."""
+    if isinstance(given, Mapping) and isinstance(taken, Mapping):
+        for key in given.keys() & taken.keys():
+            yield from (f".{key}{text}" for text in _converted(given[key], taken[key]))
+    elif isinstance(given, torch.Tensor) and isinstance(taken, torch.Tensor) and given.dtype != taken.dtype:
+        yield f" from {given.dtype} to {taken.dtype}"
 
 
 @dataclass(slots=True)
@@ -834,12 +843,50 @@ def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[Load
         yield loading
         after_failure.pop_all()
     restore_empty(empty.emptied)
-    for key, part in parts.items():
-        if loading.is_left(key):
-            continue
-        taken = part.take(loading.state[key])
-        if taken is not state[key] and isinstance(state, MutableMapping):
-            state[key] = taken
+    with _optimizers_keep_dtypes(but_floats=stored.converts):
+        for key, part in parts.items():
+            if loading.is_left(key):
+                continue
+            taken = part.take(loading.state[key])
+            if taken is not state[key] and isinstance(state, MutableMapping):
+                state[key] = taken
+
+
+_FLOATS_CHANGE: ContextVar[bool | None] = ContextVar("floats change", default=None)
+"""While parts of this thread load: true if states of floats get the dtype of their parameter."""
+
+
+@contextmanager
+def _optimizers_keep_dtypes(*, but_floats: bool) -> Iterator[None]:
+    """Let torch's optimizers take states with the dtypes that these have, wherever a part keeps them.
+
+    What hooks and optimizers of other packages convert stays converted.
+    """
+    _change_policy()
+    before = _FLOATS_CHANGE.set(but_floats)
+    try:
+        yield
+    finally:
+        _FLOATS_CHANGE.reset(before)
+
+
+@cache
+def _change_policy() -> None:
+    # torch gives all of a state the dtype of its parameter, quantized values and counters too. The function
+    # stays in place, as threads may load at the same time, and does nothing else outside of our loads.
+    name = "_process_value_according_to_param_policy"
+    convert = getattr(torch.optim.Optimizer, name, None)
+
+    def move(parameter: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
+        assert convert is not None, "installed below only if there is one"
+        changes = _FLOATS_CHANGE.get()
+        if changes is None or (changes and value.is_floating_point()):
+            return convert(parameter, value, *more, **named)
+        nothing = torch.empty(0, dtype=value.dtype, device=value.device)
+        return value.to(convert(parameter, nothing, *more, **named).device)
+
+    if convert is not None:
+        setattr(torch.optim.Optimizer, name, staticmethod(move))
 
 
 def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -> _Part | None:

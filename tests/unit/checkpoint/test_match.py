@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, UserDict
+from copy import deepcopy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Part:
         self.state = state_dict
 
 
-def stored(state: Mapping[str, Any]) -> StoredNames:
+def stored(state: Mapping[str, Any], *, converts: bool = False) -> StoredNames:
     """The names that a checkpoint of this state has."""
     leaves, _ = walk(state, is_tensor)
     tensors = tuple(
@@ -53,13 +54,14 @@ def stored(state: Mapping[str, Any]) -> StoredNames:
     none = np.zeros(0, dtype=np.int64)
     regions = StoredRegions(Regions.from_rows(()), none, none, none, none, none.astype(np.bool_))
     paths = {leaf.name: leaf.path for leaf in leaves}
-    return StoredNames(CheckpointIndex(tensors, regions, objects, (), paths), LoadChoice())
+    choice = LoadChoice(convert_dtypes=converts)
+    return StoredNames(CheckpointIndex(tensors, regions, objects, (), paths), choice)
 
 
-def load(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def load(state: dict[str, Any], saved: Mapping[str, Any], *, converts: bool = False) -> None:
     """Load as the loader does, by names and places alone."""
     values = {leaf.name: leaf.value for leaf in walk(saved, is_tensor)[0]}
-    with loading_into(state, stored(saved)) as parts:
+    with loading_into(state, stored(saved, converts=converts)) as parts:
         for leaf in walk(parts.state, is_tensor)[0]:
             if is_tensor(leaf.value):
                 leaf.value.copy_(values[leaf.name])
@@ -178,16 +180,127 @@ def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
         assert all(torch.equal(slots[slot], found["state"][number][slot]) for slot in slots)
 
 
-def test_what_an_optimizer_converts_as_it_loads_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    module, other = (torch.nn.Linear(2, 2).bfloat16() for _ in range(2))
-    optimizer, fresh = (torch.optim.AdamW(each.parameters()) for each in (module, other))
-    module(torch.ones(1, 2).bfloat16()).sum().backward()
-    optimizer.step()
-    load({"optim": fresh}, {"optim": optimizer.state_dict()})
+class Momentum(torch.optim.Optimizer):
+    """Keeps its state in types of its own, next to parameters of any other."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["m"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["inner"] = {"n": torch.zeros(2, dtype=torch.int32)}
+                    state["exact"] = torch.zeros(parameter.shape, dtype=torch.float64)
+                state["m"].mul_(0.9).add_(parameter.grad.bfloat16())
+                state["inner"]["n"] += 1
+                state["exact"] += parameter.grad.double() / 3
+                parameter.sub_(group["lr"] * (state["m"].double() + state["exact"]).to(parameter.dtype))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As trainers wrap an optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattribute__(self, name: str) -> Any:
+        inner = object.__getattribute__(self, "inner")
+        return inner if name == "inner" else getattr(inner, name)
+
+
+class Overriding(Momentum):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(dict(state_dict))
+
+
+class Container:
+    """A part of its own around an optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.zero_grad, self.step, self.inner = inner.zero_grad, inner.step, inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def contained(given: Any) -> Container:
+    return Container(Momentum(given))
+
+
+@pytest.mark.parametrize("make", [Momentum, Overriding, contained, lambda given: Wrapper(Momentum(given))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_keep_their_types_and_losses_after_a_restart_are_the_same(
+    make: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    def begin() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        module = torch.nn.Linear(8, 4, dtype=dtype)
+        return module, make(module.parameters())
+
+    def train(module: Any, optimizer: Any, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+            optimizer.zero_grad()
+            loss = module(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    module, optimizer = begin()
+    train(module, optimizer, range(3))
+    saved = deepcopy({"model": module.state_dict(), "optim": optimizer.state_dict()})
+    expected = train(module, optimizer, range(3, 8))
+    module, optimizer = begin()
+    load({"model": module, "optim": optimizer}, saved)
+    found = optimizer.state_dict()["state"]
+    for number, slots in saved["optim"]["state"].items():
+        assert found[number]["m"].dtype == torch.bfloat16
+        assert found[number]["inner"]["n"].dtype == torch.int32
+        assert torch.equal(found[number]["exact"], slots["exact"])
+    assert train(module, optimizer, range(3, 8)) == expected
     assert not caplog.records
-    optimizer.state[module.weight]["exp_avg"] = torch.ones(2, 2)
+
+
+def test_what_an_optimizer_converts_as_it_loads_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    module, other = (torch.nn.Linear(2, 2) for _ in range(2))
+    optimizer, fresh = (Momentum(each.parameters()) for each in (module, other))
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    def convert(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            number: {**slots, "inner": {"n": slots["inner"]["n"].long()}}
+            for number, slots in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    fresh.register_load_state_dict_pre_hook(convert)
     load({"optim": fresh}, {"optim": optimizer.state_dict()})
-    assert "'optim' has converted what it was given: state.0.exp_avg from torch.float32 to" in caplog.text
+    assert fresh.state[other.weight]["inner"]["n"].dtype == torch.int64
+    assert "'optim' has converted what it was given: state.0.inner.n from torch.int32 to" in caplog.text
+
+
+def test_floats_get_the_type_of_their_parameter_where_a_load_converts() -> None:
+    module, other = torch.nn.Linear(2, 2).double(), torch.nn.Linear(2, 2)
+    optimizer, fresh = (Momentum(each.parameters()) for each in (module, other))
+    module(torch.ones(1, 2).double()).sum().backward()
+    optimizer.step()
+    load({"optim": fresh}, {"optim": optimizer.state_dict()}, converts=True)
+    slots = fresh.state[other.weight]
+    assert [slots["m"].dtype, slots["inner"]["n"].dtype] == [torch.float32, torch.int32]
+    # The program's own calls do as ever.
+    fresh.load_state_dict(optimizer.state_dict())
+    assert slots is not fresh.state[other.weight]
+    assert fresh.state[other.weight]["inner"]["n"].dtype == torch.float32
 
 
 def test_optimizer_without_state_gets_all_of_it() -> None:
