@@ -230,16 +230,17 @@ def _explain_error(error: Exception, *, traceback: bool) -> int:
     if isinstance(error, click.ClickException):
         error.show()
         return error.exit_code
-    if isinstance(error, OSError) and not isinstance(error, PenstockError) and error.filename is not None:
+    if isinstance(error, PenstockError):
+        return _explain(str(error), error.exit_code, traceback=traceback)
+    if isinstance(error, OSError) and error.filename is not None:
         # The system refused a path, most often one that the user named: a fact about this machine.
         from penstock.storage.files.system_calls import map_os_error
 
-        error = map_os_error(error, "Opening", str(error.filename))
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        refused = map_os_error(error, "Opening", str(error.filename))
+        return _explain(str(refused), refused.exit_code, traceback=traceback)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         # Files are opened by name: what has none is standard output.
         return _explain(f"The output cannot be written: {error.strerror}", NO_OUTPUT, traceback=traceback)
-    if isinstance(error, PenstockError):
-        return _explain(str(error), error.exit_code, traceback=traceback)
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     advice = "Please report it together with what the same command prints under --debug."
     return _explain(f"a defect in Penstock itself: {what}. {advice}", DEFECT, traceback=traceback)

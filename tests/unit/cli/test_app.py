@@ -10,7 +10,7 @@ from tests.support.command_line import run_command
 
 from penstock import __version__
 from penstock.cli.app import run_at_edge, take_debug
-from penstock.errors import StorageError, Unavailable, UsageError
+from penstock.errors import OutOfSpace, StorageError, Unavailable, UsageError
 
 
 def failing(error: BaseException) -> int:
@@ -53,6 +53,15 @@ def test_defect_is_reported_as_such_and_debug_shows_where(capsys: pytest.Capture
 def test_output_that_cannot_be_written_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(OSError(errno.ENOSPC, "No space left on device")) == 3
     assert capsys.readouterr().err == "penstock: The output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_with_its_place_and_the_fix(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OutOfSpace("Allocating 8388608 bytes failed", uri="file:///x", fix="Free some.", errno=number)
+    assert failing(full) == 1
+    assert capsys.readouterr().err == "penstock: Allocating 8388608 bytes failed (file:///x). Free some.\n"
 
 
 def test_a_name_that_the_locale_cannot_write_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
