@@ -109,7 +109,8 @@ def read_tree(
             if pool is not None and pool not in pools:
                 pools[pool] = result_files.read_pool(pool, submitter, root)
             context = result_files.read_tree_context(submitter, pools[pool], root)
-        num_warm_ups = edition.of(submitter.folder).count_warm_ups(len(location.run_folders))
+        own = edition.of(submitter.folder)
+        num_warm_ups = 0 if own.is_without_warm_ups(len(location.run_folders)) else own.num_warm_ups
         yield from result_files.read_results(location, context, root, num_warm_ups=num_warm_ups)
         progress.advance(1)
 

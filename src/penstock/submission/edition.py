@@ -197,10 +197,6 @@ class Edition(_Strict):
     kv_cache: KvCacheLimits = _ABSENT
     vectors: VectorLimits = _ABSENT
 
-    def count_warm_ups(self, num_runs: int) -> int:
-        """The number of warm-ups in `num_runs`: none if the edition allows to leave them out."""
-        return 0 if self.is_without_warm_ups(num_runs) else self.num_warm_ups
-
     def is_without_warm_ups(self, num_runs: int) -> bool:
         """Check whether only the warm-ups are missing, in an edition that allows it."""
         return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups

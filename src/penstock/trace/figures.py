@@ -252,18 +252,14 @@ STEP_PIXELS: Final = 4
 """Steps that are wider have an edge each; others become one bar, as they follow one another."""
 
 
-def lanes_of_each(num_runs: int) -> int:
-    """The most lanes of a run, fewer for each of many, so that a page of them can still be read."""
-    return max(16, MOST_LANES // max(1, num_runs))
-
-
 def call_bars(axis: TimeAxis) -> Answer:
     """Bars of calls, and parts of a loop, by thread: neighbours that no drawing could tell apart are one bar.
 
     A run of more threads than lanes has a lane for each process; of more processes than lanes, those with the
     most I/O are drawn. The notes tell.
     """
-    most_lanes = lanes_of_each(len(axis.runs))
+    # Fewer for each of many runs, so that a page of them can still be read.
+    most_lanes = max(16, MOST_LANES // max(1, len(axis.runs)))
     pixel_us = max(1, axis.span_us // PIXELS)
     threads = axis.events.ask(f"SELECT run, count(*) FROM {THREADS} GROUP BY run")
     of_processes = [run for run, num_threads in threads if num_threads > most_lanes]

@@ -285,7 +285,9 @@ class TrainingSequence:
         """Add one result directory of this phase if the result still lacks it; a run adds the size first."""
         num_processes = None
         if phase is SubmissionPhase.DATAGEN:  # any number of ranks may generate, whatever the runs use
-            num_processes = from_rank_0(self.comm, self._read_num_accelerators, awaiting="read the tree")
+            read = run_sequence.read_series_state
+            state = from_rank_0(self.comm, lambda: read(self.writer.series), awaiting="read the tree")
+            num_processes = next((each.num_processes for each in (*state.datasizes, *state.runs)), None)
         sequence = self._plan(num_processes)
         if phase is SubmissionPhase.RUN and SubmissionPhase.DATASIZE in sequence.phases:
             self._add(SubmissionPhase.DATASIZE, sequence)
@@ -297,10 +299,6 @@ class TrainingSequence:
         if not sequence.phases and self.comm.rank == 0:
             self.writer.complete(self.edition)
         return sequence
-
-    def _read_num_accelerators(self) -> int | None:
-        state = run_sequence.read_series_state(self.writer.series)
-        return next((result_dir.num_processes for result_dir in (*state.datasizes, *state.runs)), None)
 
     def _plan(self, num_processes: int | None = None) -> RunSequence:
         """Plan what is to be done now, and set aside what no longer counts; the same on all ranks."""

@@ -211,7 +211,8 @@ def _dimensions(part: Any, depth: int) -> Iterator[int]:
         return
     if isinstance(part, Mapping):
         found = [size for value in part.values() for size in _dimensions(value, depth + 1)]
-        yield from found or ([len(next(iter(part.values())))] if _has_lists(part.values()) else [])
+        first = next(iter(part.values()), None)
+        yield from found or ([len(first)] if isinstance(first, Sequence) else [])
     elif isinstance(part, tuple) and (found := [n for one in part for n in _dimensions(one, depth + 1)]):
         yield found[0]
     elif isinstance(part, Sequence):
@@ -220,10 +221,6 @@ def _dimensions(part: Any, depth: int) -> Iterator[int]:
         is_columns = len(set(inside)) == 1 and len(inside) == len(part)
         is_columns = is_columns and (len(part) == 1 or inside[0] > len(part))
         yield inside[0] if is_columns else len(part)
-
-
-def _has_lists(values: Any) -> bool:
-    return isinstance(next(iter(values), None), Sequence)
 
 
 def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:

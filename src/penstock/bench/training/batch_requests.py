@@ -15,7 +15,7 @@ from penstock.bench.epoch_order import DrawnTimes
 from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest, ContentCheck, ReadRequest
 from penstock.bench.training.training_files import TrainingFiles
 from penstock.bench.training.training_plan import RankEpoch
-from penstock.dataset.formats.format_protocol import COMPUTED, FilePlan, FileSurvey
+from penstock.dataset.formats.format_protocol import COMPUTED, FileFormat, FilePlan, FileSurvey
 from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, aligned
 from penstock.storage.protocol import WrappedSource
@@ -55,9 +55,10 @@ class BatchPlanner:
         self._preprocess = preprocess
         self._transfer_bytes = transfer_bytes or TRANSFER_BYTES
         self._max_known = known_files
-        # Asked for every file, and the same for all of them.
-        self._needs_survey, self._have_manifest = files.needs_survey, files.recipe is not None
         self._kind, self._is_stream = files.data_files.kind, files.dataset.format.is_stream
+        self._have_manifest = files.recipe is not None
+        # Of other kinds, ranges are known only after looking into each file.
+        self._needs_survey = type(self._kind).survey is not FileFormat.survey
         self._known: OrderedDict[int, tuple[FilePlan, FileSurvey]] = OrderedDict()
         self.survey_bytes = 0
 

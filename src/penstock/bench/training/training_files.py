@@ -73,11 +73,6 @@ class TrainingFiles:
         )
 
     @property
-    def needs_survey(self) -> bool:
-        """True if ranges are known only after looking into each file."""
-        return type(self.data_files.kind).survey is not FileFormat.survey
-
-    @property
     def are_read_whole(self) -> bool:
         """True if each file is one sample, and one read."""
         if self.dataset.num_samples_per_file != 1 or self.dataset.format.is_stream:
