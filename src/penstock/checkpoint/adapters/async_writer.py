@@ -2,7 +2,7 @@
 
 `AsyncWriter` plans and finishes in the trainer. In between, a process or thread of the caller's choice,
 forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects its tensors from changes, and
-`Report` takes the result back. The frameworks own the folder and put files of theirs next to ours, so
+`TaskReport` takes the result back. The frameworks own the folder and put files of theirs next to ours, so
 nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
 files of all ranks are durable, and is removed before any of them is overwritten; the trainer learns how the
 writing ended, and a forked process that was killed is named with its signal.
@@ -196,8 +196,8 @@ def _find_shared(tensors: Sequence[torch.Tensor]) -> set[int]:
     return known | {id(tensor) for tensor in foreign if is_mapped(tensor)}
 
 
-class Report:
-    """How a task ended, in a file without a name: none can open it but a process that was given it."""
+class TaskReport:
+    """The end of a task, in a file without a name: only a process that was given it can open it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._file = os.memfd_create("penstock-report") if descriptor is None else descriptor
@@ -215,7 +215,7 @@ class Report:
         os.pwrite(self._file, len(content).to_bytes(8, "little"), 0)
 
     def read(self) -> WrittenShare | PenstockError | None:
-        """What was stored; None if nothing was."""
+        """The outcome that was stored, or None."""
         size_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
         content = os.pread(self._file, size_bytes, 8)
         outcome: WrittenShare | PenstockError | None = None
@@ -225,11 +225,11 @@ class Report:
         return outcome
 
 
-def _receive_report(sent: Any) -> Report:
-    return Report(sent.detach())
+def _receive_report(sent: Any) -> TaskReport:
+    return TaskReport(sent.detach())
 
 
-def write(rank: int, task: WriteTask, report: Report) -> None:  # noqa: ARG001 - callers give the rank first
+def write(rank: int, task: WriteTask, report: TaskReport) -> None:  # noqa: ARG001 - callers give the rank first
     """Write one rank's files, each durable, and store the result or the error in `report`.
 
     Collecting garbage here would free what belongs to the trainer, tensors of its devices among it.
@@ -244,7 +244,7 @@ def write(rank: int, task: WriteTask, report: Report) -> None:  # noqa: ARG001 -
         release(task)
 
 
-def _write_in_fork(task: WriteTask, report: Report) -> None:
+def _write_in_fork(task: WriteTask, report: TaskReport) -> None:
     """Write in a further process, so that this one can tell what killed it."""
     parent = os.getpid()
     pid = os.fork()
@@ -351,7 +351,7 @@ class AsyncWriter(FileSystemWriter):
         self._transforms = tuple(transforms)
         self._items: RankItems | None = None
         self._copy: HostCopy | None = None
-        self._report: Report | None = None
+        self._report: TaskReport | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -399,7 +399,7 @@ class AsyncWriter(FileSystemWriter):
             plan_s=time.perf_counter() - start_s,
         )
         self._copy = HostCopy(task)
-        self._report = Report()
+        self._report = TaskReport()
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
         """All ranks: a function for any process, a call that prepares its second argument, its arguments.

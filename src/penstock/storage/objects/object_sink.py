@@ -165,7 +165,7 @@ RELEASE_LIMIT_S = 10.0
 
 
 class _Upload(ABC):
-    """An upload in parts of one object, so many at a time as the options allow."""
+    """An upload of one object in parts, as many at a time as the options allow."""
 
     def __init__(self, new: NewObject, requests: RetryingRequests) -> None:
         self._new = new
