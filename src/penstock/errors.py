@@ -107,6 +107,11 @@ class DataDamaged(StorageError):
     """Stored bytes differ from those that were written, or violate their format."""
 
 
+def proves_damage(error: BaseException) -> bool:
+    """Return whether something stored is damaged or missing; after any other failure it may be whole."""
+    return isinstance(error, DataDamaged | ObjectNotFound)
+
+
 class StorageTimeout(StorageError, TimeoutError):
     """Storage did not answer within its time limit, retries included."""
 

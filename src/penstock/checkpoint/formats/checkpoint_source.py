@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -59,6 +59,12 @@ logger = logging.getLogger(__name__)
 
 class CheckpointReplaced(StorageError):
     """Another save replaced the checkpoint, or something removed it, while it was read."""
+
+
+_COPY_AGAIN: Final = (
+    "The checkpoint lists more than is there: copy it again from where it came from, or load an older one. "
+    "`penstock checkpoint verify` names all that is missing."
+)
 
 
 class Format(StrEnum):
@@ -113,8 +119,11 @@ class CheckpointSource:
                 fix="Load it again, or load a step that no job still writes.",
             )
 
-    def require_files(self) -> None:
-        """Raise unless all files of the folder exist and are as long as they must be."""
+    def require_files(self, *, all_are_here: bool = True) -> None:
+        """Raise unless all files of the folder exist and are as long as they must be.
+
+        Unless `all_are_here`, as in a node's cache, files may be elsewhere.
+        """
         if self.manifest is not None:
             sizes_needed = {file.name: file.size_bytes for file in self.manifest.files}
         else:
@@ -128,10 +137,16 @@ class CheckpointSource:
         for name, needed in sizes_needed.items():
             actual = sizes.get(self.key(name))
             if actual is None:
-                raise ObjectNotFound(f"The file {name} is missing", uri=self.uri)
+                if all_are_here:
+                    raise ObjectNotFound(f"The file {name} is missing", uri=self.uri)
+                continue
             wrong = actual != needed if self.manifest is not None else actual < needed
             if wrong:
-                raise StorageError(f"The file {name} has {actual} bytes, {needed} are needed", uri=self.uri)
+                raise DataDamaged(
+                    f"The file {name} has {actual} bytes, {needed} are needed",
+                    where=f"{self.uri}/{name}",
+                    fix=_COPY_AGAIN,
+                )
 
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
@@ -140,11 +155,11 @@ class CheckpointSource:
             yield
         except (DataDamaged, ShortTransfer, ObjectNotFound) as error:
             self.require_current()
-            if not isinstance(error, DataDamaged):
-                error.fix = (
-                    "The checkpoint lists more than is there: copy it again from where it came from, or load"
-                    " an older one. `penstock checkpoint verify` names all that is missing."
-                )
+            if isinstance(error, ShortTransfer):
+                # The file ends too early, or only the answer of a service did.
+                self.require_files(all_are_here=False)
+            elif isinstance(error, ObjectNotFound):
+                error.fix = _COPY_AGAIN
             raise
 
     @contextmanager

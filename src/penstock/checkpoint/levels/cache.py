@@ -58,7 +58,14 @@ from penstock.checkpoint.levels.redundancy import (
 )
 from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0, run_on_all_ranks, run_on_rank0
-from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable, UsageError
+from penstock.errors import (
+    DataDamaged,
+    ObjectNotFound,
+    StorageError,
+    Unavailable,
+    UsageError,
+    proves_damage,
+)
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import defer_sync, find_folder_tree, prefer_direct_access
@@ -111,11 +118,14 @@ class NodeCache:
         try:
             return self.find(name).read_seal()[1]
         except (StorageError, Unavailable) as error:
+            if isinstance(error, StorageError) and not proves_damage(error):
+                raise
             logger.warning("The cache %s cannot describe %s: %s", self.storage.uri, name, error)
             return None
 
     def shares(self, name: str) -> NodeShares:
         """The share of a step that this node has."""
+        unread = ""
         try:
             share = self.find(name)
             sizes, records = share.sizes(), {}
@@ -131,12 +141,14 @@ class NodeCache:
         except StorageError as error:
             logger.info("The cache %s does not have %s: %s", self.storage.uri, name, error)
             sizes, records = {}, {}
+            unread = "" if proves_damage(error) else str(error)
         return NodeShares(
             ranks=self.ranks,
             sizes=sizes,
             records={number: record.model_copy(update={"domains": ()}) for number, record in records.items()},
             domains=next((record.domains for record in records.values()), ()),
             room_bytes=find_room(local_path(self.storage, "")),
+            unread=unread,
         )
 
     def claim(self, run: str) -> None:
@@ -375,8 +387,13 @@ class CacheLevel:
         )
         confirmed = {name for names, doubted in answers for name in names if name not in doubted}
         for name in sorted({name for names, _ in answers for name in names} - confirmed):
-            reason = self.assess(name).reason
-            if reason:
+            found = self.assess(name)
+            if found.unread:
+                raise StorageError(
+                    f"Whether {name} was committed on all nodes cannot be seen: {found.unread}",
+                    fix="Mend the storage of this cache, or remove the cache.",
+                )
+            if reason := found.reason:
                 logger.warning("Removing %s, which was never committed on all nodes: %s", name, reason)
                 if self.is_lead:
                     self.node.hide(name)()
@@ -395,40 +412,44 @@ class CacheLevel:
             awaiting=f"all nodes to list their files of {name}",
         )
 
-    def find_damaged(self, name: str, assessment: Assessment) -> tuple[int, ...]:
-        """The ranks that saved and whose files differ from their checksums.
+    def find_damaged(self, name: str, assessment: Assessment) -> dict[int, str]:
+        """The ranks that saved and whose files differ from their checksums, or cannot be read.
 
-        If the manifest of a node is damaged itself, all of its shares count as damaged.
+        By rank: why its files may still be as they were written; empty if they certainly are not. If the
+        manifest of a node is damaged itself, all of its shares count as damaged.
         """
 
-        def check_own() -> list[int]:
+        def check_own() -> dict[int, str]:
             held = [rank for rank, holder in assessment.holders.items() if holder == self.comm.rank]
             own_ranks = [rank for rank in held if rank not in assessment.lost]
             if not own_ranks:
-                return []
+                return {}
             share = self.node.find(name)
             try:
                 manifest, _ = share.read_seal()
             except StorageError as error:
                 logger.warning("%s: %s", share.uri, error)
-                return own_ranks
-            damaged = []
+                return dict.fromkeys(own_ranks, "" if proves_damage(error) else str(error))
+            damaged = {}
             for rank in own_ranks:
                 wanted = {file.name: file.sum for file in assessment.files_of(rank)}
                 files = [file for file in manifest.files if file.name in wanted]
-                damage = list(map(str, find_damage(share.storage, share.committed.folder, manifest, files)))
-                damage += [
+                damage = find_damage(share.storage, share.committed.folder, manifest, files)
+                texts = [*map(str, damage)]
+                texts += [
                     f"{name}: its checksum differs"
                     for name in wanted.keys() - {file.name for file in files}
                     if checksum_object(share.storage, share.key(name)).hex() != wanted[name]
                 ]
-                for text in damage:
+                for text in texts:
                     logger.warning("%s: %s", share.uri, text)
-                damaged += [rank] if damage else []
+                if texts:
+                    is_unread = len(damage) == len(texts) and all(each.is_unread for each in damage)
+                    damaged[rank] = texts[0] if is_unread else ""
             return damaged
 
         answers = all_gather_results(self.comm, check_own, awaiting=f"all ranks to check the files of {name}")
-        return tuple(sorted(rank for ranks in answers for rank in ranks))
+        return {rank: unread for damaged in answers for rank, unread in sorted(damaged.items())}
 
     def view(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it: the files of its node, the others through other ranks.
@@ -526,17 +547,29 @@ class CacheLevel:
             run_on_all_ranks(self.comm, commit, awaiting=f"all nodes to commit {name}")
 
     def _fetch_seal(self, name: str, assessment: Assessment) -> Seal:
-        """Manifest and metadata of a step, from the first node that has them undamaged; else `DataDamaged`.
+        """Manifest and metadata of a step, from the first node that has them undamaged.
 
-        A share whose manifest is lost still counts for a rebuild, so the first node need not have it.
+        If none has: `DataDamaged`, or `StorageError` if that of a node could not be read. A share whose
+        manifest is lost still counts for a rebuild, so the first node need not have it.
         """
         awaiting = f"all nodes to look for the manifest of {name}"
         has_share = bool(assessment.shares.get(self.comm.rank))
-        own = run_on_all_ranks(
-            self.comm, lambda: self.node.seal(name) if has_share else None, awaiting=awaiting
-        )
-        has_seal = self.comm.gather(own is not None, awaiting=awaiting)
+        unread = ""
+
+        def read() -> Seal | None:
+            nonlocal unread
+            try:
+                return self.node.seal(name) if has_share else None
+            except StorageError as error:
+                unread = str(error)
+                return None
+
+        own = run_on_all_ranks(self.comm, read, awaiting=awaiting)
+        answers = self.comm.gather((own is not None, unread), awaiting=awaiting)
+        has_seal = [has for has, _ in answers]
         if not any(has_seal):
+            if unread := next((text for _, text in answers if text), ""):
+                raise StorageError(f"No cache gives manifest and .metadata of {name}: {unread}")
             raise DataDamaged(f"No cache has manifest and .metadata of {name} undamaged")
         # One rank alone sends it: it may be long.
         is_first = self.comm.rank == has_seal.index(True)

@@ -256,7 +256,7 @@ def _repair(level: CacheLevel, step: int) -> StepRepair:
         return repaired
     if damaged := level.find_damaged(name, found):
         found = level.assess(name, damaged=damaged)
-        repaired = repaired.model_copy(update={"damaged": damaged, "reason": found.reason})
+        repaired = repaired.model_copy(update={"damaged": tuple(damaged), "reason": found.reason})
     if found.is_rebuildable:
         try:
             level.repair(name, found)

@@ -57,6 +57,7 @@ from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.files.durable import sync_folder, write_durably
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import write_object
 from penstock.storage.uri import open_here
@@ -136,15 +137,26 @@ class FlushFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_durably(self._note(step), note.model_dump_json().encode())
 
+    def noted_steps(self) -> list[int]:
+        """The steps with a note, even one that cannot be parsed: they stay in the cache."""
+        try:
+            # Not by glob, to which a folder that cannot be listed is an empty one.
+            with translate_os_errors("Listing", str(self.path)):
+                names = [path.name for path in self.path.iterdir()]
+        except ObjectNotFound:
+            return []
+        found = (parse_step(name.removesuffix(".json")) for name in names if name.endswith(".json"))
+        return [step for step in found if step is not None]
+
     def notes(self) -> dict[int, FlushNote]:
         """The steps that are to become durable, the newest first. A note that cannot be parsed is logged."""
         found = {}
-        for name in self.path.glob("step-*.json"):
-            step = parse_step(name.stem)
+        for step in self.noted_steps():
+            name = self._note(step)
             try:
-                if step is not None:
+                with translate_os_errors("Reading", str(name)):
                     found[step] = FlushNote.model_validate_json(name.read_bytes())
-            except FileNotFoundError:
+            except ObjectNotFound:
                 continue
             except ValidationError as error:
                 logger.warning(

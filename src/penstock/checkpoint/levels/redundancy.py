@@ -350,6 +350,8 @@ class NodeShares:
     domains: tuple[str, ...] = ()
     room_bytes: int = 0
     """How much more fits into the cache."""
+    unread: str = ""
+    """Why it could not be seen what this cache has; empty if it could."""
 
     @property
     def save_id(self) -> str:
@@ -376,6 +378,8 @@ class Assessment:
     """By lost rank whose own cache is too full for its share: the rank of another node that gets it."""
     reason: str = ""
     """Why it cannot be restored from caches; empty if it can."""
+    unread: str = ""
+    """If it cannot: why it may still be whole, because the storage of a cache failed."""
 
     @property
     def is_rebuildable(self) -> bool:
@@ -393,10 +397,11 @@ def assess(nodes: Sequence[NodeShares], *, damaged: Collection[int] = ()) -> Ass
     If nodes have different saves of the step, the one that can be restored and of which most is left counts.
     """
     save_ids = sorted({node.save_id for node in nodes} - {""})
-    assessments = [_assess_save(save_id, nodes, damaged) for save_id in save_ids]
-    if not assessments:
-        return Assessment(reason="no cache has it")
-    return min(assessments, key=lambda result: (bool(result.reason), len(result.lost), -len(result.records)))
+    found = [_assess_save(save_id, nodes, damaged) for save_id in save_ids]
+    found = found or [Assessment(reason="no cache has it")]
+    best = min(found, key=lambda result: (bool(result.reason), len(result.lost), -len(result.records)))
+    unread = next((node.unread for node in nodes if node.unread), "") if best.reason else ""
+    return replace(best, reason=best.reason + (f"; {unread}" if unread else ""), unread=unread)
 
 
 def find_complete_shares(node: NodeShares, records: Mapping[int, GroupRecord]) -> frozenset[int]:

@@ -31,7 +31,7 @@ from penstock.checkpoint.levels.redundancy import Assessment, choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.cluster.comm import all_gather_results, run_on_all_ranks, run_on_rank0
-from penstock.errors import RankFailed, StorageError, UsageError
+from penstock.errors import DataDamaged, ObjectNotFound, RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
@@ -177,35 +177,41 @@ class TieredStore(step_store.StepStore):
         awaiting = "rank 0 to list the durable steps"
         return sorted(cached.union(run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)))
 
-    def copies(self, step: int) -> Iterator[step_store.StepCopy | str]:
+    def copies(self, step: int) -> Iterator[step_store.StepCopy | StorageError]:
         """The caches' copy, rebuilt if files are lost or damaged; then the one of the durable level."""
         name = step_dirname(step)
         found = self.cache.assess(name)
-        has_records = bool(found.records)
-        if has_records:
+        is_cached = bool(found.records or found.unread)
+        if is_cached:
             found = self._repaired(name, found)
             if not found.reason:
                 yield self._cached_copy("cache", name, found)
                 # Resumed, because the first copy could not be loaded: damaged shares now count as lost.
                 if damaged := self.cache.find_damaged(name, found):
+                    unread = next(filter(None, damaged.values()), "")
                     found = self._repaired(name, self.cache.assess(name, damaged=damaged))
+                    found = replace(found, unread=found.unread or unread)
                     if not found.reason:
                         yield self._cached_copy("cache, rebuilt", name, found)
             if found.reason:
                 message = "%s: the caches cannot provide it, other levels may: %s"
                 step_store.warn_once_per_job(logger, self.comm.rank, message, name, found.reason)
-                yield f"caches: {found.reason}"
-        is_durable = run_on_rank0(
+                yield (StorageError if found.unread else DataDamaged)(f"caches: {found.reason}")
+        is_durable = step_store.repeat_while_storage_fails(
+            lambda: run_on_rank0(
+                self.comm,
+                lambda: step in self.catalog.committed(),
+                awaiting="rank 0 to look for the durable step",
+            ),
             self.comm,
-            lambda: step in self.catalog.committed(),
-            awaiting="rank 0 to look for the durable step",
+            self.uri,
         )
         if is_durable:
             yield step_store.StepCopy(
                 level="durable", open=partial(self.catalog.find, step), localize=partial(self._fetch, step)
             )
-        elif not has_records:
-            yield "no level has it"
+        elif not is_cached:
+            yield ObjectNotFound("no level has it")
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
         """Failed flushes: their steps are still in the caches. Failures of an earlier job are only logged."""
@@ -274,12 +280,13 @@ class TieredStore(step_store.StepStore):
         saved = self._saved
         if saved is None or self._keep_cached is None or not self.cache.is_lead:
             return []
-        pending = self._flushes.notes()
-        hidden = []
-        for step in [step for step in self.cache.node.steps() if step <= saved][: -self._keep_cached]:
-            if step not in pending:
-                with tolerating_leftovers(saved):
-                    hidden.append(self.cache.node.hide(step_dirname(step)))
+        hidden: list[Callable[[], None]] = []
+        with tolerating_leftovers(saved):
+            pending = self._flushes.noted_steps()
+            for step in [step for step in self.cache.node.steps() if step <= saved][: -self._keep_cached]:
+                if step not in pending:
+                    with tolerating_leftovers(saved):
+                        hidden.append(self.cache.node.hide(step_dirname(step)))
         return hidden
 
     def _hand_over(self, step: int, save_id: str) -> None:
@@ -342,7 +349,11 @@ class TieredStore(step_store.StepStore):
         try:
             self.cache.repair(name, found)
         except (StorageError, RankFailed) as error:
-            return replace(found, reason=f"it could not be rebuilt: {error}")
+            reason = f"it could not be rebuilt: {error}"
+            faults = self.comm.gather(
+                step_store.classify_fault(error), awaiting="all ranks to learn what failed"
+            )
+            return replace(found, reason=reason, unread="" if "checkpoint" in faults else reason)
         return self.cache.assess(name)
 
     def _cached_copy(self, level: str, name: str, found: Assessment) -> step_store.StepCopy:

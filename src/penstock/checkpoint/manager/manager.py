@@ -260,10 +260,11 @@ class Manager:
     ) -> int | None:
         """Fill `state` in place from the newest usable step, or from exactly `step`. Collective.
 
-        Returns the step; None if no step was ever committed. Steps that cannot be loaded are skipped with a
-        warning and listed in `skipped_steps`; if none can, every rank raises `StorageError` with the reasons.
-        `verify` also skips steps that are damaged anywhere or have no checksums. `only`, `exclude`, `rename`,
-        `strict`, `convert_dtypes`, `trust` and `progress`: as of `pc.load`.
+        Returns the step; None if no step was ever committed. Steps that are damaged or incomplete are skipped
+        with a warning and listed in `skipped_steps`; if all are, every rank raises `StorageError` with the
+        reasons. So it does if storage fails, as the newest step may be whole. `verify` also skips steps that
+        are damaged anywhere or have no checksums. `only`, `exclude`, `rename`, `strict`, `convert_dtypes`,
+        `trust` and `progress`: as of `pc.load`.
         """
         self.skipped_steps = ()
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)

@@ -8,15 +8,15 @@ copy can be loaded is only known by loading it.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
@@ -38,11 +38,13 @@ from penstock.errors import (
     RankFailed,
     StorageError,
     name_some,
+    proves_damage,
 )
 from penstock.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 
 Completed = tuple[str, "tuple[RankSaveStats, ...]", Callable[[], None]]
 """A committed step: its URI, the statistics of each rank, and a call that removes the files of steps that are
@@ -113,8 +115,8 @@ class StepStore:
 
         return run_on_rank0(self.comm, list_steps, awaiting="rank 0 to list the steps")
 
-    def copies(self, step: int) -> Iterator[StepCopy | str]:
-        """The copies of a step, the fastest first; a text is the reason why a level has none."""
+    def copies(self, step: int) -> Iterator[StepCopy | StorageError]:
+        """The copies of a step, the fastest first; an error is the reason why a level has none."""
         yield StepCopy(
             level="durable", open=partial(self.catalog.find, step), localize=partial(self.find_local, step)
         )
@@ -142,12 +144,13 @@ class SkippedStep:
     reason: str
 
 
-Fault = Literal["checkpoint", "caller", "elsewhere"]
-"""What caused a failed load: the checkpoint (an older step may work), the caller (no step will), or an error
-that another rank knows."""
+Fault = Literal["checkpoint", "storage", "caller", "elsewhere"]
+"""What caused a failed load: the checkpoint, which is damaged or incomplete (an older step may work), the
+storage or a limit of the process (the step may be whole), the caller (no step will work), or an error that
+another rank knows."""
 
-LIMITS_OF_PROCESSES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""With these, an older step that happens to load would replace a newer one that is whole."""
+RETRY_PAUSES_S: Final = (0.5, 2.0, 5.0)
+"""Before a failing storage is asked again."""
 
 
 class RestoreSearch:
@@ -160,13 +163,17 @@ class RestoreSearch:
     ...         break
 
     All ranks enter the block. At its end all of them have loaded the copy, or reject it because the
-    checkpoint is at fault on one of them, or raise, because no older step would change what is wrong.
+    checkpoint or the storage is at fault on one of them, or raise, because no other copy would change what is
+    wrong. Invariant: an older step is tried only if all copies of the newer one are damaged, incomplete or
+    gone. Restored because a storage failed, it would replace a newer one that is whole.
     """
 
     def __init__(self, store: StepStore, wanted: int | None, comm: Comm) -> None:
         self._store = store
         self._comm = comm
         self._reasons: dict[int, list[str]] = {}
+        self._unproven: BaseException | None = None
+        """A failure after which the step last tried may still be whole."""
         self.copies = self._find_copies(wanted)
         """The copies that are left. Collective."""
         self.step = -1
@@ -217,21 +224,23 @@ class RestoreSearch:
             if not isinstance(error, PenstockError):
                 raise error
             if isinstance(error, RankFailed):
-                return _classify_fault(error), error  # it knows on which rank it began
-            return _classify_fault(error), RankFailed(self._comm.rank, self._comm.host, format_cause(error))
+                return classify_fault(error), error  # it knows on which rank it began
+            return classify_fault(error), RankFailed(self._comm.rank, self._comm.host, format_cause(error))
 
         answers = all_gather_results(self._comm, report, awaiting=f"all ranks to load step {self.step}")
         failures = [answer for answer in answers if answer is not None]
         for fault, failure in failures:
             if fault == "caller":
-                if error is not None and _classify_fault(error) == "caller":
+                if error is not None and classify_fault(error) == "caller":
                     return False
                 raise failure
         # The rank at fault knows the reason; the others only know that some rank failed.
-        reasons = [failure.cause for fault, failure in failures if fault == "checkpoint"]
-        if reasons:
-            self.reject(reasons[0])
-            return True
+        for kind_of_fault in ("checkpoint", "storage"):
+            for fault, failure in failures:
+                if fault == kind_of_fault:
+                    self._unproven = error or failure if fault == "storage" else self._unproven
+                    self.reject(failure.cause)
+                    return True
         if failures:
             # A rank that died or was left, which no older step would bring back.
             if error is not None:
@@ -241,7 +250,7 @@ class RestoreSearch:
         return False
 
     def _find_copies(self, wanted: int | None) -> Iterator[StepCopy]:
-        committed = self._store.candidates()
+        committed = repeat_while_storage_fails(self._store.candidates, self._comm, self._store.uri)
         if wanted is not None and wanted not in committed:
             newest = ", ".join(map(str, committed[-5:])) or "none"
             raise ObjectNotFound(
@@ -249,25 +258,63 @@ class RestoreSearch:
                 uri=self._store.uri,
                 fix=f"Restore a committed step (the newest: {newest}).",
             )
-        for step in [wanted] if wanted is not None else sorted(committed, reverse=True):
+        steps = [wanted] if wanted is not None else sorted(committed, reverse=True)
+        for step in steps:
             self.step = step
-            for copy in self._store.copies(step):
-                if isinstance(copy, str):
-                    self.reject(copy)
-                else:
-                    yield copy
-            reasons = "; ".join(self._reasons.get(step, ()))
+            for pause_s in (*RETRY_PAUSES_S, None):
+                self._unproven = None
+                self._reasons.pop(step, None)
+                for copy in self._store.copies(step):
+                    if isinstance(copy, StorageError):
+                        self._unproven = copy if classify_fault(copy) == "storage" else self._unproven
+                        self.reject(copy.what)
+                    else:
+                        yield copy
+                reasons = "; ".join(self._reasons.get(step, ()))
+                if self._unproven is None:
+                    break
+                if pause_s is None:
+                    older = [each for each in committed if each < step][-1:]
+                    raise StorageError(
+                        f"Step {step} could not be read, and may be whole: {reasons}",
+                        uri=self._store.uri,
+                        fix="Mend the storage, and start again"
+                        + "".join(
+                            f"; or give up step {step} on purpose: restore(step={each})" for each in older
+                        )
+                        + ".",
+                    ) from self._unproven
+                _pause(f"Step {step} could not be read", reasons, pause_s, self._comm.rank)
             warn_once_per_job(logger, self._comm.rank, "Skipping step %d: %s", step, reasons)
         self.step = -1
 
 
-def _classify_fault(error: BaseException) -> Fault:
+def classify_fault(error: BaseException) -> Fault:
+    """Name the cause of a failure, as far as its error proves it."""
     if isinstance(error, StorageError):
-        return "caller" if error.errno in LIMITS_OF_PROCESSES else "checkpoint"
+        return "checkpoint" if proves_damage(error) else "storage"
     if not isinstance(error, RankError):
         return "caller"
     # On the rank where it began, the failure of all ranks has the original error as its cause.
-    return "elsewhere" if error.__cause__ is None else _classify_fault(error.__cause__)
+    return "elsewhere" if error.__cause__ is None else classify_fault(error.__cause__)
+
+
+def repeat_while_storage_fails(look: Callable[[], Result], comm: Comm, uri: str) -> Result:
+    """The result of a collective call, which is made again after a pause while storage fails on a rank."""
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return look()
+        except (StorageError, RankFailed) as error:
+            faults = comm.gather(classify_fault(error), awaiting="all ranks to learn what failed")
+            if "storage" not in faults:
+                raise
+            _pause(f"{uri} could not be listed", format_cause(error), pause_s, comm.rank)
+    return look()
+
+
+def _pause(what: str, reason: str, pause_s: float, rank: int) -> None:
+    warn_once_per_job(logger, rank, "%s; trying again in %g s: %s", what, pause_s, reason)
+    time.sleep(pause_s)
 
 
 def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:

@@ -44,7 +44,7 @@ from penstock.checkpoint.formats.description import (
 from penstock.checkpoint.levels.redundancy import choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
-from penstock.checkpoint.tools.verify import find_damage
+from penstock.checkpoint.tools.verify import find_damage, require_undamaged
 from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError, name_some
 from penstock.progress import Progress
@@ -302,8 +302,8 @@ class Restart:
                     for file in manifest.files
                 }
                 own = [file for file in manifest.files if homes[file.name] == comm.rank]
-                if damage := find_damage(stored.storage, stored.committed.folder, manifest, own):
-                    raise DataDamaged(f"{damage[0]}", where=stored.uri)
+                damage = find_damage(stored.storage, stored.committed.folder, manifest, own)
+                require_undamaged(damage, stored.uri)
             if search.has_loaded:
                 self.step, self._stored, self._homes = search.step, stored, homes
                 return

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Final, TypeVar
 
@@ -39,7 +40,7 @@ from penstock.checkpoint.formats.description import (
     start_checksum,
 )
 from penstock.checkpoint.formats.torch_save import ReadRange, ZipRecord, data_offset, read_directory
-from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError, name_some
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError, name_some, proves_damage
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
@@ -61,6 +62,8 @@ class Damage:
     end: int
     item: str
     what: str
+    is_unread: bool = False
+    """The storage failed, so the bytes may be as they were written."""
 
     def __str__(self) -> str:
         item = f", {self.item}" if self.item else ""
@@ -151,8 +154,9 @@ def scan(
                 return list(_check_segments(file, segments(source), source, buffer, progress))
         except StorageError as error:
             logger.info("%s: %s", key_of(file), error)
-            what = f"cannot be read: {error}"
-            return [Damage(file=file, begin=begin, end=begin + size_bytes, item="", what=what)]
+            what, is_unread = f"cannot be read: {error}", not proves_damage(error)
+            end = begin + size_bytes
+            return [Damage(file=file, begin=begin, end=end, item="", what=what, is_unread=is_unread)]
         finally:
             free.put(buffer)
 
@@ -178,13 +182,14 @@ def _check_segments(
             at = stop
 
     for begin, end, item, check in segments:
+        is_unread = False
         try:
             what = check(content(begin, end)) if end <= source.size_bytes else "the file ends before it"
         except StorageError as error:
             block_begin = block_end = 0
-            what = f"cannot be read: {error}"
+            what, is_unread = f"cannot be read: {error}", not proves_damage(error)
         if what is not None:
-            yield Damage(file=file, begin=begin, end=end, item=item, what=what)
+            yield Damage(file=file, begin=begin, end=end, item=item, what=what, is_unread=is_unread)
         progress.advance(end - begin)
 
 
@@ -299,7 +304,7 @@ def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> No
     try:
         manifest = checkpoint.read_manifest()
     except ObjectNotFound as error:
-        raise StorageError(
+        raise ObjectNotFound(
             "It cannot be verified: it has no checksums",
             uri=checkpoint.uri,
             fix="Restore it without verify=True, and save it again.",
@@ -310,8 +315,15 @@ def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> No
         files = tuple(file for file in manifest.files if file.name in checkpoint.readable)
     elif rank == 0:
         _, damage = _check_metadata(storage, folder, manifest)
-    if damage := damage + find_damage(storage, folder, manifest, files):
-        raise DataDamaged(f"{damage[0]}", where=checkpoint.uri)
+    require_undamaged(damage + find_damage(storage, folder, manifest, files), checkpoint.uri)
+
+
+def require_undamaged(damage: Sequence[Damage], uri: str) -> None:
+    """`DataDamaged` names the first damage; `StorageError` if nothing is wrong but what cannot be read."""
+    if not damage:
+        return
+    first = min(damage, key=attrgetter("is_unread"))
+    raise (StorageError if first.is_unread else DataDamaged)(f"{first}", where=uri)
 
 
 def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[int, list[Damage]]:
@@ -322,7 +334,7 @@ def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[
     except ObjectNotFound:
         return 0, [wrong(what="the file is missing")]
     except StorageError as error:
-        return 0, [wrong(what=f"cannot be read: {error}")]
+        return 0, [wrong(what=f"cannot be read: {error}", is_unread=not proves_damage(error))]
     is_whole = len(content) == manifest.metadata_bytes and checksum_of(content) == manifest.metadata_sum
     return len(content), [] if is_whole else [wrong(what="its checksum differs")]
 
@@ -335,7 +347,8 @@ def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
     except ObjectNotFound:
         return [wrong(begin=0, end=file.size_bytes, what="the file is missing")]
     except StorageError as error:
-        return [wrong(begin=0, end=file.size_bytes, what=f"cannot be read: {error}")]
+        what, is_unread = f"cannot be read: {error}", not proves_damage(error)
+        return [wrong(begin=0, end=file.size_bytes, what=what, is_unread=is_unread)]
     if size_bytes == file.size_bytes:
         return []
     begin, end = sorted((size_bytes, file.size_bytes))

@@ -1,5 +1,8 @@
 """A manager with caches, on gloo ranks that are hosts of their own: what is lost, damaged or left behind."""
 
+import errno
+import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.file_faults import Call, faulty_calls
 from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.known_steps import files_below
 
 from penstock.checkpoint.levels.flush import FlushFolder
 from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Scheme, Single, Xor
+from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.policies import EverySteps
 from penstock.checkpoint.tools.verify import verify
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError, StorageError, UsageError
 
 HOSTS = 4
 
@@ -325,3 +331,78 @@ def test_a_cache_within_the_durable_folder_is_one_of_its_own(tmp_path: Path) -> 
             manager.save(step, state_of(0, step))
     assert manager.steps() == [1, 2]
     assert [path.name for path in tmp_path.glob("cache/step-*")] == ["step-2"]
+
+
+class FailBelow:
+    """Files below a folder cannot be opened, a number of times."""
+
+    def __init__(self, folder: Path, times: float = math.inf) -> None:
+        self._folder, self._left = str(folder), times
+
+    def around(self, name: str, call: Call) -> Call:
+        def failing(path: str, *arguments: Any) -> Any:
+            if path.startswith(f"{self._folder}/") and self._left > 0:
+                self._left -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(path, *arguments)
+
+        return failing if name == "open" else call
+
+
+def cached_alone(root: Path, *faults: FailBelow) -> Manager:
+    cache = files_below(root / "cache", faulty_calls(*faults))
+    return Manager(root / "run", cache=cache, flush=None, keep_cached=None)
+
+
+def test_no_older_step_is_restored_because_a_cache_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", (0.0,))
+    with cached_alone(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(0, step))
+    newest = tmp_path / "cache/step-2"
+    with (
+        cached_alone(tmp_path, FailBelow(newest)) as manager,
+        pytest.raises(StorageError, match=r"Step 2 could not be read.*restore\(step=1\)"),
+    ):
+        manager.restore(blank(0))
+    with cached_alone(tmp_path, FailBelow(newest, times=1)) as manager:
+        found = blank(0)
+        assert manager.restore(found) == 2
+        assert_same(found, 0, 2)
+    # What is damaged is damaged, whatever else is well.
+    (newest / ".metadata").write_bytes(b"other")
+    with cached_alone(tmp_path) as manager:
+        assert manager.restore(blank(0)) == 1
+
+
+def test_a_step_in_doubt_is_not_removed_because_its_cache_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", (0.0,))
+    with cached_alone(tmp_path) as manager:
+        manager.save(1, state_of(0, 1))
+    doubted = tmp_path / "cache/step-1"
+    (tmp_path / "cache/.penstock-doubt-step-1").write_bytes(b"")
+    with (
+        cached_alone(tmp_path, FailBelow(doubted)) as manager,
+        pytest.raises(StorageError, match="Whether step-1 was committed on all nodes cannot be seen"),
+    ):
+        manager.restore(blank(0))
+    with cached_alone(tmp_path) as manager:
+        assert manager.restore(blank(0)) == 1
+
+
+def test_a_step_whose_note_cannot_be_read_stays_cached(tmp_path: Path) -> None:
+    flush_badly(0, tmp_path, Single())
+    (tmp_path / "host-0/.penstock-flush/step-1.json").write_bytes(b"")
+    with manager_of(0, tmp_path, Single(), flush=None, keep_cached=1) as manager:
+        for step in (2, 3):
+            manager.save(step, state_of(0, step))
+    assert sorted(path.name for path in tmp_path.glob("host-0/step-*")) == ["step-1", "step-3"]
+    notes = tmp_path / "host-0/.penstock-flush"
+    shutil.rmtree(notes)
+    notes.symlink_to(notes)
+    with pytest.raises(StorageError, match="Listing failed"):
+        FlushFolder(tmp_path / "host-0").notes()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import errno
 import logging
+import math
 import os
 import pickle
 import re
 import signal
 import threading
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.support.file_faults import CallLog, FailFileCall, faulty_calls
+from tests.support.file_faults import Call, CallLog, FailFileCall, faulty_calls
 from tests.support.held_storage import HeldStorage
 from tests.support.known_steps import files_below
 
@@ -23,6 +25,7 @@ from penstock.checkpoint.commit.checkpoints import CheckpointRef, StepCatalog, c
 from penstock.checkpoint.commit.protocol import FolderCatalog
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.levels.options import Single
+from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
     AccessRefused,
@@ -39,7 +42,6 @@ from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 State = dict[str, torch.Tensor]
 
@@ -415,7 +417,10 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         assert manager.save(1, state_of(1)).step == 1
 
 
-def test_an_unreadable_folder_is_an_error_and_not_an_empty_run(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_an_error_and_not_an_empty_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", ())
     calls = faulty_calls(FailFileCall.and_all_after("scandir", 1, errno.EACCES))
     with (
         Manager(files_below(tmp_path, calls)) as manager,
@@ -448,14 +453,139 @@ def test_steps_are_folders_in_the_root_of_the_run(tmp_path: Path) -> None:
     assert (tmp_path / step_dirname(12) / ".metadata").exists()
 
 
-@pytest.mark.parametrize("limit", [errno.EMFILE, errno.ENOMEM])
-def test_a_limit_of_the_process_does_not_lead_to_an_older_step(limit: int, tmp_path: Path) -> None:
-    with Manager(tmp_path) as manager:
+class FailOfStep:
+    """A system call on the files of one step fails."""
+
+    def __init__(self, call: str, step: int, error_number: int, times: float = math.inf) -> None:
+        self._call, self._name, self._number, self._left = call, step_dirname(step), error_number, times
+
+    def around(self, name: str, call: Call) -> Call:
+        def failing(*arguments: Any) -> Any:
+            target = arguments[0]
+            path = target if isinstance(target, str) else str(Path(f"/proc/self/fd/{target}").readlink())
+            if f"/{self._name}/" in path and self._left > 0:
+                self._left -= 1
+                raise OSError(self._number, os.strerror(self._number))
+            return call(*arguments)
+
+        return failing if name == self._call else call
+
+
+PASSING_FAULTS = (
+    errno.EIO,
+    errno.ETIMEDOUT,
+    errno.ESTALE,
+    errno.EACCES,
+    errno.EINTR,
+    errno.ECONNRESET,
+    errno.EMFILE,
+    errno.ENOMEM,
+)
+
+
+def two_steps(root: Path) -> None:
+    with Manager(root) as manager:
         manager.save(1, state_of(1))
         manager.save(2, state_of(2))
-    # The first file that is opened says which steps there are, the second is of step 2.
-    calls = faulty_calls(FailFileCall("open", 2, limit))
-    with Manager(files_below(tmp_path, calls)) as manager:
-        with pytest.raises(StorageError, match=os.strerror(limit)):
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [*(("open", number) for number in PASSING_FAULTS), ("pread_into", errno.EIO), ("lstat", errno.ESTALE)],
+)
+def test_a_step_is_tried_again_after_a_failure_that_passes(
+    call: str,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", (0.0, 0.0))
+    two_steps(tmp_path)
+    with Manager(files_below(tmp_path, faulty_calls(FailOfStep(call, 2, number, times=2)))) as manager:
+        state = state_of(0)
+        assert manager.restore(state) == 2
+        assert is_of(state, 2)
+        assert manager.skipped_steps == ()
+    if call != "lstat":
+        assert "Step 2 could not be read; trying again in 0 s: " in caplog.text
+        assert os.strerror(number) in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EACCES, errno.EMFILE])
+def test_no_older_step_is_restored_because_a_storage_fails(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", (0.0, 0.0))
+    two_steps(tmp_path)
+    with Manager(files_below(tmp_path, faulty_calls(FailOfStep("open", 2, number)))) as manager:
+        with pytest.raises(StorageError) as caught:
             manager.restore(state_of(0))
+        text = str(caught.value)
+        assert text.startswith("Step 2 could not be read, and may be whole: ")
+        assert os.strerror(number) in text
+        assert text.endswith(
+            "Mend the storage, and start again; or give up step 2 on purpose: restore(step=1)."
+        )
+        with pytest.raises(StorageError, match="Step 2 could not be read"):
+            manager.restore(state_of(0), verify=True)
+        assert manager.restore(state_of(0), step=1) == 1
+
+
+def test_no_older_step_is_verified_because_data_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", (0.0,))
+    two_steps(tmp_path)
+    unreadable = files_below(tmp_path, faulty_calls(FailOfStep("pread_into", 2, errno.EIO)))
+    with Manager(unreadable) as manager, pytest.raises(StorageError, match="Step 2 could not be read"):
+        manager.restore(state_of(0), verify=True)
+
+
+def test_user_files_of_an_older_step_are_not_taken_because_a_storage_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", (0.0,))
+    with Manager(tmp_path) as manager:
+        for step in (1, 2):
+            with manager.output(step) as out:
+                out.path("w").write_bytes(bytes(5000))
+    victim = tmp_path / "step-2" / "w"
+    unreadable = files_below(tmp_path, faulty_calls(FailOfStep("pread_into", 2, errno.EIO)))
+    with Manager(unreadable) as manager, pytest.raises(StorageError, match="Step 2 could not be read"):
+        manager.restart()
+    victim.write_bytes(bytes(4999))
+    with Manager(tmp_path) as manager, manager.restart() as found:
+        assert found.step == 1
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone", "unsealed", "emptied"])
+def test_a_step_that_is_proven_incomplete_is_skipped_at_once(
+    harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two_steps(tmp_path)
+    victim = tmp_path / "step-2" / "__0_0.distcp"
+    match harm:
+        case "cut":
+            os.truncate(victim, 100)
+        case "gone":
+            victim.unlink()
+        case "unsealed":
+            os.truncate(victim.parent / "penstock.json", 100)
+        case _:
+            for file in victim.parent.iterdir():
+                os.truncate(file, 0)
+    with Manager(tmp_path) as manager:
+        assert manager.restore(state_of(0)) == 1
+        assert [each.step for each in manager.skipped_steps] == [2]
+    assert "trying again" not in caplog.text
+
+
+def test_a_run_is_listed_again_after_a_failure_that_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", (0.0,))
+    two_steps(tmp_path)
+    with Manager(files_below(tmp_path, faulty_calls(FailFileCall("scandir", 1, errno.ESTALE)))) as manager:
         assert manager.restore(state_of(0)) == 2
+    assert "could not be listed; trying again" in caplog.text
