@@ -2,6 +2,10 @@
 
 import sys
 
+# Before anything else is imported: the working folder may be a stranger's.
+if not sys.flags.safe_path:
+    del sys.path[0]
+
 from penstock.cli import main
 
 sys.exit(main())

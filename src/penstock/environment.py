@@ -34,6 +34,11 @@ def process_environment() -> Environment:
     return dict(os.environ)
 
 
+def keep_working_folder_off_path() -> None:
+    """Let no Python process that this one starts, as workers, import what lies in its working folder."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def untraced(environment: Environment) -> Environment:
     """The same variables without the one that makes storages write traces."""
     return {name: value for name, value in environment.items() if name != TRACE}

@@ -19,7 +19,7 @@ from click.shell_completion import get_completion_class
 from penstock import __version__
 from penstock.cli.options import Group
 from penstock.cli.terminal import clear_progress
-from penstock.environment import process_environment
+from penstock.environment import keep_working_folder_off_path, process_environment
 from penstock.errors import PenstockError, UsageError, printable
 from penstock.optional_libraries import missing_library
 
@@ -193,7 +193,7 @@ app = Group(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
-    words, debug = take_debug(sys.argv[1:] if arguments is None else arguments)
+    words, debug = take_debug(arguments)
     return run_at_edge(
         lambda: app.main(words, prog_name="penstock", standalone_mode=False, obj=words), debug=debug
     )
@@ -216,8 +216,14 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
         return _explain_error(error, traceback=debug)
 
 
-def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Take `--debug` out of the words before a `--`: people append it to a command that failed."""
+def take_debug(arguments: list[str] | None) -> tuple[list[str], bool]:
+    """Take `--debug` out of the words before a `--`: people append it to a command that failed.
+
+    None stands for the words that this process was started with.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+        keep_working_folder_off_path()
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     rest = arguments[len(ours) :]
     return [word for word in ours if word != "--debug"] + rest, "--debug" in ours

@@ -7,7 +7,6 @@ left in its folder. Invariant: whatever is requested is done, or reported as a r
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -78,7 +77,7 @@ Examples:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
-    words, debug = app.take_debug(sys.argv[1:] if arguments is None else arguments)
+    words, debug = app.take_debug(arguments)
     if {"-h", "--help"} & set(words):
         print(HELP, end="")
         return 0

@@ -436,7 +436,7 @@ Examples:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
-    words, debug = app.take_debug(sys.argv[1:] if arguments is None else arguments)
+    words, debug = app.take_debug(arguments)
     if not words or {"-h", "--help"} & set(words):
         print(HELP, end="")
         return 0 if words else 2

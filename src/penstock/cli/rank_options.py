@@ -114,7 +114,7 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
     if ranks.trace is not None:
         variables[env.TRACE] = str(Path(ranks.trace).absolute())
     # By this interpreter: the PATH of another host may find another Penstock, or none.
-    program = [sys.executable, "-m", "penstock", *command_line()[1:]]
+    program = [sys.executable, "-P", "-m", "penstock", *command_line()[1:]]
     plan = launcher_command.plan_launch(
         program,
         variables,

@@ -68,7 +68,7 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
     """Run `penstock training run` with `words` for each try, on as many ranks as accelerators."""
 
     def run(accelerators: int) -> SweepRun:
-        command = [sys.executable, "-m", "penstock", "training", "run", *words]
+        command = [sys.executable, "-P", "-m", "penstock", "training", "run", *words]
         command += ["--ranks", str(accelerators), "--json"]
         # Standard error is passed through.
         running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -135,7 +135,7 @@ def read_darshan_log(path: Path, account: FileAccount) -> Iterator[Mapping[str, 
 
 def _dump_records(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
     """Yield the records that another process reads, then add what went wrong there to the account."""
-    dump = [sys.executable, "-m", "penstock.trace.reading.darshan_dump", str(path)]
+    dump = [sys.executable, "-P", "-m", "penstock.trace.reading.darshan_dump", str(path)]
     # The library's complaints go to a file: a pipe that nobody reads meanwhile would fill up.
     with TemporaryFile() as complaints:
         with subprocess.Popen(dump, stdout=subprocess.PIPE, stderr=complaints) as process:
