@@ -203,13 +203,22 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
     The load is planned for the same ranks and placements as the save; `process_group` names the ranks
     (default: all).
     """
+    from penstock.checkpoint.replicas import add_digests  # noqa: PLC0415 - loads torch
     from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 
     with borrowed_group(process_group) as group:
-        holdings = collect_for_save(state).holdings
+        local_state = collect_for_save(state, is_alone=group.comm.size == 1)
+        if group.comm.size > 1:
+            local_state = add_digests(local_state, state, group.ranks)
+        holdings = local_state.holdings
         all_holdings: list[save_plan.Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
     shared, objects = save_plan.plan_job(all_holdings, save_plan.SaveOptions())
-    merged = save_plan.merge_holdings(all_holdings)
+    merged = save_plan.merge_holdings(
+        [
+            save_plan.rename_own_tensors(held, found.own_tensors, rank)
+            for rank, (held, found) in enumerate(zip(all_holdings, objects, strict=True))
+        ]
+    )
     element_bytes = element_sizes(merged.tensors)
     return DryRun(
         unique_bytes=_sum(shared.regions, element_bytes),

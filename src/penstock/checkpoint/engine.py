@@ -35,8 +35,9 @@ State = Mapping[str, Any]
 TIMEOUT_S: Final = 1800.0
 """How long a rank waits for the slowest one's share of a save or a load, where the caller sets no limit."""
 Replicas = Literal["share", "compare"]
-"""The treatment of regions that several ranks hold: "share" lets each write a part and trusts that they are
-equal, "compare" compares them first and refuses to save what differs."""
+"""The treatment of regions that several ranks hold: "share" lets each write a part, trusts that DTensors and
+what DDP keeps equal are, and saves each rank's own of other tensors that differ; "compare" compares all first
+and refuses to save what differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +173,11 @@ class RankGroup:
 
     comm: Comm
     torch_group: Any = None
+    ranks: Sequence[int] = ()
+    """They, numbered as in the job; without it, all ranks of the job."""
+
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or range(self.comm.size)
 
     def close(self) -> None:
         """Release the group if it was made for us; each of its ranks calls this."""
@@ -204,7 +210,7 @@ def make_group_of(ranks: Sequence[int]) -> RankGroup:
     from penstock.cluster.torch_comm import TorchComm, make_group  # noqa: PLC0415 - loads torch
 
     group = make_group(ranks)
-    made = RankGroup(TorchComm(gethostname(), group), group)
+    made = RankGroup(TorchComm(gethostname(), group), group, ranks)
     made.comm.timeout_s = TIMEOUT_S
     _MADE.add(made)
     return made
@@ -213,7 +219,8 @@ def make_group_of(ranks: Sequence[int]) -> RankGroup:
 @contextmanager
 def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
     """The caller's group if it has a gloo backend, else a new one, for work that ends within the call."""
-    if len(_list_ranks(process_group)) < 2:
+    ranks = _list_ranks(process_group)
+    if len(ranks) < 2:
         made = RankGroup(SoloComm(gethostname()))
     else:
         import torch.distributed as dist  # noqa: PLC0415 - already loaded by now
@@ -222,9 +229,7 @@ def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
 
         group = dist.group.WORLD if process_group is None else process_group
         has_gloo = "gloo" in str(dist.get_backend_config(process_group))
-        made = (
-            RankGroup(TorchComm(gethostname(), group), group) if has_gloo else make_own_group(process_group)
-        )
+        made = RankGroup(TorchComm(gethostname(), group), group, ranks) if has_gloo else make_group_of(ranks)
     made.comm.timeout_s = TIMEOUT_S
     try:
         yield made

@@ -190,17 +190,21 @@ class CheckpointLoader:
             # Which rank lacked what means something only if as many ranks load as have saved.
             lacking=opened.lacking.get(comm.rank, ()) if num_saved == comm.size else (),
         )
+        lacking = sorted(set().union(*opened.lacking.values()))
         with ExitStack() as loading:
 
             def begin() -> LoadedParts:
                 with opened.naming_misfits():
-                    return loading.enter_context(loading_into(state, stored))
+                    parts = loading.enter_context(loading_into(state, stored))
+                    if num_saved != comm.size:
+                        parts.require_as_many_ranks(num_saved, comm.size, lacking)
+                return parts
 
             parts = run_on_all_ranks(comm, begin, awaiting="all ranks to list what their state takes")
             if comm.rank == 0:
                 parts.warn_of_other_ranks(num_saved, comm.size)
-                if num_saved != comm.size and opened.lacking:
-                    parts.warn_of_all_entries(num_saved, set().union(*opened.lacking.values()))
+                if num_saved != comm.size and lacking:
+                    parts.warn_of_all_entries(num_saved, lacking)
             checkpoint = locate_payloads(opened, comm)
             items = index_byte_items(checkpoint.index)
             matched = _match_on_all_ranks(parts, checkpoint, items, choice, comm)

@@ -219,6 +219,10 @@ class StoredNames:
         """The beginning of the names in the checkpoint that belong to one part of the state."""
         return apply_rename(f"{key}.", self._rename)
 
+    def lacks(self, prefix: str) -> bool:
+        """True if this rank had nothing below `prefix` when others had."""
+        return any(name.startswith(prefix) for name in self._lacking)
+
     def is_of_one_rank(self, name: str) -> bool:
         """True for a value that one rank had of its own."""
         return is_of_one_rank(name, self._paths)
@@ -536,7 +540,7 @@ def _begin_optimizer(
             Places(stored.key_types, f"{prefix}state.{entry}.", parameter).fit(state[entry], given)
         elif given or any(stored.asked(f"{key}.state.{entry}.{slot}") is None for slot in own):
             state.update({entry: own} if own else {})
-        elif parameter.requires_grad:
+        elif parameter.requires_grad and not stored.lacks(f"{prefix}state.{entry}."):
             without.append(entry)
     # It keeps all of its state with its first parameter.
     if entries and without and not isinstance(part, torch.optim.LBFGS):
@@ -778,6 +782,32 @@ class LoadedParts:
     def _owner(self, stored_name: str) -> str | None:
         matching = (key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix))
         return next(matching, None)
+
+    def require_as_many_ranks(self, num_saved: int, num_ranks: int, lacking: Collection[str]) -> None:
+        """Raise `UsageError` for parameters, or their state in optimizers, that were other ones on each rank.
+
+        These are shards, and another number of ranks would have others. `lacking` are names that not all had.
+        """
+        of_ranks = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in self.of_other_ranks(0))
+        found = [name for name in (*of_ranks, *lacking) if self._is_of_parameter(name)]
+        if found:
+            key = self._owner(found[0])
+            raise UsageError(
+                f"{name_some(found, 3)} had other values on each of the {num_saved} ranks that saved them,"
+                f" and this job has {num_ranks}",
+                fix=f"Load with as many ranks, or leave them out: exclude='{key}.*'. What torch's"
+                " get_model_state_dict and get_optimizer_state_dict return can be loaded by any number.",
+            )
+
+    def _is_of_parameter(self, stored_name: str) -> bool:
+        key, own = self._owner(stored_name), self.own_name(stored_name)
+        if key is None or own is None or self.stored.asked(own) != stored_name:
+            return False
+        part, inner = self.parts[key], own[len(key) + 1 :]
+        if isinstance(part, _OptimizerState):
+            return inner.startswith("state.")
+        module = part.part if isinstance(part, _StatefulPart) else None
+        return isinstance(module, torch.nn.Module) and inner in dict(module.named_parameters())
 
     def warn_of_other_ranks(self, num_saved: int, num_ranks: int) -> None:
         """Name the values of single ranks that are lost, or that others get, with another number of ranks."""

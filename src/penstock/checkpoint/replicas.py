@@ -1,55 +1,157 @@
 """Compares what several ranks hold of the same region, before each of them writes a part of it.
 
-Ranks share the writing of what they all hold, so replicas that have drifted apart would make a checkpoint
-that is a mix of them. Ranks first compare one digest of all that they hold; then one rank of each set with
-equal digests sends rank 0 the sums of its regions. Invariant: all ranks raise the same error, or none does.
+Ranks share the writing of what they all hold, so values that differ would make a checkpoint that is a mix of
+them. `add_digests` sums, for every save, the tensors that nothing proves to be replicas: the plan keeps each
+rank's own where they differ. `compare_replicas` also compares what is proven, and refuses what differs: ranks
+first compare one digest of all that they hold; then one rank of each set with equal digests sends rank 0 the
+sums of its regions. Invariant: all ranks raise the same error, or none does.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
+from torch.nn.parallel import DistributedDataParallel
 
-from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes
+from penstock.checkpoint.plan.save_plan import HeldObject
+from penstock.checkpoint.state.tensors import flatten_bytes, has_placements
+from penstock.checkpoint.state.walk import RANK_MARK, Leaf, Owner, Path, is_of_one_rank
 from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import RankError, name_some
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.state.regions import TensorFacts
     from penstock.checkpoint.state.tensors import LocalState
 
 NUM_WORDS: Final = 1 << 22
 """Words of 4 bytes that a device sums at a time, which takes 64 MiB of its memory."""
+FEW_BYTES: Final = 64 * 1024
+"""A tensor of at most this size is copied from its device sooner than it is summed there."""
 NUM_NAMED: Final = 3
 
 logger = logging.getLogger(__name__)
 
 
+def add_digests(
+    state: LocalState, parts: Mapping[str, Any], ranks: Collection[int], *, only_expected: bool = False
+) -> LocalState:
+    """Add digests of the tensors of `parts` that nothing proves to be equal on these ranks of the job.
+
+    With `only_expected`, of those alone that are expected to differ.
+    """
+    is_proven = _find_proof(parts, ranks)
+    memories: dict[str, torch.Tensor] = {}
+    for leaf in state.leaves:
+        # Buffers that DDP copies from another rank have no shard here.
+        shards = state.shards.get(leaf.name)
+        if shards and not has_placements(leaf.value):
+            is_compared = is_expected_to_differ(leaf) if only_expected else not is_proven(leaf)
+            if is_compared:
+                memories[leaf.name] = shards[0].memory
+    compared = []
+    for name, value in sum_tensors(memories).items():
+        memory = memories[name]
+        kind = xxhash.xxh3_64_intdigest(repr((memory.dtype, memory.shape)).encode())
+        digest = value.to_bytes(8, "big") + kind.to_bytes(8, "big")
+        compared.append(HeldObject(name=name, size_bytes=memory.nbytes, digest=digest))
+    return replace(state, holdings=replace(state.holdings, compared=tuple(compared)))
+
+
+def is_expected_to_differ(leaf: Leaf) -> bool:
+    """True for tensors of data loaders and the like, and for states of random generators."""
+    value = leaf.value
+    is_generator = value.dtype == torch.uint8 and value.dim() == 1 and value.nbytes <= FEW_BYTES
+    return leaf.owner in (Owner.STATEFUL, Owner.EXTRA) or is_generator
+
+
+def _find_proof(parts: Mapping[str, Any], ranks: Collection[int]) -> Callable[[Leaf], bool]:
+    """Return what knows if the kind of a leaf proves that it is equal on all these ranks.
+
+    DDP keeps parameters equal, and so are what optimizers keep for these, if it has their shape: a part of
+    it would have another one. Single numbers that an optimizer keeps for a DTensor count its steps.
+    """
+    synced: set[int] = set()
+    names: set[str] = set()
+    for key, part in parts.items():
+        if isinstance(part, DistributedDataParallel):
+            if not set(ranks).issubset(dist.get_process_group_ranks(part.process_group)):
+                continue
+            module, ignored = part.module, part.parameters_to_ignore
+            synced.update(id(each) for name, each in module.named_parameters() if name not in ignored)
+            named = list(module.named_parameters(remove_duplicate=False))
+            names.update(f"{key}.module.{name}" for name, each in named if id(each) in synced)
+            if part.broadcast_buffers:
+                names.update(
+                    f"{key}.module.{name}" for name, _ in module.named_buffers() if name not in ignored
+                )
+    parameters = {
+        str(key): list(chain.from_iterable(group["params"] for group in part.param_groups))
+        for key, part in parts.items()
+        if isinstance(part, torch.optim.Optimizer)
+    }
+
+    def is_proven(leaf: Leaf) -> bool:
+        if leaf.owner is not Owner.OPTIMIZER:
+            return leaf.name in names
+        key, _, number, *slot = (*leaf.path, "", "", "")
+        own = parameters[str(key)]
+        if not slot[0] or not str(number).isdecimal() or int(number) >= len(own):
+            return False
+        parameter, is_number = own[int(number)], leaf.value.dim() == 0
+        if id(parameter) in synced:
+            return is_number or bool(leaf.value.shape == parameter.shape)
+        return is_number and has_placements(parameter)
+
+    return is_proven
+
+
+def warn_of_own_values(
+    tensors: Sequence[TensorFacts],
+    paths: Mapping[str, Path],
+    num_ranks: int,
+    state: LocalState,
+    warned: set[str],
+) -> None:
+    """On rank 0: name once what is saved of each rank, unless such tensors are expected to differ."""
+    held = [leaf for leaf in state.leaves if leaf.name in state.shards]
+    silent = {leaf.name for leaf in held if is_expected_to_differ(leaf)} | warned
+    of_ranks = [facts for facts in tensors if is_of_one_rank(facts.name, paths)]
+    added = [(facts.name.rpartition(RANK_MARK)[0], facts.size_bytes) for facts in of_ranks]
+    names = dict.fromkeys(name for name, _ in added if name not in silent)
+    if names:
+        logger.warning(
+            "Ranks have different values of %s. Each rank's own are saved, %s in addition, and only %d ranks"
+            " can load them. If they are shards, as in the optimizer of an FSDP1 module, save"
+            " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), which any"
+            " number of ranks can load. If they should be equal, replicas='compare' refuses to save them",
+            name_some(list(names), NUM_NAMED),
+            format_bytes(sum(size for name, size in added if name in names)),
+            num_ranks,
+        )
+    warned.update(names)
+
+
 def compare_replicas(state: LocalState, comm: Comm) -> float:
     """Raise the same `RankError` on all ranks if any region differs among them; else the seconds it took.
 
-    Only regions with equal bounds are compared, and not the small tensors of which each rank's own is saved.
+    Only regions with equal bounds are compared, and not the tensors of which each rank's own is saved.
     """
     start_s = time.perf_counter()
     if comm.size == 1:
         return 0.0
     regions = _regions_of(state)
 
-    def sum_regions() -> dict[str, int]:
-        with torch.no_grad():
-            return {
-                name: sum_bytes(memory) if memory.is_cpu else sum_on_device(memory)
-                for name, memory in sorted(regions.items())
-            }
-
-    sums = run_on_all_ranks(comm, sum_regions, awaiting="all ranks to sum what they hold")
-    digest = xxhash.xxh3_128_digest(repr(sums).encode())
+    sums = run_on_all_ranks(comm, lambda: sum_tensors(regions), awaiting="all ranks to sum what they hold")
+    digest = xxhash.xxh3_128_digest(repr(sorted(sums.items())).encode())
     digests = comm.gather(digest, awaiting="all ranks to compare what they hold")
     differences = decide_on_rank0(
         comm,
@@ -92,7 +194,7 @@ def _name_groups(groups: Sequence[Sequence[int]]) -> str:
 def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
     """The memory of each region, by a name that tells equal bounds, `w[0:4, 0:8]`."""
     holdings = state.holdings
-    apart = {held.name for held in holdings.small}
+    apart = {held.name for held in holdings.compared}
     found: dict[str, torch.Tensor] = {}
     for row, number in enumerate(holdings.regions.tensor.tolist()):
         facts = holdings.tensors[number]
@@ -108,22 +210,51 @@ def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
     return found
 
 
+def sum_tensors(memories: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """By name, a sum of each tensor's elements."""
+    sums: dict[str, int] = {}
+    apart: dict[torch.device, list[str]] = {}
+    with torch.no_grad():
+        for name, memory in memories.items():
+            if memory.is_cpu:
+                sums[name] = sum_bytes(memory)
+            else:
+                apart.setdefault(memory.device, []).append(name)
+        for names in apart.values():
+            sums.update(zip(names, sum_on_device([memories[name] for name in names]), strict=True))
+    return sums
+
+
 def sum_bytes(memory: torch.Tensor) -> int:
     """XXH3-64 of a tensor's elements in main memory, in row-major order."""
-    memory = memory.detach().resolve_conj().resolve_neg().contiguous()
-    return xxhash.xxh3_64_intdigest(contiguous_bytes(memory).data)
+    return xxhash.xxh3_64_intdigest(_content_of(memory).numpy().data)
 
 
-def sum_on_device(memory: torch.Tensor) -> int:
-    """A sum of a tensor's elements, computed where they are.
+def sum_on_device(memories: Sequence[torch.Tensor]) -> list[int]:
+    """Sums of the elements of tensors on one device, computed there, with a single copy to main memory.
 
     Weights of `NUM_WORDS` at a time are odd, so that no single word can change unnoticed, and differ from
-    place to place; the weighted sums go through XXH3-64.
+    place to place; the weighted sums, or the bytes themselves if they are few, go through XXH3-64.
     """
-    content = flatten_bytes(memory.detach().resolve_conj().resolve_neg().contiguous())
+    sizes, copied = [], []
+    for memory in memories:
+        content = _content_of(memory)
+        sizes.append(content.numel())
+        copied.append(content if content.numel() <= FEW_BYTES else flatten_bytes(_weigh(content)))
+    parts = torch.split(torch.cat(copied).cpu(), [part.numel() for part in copied])
+    return [
+        xxhash.xxh3_64_intdigest(part.numpy().tobytes() + size.to_bytes(8, "little"))
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _content_of(memory: torch.Tensor) -> torch.Tensor:
+    return flatten_bytes(memory.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _weigh(content: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of `NUM_WORDS` words at a time."""
     words = torch.nn.functional.pad(content, (0, -content.numel() % 4)).view(torch.int32)
     places = torch.arange(min(NUM_WORDS, words.numel()), dtype=torch.int64, device=words.device)
     weights = (places * 0x9E3779B97F4A7C1 ^ (places >> 7)) * 2 + 1
-    partial_sums = [(part * weights[: part.numel()]).sum() for part in torch.split(words, NUM_WORDS)]
-    sums = torch.stack(partial_sums).cpu().numpy() if partial_sums else np.zeros(0)
-    return xxhash.xxh3_64_intdigest(sums.tobytes() + content.numel().to_bytes(8, "little"))
+    return torch.stack([(part * weights[: part.numel()]).sum() for part in torch.split(words, NUM_WORDS)])

@@ -65,7 +65,7 @@ from penstock.checkpoint.plan.save_plan import (
     SavePlan,
     plan_files,
 )
-from penstock.checkpoint.replicas import compare_replicas
+from penstock.checkpoint.replicas import add_digests, compare_replicas, warn_of_own_values
 from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, StoredObject, StoredRegions
 from penstock.checkpoint.state.tensors import (
     LocalState,
@@ -124,6 +124,7 @@ class Saver:
         self.options = options or SaveOptions()
         self.memory = StagingMemory(staging_bytes)
         self.metadata = MetadataWriter()
+        self._warned: set[str] = set()
         self.warn = partial(warn_of_losses, warned=set(), checked=set())
         self._laid_out: tuple[RankShare, SavePlan, tuple[FileLayout, ...]] | None = None
         self._planners: WeakKeyDictionary[Comm, JobPlanner] = WeakKeyDictionary()
@@ -135,16 +136,24 @@ class Saver:
         comm = group.comm
         planner = self._planners.setdefault(comm, JobPlanner(comm))
         collected: list[LocalState] = []
+        compare_s = 0.0
 
         def collect() -> LocalState:
-            collected.append(
-                collect_for_save(state, only=choice.only, dtype=choice.dtype, is_alone=comm.size == 1)
+            nonlocal compare_s
+            local_state = collect_for_save(
+                state, only=choice.only, dtype=choice.dtype, is_alone=comm.size == 1
             )
-            return collected[0]
+            if comm.size > 1:
+                begin_s = time.perf_counter()
+                is_strict = self._replicas == "compare"
+                local_state = add_digests(local_state, state, group.ranks, only_expected=is_strict)
+                compare_s = time.perf_counter() - begin_s
+            collected.append(local_state)
+            return local_state
 
         share = planner.find(lambda: collect().holdings, self.options)
         local_state = collected[0]
-        compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
+        compare_s += compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         is_new = share is None
         if share is None:
             paths = {leaf.name: leaf.path for leaf in local_state.leaves}
@@ -152,6 +161,7 @@ class Saver:
         job = planner.job
         if is_new and job is not None:
             tell_of_entries(job.differing_parts, are_noted=bool(job.entries))
+            warn_of_own_values(job.tensors, job.paths, comm.size, local_state, self._warned)
         if self._laid_out is None or self._laid_out[0] is not share:
             plan = plan_files(comm.rank, share.tensors, share.regions, share.objects.placed, self.options)
             layouts = tuple(lay_out_file(bucket, plan.tensors) for bucket in plan.buckets)

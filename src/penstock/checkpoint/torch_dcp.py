@@ -77,6 +77,7 @@ from penstock.checkpoint.plan.save_plan import (
     plan_files,
     plan_job,
 )
+from penstock.checkpoint.replicas import add_digests, warn_of_own_values
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, StagedFiles, choose_pipeline_settings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
@@ -224,7 +225,12 @@ class SavePlanner(DefaultSavePlanner):
         """All ranks: list what this rank holds."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         # torch has replaced parts by their states, and has no names for empty dicts.
-        self._local_state = collect_for_save(state_dict, owner_of=lambda _: Owner.FIXED)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._local_state = collect_for_save(
+            state_dict, owner_of=lambda _: Owner.FIXED, is_alone=num_ranks == 1
+        )
+        if num_ranks > 1:
+            self._local_state = add_digests(self._local_state, state_dict, range(num_ranks))
         warn_of_losses(self._local_state, own_rank(), self._told, set())
 
     def create_local_plan(self) -> planning.SavePlan:
@@ -238,6 +244,7 @@ class SavePlanner(DefaultSavePlanner):
         self, all_plans: list[planning.SavePlan]
     ) -> tuple[list[planning.SavePlan], Metadata]:
         """Coordinator: decide which rank writes what."""
+        assert self._local_state is not None, "torch calls set_up_planner first"
         facts: list[tuple[Holdings, dict[str, Path]]] = [plan.planner_data for plan in all_plans]
         shared, objects = plan_job([holdings for holdings, _ in facts], self._options)
         plans = [
@@ -257,6 +264,7 @@ class SavePlanner(DefaultSavePlanner):
         metadata.planner_data = dict(ChainMap(*(paths for _, paths in facts)))
         for name in metadata.state_dict_metadata:
             metadata.planner_data.setdefault(name, (name,))
+        warn_of_own_values(shared.tensors, metadata.planner_data, len(facts), self._local_state, self._told)
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
 

@@ -1,12 +1,14 @@
 """What several ranks hold is compared before any of it is written; ranks are threads here."""
 
 from collections.abc import Mapping, Sequence
+from unittest.mock import patch
 
 import pytest
 import torch
 import xxhash
 from tests.support.rank_threads import ThreadComm, on_ranks
 
+from penstock.checkpoint import replicas
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.replicas import compare_replicas, sum_bytes, sum_on_device
 from penstock.checkpoint.state.regions import Regions, TensorFacts
@@ -17,12 +19,12 @@ Held = Mapping[str, tuple[int, torch.Tensor]]
 """By name, rows of a tensor of eight rows, and the first of them."""
 
 
-def state_of(held: Held, small: Sequence[str] = ()) -> LocalState:
+def state_of(held: Held, own: Sequence[str] = ()) -> LocalState:
     shards = {name: [LocalShard((begin, 0), tuple(rows.shape), rows)] for name, (begin, rows) in held.items()}
     facts = tuple(TensorFacts(name, "float32", (8, rows.shape[1]), 4) for name, (_, rows) in held.items())
     regions = [(number, shard.offsets, shard.sizes) for number, (shard,) in enumerate(shards.values())]
-    apart = tuple(HeldObject(name=name, size_bytes=1, digest=b"") for name in small)
-    holdings = Holdings(tensors=facts, regions=Regions.from_rows(regions), objects=(), small=apart)
+    apart = tuple(HeldObject(name=name, size_bytes=1, digest=b"") for name in own)
+    holdings = Holdings(tensors=facts, regions=Regions.from_rows(regions), objects=(), compared=apart)
     return LocalState(leaves=(), holdings=holdings, shards=shards, objects={})
 
 
@@ -69,10 +71,16 @@ def test_what_a_few_ranks_share_is_compared_beside_what_they_do_not() -> None:
     assert "norm differs between ranks 0, 1 and ranks 2, 3" in error
 
 
-def test_small_tensors_of_which_each_rank_keeps_its_own_are_not_compared() -> None:
+def test_tensors_of_which_each_rank_keeps_its_own_are_not_compared() -> None:
     states = [{"rng": (0, torch.full((8, 1), float(rank)))} for rank in range(3)]
-    assert told([state_of(held, small=["rng"]) for held in states]) == {""}
+    assert told([state_of(held, own=["rng"]) for held in states]) == {""}
     assert told([state_of(held) for held in states]) != {""}
+
+
+def sum_at_once(memory: torch.Tensor) -> int:
+    """As on a device that sums each tensor, however small."""
+    with patch.object(replicas, "FEW_BYTES", -1):
+        return sum_on_device([memory])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
@@ -83,6 +91,12 @@ def test_sums_see_each_bit_and_each_place(dtype: torch.dtype) -> None:
     assert sum_bytes(tensor.t().contiguous().t()) == sum_bytes(tensor)
     flipped, turned = tensor.clone(), tensor.flip(0)
     flipped.view(torch.uint8)[2, -1] ^= 1
-    for sum_of in (sum_bytes, sum_on_device):
-        assert len({sum_of(each) for each in (tensor, flipped, turned, tensor[:2], tensor[:0])}) == 5
-    assert sum_on_device(tensor.t().contiguous().t()) == sum_on_device(tensor)
+    different = [tensor, flipped, turned, tensor[:2], tensor[:1]]
+    for sums in (
+        [sum_bytes(each) for each in (*different, tensor[:0])],
+        sum_on_device([*different, tensor[:0]]),
+        [sum_at_once(each) for each in different],
+    ):
+        assert len(set(sums)) == len(sums)
+    for sum_of in (sum_at_once, lambda memory: sum_on_device([memory])[0]):
+        assert sum_of(tensor.t().contiguous().t()) == sum_of(tensor)

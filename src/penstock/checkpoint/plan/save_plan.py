@@ -16,7 +16,7 @@ import math
 import pickle
 import zlib
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -88,11 +88,10 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldObject:
-    """A leaf that is not a tensor.
+class HeldObject(NamedTuple):
+    """A leaf that is not a tensor, or a tensor that is compared. It is quick to pickle: ranks exchange many.
 
-    `digest` is of its packed bytes: ranks with equal digests hold the same.
+    `digest` is of its bytes: ranks with equal digests hold the same.
     """
 
     name: str
@@ -107,8 +106,8 @@ class Holdings:
     tensors: tuple[TensorFacts, ...]
     regions: Regions
     objects: tuple[HeldObject, ...] = ()
-    small: tuple[HeldObject, ...] = ()
-    """Those of the tensors that may differ from rank to rank, as the states of random generators do."""
+    compared: tuple[HeldObject, ...] = ()
+    """Those of the tensors that are whole on this rank and may be others on other ranks."""
     numbering: tuple[HeldObject, ...] = ()
     """By optimizer a digest of its parameters, in the order of the numbers in the names of its state."""
 
@@ -333,9 +332,9 @@ def _deal(
     )
 
 
-def rename_own_tensors(holdings: Holdings, own: Container[str], rank: int) -> Holdings:
+def rename_own_tensors(holdings: Holdings, own: frozenset[str], rank: int) -> Holdings:
     """Give the tensors that differ on this rank names of their own, so that all of them are kept."""
-    if not any(held.name in own for held in holdings.small):
+    if not own:
         return holdings
     renamed = tuple(
         replace(facts, name=rank_object_name(facts.name, rank)) if facts.name in own else facts
@@ -346,10 +345,10 @@ def rename_own_tensors(holdings: Holdings, own: Container[str], rank: int) -> Ho
 
 @dataclass(frozen=True, slots=True)
 class RankObjects:
-    """The decision about the objects, and the small tensors, that one rank holds."""
+    """The decision about the objects, and the compared tensors, that one rank holds."""
 
     own_tensors: frozenset[str]
-    """Small tensors that differ from what the lowest rank has under their name."""
+    """Compared tensors that differ from what the lowest rank has under their name."""
     placed: tuple[PlacedObject, ...]
     """The objects that this rank writes."""
     shared: tuple[str, ...]
@@ -374,11 +373,12 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     numbering: dict[str, tuple[int, bytes]] = {}
     sharers: dict[str, list[int]] = {}
     writes: dict[str, list[tuple[int | None, HeldObject]]] = {}
-    own_tensors: list[set[str]] = []
+    own_tensors: list[frozenset[str]] = []
+    judged: dict[int, frozenset[str]] = {}
+    """Own tensors by identity of a list: ranks that hold the same have one list after the exchange."""
     equal: list[list[str]] = []
     """By rank, the names of what it holds as the lowest rank does."""
     for rank, own in enumerate(holdings):
-        own_tensors.append(set())
         equal.append([])
         for held in own.objects:
             if first.setdefault(held.name, ("object", held.digest)) != ("object", held.digest):
@@ -388,9 +388,14 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
                 writes.setdefault(held.name, []).append((None, held))
             sharers.setdefault(held.name, []).append(rank)
             equal[rank].append(held.name)
-        for held in own.small:
-            is_equal = first.setdefault(held.name, ("tensor", held.digest)) == ("tensor", held.digest)
-            equal[rank].append(held.name) if is_equal else own_tensors[rank].add(held.name)
+        if id(own.compared) not in judged:
+            judged[id(own.compared)] = frozenset(
+                held.name
+                for held in own.compared
+                if first.setdefault(held.name, ("tensor", held.digest)) != ("tensor", held.digest)
+            )
+        own_tensors.append(judged[id(own.compared)])
+        equal[rank] += [held.name for held in own.compared if held.name not in own_tensors[rank]]
         for held in own.numbering:
             other, digest = numbering.setdefault(held.name, (rank, held.digest))
             if digest != held.digest:
@@ -416,7 +421,7 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     for rank, names in enumerate(equal):
         shared = tuple(sorted(name for name in names if num_holders[name] > 1))
         common = tuple(name for name in shared if num_holders[name] == len(holdings))
-        found.append(RankObjects(frozenset(own_tensors[rank]), tuple(placed[rank]), shared, common))
+        found.append(RankObjects(own_tensors[rank], tuple(placed[rank]), shared, common))
     return tuple(found)
 
 
@@ -432,7 +437,7 @@ class RankColumns(NamedTuple):
     """The tensors, and their places in the state."""
     regions: Regions
     held: tuple[bytes, bytes, bytes]
-    """The other lists of `Holdings`: objects, small tensors, numbering."""
+    """The other lists of `Holdings`: objects, compared tensors, numbering."""
     entries: bytes
     """The names for which a load may make places."""
 
@@ -564,7 +569,7 @@ def pack_holdings(
     return RankColumns(
         tensors=_pack((holdings.tensors, {name: paths[name] for name in paths if name in names})),
         regions=holdings.regions,
-        held=(_pack(holdings.objects), _pack(holdings.small), _pack(holdings.numbering)),
+        held=(_pack(holdings.objects), _pack(holdings.compared), _pack(holdings.numbering)),
         entries=_pack(sorted(entries)),
     )
 
@@ -590,13 +595,13 @@ def plan_shares(
     lists = {packed: _unpack(packed) for packed in distinct}
     holdings = []
     for each in columns:
-        objects_held, small, numbering = (lists[packed] for packed in each.held)
+        objects_held, compared, numbering = (lists[packed] for packed in each.held)
         holdings.append(
             Holdings(
                 tensors=lists[each.tensors][0],
                 regions=each.regions,
                 objects=objects_held,
-                small=small,
+                compared=compared,
                 numbering=numbering,
             )
         )
@@ -653,7 +658,7 @@ def unpack_share(share: RankShare, holdings: Holdings, rank: int) -> RankShare:
 
 def summarize(share: RankShare, holdings: Holdings) -> bytes:
     """The number of the plan, and digests of what must still be equal on all ranks, and on some."""
-    digests = {each.name: each.digest for each in (*holdings.objects, *holdings.small)}
+    digests = {each.name: each.digest for each in (*holdings.objects, *holdings.compared)}
     digests |= {f"{each.name}\0": each.digest for each in holdings.numbering}
     sums = (
         xxhash.xxh3_64_digest(b"".join(digests[name] for name in names))
@@ -668,7 +673,9 @@ def _digest_holdings(holdings: Holdings, options: SaveOptions) -> bytes:
         f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.element_bytes}\0" for facts in holdings.tensors
     )
     digest = xxhash.xxh3_128("".join(rows).encode(errors="surrogatepass"))
-    names = [[each.name for each in held] for held in (holdings.objects, holdings.small, holdings.numbering)]
+    names = [
+        [each.name for each in held] for held in (holdings.objects, holdings.compared, holdings.numbering)
+    ]
     digest.update(f"{options!r}{names!r}".encode())
     regions = holdings.regions
     for column in (regions.tensor, regions.offsets, regions.sizes):

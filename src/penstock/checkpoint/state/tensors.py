@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 import xxhash
@@ -69,13 +69,15 @@ class LocalState:
     def entries(self) -> frozenset[str]:
         """Names for which a load may make places that this rank did not have.
 
-        Not those of modules and optimizers, which know their own, as stages of pipelines do. Nor tensors of
-        plain dicts, which are often a model's: if another rank had None instead, that None is recorded.
+        Not those of modules and the options of optimizers, which know their own, as stages of pipelines do.
+        Nor tensors of plain dicts, which are often a model's: if another rank had None instead, that None is
+        recorded.
         """
         return frozenset(
             leaf.name
             for leaf in self.leaves
             if leaf.owner is Owner.STATEFUL
+            or (leaf.owner is Owner.OPTIMIZER and leaf.path[1] == "state")
             or (
                 leaf.owner is Owner.PLAIN
                 and (leaf.name not in self.shards or any(type(step) is int for step in leaf.path))
@@ -163,6 +165,15 @@ def is_tensor(value: object) -> bool:
     return hasattr(type(value), "__create_chunk_list__")
 
 
+def has_placements(value: object) -> bool:
+    """True for a tensor that says itself which part of it a rank holds, and which ranks hold the same."""
+    return (
+        _is_a(value, _SHARDED_TENSOR)
+        or _is_a(value, _DTENSOR)
+        or hasattr(type(value), "__create_chunk_list__")
+    )
+
+
 def owner_of(part: Any) -> Owner:
     """The owner of the leaves of one part of a state."""
     if isinstance(part, torch.nn.Module):
@@ -178,7 +189,7 @@ def owner_of(part: Any) -> Owner:
 def collect_for_load(state: Mapping[str, Any]) -> LocalState:
     """The part of `state` that this rank holds, to load into it."""
     leaves, _ = walk(state, is_tensor)
-    return _collect(leaves, {}, is_saved=False, own_bytes=0)
+    return _collect(leaves, {}, is_saved=False)
 
 
 def collect_for_save(
@@ -204,7 +215,7 @@ def collect_for_save(
         leaves = chosen
     if not is_alone:
         require_unmarked([leaf.name for leaf in leaves])
-    local_state = _collect(leaves, key_types, is_saved=True, own_bytes=0 if is_alone else OWN_BYTES)
+    local_state = _collect(leaves, key_types, is_saved=True)
     holdings = local_state.holdings
     if not is_alone and (numbering := number_parameters(state)):
         saved = {facts.name.partition(".state.")[0] for facts in holdings.tensors}
@@ -227,18 +238,16 @@ def _copied_buffers(part: Any) -> frozenset[str]:
     Between two passes they differ, as the statistics of BatchNorm do, and only the first rank's are of use.
     """
     if isinstance(part, DistributedDataParallel) and part.broadcast_buffers and part.process_group.rank():
-        return frozenset(name for name, _ in part.named_buffers())
+        names = {name for name, _ in part.module.named_buffers()} - set(part.parameters_to_ignore)
+        return frozenset(f"module.{name}" for name in names)
     return frozenset()
 
 
-def _collect(
-    leaves: Sequence[Leaf], key_types: Mapping[str, str], *, is_saved: bool, own_bytes: int
-) -> LocalState:
+def _collect(leaves: Sequence[Leaf], key_types: Mapping[str, str], *, is_saved: bool) -> LocalState:
     tensors: list[TensorFacts] = []
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: dict[str, list[LocalShard]] = {}
     objects: dict[str, bytes] = {}
-    small: list[HeldObject] = []
     for leaf in leaves:
         if is_tensor(leaf.value):
             is_copy = leaf.owner is Owner.COPY
@@ -247,19 +256,13 @@ def _collect(
             kind: torch.dtype = leaf.value.dtype
             dtype, shape = str(kind).removeprefix("torch."), tuple(leaf.value.size())
             tensors.append(TensorFacts(leaf.name, dtype, shape, kind.itemsize))
-            # Ranks may have other values of data loaders and the like, or lack them.
-            most_bytes = own_bytes if leaf.owner in (Owner.STATEFUL, Owner.EXTRA) else 0
-            if is_saved and not is_copy and _may_be_own(leaf.value, most_bytes):
-                small.append(_held_tensor(leaf))
         elif is_saved:
             objects[leaf.name] = _pack_leaf(leaf)
     held_objects = tuple(
         HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
         for name, content in objects.items()
     )
-    holdings = Holdings(
-        tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects, small=tuple(small)
-    )
+    holdings = Holdings(tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects)
     return LocalState(tuple(leaves), holdings, shards, objects, key_types)
 
 
@@ -301,28 +304,6 @@ def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
             HeldObject(name=key, size_bytes=len(parameters), digest=xxhash.xxh3_128_digest(text.encode()))
         )
     return tuple(numbered)
-
-
-SMALL_BYTES = 64 * 1024
-OWN_BYTES: Final = 64 << 20
-"""Larger tensors of data loaders and the like are taken to be equal on all ranks, as those of modules are."""
-
-
-def _may_be_own(value: Any, own_bytes: int) -> bool:
-    """True if ranks may have different values under one name: torch gives states of generators as bytes."""
-    if type(value) is not torch.Tensor or not value.is_cpu:
-        return False
-    return value.nbytes <= own_bytes or (
-        value.dtype == torch.uint8 and value.dim() == 1 and value.nbytes <= SMALL_BYTES
-    )
-
-
-def _held_tensor(leaf: Leaf) -> HeldObject:
-    value = leaf.value.detach().contiguous().resolve_conj().resolve_neg()
-    content = contiguous_bytes(value).data
-    digest = xxhash.xxh3_128(content)
-    digest.update(repr((value.dtype, value.shape)).encode())
-    return HeldObject(name=leaf.name, size_bytes=content.nbytes, digest=digest.digest())
 
 
 def local_shards(name: str, value: Any) -> list[LocalShard]:

@@ -55,7 +55,7 @@ def test_each_rank_finds_its_own_whether_it_is_a_tensor_or_an_object(
             tensors=(),
             regions=Regions.from_rows([]),
             objects=tuple(each for each in held if not is_tensor[each.name]),
-            small=tuple(each for each in held if is_tensor[each.name]),
+            compared=tuple(each for each in held if is_tensor[each.name]),
         )
         for held, is_tensor in zip(job, kinds, strict=True)
     ]
@@ -66,7 +66,7 @@ def test_each_rank_finds_its_own_whether_it_is_a_tensor_or_an_object(
         for placed in found.placed:
             assert placed.stored_name not in stored
             stored[placed.stored_name] = {(False, contents[placed.name])}
-        for each in own.small:
+        for each in own.compared:
             name = rank_object_name(each.name, rank) if each.name in found.own_tensors else each.name
             stored.setdefault(name, set()).add((True, each.digest))
     for rank, held in enumerate(job):
