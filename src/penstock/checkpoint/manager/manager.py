@@ -68,7 +68,7 @@ class Manager:
 
     Each rank writes `writers` files in parallel. `staging_bytes` limits the memory of pending saves on a rank
     (2 GiB); a larger state blocks `save_async` until the rest is written. `replicas="compare"` refuses
-    replicas that differ.
+    tensors that differ between ranks.
 
     With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
     `durable` in the background according to `flush`; the newest `keep_cached` stay. Ranks with the same
