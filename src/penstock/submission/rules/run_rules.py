@@ -42,7 +42,7 @@ from penstock.workload.dlio_keys import canonical_path, canonical_values
 from penstock.workload.shipped_catalog import families, shipped_card
 
 _LATER_BOTH: Final[Any] = {"editions": LATER, "benchmarks": BOTH, "each": "result"}
-_ONE_RUN: Final = "Hand in the files of one run, as the benchmark wrote them."
+_ONE_RUN: Final = "Hand in the run's own files, or repeat the run."
 _ABSENT: Final = object()
 _MEMORY_TOLERANCE: Final = 0.01
 _KIB_IN_GIB: Final = 1 << 20
