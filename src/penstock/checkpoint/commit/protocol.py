@@ -68,6 +68,8 @@ WRITER_LEASE: Final = f"{HIDDEN_PREFIX}writer{LEASE_ENDING}"
 
 LEASE_S: Final = 900.0
 """A lease not renewed for this long has expired, if its process cannot be looked up from here."""
+RETRY_PAUSES_S: Final = (0.5, 2.0, 5.0)
+"""Before a failing storage is asked again."""
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +345,13 @@ class FolderDraftStore(DraftStore):
         self._write_seal(draft, seal)
         # Files were written without this. It must come first: a name must not survive without its files.
         self._tree.sync(draft.folder, files=(MANIFEST_NAME, METADATA_NAME))
-        left_behind = self._give_name(draft)
+        try:
+            left_behind = self._give_name(draft)
+        except StorageError:
+            # Over a network it may have been done and the answer lost, so that a repetition found it done.
+            if read_identity(self._storage, draft.name) != seal.manifest[:IDENTITY_BYTES]:
+                raise
+            left_behind = draft.folder
         self._older.pop(draft.save_id, None)
         self._published.add(draft.save_id)
         self._tree.sync()
@@ -632,7 +640,6 @@ class RecordDraftStore(DraftStore):
         if older is not None and older != self._older.pop(draft.save_id, older):
             raise overtaken(self._storage.uri, draft.name)
         committed = self._write_record(draft, older)
-        self._published.add(draft.save_id)
 
         def remove_older() -> None:
             if older is not None and older.folder != draft.folder:
@@ -642,10 +649,10 @@ class RecordDraftStore(DraftStore):
         return committed
 
     def drop(self, draft: Draft) -> None:
-        """Delete the draft's objects."""
+        """Delete the draft's objects, unless a record may name them, however late: those a sweep deletes."""
         if draft.save_id not in self._published:
             _delete_all(self._storage, self._storage.list(draft.folder))
-            self._end_lease(draft)
+        self._end_lease(draft)
 
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         for folder, objects in _group_by_save(self._storage.list()).items():
@@ -674,19 +681,41 @@ class RecordDraftStore(DraftStore):
 
     def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
         record = _Record(save_id=draft.save_id, folder=draft.folder, record_version=_VERSION)
+        # Whatever the answer: the request may have been carried out, or may be later.
+        self._published.add(draft.save_id)
         try:
             info = self._conditional.write_if(
                 f"{draft.name}/{RECORD_NAME}",
                 record.model_dump_json().encode(),
                 replaces=older.version if older else None,
             )
-        except AlreadyThere as error:
-            # If the first attempt wrote the record and its answer was lost, the retry is refused.
-            current = self._catalog.find_if_any(draft.name)
+        except StorageError as error:
+            current = self._read_back(draft, error)
             if current is not None and current.folder == draft.folder:
                 return current
-            raise overtaken(self._storage.uri, draft.name) from error
+            if isinstance(error, AlreadyThere) and current != older:
+                # The condition of a late request no longer holds.
+                self._published.discard(draft.save_id)
+                raise overtaken(self._storage.uri, draft.name) from error
+            raise
         return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
+
+    def _read_back(self, draft: Draft, error: StorageError) -> Committed | None:
+        """What a name means after a failure that says nothing about it, because an answer may be lost."""
+        for pause_s in (*RETRY_PAUSES_S, None):
+            try:
+                return self._catalog.find_if_any(draft.name)
+            except StorageError as unread:
+                if pause_s is None:
+                    raise StorageError(
+                        f"Nobody knows whether {draft.name} was committed: {error.what}; "
+                        f"and its record cannot be read: {unread.what}",
+                        uri=f"{self._storage.uri}/{draft.name}",
+                        fix="Nothing was removed. When the storage answers again, look whether it is listed.",
+                    ) from error
+                logger.warning("The record of %s cannot be read, trying again: %s", draft.name, unread)
+                time.sleep(pause_s)
+        raise AssertionError
 
 
 class RecordCatalog:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from penstock.checkpoint.commit.checkpoints import (
     CheckpointRef,
@@ -28,7 +28,7 @@ from penstock.checkpoint.commit.checkpoints import (
     parse_step,
     write_into,
 )
-from penstock.checkpoint.commit.protocol import WriterLease
+from penstock.checkpoint.commit.protocol import RETRY_PAUSES_S, WriterLease
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import (
@@ -148,9 +148,6 @@ Fault = Literal["checkpoint", "storage", "caller", "elsewhere"]
 """What caused a failed load: the checkpoint, which is damaged or incomplete (an older step may work), the
 storage or a limit of the process (the step may be whole), the caller (no step will work), or an error that
 another rank knows."""
-
-RETRY_PAUSES_S: Final = (0.5, 2.0, 5.0)
-"""Before a failing storage is asked again."""
 
 
 class RestoreSearch:

@@ -382,3 +382,28 @@ def test_a_checkpoint_is_removed_by_name_first(tmp_path: Path) -> None:
     assert names(tmp_path) == []
     with pytest.raises(ObjectNotFound, match="No checkpoint is called step-1"):
         shelf.find(NAME)
+
+
+class LoseAnswer:
+    """A rename or an exchange is carried out and then fails, as where a repeated request finds it done."""
+
+    def __init__(self, error_number: int) -> None:
+        self._number = error_number
+
+    def around(self, name: str, call: Call) -> Call:
+        def lost(one: str, other: str) -> None:
+            call(one, other)
+            if Path(one).name.startswith(".penstock-save-") and Path(other).name == NAME:
+                raise OSError(self._number, os.strerror(self._number))
+
+        return lost if name in ("rename", "exchange") else call
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST, errno.EIO])
+def test_a_rename_whose_answer_is_lost_is_a_commit(number: int, tmp_path: Path) -> None:
+    for generation in (0, 1):
+        save(tmp_path, generation, LoseAnswer(number))
+        assert assert_known(files(tmp_path)) == {NAME: generation}
+        assert names(tmp_path) == [NAME]
+    save(tmp_path, 2, FailFileCall("exchange", 1, errno.ENOSYS), LoseAnswer(number))
+    assert assert_known(files(tmp_path)) == {NAME: 2}

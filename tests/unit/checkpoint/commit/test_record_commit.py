@@ -1,5 +1,6 @@
 """Commit by records, as on object services, in memory: who wins, what is cleared up, what is refused."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -7,6 +8,7 @@ from typing import TypeVar
 import pytest
 from tests.support.known_steps import assert_known, save_known
 
+from penstock.checkpoint.commit import protocol
 from penstock.checkpoint.commit.checkpoints import begin_save, open_catalog, open_draft_store
 from penstock.checkpoint.commit.protocol import (
     LEASE_ENDING,
@@ -104,6 +106,78 @@ def test_a_record_whose_answer_was_lost_is_committed() -> None:
     write_object(storage, place.draft.key("__0_0.distcp"), [b"123"])
     assert place.commit(lambda: SEAL).folder == place.draft.folder
     assert len(keys(storage)) == 4
+
+
+class Answers(WrappedStorage):
+    """A service that loses the answer to a conditional write, or refuses it, and may not answer reads."""
+
+    has_conditions = True
+
+    def __init__(self, inside: MemoryStorage, *, is_applied: bool, failed_reads: int = 0) -> None:
+        super().__init__(inside)
+        self._memory, self._is_applied, self._failed_reads = inside, is_applied, failed_reads
+        self._is_out = False
+
+    def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
+        if self._is_applied:
+            self._memory.write_if(key, content, replaces=replaces)
+        self._is_out = True
+        raise StorageError("The service failed: SlowDown", uri=key)
+
+    def stat(self, key: str) -> ObjectInfo:
+        if self._is_out and self._failed_reads > 0:
+            self._failed_reads -= 1
+            raise StorageError("The service failed: 503", uri=key)
+        return super().stat(key)
+
+
+def save_again(memory: MemoryStorage, service: Answers) -> RecordDraftStore:
+    drafts = RecordDraftStore(service, service)
+    place = begin_save(service, NAME, SoloComm(), drafts=drafts)
+    write_object(memory, place.draft.key("__0_0.distcp"), [b"123"])
+    place.commit(lambda: SEAL)
+    return drafts
+
+
+@pytest.mark.parametrize("failed_reads", [0, 2])
+def test_a_record_is_read_back_after_any_failure(failed_reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "RETRY_PAUSES_S", (0.0, 0.0))
+    storage = MemoryStorage()
+    save_known(storage, NAME, 0, SoloComm())
+    save_again(storage, Answers(storage, is_applied=True, failed_reads=failed_reads))
+    assert [key for key in keys(storage) if key.endswith(".distcp")] == [
+        RecordCatalog(storage).find(NAME).key("__0_0.distcp")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("is_applied", "failed_reads", "message"),
+    [
+        (False, 0, "^The service failed: SlowDown"),
+        (False, 9, "Nobody knows whether step-1 was committed: .*SlowDown; .*503"),
+        (True, 9, "Nobody knows whether step-1 was committed: .*SlowDown; .*503"),
+    ],
+)
+def test_what_a_record_may_name_later_is_not_deleted(
+    is_applied: bool,  # noqa: FBT001 - a case
+    failed_reads: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "RETRY_PAUSES_S", (0.0,))
+    storage = MemoryStorage()
+    before = save_known(storage, NAME, 0, SoloComm())
+    with pytest.raises(StorageError, match=message):
+        save_again(storage, Answers(storage, is_applied=is_applied, failed_reads=failed_reads))
+    data = [key for key in keys(storage) if key.endswith("__0_0.distcp")]
+    assert before.key("__0_0.distcp") in data
+    assert len(data) == 2
+    assert not [key for key in keys(storage) if key.endswith(LEASE_ENDING)]
+    # Once no request can be under way any more, a sweep deletes what no record names.
+    RecordDraftStore(storage, storage, clock=lambda: time.time() + 2 * LEASE_S).sweep()
+    data = [key for key in keys(storage) if key.endswith("__0_0.distcp")]
+    assert data == [RecordCatalog(storage).find(NAME).key("__0_0.distcp")]
+    assert (data != [before.key("__0_0.distcp")]) == is_applied
 
 
 def test_objects_of_dead_saves_are_swept_and_those_of_living_ones_are_not() -> None:
