@@ -41,9 +41,9 @@ LIMITS = {
     "places of avoided English": 0,
 }
 ENTERED = {
-    "pc.save": 29,
+    "pc.save": 31,
     "Manager.save": 29,
-    "Manager.restore": 27,
+    "Manager.restore": 29,
     "penstock checkpoint ls": 24,
     "penstock trace summary": 19,
     "penstock training run": 88,

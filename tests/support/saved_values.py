@@ -84,6 +84,7 @@ def data_values() -> dict[str, Any]:
         "random state": random.Random(1).getstate(),
         "torch random state": torch.Generator().manual_seed(2).get_state(),
         "large integers": (1 << 2040, [-(1 << 9000)], {1 << 14000: "key"}),
+        "large integer beside a class": (1 << 2040, Colour.RED),
         "frozenset": frozenset({1, 2}),
         "set": {1, 2},
         "enum": Colour.BLUE,
@@ -112,7 +113,6 @@ def trusted_values() -> dict[str, Any]:
         "dataclass with code": Checked(4),
         "generator": torch.Generator(),
         "path": PurePosixPath("/data"),
-        "large integer beside a class": (1 << 2040, Colour.RED),
     }
 
 

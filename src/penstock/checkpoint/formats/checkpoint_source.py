@@ -33,9 +33,9 @@ from penstock.checkpoint.formats.dcp_item import (
     load_object,
     open_item,
     payload_in,
+    read_data,
     tensor_bytes,
     undo_transforms,
-    with_tensors,
 )
 from penstock.checkpoint.formats.description import (
     Manifest,
@@ -231,31 +231,25 @@ class CheckpointSource:
         if self.archive is None:
             item = self.read_object_item(stored)
             return load_object(item, stored.name, transforms=stored.transforms, trust=trust, where=where)
-        value, elements = self.parse(stored)
-        if not torch_save.is_plain(value):
-            raise UsageError(
-                f"{stored.name} holds {value!r}, which only its own program can rebuild",
-                where=where,
-                fix="If you trust the source of this archive, load it with torch.load.",
-            )
-        return with_tensors(value, elements)
+        value, record = self.parse(stored)
+        return read_data(value, record, stored.name, where)
 
     def parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:
-        """An object that refers to the tensors inside it, and a function that reads the elements of one.
+        """An object that refers to the tensors inside it, and a function that reads the record of one.
 
         Runs no code and needs no torch: instances of unknown classes are `Opaque`.
         """
         if self.archive is None:
             where = f"{self.uri}, {stored.name}"
             plain = undo_transforms(self.read_object_item(stored), stored.transforms, where)
-            archive, elements = open_item(plain, where)
-            return archive.value, elements
+            archive, record = open_item(plain, where)
+            return archive.value, record
 
         def read(offset: int, size: int) -> bytearray:
             with open_ranges(self.storage, self.key(self.index.files[0])) as (_, read_range):
                 return bytearray(read_range(offset, size))
 
-        return self.archive.values[stored.name], partial(self.archive.elements, read)
+        return self.archive.values[stored.name], partial(self.archive.record, read)
 
 
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:

@@ -4,44 +4,31 @@ An item is `prefix + payload + suffix`: the archive that `torch.save` could have
 tensor. Items are written and located without torch, which is imported only to unpickle objects. An item
 behind a stream transform (compression) has no aligned payload and is read whole.
 
-What of an object is data is decided here, too: torch's `weights_only` allows tensors and Python's plain
-values; arrays, numbers and generators of numpy, `BytesIO`, `frozenset`, and the program's own enums, named
-tuples and dataclasses are added, if their module is already imported and they define no code of their own for
-this. The same rules apply when an object is saved, to report then what will need `trust`.
+Objects are rebuilt by `saved_objects`, and by torch itself only with `trust`.
 
 Invariants: our payloads of 64 KiB and more are aligned to 4 KiB, so that direct I/O can move them; in items
 of other writers a payload offset is given only where the bytes from there on are the tensor's own, in row-
-major order; nothing is imported because a checkpoint names it, and none of its code runs without `trust`.
+major order.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import io
 import math
 import pickle
 import struct
-import sys
-import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final
 
-from penstock.checkpoint.formats.restricted_pickle import (
-    QuantizedRef,
-    TensorRef,
-    TorchName,
-    TorchSize,
-    read_torch_pickle,
-)
+from penstock.checkpoint.formats.restricted_pickle import TensorRef, read_torch_pickle
+from penstock.checkpoint.formats.saved_objects import names_beyond_data, rebuild
 from penstock.checkpoint.formats.torch_save import (
     TorchSaveArchive,
     ZipRecord,
-    is_plain,
     is_row_major,
     read_archive,
     row_major,
@@ -93,87 +80,47 @@ def require_known_transforms(
 
 
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
-    """The object of one item. Without `trust`, `UsageError` names what torch does not know to be harmless."""
-    import torch  # noqa: PLC0415 - other tools than loads do without it
+    """The object of one item. Without `trust`, `UsageError` names what is more than data."""
+    plain = undo_transforms(item, transforms, where)
+    if not trust:
+        try:
+            archive, record = open_item(plain, where)
+        except DataDamaged as error:
+            raise DataDamaged(f"The object {name} cannot be read: {error.what}", where=where) from error
+        return read_data(archive.value, record, name, where)
+    import torch  # noqa: PLC0415 - see `object_bytes`
 
-    content = io.BytesIO(undo_transforms(item, transforms, where))
     try:
-        return torch.load(content, map_location="cpu", weights_only=False) if trust else _load_data(content)
-    except pickle.UnpicklingError as error:
-        if trust:
-            raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
-        # Of Python's own values, torch refuses integers of more than 255 bytes.
-        archive, elements = open_item(content.getvalue(), where)
-        if is_plain(archive.value):
-            return with_tensors(archive.value, elements)
-        reason = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
-        raise UsageError(
-            f"The object {name} is more than data: {reason or error}",
-            where=where,
-            fix="If you trust the source of this checkpoint, load it with trust=True, which runs its code.",
-        ) from error
+        return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)
     except MemoryError as error:
         raise DataDamaged(f"The object {name} asks for more memory than there is", where=where) from error
-    except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
-        raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
+    except (pickle.UnpicklingError, *_UNREADABLE) as error:
+        raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
 
 
-def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
-    """A value with its references replaced by tensors; `elements` returns theirs in row-major order."""
-    if isinstance(value, TensorRef):
-        import torch  # noqa: PLC0415 - see `load_object`
+_UNREADABLE = (
+    *(RuntimeError, EOFError, ValueError, TypeError),
+    *(LookupError, AttributeError, ImportError, OverflowError),
+)
 
-        dtype = getattr(torch, value.dtype)
-        content = elements(value)
-        flat = (
-            torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype, device="cpu")
+
+def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, where: str) -> Any:
+    """An object from its archive's value; `UsageError` names what of it is more than data."""
+    if beyond := names_beyond_data(value):
+        raise UsageError(
+            f"The object {name} is more than data: it is made of {', '.join(beyond)}",
+            where=where,
+            fix="If you trust the source of this checkpoint, load it with trust=True, which runs its code.",
         )
-        return flat.reshape(value.shape)
-    if isinstance(value, QuantizedRef):
-        integers, quantizer = with_tensors((value.integers, value.quantizer), elements)
-        return _quantized(value.dtype, integers, quantizer)
-    if isinstance(value, TorchName):
-        import torch  # noqa: PLC0415 - see `load_object`
-
-        found = getattr(torch, value, None)
-        return found if isinstance(found, torch.dtype | torch.qscheme) else torch.device(value)
-    if isinstance(value, TorchSize):
-        import torch  # noqa: PLC0415 - see `load_object`
-
-        return torch.Size(value)
-    if isinstance(value, Mapping):
-        return type(value)(with_tensors(tuple(value.items()), elements))  # type: ignore[call-arg]
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(with_tensors(inner, elements) for inner in value)
-    return value
-
-
-def _quantized(dtype: str, integers: Any, quantizer: tuple[Any, ...]) -> Any:
-    import torch  # noqa: PLC0415 - see `load_object`
-
-    # torch has no public function that takes scales per channel; archives name this one.
-    rebuild: Any = torch._utils._rebuild_qtensor  # noqa: SLF001 - as above
-    make_storage: Any = torch.storage.TypedStorage
-    integers_as = make_storage(
-        wrap_storage=integers.untyped_storage(), dtype=getattr(torch, dtype), _internal=True
-    )
     try:
-        return rebuild(
-            integers_as,
-            storage_offset=0,
-            size=integers.shape,
-            stride=integers.stride(),
-            quantizer_params=quantizer,
-            requires_grad=False,
-            backward_hooks=OrderedDict(),
-        )
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise DataDamaged(f"A quantized tensor is not as torch writes them: {error}") from error
+        return rebuild(value, record)
+    except (DataDamaged, MemoryError, *_UNREADABLE) as error:
+        raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
 
 
 def object_bytes(value: Any) -> bytes:
     """An object as the item that stock torch reads."""
-    import torch  # noqa: PLC0415 - see `load_object`
+    import torch  # noqa: PLC0415 - other tools than loads and saves do without it
 
     item = io.BytesIO()
     torch.save(value, item)
@@ -407,7 +354,7 @@ def tensor_bytes(
 
 
 def open_item(item: Bytes, where: str) -> tuple[TorchSaveArchive, Callable[[TensorRef], bytearray]]:
-    """Open an item without transforms: its archive, and a function that reads a tensor's elements."""
+    """Open an item without transforms: its archive, and a function that reads a tensor's record."""
     view = memoryview(item)
 
     def read(offset: int, size: int) -> bytes:
@@ -417,115 +364,4 @@ def open_item(item: Bytes, where: str) -> tuple[TorchSaveArchive, Callable[[Tens
         return content
 
     archive = read_archive(read, len(view), "", where)
-    return archive, partial(archive.elements, read)
-
-
-_ONE_AT_A_TIME: Final = threading.Lock()
-"""torch keeps the allowed classes of `weights_only` for the whole process."""
-
-_PYTHON: Final = frozenset(
-    {
-        "_io.BytesIO",
-        *(f"builtins.{name}" for name in ("bytes", "dict", "float", "frozenset", "int", "list", "range")),
-        *(f"builtins.{name}" for name in ("set", "slice", "str", "tuple")),
-    }
-)
-_BIT_GENERATORS: Final = {
-    "MT19937": "_mt19937",
-    "PCG64": "_pcg64",
-    "PCG64DXSM": "_pcg64",
-    "Philox": "_philox",
-    "SFC64": "_sfc64",
-}
-_NUMPY: Final = frozenset(
-    {
-        *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")),
-        *(f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")),
-        *("numpy.ndarray", "numpy.dtype"),
-        *(f"numpy.random._pickle.__{name}_ctor" for name in ("generator", "randomstate", "bit_generator")),
-        *(f"numpy.random.{module}.{name}" for name, module in _BIT_GENERATORS.items()),
-        *(f"numpy.random.bit_generator.{name}" for name in ("__pyx_unpickle_SeedSequence", "SeedSequence")),
-    }
-)
-
-
-def _load_data(item: io.BytesIO) -> Any:
-    """An object, by `torch.load`; `UnpicklingError` if it is more than data."""
-    import torch  # noqa: PLC0415 - see `load_object`
-
-    try:
-        return torch.load(item, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        item.seek(0)
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(item)
-        allowed = [(found, name) for name in named if (found := _find_data(name)) is not None]
-        if not allowed:
-            raise
-    item.seek(0)
-    with _ONE_AT_A_TIME, torch.serialization.safe_globals([*allowed, *_numpy_types(named)]):
-        return torch.load(item, map_location="cpu", weights_only=True)
-
-
-def names_beyond_data(archive: bytes) -> list[str]:
-    """The classes and functions in an archive of `torch.save` for which a load needs `trust`."""
-    import torch  # noqa: PLC0415 - see `load_object`
-
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
-    except pickle.UnpicklingError as error:
-        # Of Python's own values, torch refuses integers of more than 255 bytes.
-        found, _ = open_item(archive, "an object")
-        return [] if is_plain(found.value) else [f"what torch cannot check ({error})"]
-    return [name for name in named if _find_data(name) is None]
-
-
-def _find_data(name: str) -> Any:
-    """The object that a pickle means by this name, if it is data; None for anything else."""
-    steps = name.split(".")
-    found: Any = None
-    length = len(steps)
-    # The longest name of a module that is already imported: nothing is imported for a pickle.
-    for length in range(len(steps) - 1, 0, -1):
-        if (found := sys.modules.get(".".join(steps[:length]))) is not None:
-            break
-    for step in steps[length:]:
-        # Not getattr: a module may import something else when it is asked for a name.
-        found = vars(found).get(step) if hasattr(found, "__dict__") else None
-    is_known = name in _PYTHON or name in _NUMPY
-    return found if is_known or (isinstance(found, type) and _is_data_class(found)) else None
-
-
-def _numpy_types(named: Sequence[str]) -> list[Any]:
-    """The classes whose instances numpy's functions make, and whose state is then set."""
-    if not any(name.startswith("numpy.") for name in named):
-        return []
-    import numpy as np  # noqa: PLC0415 - named in the pickle, and loaded by now
-
-    kinds = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
-    if any(name.startswith("numpy.random.") for name in named):
-        kinds += [getattr(np.random, name) for name in ("Generator", "RandomState", *_BIT_GENERATORS)]
-    return [kind for kind in kinds if isinstance(kind, type)]
-
-
-def _is_data_class(kind: type) -> bool:
-    if issubclass(kind, enum.Enum):
-        return getattr(kind._missing_, "__func__", None) in (
-            enum.Enum.__dict__["_missing_"].__func__,
-            enum.Flag.__dict__["_missing_"].__func__,
-        )
-    own = vars(kind)
-    if kind.__bases__ == (tuple,) and hasattr(kind, "_fields"):
-        return not own.keys() & {"__reduce__", "__reduce_ex__", "__setstate__", "__del__"}
-    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
-        return False
-    # All that makes an instance must have been generated by `dataclass`.
-    for base in kind.__mro__[:-1]:
-        own = vars(base)
-        if own.keys() & {"__new__", "__post_init__", "__reduce__", "__reduce_ex__", "__del__"}:
-            return False
-        for name in {"__init__", "__setattr__", "__setstate__"} & own.keys():
-            code = getattr(own[name], "__code__", None)
-            is_generated = own[name].__module__ == "dataclasses" or (code and code.co_filename == "<string>")
-            if code is None or not is_generated:
-                return False
-    return True
+    return archive, partial(archive.record, read)

@@ -1,14 +1,16 @@
 """Pickles read as data: no class or function that a file names is ever imported or called.
 
 `.metadata` files may only name the records in a list; `torch.save` archives may name anything, and what is
-unknown becomes an `Opaque`. torch is not imported. Invariant: everything that a pickle names becomes one of
-the stand-ins in this module.
+unknown becomes an `Opaque`. torch is not imported. Invariants: everything that a pickle names becomes one of
+the stand-ins in this module, and no stand-in makes more than the pickle is long: a part that a pickle refers
+to again and again is not copied each time.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -42,39 +44,49 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 }
 """Attributes that older versions of torch lack, or that newer ones leave out where they are None."""
 
+
+def require(is_right: object, what: str) -> None:
+    """Raise `ValueError` about a part that no program saves; whoever reads the file says where."""
+    if not is_right:
+        raise ValueError(what)
+
+
+def _itself(kind: type) -> Callable[[Any], Any]:
+    """A stand-in for a class that is called with a value of `kind` alone: nothing is copied or converted."""
+
+    def value(part: Any) -> Any:
+        require(type(part) is kind, f"a {kind.__name__} is made of a {type(part).__name__}")
+        return part
+
+    return value
+
+
+def _empty(kind: Callable[[], Any]) -> Callable[[], Any]:
+    """A stand-in for a class that is called without arguments: a container, filled by the pickle."""
+    return lambda: kind()  # noqa: PLW0108 - the class itself takes arguments
+
+
+def _path(*parts: str) -> str:
+    require(sum(map(len, parts)) <= _LONGEST_PATH, "a path is longer than any path is")
+    return "/".join(parts).replace("//", "/", 1)
+
+
+_LONGEST_PATH = 4096
 _METADATA_CALLABLES: StandIns = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): int,
-    (_SHARDED, "MEM_FORMAT_ENCODING"): int,
-    (_PLANNER, "WriteItemType"): int,
-    ("collections", "OrderedDict"): dict,
-    ("builtins", "dict"): dict,
-    ("builtins", "list"): list,
+    ("torch", "Size"): _itself(tuple),
+    ("torch.serialization", "_get_layout"): _itself(str),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _itself(int),
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _itself(int),
+    (_PLANNER, "WriteItemType"): _itself(int),
+    ("collections", "OrderedDict"): _empty(dict),
+    ("builtins", "dict"): _empty(dict),
+    ("builtins", "list"): _empty(list),
     **{
-        (module, kind): lambda *parts: "/".join(parts).replace("//", "/", 1)
+        (module, kind): _path
         for module in ("pathlib", "pathlib._local")
         for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-
-
-class TorchName(str):
-    """A dtype, a device or a scheme of quantization in an archive, as torch names it."""
-
-    __slots__ = ()
-
-
-class TorchSize(tuple[int, ...]):
-    """A `torch.Size` in an archive."""
-
-    __slots__ = ()
-
-
-class _StorageKind(str):
-    """A class of storages in an archive: the type of their elements, empty for bytes."""
-
-    __slots__ = ()
 
 
 class PickledRecord:
@@ -110,6 +122,10 @@ class TensorRef:
     """The elements stand for their complex conjugates."""
     is_negative: bool = False
     """The elements stand for their negatives."""
+    is_parameter: bool = False
+    requires_grad: bool = False
+    subclass: str = ""
+    """The class of a tensor that has attributes or a class of its own."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -125,20 +141,51 @@ class QuantizedRef:
         return f"<{self.dtype} {list(self.integers.shape)}>"
 
 
+class TorchName(str):
+    """The name of an element type, a layout or a scheme of torch."""
+
+    __slots__ = ()
+
+
+class _StorageKind(str):
+    """A class of storages in an archive: the type of their elements, empty for bytes."""
+
+    __slots__ = ()
+
+
+class DeviceName(str):
+    """A device of torch."""
+
+    __slots__ = ()
+
+
+class TorchSize(tuple[int, ...]):
+    """A shape that was saved as torch's own class."""
+
+    __slots__ = ()
+
+
 class Opaque:
-    """A value of a class that is not rebuilt here; `kind` names it. Its state and items are dropped."""
+    """A value of a class that is not rebuilt here; `kind` names it. Its items are dropped."""
 
     kind = ""
+    arguments: tuple[Any, ...]
+    state: Any = None
 
-    def __new__(cls, *_: object, **__: object) -> Self:
+    def __new__(cls, *arguments: object, **_: object) -> Self:
         """Accept any arguments, as the real class may."""
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
 
     def _drop(self, *_: object) -> None:
         """Ignore what the pickle would put into the real object."""
 
-    # The names by which the unpickler fills instances, subclasses of list and of dict.
-    __setstate__ = append = extend = __setitem__ = _drop
+    # The names by which the unpickler fills subclasses of list and of dict.
+    append = extend = __setitem__ = _drop
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
@@ -164,19 +211,67 @@ def read_torch_pickle(content: Bytes, where: str) -> Any:
     return _Unpickler(content, _ARCHIVE_NAMES, where, is_archive=True).read()
 
 
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def parts_of(value: object) -> tuple[Any, ...]:
+    """The values directly inside one value of an archive."""
+    if type(value) in _LEAVES:
+        return ()
+    match value:
+        case Mapping():
+            return (*value.keys(), *value.values())
+        case list() | tuple() | set() | frozenset():
+            return tuple(value)
+        case Opaque():
+            return value.arguments, value.state
+        case QuantizedRef():
+            return value.integers, value.quantizer
+        case slice():
+            return value.start, value.stop, value.step
+    return ()
+
+
+_MOST_REPEATED = 1 << 20
+
+
+def _require_tree(value: object) -> None:
+    """Raise `ValueError` if a value contains itself, or is so often in itself that nobody can list it."""
+    places: dict[int, int] = {}
+    num_parts = 0
+
+    def count(part: object) -> int:
+        nonlocal num_parts
+        number = id(part)
+        if number not in places and (inner := parts_of(part)):
+            places[number] = 0
+            num_parts += len(inner)
+            places[number] = len(inner) + sum(count(one) for one in inner)
+        found = places.get(number, 1)
+        require(found, "a container contains itself")
+        return found if number in places else 0
+
+    require(count(value) <= _MOST_REPEATED + 64 * num_parts, "its parts are repeated millions of times")
+
+
 class _Unpickler(pickle.Unpickler):
     """Looks up every class in a table of stand-ins. Only archives of `torch.save` may refer to records."""
 
     def __init__(self, content: Bytes, stand_ins: StandIns, where: str, *, is_archive: bool) -> None:
         super().__init__(io.BytesIO(content), encoding="utf-8")
         self._stand_ins = dict(stand_ins)
+        if is_archive:
+            self._stand_ins.update(self._copying())
+        self._unused = len(content)
         self._where = where
         self._is_archive = is_archive
 
     def read(self) -> Any:
         """The pickle's value; whatever else the unpickler raises is damage, too."""
         try:
-            return self.load()
+            value = self.load()
+            if self._is_archive:
+                _require_tree(value)
         except DataDamaged:
             raise
         except (
@@ -188,18 +283,19 @@ class _Unpickler(pickle.Unpickler):
             AttributeError,
             MemoryError,
             OverflowError,
+            RecursionError,
         ) as error:
             raise DataDamaged(
                 f"The pickle cannot be read: {error}",
                 where=self._where,
                 fix="The file is damaged or of another format; load an older checkpoint.",
             ) from error
+        return value
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; never the thing itself."""
-        if module == "__builtin__":
-            # Archives have the names of Python 2.
-            module, name = "builtins", "range" if name == "xrange" else name
+        if self._is_archive:
+            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if module == "torch" and (name in ELEMENT_TYPES or name in QUANTIZED):
             return TorchName(name)
         if (module, name) not in self._stand_ins:
@@ -212,31 +308,70 @@ class _Unpickler(pickle.Unpickler):
             self._stand_ins[module, name] = type(name, (Opaque,), {"kind": f"{module}.{name}"})
         return self._stand_ins[module, name]
 
+    def _copying(self) -> StandIns:
+        """Stand-ins that copy what they are called with: all together no more than the pickle has bytes."""
+
+        def spend(part: Any, *kinds: type) -> Any:
+            require(type(part) in kinds, f"a {type(part).__name__} is not what it is made of")
+            self._unused -= len(part)
+            require(self._unused >= 0, "its parts are copied again and again")
+            return part
+
+        def encoded(text: Any, _: Any = None) -> bytes:
+            return bytes(spend(text, str).encode("latin-1"))
+
+        return {
+            ("_codecs", "encode"): encoded,
+            ("builtins", "bytes"): lambda: b"",
+            ("builtins", "bytearray"): lambda content=b"", coding="": bytearray(
+                encoded(content) if coding else spend(content, bytes)
+            ),
+            ("builtins", "set"): lambda items=(): set(spend(items, list, tuple)),
+            ("builtins", "frozenset"): lambda items=(): frozenset(spend(items, list, tuple)),
+            ("torch", "Size"): lambda sizes=(): TorchSize(spend(sizes, list, tuple)),
+        }
+
     def persistent_load(self, pid: Any) -> StorageRef:
         """A record of the archive."""
         if not self._is_archive:
             raise DataDamaged("It refers to something outside of itself", where=self._where)
         match pid:
-            case ("storage", _StorageKind() as kind, key, _, int(num_elements), *_) if num_elements >= 0:
-                return StorageRef(str(key), str(kind) or None)
+            case ("storage", _StorageKind() as kind, str(key), _, int(num_elements), *_) if num_elements >= 0:
+                return StorageRef(key, str(kind) or None)
         raise DataDamaged(f"It refers to {pid!r}, which is no record of its archive", where=self._where)
+
+
+_MOST_DIMENSIONS = 64
+
+
+def _tensor(
+    storage: StorageRef, dtype: str, offset: int, size: Any, strides: Any, *, requires_grad: bool = False
+) -> TensorRef:
+    for numbers in (size, strides, (offset,)):
+        is_right = isinstance(numbers, tuple | list) and len(numbers) <= _MOST_DIMENSIONS
+        require(
+            is_right and all(type(number) is int and abs(number) < 1 << 62 for number in numbers),
+            "the shape of a tensor is none",
+        )
+    return TensorRef(storage, dtype, tuple(size), tuple(strides), offset, requires_grad=requires_grad)
 
 
 def _rebuild_typed(
     storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
 ) -> TensorRef | Opaque:
-    _, _, *notes = rest
+    needs_gradient, _, *notes = rest
     if storage.dtype is None or storage.dtype in QUANTIZED:
         raise DataDamaged("A tensor has elements without a type")
-    return _view_of(TensorRef(storage, storage.dtype, tuple(size), tuple(strides), int(offset)), notes)
+    made = _tensor(storage, storage.dtype, offset, size, strides, requires_grad=bool(needs_gradient))
+    return _view_of(made, notes)
 
 
 def _rebuild_untyped(
     storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
 ) -> TensorRef | Opaque:
-    _, _, dtype, *notes = rest
-    kind = element_type(dtype)
-    return _view_of(TensorRef(storage, kind.name, tuple(size), tuple(strides), int(offset)), notes)
+    needs_gradient, _, dtype, *notes = rest
+    dtype = element_type(dtype).name
+    return _view_of(_tensor(storage, dtype, offset, size, strides, requires_grad=bool(needs_gradient)), notes)
 
 
 _SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
@@ -257,7 +392,7 @@ def _rebuild_quantized(
     if integers is None or not is_known:
         return _UnknownQuantized()
     held = replace(storage, dtype=integers)
-    return QuantizedRef(dtype, TensorRef(held, integers, tuple(size), tuple(strides), int(offset)), quantizer)
+    return QuantizedRef(dtype, _tensor(held, integers, offset, size, strides), quantizer)
 
 
 def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
@@ -270,14 +405,36 @@ def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
     return replace(tensor, is_conjugate=bool(flags.get("conj")), is_negative=bool(flags.get("neg")))
 
 
-def _rebuild_subclass(function: Callable[..., Any], _: object, arguments: Any, __: object) -> Any:
-    return function(*arguments) if function in (_rebuild_typed, _rebuild_untyped) else Opaque()
+def _rebuild_subclass(function: Callable[..., Any], kind: Any, arguments: Any, _: object) -> Any:
+    if function not in (_rebuild_typed, _rebuild_untyped):
+        return Opaque()
+    made = function(*arguments)
+    return replace(made, subclass=str(getattr(kind, "kind", kind))) if isinstance(made, TensorRef) else made
 
 
-def _inner_class(outer: object, name: object) -> type:
+def _rebuild_parameter(data: Any, needs_gradient: Any = True, *_: Any) -> Any:  # noqa: FBT002 - as torch calls it
+    if not isinstance(data, TensorRef):
+        return data
+    return replace(data, is_parameter=True, requires_grad=bool(needs_gradient))
+
+
+def _inner_class(outer: Any, name: str) -> type:
     """A class that was defined inside another one, which pickles look up by name."""
-    return type(str(name), (Opaque,), {"kind": f"{getattr(outer, 'kind', outer)}.{name}"})
+    kind = f"{outer.kind}.{name}"[:_LONGEST_PATH]
+    return type(name[:_LONGEST_PATH], (Opaque,), {"kind": kind})
 
+
+def _device(kind: str, number: int | None = None) -> DeviceName:
+    require(type(kind) is str and len(kind) < 100 and type(number) in (int, type(None)), "no device is so")
+    return DeviceName(kind if number is None else f"{kind}:{number}")
+
+
+def _layout(name: str) -> TorchName:
+    require(name in _LAYOUTS, f"torch has no layout {name!r}")
+    return TorchName(name.removeprefix("torch."))
+
+
+_LAYOUTS = ("torch.strided", *(f"torch.sparse_{kind}" for kind in ("coo", "csr", "csc", "bsr", "bsc")))
 
 _ARCHIVE_NAMES: StandIns = {
     **{
@@ -292,13 +449,12 @@ _ARCHIVE_NAMES: StandIns = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_untyped,
     ("torch._utils", "_rebuild_qtensor"): _rebuild_quantized,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_subclass,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): TorchSize,
-    ("torch", "device"): lambda *parts: TorchName(":".join(map(str, parts))),
+    ("torch.serialization", "_get_layout"): _layout,
+    ("torch", "device"): _device,
     ("builtins", "getattr"): _inner_class,
-    **{("builtins", kind.__name__): kind for kind in (set, frozenset, complex, bytearray, slice, range)},
-    ("_codecs", "encode"): lambda text, _: text.encode("latin-1"),
+    ("collections", "OrderedDict"): _empty(OrderedDict),
+    **{("builtins", kind.__name__): kind for kind in (complex, slice, range)},
 }

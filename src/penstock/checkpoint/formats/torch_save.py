@@ -17,10 +17,12 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.checkpoint.formats.restricted_pickle import (
+    DeviceName,
     QuantizedRef,
     TensorRef,
     TorchName,
     TorchSize,
+    parts_of,
     read_torch_pickle,
 )
 from penstock.checkpoint.state.regions import (
@@ -150,9 +152,9 @@ class TorchSaveArchive:
     records: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and size of every tensor's record, by key."""
 
-    def elements(self, read: ReadRange, tensor: TensorRef) -> bytearray:
-        """The elements of a tensor inside an object, in row-major order."""
-        return bytearray(row_major(tensor, memoryview(read(*self.records[tensor.storage.key]))))
+    def record(self, read: ReadRange, tensor: TensorRef) -> bytearray:
+        """The whole record of a tensor inside an object."""
+        return bytearray(read(*self.records[tensor.storage.key]))
 
 
 def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -> TorchSaveArchive:
@@ -191,16 +193,10 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
         for leaf in tensors
     )
     places: dict[str, tuple[int, int]] = {}
-    for tensor in (inner for inner in _inside(value) if isinstance(inner, TensorRef)):
+    for tensor in (inner for inner in inside(value) if isinstance(inner, TensorRef)):
         key = tensor.storage.key
         places[key] = places.get(key) or find(f"data/{key}")
-        steps = zip(tensor.shape, tensor.strides, strict=False)
-        reach = 0 if 0 in tensor.shape else 1 + sum((size - 1) * stride for size, stride in steps)
-        end_bytes = (tensor.offset + reach) * element_type(tensor.dtype).size_bytes
-        is_view = len(tensor.shape) == len(tensor.strides)
-        is_view &= min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
-        if not is_view or end_bytes > places[key][1]:
-            raise DataDamaged(f"A tensor reaches outside of its record data/{key}", where=where)
+        require_in_record(tensor, places[key][1], where)
     rows = []
     for leaf in tensors:
         tensor, (begin, record_bytes) = leaf.value, places[leaf.value.storage.key]
@@ -233,6 +229,17 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
     )
 
 
+def require_in_record(tensor: TensorRef, record_bytes: int, where: str = "") -> None:
+    """Raise `DataDamaged` unless all of a tensor's elements are in its record."""
+    steps = zip(tensor.shape, tensor.strides, strict=False)
+    reach = 0 if 0 in tensor.shape else 1 + sum((size - 1) * stride for size, stride in steps)
+    end_bytes = (tensor.offset + reach) * element_type(tensor.dtype).size_bytes
+    is_view = len(tensor.shape) == len(tensor.strides)
+    is_view &= min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
+    if not is_view or end_bytes > record_bytes:
+        raise DataDamaged(f"A tensor reaches outside of its record data/{tensor.storage.key}", where=where)
+
+
 def is_row_major(tensor: TensorRef) -> bool:
     """Return whether elements are contiguous; the stride of a dimension of one element does not matter."""
     wanted = contiguous_strides(tensor.shape)
@@ -261,43 +268,40 @@ def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
     return content.data
 
 
-_PLAIN: Final = frozenset(
+PLAIN: Final = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, bytearray, range, slice),
         *(list, tuple, set, frozenset, dict, OrderedDict),
-        *(TensorRef, QuantizedRef, TorchName, TorchSize),
+        *(TensorRef, QuantizedRef, TorchName, DeviceName, TorchSize),
     }
 )
 
 
 def is_plain(value: object) -> bool:
     """Return whether a value is complete: it holds no class, function or instance that a pickle names."""
-    return all(type(inner) in _PLAIN for inner in _inside(value))
+    return all(type(inner) in PLAIN for inner in inside(value))
 
 
-def with_elements(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
+def with_elements(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
     """A value with each tensor in it replaced by (type, shape, bytes)."""
     if isinstance(value, TensorRef):
-        return value.dtype, value.shape, bytes(elements(value))
+        return value.dtype, value.shape, bytes(row_major(value, memoryview(record(value))))
     if isinstance(value, QuantizedRef):
-        return value.dtype, with_elements((value.integers, value.quantizer), elements)
+        return value.dtype, with_elements((value.integers, value.quantizer), record)
     if isinstance(value, Mapping):
-        return {key: with_elements(inner, elements) for key, inner in value.items()}
+        return {key: with_elements(inner, record) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [with_elements(inner, elements) for inner in value]
+        return [with_elements(inner, record) for inner in value]
     return value
 
 
-def _inside(value: object) -> Iterator[object]:
-    """A value and all values inside it."""
-    yield value
-    if isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _inside(pair)
-    elif isinstance(value, QuantizedRef):
-        yield from _inside((value.integers, value.quantizer))
-    elif isinstance(value, slice):
-        yield from _inside((value.start, value.stop, value.step))
-    elif isinstance(value, list | tuple | set | frozenset):
-        for inner in value:
-            yield from _inside(inner)
+def inside(value: object) -> Iterator[object]:
+    """A value and all values inside it, each once."""
+    found, known = [value], {id(value)}
+    while found:
+        held = found.pop()
+        yield held
+        for inner in parts_of(held):
+            if id(inner) not in known:
+                known.add(id(inner))
+                found.append(inner)

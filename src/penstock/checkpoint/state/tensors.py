@@ -21,7 +21,8 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from penstock.checkpoint.formats.dcp_item import names_beyond_data
+from penstock.checkpoint.formats.dcp_item import open_item
+from penstock.checkpoint.formats.saved_objects import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.checkpoint.state.walk import (
@@ -464,6 +465,10 @@ def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
         )
 
 
+def _beyond_data(item: bytes) -> list[str]:
+    return names_beyond_data(open_item(item, "an object of the state")[0].value)
+
+
 def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked: set[bytes]) -> None:
     """Name once, when it is saved, what a load will not bring back as it is.
 
@@ -473,7 +478,7 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
     """
     objects = {held.name: held.digest for held in local_state.holdings.objects}
     for name, digest in objects.items():
-        beyond = () if digest in checked else names_beyond_data(local_state.objects[name])
+        beyond = () if digest in checked else _beyond_data(local_state.objects[name])
         if beyond and name not in warned:
             level = logging.WARNING if rank == 0 else logging.INFO
             logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))

@@ -1,0 +1,488 @@
+"""Objects of archives, rebuilt from parts that were checked.
+
+What of an object is data is decided here: plain values of Python and torch; arrays, numbers and generators of
+numpy, `BytesIO`, and the program's own enums, named tuples and dataclasses, if their module is already
+imported and they define no code of their own for this. The same rules apply when an object is saved, to
+report then what will need `trust`.
+
+Invariants: nothing is imported because a checkpoint names it, and none of its code runs; numpy and torch get
+no type, position or length from a checkpoint that was not compared with the bytes that are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MemberDescriptorType
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.checkpoint.formats.restricted_pickle import (
+    DeviceName,
+    Opaque,
+    QuantizedRef,
+    TensorRef,
+    TorchName,
+    TorchSize,
+    require,
+)
+from penstock.checkpoint.formats.torch_save import PLAIN, inside, require_in_record
+
+_LARGEST_SHARED = 1024
+_MOST_ENTROPY = 1024
+"""Numbers of a `SeedSequence`: its pool is as large as the checkpoint says."""
+
+
+def names_beyond_data(value: object) -> list[str]:
+    """The classes and functions in an archive's value for which a load needs `trust`."""
+    beyond = set()
+    for found in inside(value):
+        if isinstance(found, Opaque) or (isinstance(found, type) and issubclass(found, Opaque)):
+            beyond |= {found.kind} if _find_data(found.kind) is None else set()
+        elif type(found) not in PLAIN:
+            beyond.add("a class or function of torch or Python")
+    return sorted(beyond)
+
+
+def rebuild(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
+    """An archive's value with its tensors and instances; `record` reads the whole record of a tensor."""
+    return _Rebuilding(record).made(value)
+
+
+class _Rebuilding:
+    """One object: every part is rebuilt once, so what was shared is shared again."""
+
+    def __init__(self, record: Callable[[TensorRef], bytearray]) -> None:
+        self._record = record
+        self._records: dict[str, bytearray] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}
+        self._used: set[int] = set()
+
+    def made(self, value: Any) -> Any:
+        """A value, rebuilt."""
+        if value is None or type(value) in (str, int, float, bool, bytes):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if isinstance(value, list):
+            items: list[Any] = []
+            self._made[id(value)] = value, items
+            items.extend(map(self.made, value))
+            return items
+        if isinstance(value, dict):
+            entries = type(value)()
+            self._made[id(value)] = value, entries
+            entries.update((self.made(key), self.made(inner)) for key, inner in value.items())
+            if hasattr(value, "__dict__"):
+                # torch keeps the versions of modules in an attribute of an `OrderedDict`.
+                vars(entries).update(self.made(vars(value)))
+            return entries
+        rebuilt = self._rebuilt(value)
+        # The value is kept, so that its number stays its own.
+        self._made[id(value)] = value, rebuilt
+        return rebuilt
+
+    def _rebuilt(self, value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            return self._tensor(value)
+        if isinstance(value, QuantizedRef):
+            return _quantized(value, self._tensor(value.integers), self.made(value.quantizer[1:]))
+        if isinstance(value, TorchName):
+            import torch  # noqa: PLC0415 - other tools than loads do without it
+
+            return getattr(torch, value)
+        if isinstance(value, DeviceName):
+            import torch  # noqa: PLC0415 - as above
+
+            return torch.device(value)
+        if isinstance(value, TorchSize):
+            import torch  # noqa: PLC0415 - as above
+
+            return torch.Size(value)
+        if isinstance(value, tuple | set | frozenset):
+            return type(value)([self.made(inner) for inner in value])
+        if isinstance(value, slice):
+            return slice(self.made(value.start), self.made(value.stop), self.made(value.step))
+        if isinstance(value, Opaque):
+            return self._instance(value)
+        if isinstance(value, type) and issubclass(value, Opaque):
+            return _known(value.kind)
+        return value
+
+    def _instance(self, value: Opaque) -> Any:
+        make = _MAKERS.get(_plain_kind(value.kind))
+        if make is not None:
+            self._require_own_contents(value)
+            return make(self.made(value.arguments), self.made(value.state))
+        kind = _known(value.kind)
+        if not isinstance(kind, type) or value.kind in _TYPES:
+            require(False, f"{value.kind} is called with what it does not take")  # noqa: FBT003
+        if issubclass(kind, enum.Enum):
+            require(len(value.arguments) == 1, f"{value.kind} is a member of an enum without a value")
+            return kind(self.made(value.arguments[0]))
+        if issubclass(kind, tuple):
+            fields: tuple[str, ...] = kind._fields
+            require(len(value.arguments) == len(fields), f"{value.kind} has {len(fields)} fields")
+            return tuple.__new__(kind, self.made(value.arguments))
+        require(not value.arguments, f"{value.kind} is made with arguments")
+        made = object.__new__(kind)
+        self._made[id(value)] = value, made
+        _set_fields(made, kind, self.made(value.state))
+        return made
+
+    def _require_own_contents(self, value: Opaque) -> None:
+        """Numpy copies what arrays are made of, so two of them may not have the same."""
+        state = value.state if isinstance(value.state, tuple) else ()
+        for part in (*value.arguments, *state):
+            if isinstance(part, bytes | list) and len(part) > _LARGEST_SHARED:
+                require(id(part) not in self._used, f"contents of {value.kind} are those of another one, too")
+                self._used.add(id(part))
+
+    def _tensor(self, tensor: TensorRef) -> Any:
+        import torch  # noqa: PLC0415 - as above
+
+        key = tensor.storage.key
+        if key not in self._records:
+            self._records[key] = self._record(tensor)
+        record, dtype = self._records[key], getattr(torch, tensor.dtype)
+        require_in_record(tensor, len(record))
+        require(tensor.subclass in _TENSORS, f"{tensor.subclass} is a class of tensors")
+        count = len(record) // dtype.itemsize
+        if 0 in tensor.shape or not count:
+            made = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        else:
+            flat = torch.frombuffer(record, dtype=dtype, count=count)
+            made = flat.as_strided(tensor.shape, tensor.strides, tensor.offset)
+        if tensor.is_conjugate:
+            made = made.conj()
+        if tensor.is_negative:
+            made = torch._neg_view(made)  # noqa: SLF001 - the only way to make what was saved
+        if tensor.is_parameter:
+            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_() if tensor.requires_grad else made
+
+
+_TENSORS: Final = ("", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_TYPES: Final = frozenset(
+    f"builtins.{name}" for name in ("bytes", "dict", "float", "int", "list", "str", "tuple", "type")
+)
+"""Types that may be a value, as of a field of a dataclass."""
+_BIT_GENERATORS: Final = {
+    "MT19937": "_mt19937",
+    "PCG64": "_pcg64",
+    "PCG64DXSM": "_pcg64",
+    "Philox": "_philox",
+    "SFC64": "_sfc64",
+}
+_NUMPY_TYPES: Final = {
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": np.dtype,
+    "numpy.random.bit_generator.SeedSequence": np.random.SeedSequence,
+    **{f"numpy.random.{of}.{name}": getattr(np.random, name) for name, of in _BIT_GENERATORS.items()},
+}
+
+
+def _plain_kind(kind: str) -> str:
+    """A name with numpy's core as it was called before 2.0."""
+    return kind.replace("numpy._core.", "numpy.core.", 1)
+
+
+def _known(kind: str) -> Any:
+    found = _find_data(kind)
+    require(found is not None, f"{kind} is more than data")
+    return found
+
+
+def _find_data(name: str) -> Any:
+    """The class or function that a pickle means by this name, if it is data; None for anything else."""
+    if name in _NUMPY_TYPES:
+        return _NUMPY_TYPES[name]
+    if _plain_kind(name) in _MAKERS:
+        return _MAKERS[_plain_kind(name)]
+    steps = name.split(".")
+    found: Any = None
+    length = len(steps)
+    # The longest name of a module that is already imported: nothing is imported for a pickle.
+    for length in range(len(steps) - 1, 0, -1):
+        if (found := sys.modules.get(".".join(steps[:length]))) is not None:
+            break
+    for step in steps[length:]:
+        # Not getattr: a module may import something else when it is asked for a name.
+        found = vars(found).get(step) if hasattr(found, "__dict__") else None
+    is_data = isinstance(found, type) and (name in _TYPES or _is_data_class(found))
+    return found if is_data else None
+
+
+def _is_data_class(kind: type) -> bool:
+    if issubclass(kind, enum.Enum):
+        return getattr(kind._missing_, "__func__", None) in (
+            enum.Enum.__dict__["_missing_"].__func__,
+            enum.Flag.__dict__["_missing_"].__func__,
+        )
+    own = vars(kind)
+    if kind.__bases__ == (tuple,) and hasattr(kind, "_fields"):
+        return not own.keys() & {"__reduce__", "__reduce_ex__", "__setstate__", "__del__"}
+    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
+        return False
+    # All that makes an instance must have been generated by `dataclass`.
+    for base in kind.__mro__[:-1]:
+        own = vars(base)
+        if own.keys() & {"__new__", "__post_init__", "__reduce__", "__reduce_ex__", "__del__"}:
+            return False
+        for name in {"__init__", "__setattr__", "__setstate__"} & own.keys():
+            code = getattr(own[name], "__code__", None)
+            is_generated = own[name].__module__ == "dataclasses" or (code and code.co_filename == "<string>")
+            if code is None or not is_generated:
+                return False
+    return True
+
+
+def _set_fields(made: Any, kind: type, state: Any) -> None:
+    """Set what a dataclass was saved with; slots only through their own descriptors."""
+    values, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if isinstance(state, list):
+        # Frozen dataclasses with slots save the values of their fields.
+        names = [field.name for field in dataclasses.fields(kind)]
+        values, slots = None, dict(zip(names, state, strict=True))
+    require(
+        all(part is None or isinstance(part, dict) for part in (values, slots)),
+        f"{kind.__qualname__} has no such state",
+    )
+    if values:
+        require(hasattr(made, "__dict__"), f"{kind.__qualname__} has slots")
+        vars(made).update({str(name): value for name, value in values.items()})
+    for name, value in (slots or {}).items():
+        slot = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        require(isinstance(slot, MemberDescriptorType), f"{kind.__qualname__} has no slot {name!r}")
+        object.__setattr__(made, name, value)
+
+
+def _bytes_io(arguments: tuple[Any, ...], state: Any) -> io.BytesIO:
+    require(arguments == () and isinstance(state, tuple), "a BytesIO is not as Python saves it")
+    content, position, *_ = state
+    made = io.BytesIO(content)
+    made.seek(position)
+    return made
+
+
+def _counter(arguments: tuple[Any, ...], _: Any) -> Counter[Any]:
+    (counts,) = arguments
+    require(isinstance(counts, dict), "a Counter is not as Python saves it")
+    return Counter(counts)
+
+
+_TYPE_CODE: Final = re.compile(r"[biufcOSUVMm][0-9]{1,9}")
+_UNIT: Final = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
+
+
+def _dtype(arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
+    """A type of numpy, made by numpy from its description: no flag, offset or size is set."""
+    code: object = arguments[0]
+    if not isinstance(code, str) or _TYPE_CODE.fullmatch(code) is None:
+        raise ValueError(f"numpy has no type {code!r}")
+    if state is None:
+        return np.dtype(code)
+    _, order, base, names, fields, size_bytes, _, flags, *rest = state
+    if base is not None:
+        inner, shape = base
+        _require_shape(shape)
+        require(isinstance(inner, np.dtype) and code[0] == "V", "a type of numpy has parts of another kind")
+        require(math.prod(shape) * inner.itemsize == size_bytes, "a type of numpy has another size")
+        made: np.dtype[Any] = np.dtype((inner, shape))
+    elif names is not None:
+        require(all(len(fields[name]) == 2 for name in names), "a type of numpy has fields with titles")
+        formats, offsets = [fields[name][0] for name in names], [fields[name][1] for name in names]
+        require(all(isinstance(inner, np.dtype) for inner in formats), "a type of numpy has no such fields")
+        made = np.dtype(
+            {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": size_bytes},
+            align=bool(flags & 0x80),
+        )
+    elif code[0] in "Mm" and rest:
+        unit, count, *_ = rest[0][1]
+        unit = bytes(unit).decode("ascii")
+        require(_UNIT.fullmatch(unit) is not None and isinstance(count, int), f"numpy has no unit {unit!r}")
+        made = np.dtype(code if unit == "generic" else f"{code}[{count}{unit}]")
+    else:
+        made = np.dtype(code)
+    return np.dtype(made.newbyteorder(">") if order == ">" else made)
+
+
+def _require_shape(shape: Any) -> None:
+    is_shape = isinstance(shape, tuple) and len(shape) <= 64
+    require(is_shape and all(type(size) is int and 0 <= size < 1 << 62 for size in shape), "it has no shape")
+
+
+def _blank(arguments: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
+    """An array: bytes only for types whose elements are bytes, a list for those with Python's objects."""
+    require(arguments[0] is np.ndarray, "it is an array of a class of its own")
+    _, shape, dtype, is_by_columns, content = state
+    _require_shape(shape)
+    require(isinstance(dtype, np.dtype), "an array has no type")
+    order: Any = "F" if is_by_columns else "C"
+    count = math.prod(shape)
+    if dtype.hasobject:
+        require(isinstance(content, list) and len(content) == count, "an array of objects has other contents")
+        flat = np.empty(count, dtype)
+        for number, inner in enumerate(content):
+            flat[number] = inner
+        made = np.empty(shape, dtype, order=order)
+        made[...] = flat.reshape(shape)
+        return made
+    require(
+        isinstance(content, bytes) and len(content) == count * dtype.itemsize,
+        f"an array of {count} elements of {dtype.itemsize} bytes has other contents",
+    )
+    return np.ndarray(shape, dtype, bytearray(content), order=order)
+
+
+def _scalar(arguments: tuple[Any, ...], _: Any) -> Any:
+    dtype, content = arguments
+    is_whole = isinstance(dtype, np.dtype) and isinstance(content, bytes) and len(content) == dtype.itemsize
+    require(is_whole and not dtype.hasobject, "a number of numpy has other contents")
+    return np.ndarray((), dtype, bytearray(content))[()]
+
+
+def _seed_sequence(arguments: tuple[Any, ...], state: Any) -> np.random.SeedSequence:
+    require(arguments[0] is np.random.SeedSequence, "it is a SeedSequence of another class")
+    entropy, num_spawned, _, pool_size, spawn_key = state
+    require(4 <= pool_size <= _MOST_ENTROPY, "a SeedSequence has a pool of another size")
+    made = np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size)
+    return (
+        made
+        if not num_spawned
+        else np.random.SeedSequence(
+            entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=num_spawned
+        )
+    )
+
+
+def _bit_generator(arguments: tuple[Any, ...], state: Any) -> np.random.BitGenerator:
+    (kind,) = arguments
+    if kind in _BIT_GENERATORS:
+        kind = getattr(np.random, kind)
+    is_known = kind in _NUMPY_TYPES.values() and issubclass(kind, np.random.BitGenerator)
+    require(is_known, "numpy has no such generator")
+    state, seeds = state if isinstance(state, tuple) else (state, None)
+    require(seeds is None or type(seeds) is np.random.SeedSequence, "a generator has no such seeds")
+    made: Any = kind(seeds if seeds is not None else 0)
+    made.state = _checked_state(state)
+    assert isinstance(made, np.random.BitGenerator)
+    return made
+
+
+def _checked_state(state: Any) -> Any:
+    """The state of a generator; numpy does not compare its positions with the numbers that it has."""
+    held = [state, state["state"]]
+    for name, most in (("pos", 624), ("buffer_pos", 4)):
+        places = [part[name] for part in held if isinstance(part, dict) and name in part]
+        require(
+            all(type(place) is int and 0 <= place <= most for place in places),
+            f"a generator of numpy is at number {places} of {most}",
+        )
+    return state
+
+
+def _generator(arguments: tuple[Any, ...], state: Any) -> np.random.Generator:
+    return np.random.Generator(_own_bits(arguments, state))
+
+
+def _own_bits(arguments: tuple[Any, ...], state: Any) -> Any:
+    """The bits of a generator: itself, or before numpy 1.24 its name, with the state."""
+    (bits,) = arguments
+    if isinstance(bits, str):
+        return _bit_generator(arguments, state)
+    require(isinstance(bits, np.random.BitGenerator), "a generator has no bits")
+    return bits
+
+
+def _random_state(arguments: tuple[Any, ...], state: Any) -> np.random.RandomState:
+    made = np.random.RandomState(_own_bits(arguments, state))
+    if state is not None:
+        made.set_state(_checked_state(state))
+    return made
+
+
+def _sparse(arguments: tuple[Any, ...], _: Any) -> Any:
+    """A sparse tensor; torch compares its indices with its size."""
+    import torch  # noqa: PLC0415 - as above
+
+    layout, parts = arguments
+    if layout is torch.sparse_coo:
+        indices, values, size, *is_coalesced = parts
+        flag = is_coalesced[0] if is_coalesced else None
+        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=flag)
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=True)
+
+
+def _nested(arguments: tuple[Any, ...], _: Any) -> Any:
+    """A nested tensor; torch does not compare the places of its parts with its elements."""
+    import torch  # noqa: PLC0415 - as above
+
+    elements, *table = arguments
+    sizes, strides, offsets = (part.long() for part in table)
+    require(sizes.dim() == 2 and sizes.shape == strides.shape, "a nested tensor has no such parts")
+    require(offsets.shape == sizes.shape[:1] and elements.dim() == 1, "a nested tensor has no such parts")
+    for size, step, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        end = offset + 1 + sum((n - 1) * by for n, by in zip(size, step, strict=True)) if 0 not in size else 0
+        require(min(*size, *step, offset) >= 0 and end <= len(elements), "a nested tensor has parts outside")
+    return torch._nested_view_from_buffer(elements, sizes, strides, offsets)  # noqa: SLF001 - as torch.load
+
+
+def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> Any:
+    """A quantized tensor: torch compares neither zero points nor the numbers of scales with it."""
+    import torch  # noqa: PLC0415 - as above
+
+    # torch has no public function that takes scales per channel; archives name this one.
+    rebuild_quantized: Any = torch._utils._rebuild_qtensor  # noqa: SLF001 - as above
+    make_storage: Any = torch.storage.TypedStorage
+    dtype = getattr(torch, of.dtype)
+    whole = integers.contiguous()
+    if of.quantizer[0] == "per_tensor_affine":
+        scale, zero = parameters
+        points = [zero]
+    else:
+        scale, zero, axis = parameters
+        require(type(axis) is int and 0 <= axis < whole.dim(), "a quantized tensor has no such axis")
+        require(
+            scale.shape == zero.shape == whole.shape[axis : axis + 1],
+            "a quantized tensor has another number of scales",
+        )
+        points = zero.tolist()
+    limits = torch.iinfo(whole.dtype)
+    is_exact = of.quantizer[0] != "per_channel_affine_float_qparams"
+    require(
+        not is_exact or all(type(point) is int and limits.min <= point <= limits.max for point in points),
+        "a quantized tensor has a zero point that is no element",
+    )
+    storage = whole.clone().untyped_storage()
+    return rebuild_quantized(
+        make_storage(wrap_storage=storage, dtype=dtype, _internal=True),
+        storage_offset=0,
+        size=whole.shape,
+        stride=whole.stride(),
+        quantizer_params=(getattr(torch, of.quantizer[0]), *parameters),
+        requires_grad=False,
+        backward_hooks={},
+    )
+
+
+_MAKERS: Final[Mapping[str, Callable[[tuple[Any, ...], Any], Any]]] = {
+    "_io.BytesIO": _bytes_io,
+    "collections.Counter": _counter,
+    "numpy.core.multiarray._reconstruct": _blank,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy.dtype": _dtype,
+    "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
+    "numpy.random._pickle.__generator_ctor": _generator,
+    "numpy.random._pickle.__randomstate_ctor": _random_state,
+    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _seed_sequence,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+}

@@ -1,0 +1,168 @@
+"""Objects that a checkpoint's writer made to harm are refused, and touch no memory but their own."""
+
+import io
+import resource
+import struct
+import zipfile
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.formats.dcp_item import load_object, object_bytes
+from penstock.errors import DataDamaged, UsageError
+
+torch = pytest.importorskip("torch")
+
+ADDRESS = b"\x40\x41\x41\x41\x41\x41\x00\x00"
+
+
+def item(pickled: bytes) -> bytes:
+    """An archive with this value, as torch writes them."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + pickled + b".")
+        archive.writestr("archive/byteorder", b"little")
+    return made.getvalue()
+
+
+def name(text: str) -> bytes:
+    module, _, last = text.rpartition(".")
+    return f"c{module}\n{last}\n".encode()
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def several(*parts: bytes) -> bytes:
+    return b"(" + b"".join(parts) + b"t"
+
+
+def called(what: str, *parts: bytes) -> bytes:
+    return name(what) + several(*parts) + b"R"
+
+
+def raw(content: bytes) -> bytes:
+    return called("_codecs.encode", text(content.decode("latin-1")), text("latin1"))
+
+
+def dtype(code: str, *, flags: int = 0, fields: bytes = b"NN", size: int = -1) -> bytes:
+    state = several(number(3), text("|"), b"N", fields, number(size), number(-1), number(flags))
+    return called("numpy.dtype", text(code), b"\x89", b"\x88") + state + b"b"
+
+
+def array(kind: bytes, count: int, content: bytes) -> bytes:
+    blank = called(
+        "numpy._core.multiarray._reconstruct", name("numpy.ndarray"), several(number(0)), raw(b"b")
+    )
+    return blank + several(number(1), several(number(count)), kind, b"\x89", content) + b"b"
+
+
+def fields(offset: int, of: bytes) -> bytes:
+    return several(text("a")) + b"}" + text("a") + several(of, number(offset)) + b"s"
+
+
+GENERATOR = several(
+    b"}("
+    + text("bit_generator")
+    + text("MT19937")
+    + text("state")
+    + b"}("
+    + text("key")
+    + b"](" + b"K\x01" * 624 + b"e"
+    + text("pos")
+    + number(1 << 30)
+    + b"uu",
+    b"N",
+)  # fmt: skip
+LISTS = b"]q\x00" + b"".join(b"0]q%c(h%ch%ce" % (k, k - 1, k - 1) for k in range(1, 41))
+HOSTILE = {
+    "addresses as objects": array(dtype("O8"), 8, raw(ADDRESS * 8)),
+    "addresses as objects that are said to be such": array(dtype("O8", flags=63), 8, raw(ADDRESS * 8)),
+    "an address as a number": called("numpy._core.multiarray.scalar", dtype("O8"), raw(ADDRESS)),
+    "addresses in records": array(dtype("V16", fields=fields(0, dtype("O8")), size=16), 2, raw(ADDRESS * 4)),
+    "a field behind its record": array(
+        dtype("V16", fields=fields(1 << 28, dtype("f8")), size=16), 2, raw(ADDRESS * 4)
+    ),
+    "a position of a generator": called(
+        "numpy.random._pickle.__bit_generator_ctor", name("numpy.random._mt19937.MT19937")
+    )
+    + GENERATOR
+    + b"b",
+    "more elements than bytes": array(dtype("f8"), 1 << 40, raw(ADDRESS)),
+    "bytes of a length": called("builtins.bytes", number(30 << 30)),
+    "bytearray of a length": called("builtins.bytearray", number(30 << 30)),
+    "list of a range": called("builtins.list", called("builtins.range", number(10**9))),
+    "set of a range": called("builtins.set", called("builtins.range", number(10**9))),
+    "size of a range": called("torch.Size", called("builtins.range", number(10**9))),
+    "memory of a tensor class": called("torch.FloatTensor", number(1 << 40)),
+    "lists in lists": LISTS,
+    "itself": b"]q\x00h\x00a",
+    "deep": b"]" * 100_000 + b"a" * 99_999,
+    "text again and again": b"("
+    + text("x" * 50_000)
+    + b"q\x01"
+    + b"c_codecs\nencode\nq\x02(h\x01h\x01tR" * 1000 + b"t",
+    "one content, a thousand arrays": b"(" + raw(b"x" * 100_000) + b"q\x01"
+    + array(dtype("u1"), 100_000, b"h\x01") * 2 + b"t",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", list(HOSTILE))
+def test_objects_of_hostile_parts_are_refused_and_cost_no_memory(which: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((DataDamaged, UsageError), match=r"The object x (cannot be read|is more than data): "):
+        load_object(item(HOSTILE[which]), "x", trust=False, where="here")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def hostile_tensors() -> dict[str, Any]:
+    sparse = torch.sparse_coo_tensor([[7]], [1.0], (3,), check_invariants=False)
+    nested = torch.nested.nested_tensor([torch.ones(77), torch.ones(1)])
+    by_channel = torch.quantize_per_tensor(torch.ones(2, 3), 0.5, 3, torch.qint8)
+    return {
+        "sparse": object_bytes((sparse,)),
+        "nested": object_bytes((nested,)).replace(struct.pack("<qq", 77, 1), struct.pack("<qq", 79, 1)),
+        "zero point": object_bytes((by_channel,)).replace(b"K\x03\x87q", b"K\xc8\x87q"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("which", ["sparse", "nested", "zero point"])
+def test_tensors_whose_parts_point_elsewhere_are_refused(which: str) -> None:
+    with pytest.raises(DataDamaged, match="The object x cannot be read: "):
+        load_object(hostile_tensors()[which], "x", trust=False, where="here")
+
+
+def test_what_an_object_shares_is_shared_again() -> None:
+    inner, whole = [1], torch.arange(6.0)
+    read = load_object(
+        object_bytes((inner, inner, whole, whole[2:], torch.nn.Parameter(whole))),
+        "x",
+        trust=False,
+        where="here",
+    )
+    assert read[0] is read[1]
+    read[2][2] = 9
+    assert read[3][0] == read[4][2] == 9
+    assert isinstance(read[4], torch.nn.Parameter)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_all_layouts_and_names_of_torch_are_data() -> None:
+    values = {
+        "coo": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+    read = load_object(object_bytes((values,)), "x", trust=False, where="here")[0]
+    assert all(torch.equal(read[key].to_dense(), value.to_dense()) for key, value in values.items())
+    nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.zeros(1, 2)])
+    (again,) = load_object(object_bytes((nested,)), "x", trust=False, where="here")
+    assert [part.tolist() for part in again.unbind()] == [part.tolist() for part in nested.unbind()]
+    names = (torch.float32, torch.strided, torch.device("cpu"), torch.Size([2]))
+    assert load_object(object_bytes(names), "x", trust=False, where="here") == names
