@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import pickle
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -75,6 +76,11 @@ def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment:
         base = user_cache_folder(environment)
         folder = base / f"loops-{hashlib.sha256(source + compiler.encode()).hexdigest()[:24]}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # numba unpickles what is there.
+        owned = [each.stat() for each in (base, folder)]
+        if any(each.st_uid != os.geteuid() or each.st_mode & stat.S_IWOTH for each in owned):
+            logger.warning("Compiling for this run only, because others may write to the cache in %s", folder)
+            return None
     except (OSError, RuntimeError) as error:
         logger.warning("Compiling for this run only, because there is no cache folder: %s", error)
         return None

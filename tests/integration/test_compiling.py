@@ -54,6 +54,14 @@ def test_only_its_owner_may_change_what_will_be_run(folder: Path) -> None:
     assert loops.stat().st_mode & 0o077 == 0
 
 
+def test_a_cache_that_others_may_write_to_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "penstock").mkdir(parents=True)
+    (folder / "penstock").chmod(0o777)
+    doubled(folder)
+    assert list(files_in(folder)) == []
+    assert "others may write" in caplog.text
+
+
 def test_the_compiler_keeps_its_own_cache_folder_for_others(folder: Path) -> None:
     before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # made when numba is imported
     doubled(folder)

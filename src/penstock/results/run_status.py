@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from penstock import __version__
 from penstock.errors import UsageError
 from penstock.progress import Activity, Progress, RunName
+from penstock.storage.files.durable import open_draft
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def _replace_file(path: Path, content: str) -> None:
     """Replace a file in one step, without a sync, if that is possible."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(content, encoding="utf-8")
+        with open_draft(unfinished) as file:
+            file.write(content.encode())
         unfinished.replace(path)
     except OSError as error:
         logger.debug("%s cannot be written: %s", path, error)

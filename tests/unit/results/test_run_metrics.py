@@ -81,3 +81,13 @@ def test_the_text_costs_less_than_a_thousandth_of_a_core_a_second() -> None:
     for _ in range(200):
         format_metrics(STATUS)
     assert (time.thread_time() - began_s) / 200 < 1e-3  # one look a second
+
+
+def test_a_link_in_the_place_of_the_next_file_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "thesis").write_text("precious")
+    (tmp_path / "folder" / f".penstock-{STATUS.run}.prom.{os.getpid()}").symlink_to(tmp_path / "thesis")
+    TextCollectorFile(tmp_path / "folder").show(STATUS)
+    assert (tmp_path / "thesis").read_text() == "precious"
+    (published,) = (tmp_path / "folder").iterdir()
+    assert published.read_text() == format_metrics(STATUS)

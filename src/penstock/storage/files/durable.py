@@ -34,10 +34,16 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that it exists durably and completely, or keeps its former content."""
     # With the PID in its name, processes that write the same file do not share a draft; the last rename wins.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "wb") as file:
+    with open_draft(draft) as file:
         file.write(content)
         sync_open_file(file)
     rename_durably(draft, path)
+
+
+def open_draft(path: Path) -> IO[bytes]:
+    """Make a file, also where there is one: what another user put there, as a link, is not written to."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
 
 
 def replace_durably(draft: Path, target: Path) -> None:
