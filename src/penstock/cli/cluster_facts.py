@@ -12,7 +12,7 @@ from typing import cast
 
 from penstock.cli.option_groups import STORAGE
 from penstock.cli.options import flag, option, optional_argument, repeated, verb
-from penstock.cli.parsers import FILE, FOLDER, GATE, LAUNCHER, TEXT, TIME, URI, chosen
+from penstock.cli.parsers import FILE, FOLDER, GATE, LAUNCHER, NEW_FILE, TEXT, TIME, URI, chosen
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
@@ -39,7 +39,7 @@ def collect(
         "Start a process on each host in this way: ssh, slurm (default hosts: the allocation), mpi (any "
         "launcher) or local for this machine only (default: mpi with hosts, else local).",
     ),
-    output: Path = option("--output", FILE, "Write this file.", default="cluster.json", short="-o"),
+    output: Path = option("--output", NEW_FILE, "Write this file.", default="cluster.json", short="-o"),
     allow_partial: bool = flag("--allow-partial", "Accept missing hosts, and mark the facts as partial."),
     timeout_s: float = option("--timeout", TIME, "Wait at most this long for one host.", default="60s"),
     launcher: str = option(

@@ -108,6 +108,8 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
     overrides, arguments = parse_dlio_words(words)
     name = arguments.get("workload") or DEFAULT_WORKLOAD
     config_dir = Path(arguments["--config-dir"]) if "--config-dir" in arguments else None
+    if config_dir is not None and not config_dir.is_dir():
+        raise UsageError("No such directory", where=f"--config-dir {config_dir}", fix="Name another.")
     loaded = load(name, overrides=overrides, config_dir=config_dir, prefers_dlio=True)
     workload, stages = loaded.workload, loaded.workload.workflow
     require_runnable_stages(workload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.kvcache_planning import KV_DTYPE, KV_MODEL, TraceFormatOptions
 from penstock.cli.option_groups import PAGE, STORAGE, write_page
@@ -17,6 +17,7 @@ from penstock.cli.options import (
     group,
     option,
     optional_argument,
+    refuse_ignored,
     required,
     verb,
 )
@@ -43,6 +44,13 @@ if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
 
 MISSED = 1
+_MLPERF_ONLY: Final = ("--options", "--trials", "--pause")
+_BLOCKS_ONLY: Final = (
+    "--page", "--model", "--dtype", "--gpu", "--cpu", "--tensor-parallel", "--pipeline-parallel",
+    "--per-layer", "--layout", "--speedup", "--prefill-rate", "--keep", "--requests", "--users", "--think",
+    "--chunk-tokens", "--objective",
+)  # fmt: skip
+"""Options that one of the workloads of `kvcache run` ignores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +175,7 @@ def run(
       penstock kvcache run mlperf-v3 --to /mnt/kv --scale 1/1000 --duration 10s --trials 1 --pause 0s
     """
     if workload == "blocks":
+        refuse_ignored(_MLPERF_ONLY, "only mlperf-v3 takes it")
         from penstock.kvcache.block_trace import generate_trace
 
         trace = generate_trace(
@@ -174,6 +183,7 @@ def run(
         )
         objective_ms = None if objective_s is None else objective_s * 1e3
         return _measure(trace, cache, comm, terminal, objective_ms=objective_ms, users=users)
+    refuse_ignored(_BLOCKS_ONLY, "mlperf-v3 does not take it")
     from penstock.kvcache.io_engine import EngineSettings
     from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
     from penstock.storage import open_storage

@@ -375,6 +375,18 @@ class Group(click.Group):
             )
 
 
+def refuse_ignored(names: tuple[str, ...], why: str) -> None:
+    """Refuse those of the options `names` that the user gave: the running command would ignore them."""
+    context = click.get_current_context()
+    given = {
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if context.params.get(parameter.name or "") not in (None, (), False)
+    }
+    if ignored := [name for name in names if name in given]:
+        raise UsageError(f"{' and '.join(ignored)} would be ignored: {why}", fix="Leave it out.")
+
+
 def command_line() -> tuple[str, ...]:
     """The command that is running, as a user would type it; runs record it."""
     return ("penstock", *(click.get_current_context().find_root().obj or ()))

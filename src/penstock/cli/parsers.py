@@ -5,6 +5,7 @@ A parser raises `UsageError`; the option layer adds the name of the option that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -177,11 +178,19 @@ def _list_runs(parent: str) -> Iterable[str]:
     return [run.name for run in run_folders(folder)] if folder.is_dir() else []
 
 
+def new_file(text: str) -> Path:
+    """A file to write. A place without room for one is refused before hours of measuring, not after."""
+    path = Path(text)
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"No file can be written at {text}", fix="Name a file in a folder of yours.")
+    return path
+
+
 def _new_page(text: str) -> Path:
-    # Refused before hours of measuring, not after.
     from penstock.reports.page import require_replaceable
 
-    return require_replaceable(Path(text))
+    return require_replaceable(new_file(text))
 
 
 TEXT = Parser("TEXT", str)
@@ -194,6 +203,7 @@ URI = Parser("URI", str, completes="file")
 FOLDER_URI = Parser("DIR", str, completes="dir")
 FOLDER = Parser("DIR", Path, completes="dir")
 FILE = Parser("FILE", Path, completes="file")
+NEW_FILE = Parser("FILE", new_file, completes="file")
 NEW_PAGE = Parser("FILE", _new_page, completes="file")
 SIZE = with_unit(Parser("SIZE", parse_bytes), "4MiB or 512GiB")
 RATE = Parser("RATE", parse_rate)

@@ -399,11 +399,11 @@ def compare(
     if len(runs) < 2:
         raise UsageError("A comparison needs at least two runs", fix="Name another run.")
     comparison = compare_runs([summarize_run(find_run_folder(run, parent)) for run in runs])
-    write_page(page, lambda: make_comparison_page(comparison), terminal)
     document = {"is_comparable": comparison.is_comparable, **asdict(comparison)}
     for run in document["runs"]:
         del run["settings"]
     terminal.result(document, _view_comparison(comparison))
+    write_page(page, lambda: make_comparison_page(comparison), terminal)
 
 
 def _view_comparison(comparison: RunComparison) -> View:

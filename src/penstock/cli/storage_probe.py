@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.cli.option_groups import PAGE, STORAGE, write_page
-from penstock.cli.options import argument, command_line, option
+from penstock.cli.options import argument, command_line, option, refuse_ignored
 from penstock.cli.parsers import FOLDER, SIZE, URI, choice, number, several, whole
 from penstock.cli.rank_options import followed
 from penstock.cli.terminal import Terminal, View, table
@@ -107,6 +107,10 @@ def probe(
     from penstock.bench.probe.probe_page import make_probe_page
     from penstock.bench.recorded_run import RunSettings
 
+    if "knee" not in parts:
+        refuse_ignored(("--request", "--mix", "--depth", "--rates"), "only --measure knee takes it")
+    if "best" not in parts:
+        refuse_ignored(("--blocks",), "only --measure best takes it")
     environment = process_environment()
     request = ProbeRequest(
         uri=uri,
@@ -127,9 +131,9 @@ def probe(
         measure = partial(probe_in_folder, settings, request)
     with terminal.progress() as progress:
         report = measure(comm=comm, options=dict(storage), progress=progress)
-    write_page(page, lambda: make_probe_page(report), terminal)
     terminal.notes(report.notes)
     terminal.result(asdict(report), _tell(report))
+    write_page(page, lambda: make_probe_page(report), terminal)
 
 
 def _tell(report: ProbeResult) -> View:

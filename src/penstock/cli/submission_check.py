@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
-from penstock.cli.parsers import EDITION, FILE, FOLDER, NEW_PAGE, RULE
+from penstock.cli.parsers import EDITION, FOLDER, NEW_FILE, NEW_PAGE, RULE
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
 from penstock.errors import name_some, printable
 from penstock.submission import check as judging
@@ -35,7 +35,7 @@ def check(
     *,
     folder: Path = _FOLDER,
     edition: str = _EDITION,
-    csv: Path | None = option("--csv", FILE, "Write findings to this CSV file, a row for each."),
+    csv: Path | None = option("--csv", NEW_FILE, "Write findings to this CSV file, a row for each."),
     html: Path | None = option("--html", NEW_PAGE, "Write an HTML page that needs no network to this file."),
 ) -> int:
     """Check every result below DIR against the rules of MLPerf Storage, from its files alone.
@@ -71,12 +71,12 @@ def check(
         for finding in findings
         if finding.verdict is not Verdict.PASS
     )
+    terminal.result(judging.check_document(results, applied, found, alone), _view_verdicts(results, applied))
     if csv is not None:
         write_text(csv.parent, csv.name, findings_csv(results))
     if html is not None:
         page = verdicts_page(results, applied.edition, applied.for_the_reviewer, found.without_results)
         write_report(page, html)
-    terminal.result(judging.check_document(results, applied, found, alone), _view_verdicts(results, applied))
     return judging.exit_code(results)
 
 

@@ -71,9 +71,6 @@ def report(
         check_output(path, (), kind="an earlier report", is_kind=is_page)
     with _open_study(spec, Path(), read.dask, terminal, strict=read.strict) as (study, progress):
         made = report_runs(study, progress=progress)
-    if path is not None:
-        write_run_report(made, path)
-        terminal.note(f"wrote {path}")
     view = [
         *made.says,
         *(bold(f"{finding.code} {finding.title}") for finding in made.findings),
@@ -84,6 +81,9 @@ def report(
         ),
     ]
     terminal.result({"page": str(path) if path else None, **made.document()}, view)
+    if path is not None:
+        write_run_report(made, path)
+        terminal.note(f"wrote {path}")
 
 
 def _describe_runs(

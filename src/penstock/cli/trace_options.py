@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.options import arguments, flag, option, repeated
-from penstock.cli.parsers import TEXT, URI, Parser, choice
+from penstock.cli.parsers import TEXT, URI, Parser, choice, new_file
 from penstock.cli.terminal import Terminal, TextTable, View, print_json
 from penstock.errors import UsageError
 from penstock.trace.questions.answer import Answer
@@ -123,6 +123,8 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
     from penstock.trace.reading.trace_files import find_trace_files
     from penstock.trace.trace_set import refuse_overwriting
 
+    if not out.exists():
+        new_file(str(out))
     if out.exists() and (out.is_dir() or out.is_file()):
         refuse_overwriting(
             out,

@@ -385,9 +385,9 @@ def sweep(
         }
         for attempt in tries
     ]
-    write_page(page, lambda: accelerator_sweep.make_sweep_page(fed, tries, workload.name, data.uri), terminal)
     is_most = fed == max_accelerators
     document = {"accelerators": fed, "is_most": is_most, "tries": [asdict(attempt) for attempt in tries]}
     more = ", and perhaps more" if is_most else ""
     terminal.result(document, table(f"{fed} accelerators are fed{more}", rows))
+    write_page(page, lambda: accelerator_sweep.make_sweep_page(fed, tries, workload.name, data.uri), terminal)
     return 0 if fed else 1

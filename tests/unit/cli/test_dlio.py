@@ -199,6 +199,11 @@ def test_an_absolute_data_folder_needs_no_root() -> None:
     assert data_location(unet3d(*settings), {}).uri == "file:///data/unet3d"
 
 
+def test_a_missing_directory_of_workloads_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-dir=/nonexistent", "workload=unet3d_h100"]) == 2
+    assert "No such directory (--config-dir /nonexistent)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("setting", ["storage.storage_type=direct_fs", "reader.odirect=true"])
 def test_direct_files_are_read_past_the_page_cache(setting: str) -> None:
     location = data_location(unet3d("dataset.data_folder=/data", setting), {})

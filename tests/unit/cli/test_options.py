@@ -13,7 +13,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import penstock
-from penstock.cli.app import app
+from penstock.cli.app import app, main
 from penstock.cli.options import (
     Group,
     Verb,
@@ -341,6 +341,28 @@ def test_a_letter_is_short_for_the_same_option_in_every_verb() -> None:
     assert meanings.pop("-o") <= {"--output", "--out", "--output-dir"}
     assert meanings.pop("-O") == {"--option"}
     assert all(len(options) == 1 for options in meanings.values()), meanings
+
+
+@pytest.mark.parametrize(
+    ("words", "ignored"),
+    [
+        (("kvcache", "run", "mlperf-v3", "--to", "kv", "--page", "p.html", "--keep"), "--page and --keep"),
+        (("kvcache", "run", "--to", "kv", "--trials", "2"), "--trials"),
+        (("storage", "probe", "x", "--request", "4KiB", "--rates", "9"), "--request and --rates"),
+        (("storage", "probe", "x", "--measure", "knee", "--blocks", "1MiB"), "--blocks"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    words: tuple[str, ...],
+    ignored: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*words]) == 2
+    assert f"penstock: {ignored} would be ignored: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pages_that_messages_name_are_there() -> None:

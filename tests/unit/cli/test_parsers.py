@@ -80,6 +80,15 @@ def test_a_scale_outside_of_its_range_is_refused(text: str) -> None:
         parsers.SCALE(text)
 
 
+@pytest.mark.parametrize("name", ["file/new.html", "", "/proc/1/new.html"])
+def test_a_place_for_no_file_is_refused_before_the_work_begins(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for parser in (parsers.NEW_PAGE, parsers.NEW_FILE):
+        with pytest.raises(UsageError, match="No file can be written at"):
+            parser(str(tmp_path / name))
+    assert parsers.NEW_FILE(str(tmp_path / "a/b/new.csv")) == tmp_path / "a/b/new.csv"
+
+
 def test_a_page_over_another_file_is_refused_before_the_work_begins(tmp_path: Path) -> None:
     (tmp_path / "notes.html").write_text("notes")
     with pytest.raises(UsageError, match="not a page of Penstock"):
