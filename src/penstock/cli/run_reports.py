@@ -64,6 +64,7 @@ def view_training(result: TrainingResult) -> View:
     train, stages = result.train, result.stages
     accelerators = f"{result.ranks} accelerator{'s' * (result.ranks > 1)}"
     yield TextTable(f"{result.workload}, {accelerators}", epoch_rows(train.epochs))
+    yield bold(f"  verdict   {result.verdict.upper()}")
     strict = f"{train.au_strict_percent.mean:.2f} %" if train.au_strict_percent else "-"
     yield f"  AU        {train.au_compat_percent.mean:.2f} % by DLIO's formula, {strict} strictly"
     yield (
@@ -118,8 +119,6 @@ def checkpoint_warnings(result: CheckpointResult) -> list[str]:
 
 def view_checkpoints(result: CheckpointResult) -> View:
     """The throughput of each direction, and the bottleneck."""
-    from penstock.bench.checkpoint.checkpoint_result import find_bottleneck
-
     directions = (("write", result.write, "generate"), ("read", result.read, "verify"))
     yield TextTable(
         f"{format_bytes(result.total_bytes)} a checkpoint of {result.model}, at {result.target}",
@@ -138,7 +137,9 @@ def view_checkpoints(result: CheckpointResult) -> View:
             if figures is not None
         ],
     )
-    yield bold(f"Bottleneck: {find_bottleneck(result.rounds)}")
+    held = ", ".join(f"{name} {figures['bottleneck']}" for name, figures, _ in directions if figures)
+    yield bold(f"Bottleneck: {held}")
+    yield bold(f"Verdict: {result.verdict.upper()}")
     yield "  GiB/s: all bytes over all time; each: mean of checkpoints; content: making or verifying it"
     if result.gap_s is not None:
         yield f"  {result.gap_s:.1f} s between the last write and the first read"

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
     from penstock.bench.loader.loader_protocol import ContentCheck
     from penstock.bench.training.training_files import OpenFormat
+    from penstock.bench.training.training_result import TrainingResult
     from penstock.bench.training.training_run import TrainingRequest
     from penstock.workflows.submission_results import ResultWriter
 
@@ -140,6 +141,7 @@ def run(
 
     One rank is one accelerator. The data set is evicted from the page cache before each epoch. With --loader
     MODULE:FACTORY your own loader runs unchanged, and the result says where each second of waiting went.
+    Exits with 1 if the AU stays below the workload's metric.au.
 
     Examples:
 
@@ -157,8 +159,7 @@ def run(
       penstock training run --loader my_data:make_loader --step my_model:train --results runs --try workers=8
     """
     if options.loader is not None and ":" in options.loader:
-        _run_own_loader(options, options.loader, comm=comm, terminal=terminal)
-        return 0
+        return _exit_code(_run_own_loader(options, options.loader, comm=comm, terminal=terminal))
     for what, given in (
         ("argument 'WORKLOAD'", options.workload.name),
         ("option '--data'", options.data.uri),
@@ -192,7 +193,13 @@ def run(
     stages = result.stages
     terminal.notes((*stages.remarks, *reconciliation_notes(stages.deliveries), *stages.advice))
     terminal.result(result.document(), view_training(result))
-    return 0
+    return _exit_code(result)
+
+
+def _exit_code(result: TrainingResult) -> int:
+    from penstock.results.phase_figures import HOLDING
+
+    return 0 if result.verdict in HOLDING else 1
 
 
 def plan_training(
@@ -257,7 +264,7 @@ def plan_training(
         decodes=options.decode,
         check=options.check,
         reader=reader,
-        needs_counted_step=True,
+        is_judged=True,
         command=command_line(),
         environment=environment,
         overrides=tuple(f"++workload.{text}" for text in options.workload.settings),
@@ -279,7 +286,9 @@ def plan_training(
     return request, session
 
 
-def _run_own_loader(options: TrainingRunOptions, name: str, *, comm: Comm, terminal: Terminal) -> None:
+def _run_own_loader(
+    options: TrainingRunOptions, name: str, *, comm: Comm, terminal: Terminal
+) -> TrainingResult:
     """Run the user's loader and print what it was waited for."""
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader
     from penstock.bench.own_loader.user_code import DescribedLoader, load_user_code
@@ -341,6 +350,7 @@ def _run_own_loader(options: TrainingRunOptions, name: str, *, comm: Comm, termi
     # The answer first, then what every training run prints.
     answer = [bold(waits.sentence), *(f"  {title:<10}{text}" for title, text in waits.lines)]
     terminal.result(result.document(), [*answer, *view_training(result)])
+    return result
 
 
 @verb
@@ -380,14 +390,18 @@ def sweep(
             "accelerators": str(attempt.accelerators),
             "AU %": f"{attempt.au_compat:.2f}",
             "samples/s": f"{attempt.samples_per_s:,.1f}",
-            "fed": "yes" if attempt.meets_threshold else "no",
-            "limit": attempt.bottleneck or "-",
+            **accelerator_sweep.verdict_columns(attempt),
         }
         for attempt in tries
     ]
-    is_most = fed == max_accelerators
-    document = {"accelerators": fed, "is_most": is_most, "tries": [asdict(attempt) for attempt in tries]}
-    more = ", and perhaps more" if is_most else ""
-    terminal.result(document, table(f"{fed} accelerators are fed{more}", rows))
+    at_least, limit = accelerator_sweep.sum_up(fed, tries)
+    document = {
+        "accelerators": fed,
+        "is_most": fed == max_accelerators,
+        "fed_by_storage": at_least,
+        "limit": limit,
+        "tries": [asdict(attempt) for attempt in tries],
+    }
+    terminal.result(document, table(accelerator_sweep.say_answer(fed, tries), rows))
     write_page(page, lambda: accelerator_sweep.make_sweep_page(fed, tries, workload.name, data.uri), terminal)
     return 0 if fed else 1

@@ -135,7 +135,7 @@ class ActiveRun:
     ) -> None:
         """Close the run with its figures; times rank by rank stay with the step events.
 
-        `is_right` is false if it read wrong bytes, which its command reports by its exit code.
+        `is_right` is false if what it measured failed, which its command reports by its exit code.
         `workload` is what turned out to be run, where that could not be known before.
         """
         self._exit_code = 0 if is_right else 1

@@ -7,13 +7,14 @@ began the round, so that clocks of hosts do not matter.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
 from penstock.errors import StorageError
+from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.parquet_tables import WORDS, open_table, publishing_table
 from penstock.results.run_folder import CHECKPOINTS_FILE
 
@@ -30,6 +31,12 @@ _DOCUMENT: Final[Mapping[str, type | tuple[type, ...]]] = {
     "model": str, "target": str, "checkpoint_bytes": int, "write": (dict, type(None)),
     "read": (dict, type(None)), "bottleneck": str, "is_right": bool, "gap_s": _MAYBE,
 }  # fmt: skip
+
+
+def judge(*, is_right: bool, is_from_memory: bool, deliveries: Sequence[IoReconciliation]) -> str:
+    """The one verdict of a run of checkpoints: passed, doubtful (memory served reads) or failed."""
+    missed = any(one.verdict is ReconciliationVerdict.FAIL for one in deliveries)
+    return ("doubtful" if is_from_memory or missed else "passed") if is_right else "failed"
 
 
 def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:

@@ -25,7 +25,7 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.results.checkpoint_files import Throughput, read_checkpoints, read_throughput
+from penstock.results.checkpoint_files import Throughput, judge, read_checkpoints, read_throughput
 from penstock.results.counter_files import ReconciliationVerdict
 from penstock.results.run_record import RunRecord
 from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, heat_rows
@@ -107,11 +107,11 @@ def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[
 
 def _banner(run: CheckpointRun) -> Banner:
     troubles = list(_find_troubles(run))
-    verdict, look = "passed", Look.GOOD
-    if any(trouble.kind == "page cache" for trouble in troubles):
-        verdict, look = "doubtful", Look.DOUBT
-    if not run.figures["is_right"]:
-        verdict, look = "failed", Look.BAD
+    verdict = judge(
+        is_right=run.figures["is_right"],
+        is_from_memory=any(one["from_memory"] for one in run.rounds["read"]),
+        deliveries=run.record.deliveries,
+    )
     # The time that one checkpoint took, and the time it would take at its full size.
     size_bytes, parts, limits, rates = run.figures["checkpoint_bytes"], [], [], []
     for name in _DOING:
@@ -141,7 +141,7 @@ def _banner(run: CheckpointRun) -> Banner:
     )
     return Banner(
         verdict=verdict,
-        look=look,
+        look={"passed": Look.GOOD, "failed": Look.BAD}.get(verdict, Look.DOUBT),
         figure=figure,
         limited_by=" ".join(limits),
         since=next(

@@ -22,7 +22,7 @@ over ranks. Strict throughput leaves nothing out: all samples over the longest r
 
 Times are waits, reads, decoding, computation and barriers of the steps that `au_strict` counts, in seconds.
 Reads and decoding sum over a loader's threads, so they may exceed the elapsed time. The accelerators are busy
-enough if the threshold's share of all time was computation; otherwise the largest other share is the
+enough if `au_compat` reaches the threshold; otherwise the largest share of what was not computation is the
 bottleneck. A rank whose samples come late holds up all others in the barrier: that time counts as storage's
 or the client CPU's, not as the barrier's.
 """
@@ -31,10 +31,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.step_events import (
     Nanoseconds,
     RankEvents,
@@ -199,6 +200,8 @@ def compute_phase_figures(
         f"first {window.exclude_start_steps} and the last {window.exclude_end_steps} steps of an epoch, and "
         "there are no more. DLIO's formula calls that 0 %. Use more files, fewer ranks or smaller batches."
     )
+    threshold = workload.metric.au
+    meets_threshold = compat.mean >= threshold * 100
     return PhaseFigures(
         epochs=tuple(epochs),
         au_compat_percent=compat,
@@ -210,9 +213,11 @@ def compute_phase_figures(
         ),
         read_bytes=read_bytes,
         read_bytes_per_s=_rate(read_bytes, elapsed_s),
-        meets_threshold=compat.mean >= workload.metric.au * 100,
+        meets_threshold=meets_threshold,
         times=times,
-        verdict=find_bottleneck(times, threshold=workload.metric.au, ceiling=ceiling) if times else None,
+        verdict=find_bottleneck(times, threshold=threshold, passed=meets_threshold, ceiling=ceiling)
+        if times
+        else None,
         notes=(note,) if without else (),
     )
 
@@ -434,7 +439,36 @@ def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
     return rows
 
 
-# The bottleneck
+# The verdict and the bottleneck
+
+
+FROM_MEMORY: Final = 0.02
+"""A data set of which a larger share stayed in the page cache was not read from storage alone."""
+HOLDING: Final = ("passed", "doubtful")
+"""Verdicts of runs that reached their utilization, also if not by storage alone. Others fail the command."""
+
+
+def judge(
+    figures: PhaseFigures | None,
+    deliveries: Sequence[IoReconciliation],
+    epochs: Sequence[Mapping[str, Any]],
+) -> str:
+    """The one verdict of a training run: passed, doubtful, failed or no figure.
+
+    `epochs` are those of its stages. A run that memory helped is doubtful, or failed if it was too slow.
+    """
+    if figures is None or figures.au_strict_percent is None:
+        return "no figure"
+    if not figures.meets_threshold:
+        return "failed"
+    missed = any(one.direction == "read" and one.verdict is ReconciliationVerdict.FAIL for one in deliveries)
+    return "doubtful" if missed or resident_share(epochs) > FROM_MEMORY else "passed"
+
+
+def resident_share(epochs: Sequence[Mapping[str, Any]]) -> float:
+    """The largest share of the data set that stayed in the page cache before an epoch."""
+    caches = (stage.get("cache") or {} for stage in epochs)
+    return float(max((cache.get("resident_share", 0.0) for cache in caches), default=0.0))
 
 
 STRAGGLER: Final = 1.5
@@ -442,9 +476,9 @@ STRAGGLER: Final = 1.5
 
 
 def find_bottleneck(
-    times: TimeBreakdown, *, threshold: float, ceiling: float | None = None
+    times: TimeBreakdown, *, threshold: float, passed: bool, ceiling: float | None = None
 ) -> BottleneckVerdict:
-    """Judge a run that should compute for the share `threshold` of its time.
+    """Judge a run that should compute for the share `threshold` of its time; `passed` says if its AU did.
 
     `ceiling` is the share that the same run reached on storage without cost, if that was measured.
     """
@@ -457,7 +491,7 @@ def find_bottleneck(
     evidence = [divided]
     if ceiling is not None:
         evidence.append(f"On storage that costs nothing the same run computed {ceiling:.1%} of its time.")
-    if shares.compute >= threshold:
+    if passed:
         found, reason = Bottleneck.NONE, ""
     elif ceiling is not None and ceiling < threshold:
         found, reason = Bottleneck.CLIENT_CPU, "So this client cannot reach it with any storage."

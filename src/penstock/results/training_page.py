@@ -37,11 +37,14 @@ from penstock.results.counter_files import (
 )
 from penstock.results.event_files import read_events, recompute_figures
 from penstock.results.phase_figures import (
+    FROM_MEMORY,
     STRAGGLER,
     Bottleneck,
     PhaseFigures,
     TimeBreakdown,
     epoch_rows,
+    judge,
+    resident_share,
     time_rows,
 )
 from penstock.results.run_folder import STAGES_FILE
@@ -135,9 +138,7 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
 
 def _banner(run: TrainingRun) -> Banner:
     figures, ranks, troubles = run.figures, run.record.ranks, list(_find_troubles(run))
-    verdict, look = ("passed", Look.GOOD) if run.passed else ("failed", Look.BAD)
-    if any(trouble.kind == "page cache" for trouble in troubles):
-        verdict, look = "doubtful", Look.DOUBT
+    verdict = judge(figures, run.record.deliveries, run.stages.get("epochs", []))
     figure = "no epoch is complete"
     if figures is not None:
         ceiling = f" (ceiling of this client {run.ceiling['au_compat']:.1f} %)" if run.ceiling else ""
@@ -158,7 +159,6 @@ def _banner(run: TrainingRun) -> Banner:
     if (waits := run.stages.get("waits")) and waits["bottleneck"] != "consumer":
         to_do = f"{waits['answer']}."
     if figures is None or figures.au_strict_percent is None:
-        verdict, look = "no figure", Look.DOUBT
         to_do = figures.notes[0] if figures and figures.notes else to_do
     since, shift = (
         f"{'no change' if run.passed else 'the first step'}: waits were alike all the time",
@@ -173,7 +173,7 @@ def _banner(run: TrainingRun) -> Banner:
         )
     return Banner(
         verdict=verdict,
-        look=look,
+        look={"passed": Look.GOOD, "failed": Look.BAD}.get(verdict, Look.DOUBT),
         figure=figure,
         limited_by=limit,
         since=since,
@@ -245,9 +245,8 @@ def _from_memory(run: TrainingRun) -> Iterator[Trouble]:
             )
             yield Trouble("page cache", says, to_do)
             return
-    caches = (stage.get("cache") or {} for stage in run.stages.get("epochs", []))
-    share = max((cache.get("resident_share", 0.0) for cache in caches), default=0.0)
-    if share > LEAST_WAIT:
+    share = resident_share(run.stages.get("epochs", []))
+    if share > FROM_MEMORY:
         says = f"Up to {share:.0%} of the data set stayed in the page cache before an epoch."
         yield Trouble("page cache", says, to_do)
 

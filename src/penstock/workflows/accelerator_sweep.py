@@ -14,6 +14,8 @@ from typing import Final
 
 from penstock.errors import PenstockError, UsageError
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
+from penstock.results.phase_figures import Bottleneck
+from penstock.units import format_count
 
 _LEAVE_S: Final = 15.0
 """The time that an interrupted run may take to exit; its ranks have their own, shorter limits."""
@@ -21,7 +23,11 @@ _LEAVE_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRun:
-    """One run of the sweep. AU is in percent."""
+    """One run of the sweep. AU is in percent.
+
+    A run passes if its AU is what the workload requires. One that failed for another reason than its storage
+    was still fed by the storage.
+    """
 
     accelerators: int
     meets_threshold: bool
@@ -29,6 +35,37 @@ class SweepRun:
     samples_per_s: float
     bottleneck: str | None
     results_dir: str
+
+    @property
+    def is_fed(self) -> bool:
+        """True if the storage delivered in time, whether or not this client kept up."""
+        return self.meets_threshold or self.bottleneck not in (None, Bottleneck.STORAGE)
+
+
+def sum_up(passed: int, tries: Sequence[SweepRun]) -> tuple[int, str | None]:
+    """The number of accelerators that the storage feeds, and what set the limit; None if nothing did.
+
+    If the limit is the client's, the storage feeds at least so many.
+    """
+    failed = min((one for one in tries if not one.meets_threshold), default=None, key=_accelerators)
+    if failed is None or not failed.is_fed:
+        return passed, (failed.bottleneck or "not known") if failed else None
+    return max(one.accelerators for one in tries if one.is_fed), "client"
+
+
+def _accelerators(one: SweepRun) -> int:
+    return one.accelerators
+
+
+def say_answer(passed: int, tries: Sequence[SweepRun]) -> str:
+    """The answer in a sentence."""
+    fed, limit = sum_up(passed, tries)
+    if fed and limit is None:
+        return f"The storage feeds at least {format_count(fed, 'accelerator')}: all that were tried"
+    if limit == "client":
+        reached = f"this client keeps {passed} busy" if passed else "this client keeps none busy"
+        return f"The storage feeds at least {format_count(fed, 'accelerator')}; {reached} and is the limit"
+    return f"The storage feeds {format_count(fed, 'accelerator')}" if fed else "Too slow for one accelerator"
 
 
 def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> tuple[int, list[SweepRun]]:
@@ -78,7 +115,8 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
             running.send_signal(signal.SIGINT)
             running.wait(_LEAVE_S)
             raise
-        if running.returncode != 0:
+        # 1 with a result: it was measured, and failed.
+        if running.returncode not in (0, 1) or not output.strip():
             raise PenstockError(
                 f"The run with {accelerators} accelerators failed with exit code {running.returncode}",
                 fix="See its own message above. A larger sweep needs more files (`penstock training size`).",
@@ -89,28 +127,37 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
     return run
 
 
+def verdict_columns(one: SweepRun) -> dict[str, str]:
+    """Whether a run passed, whether its storage kept up, and what limited it."""
+    return {
+        "AU reached": "yes" if one.meets_threshold else "no",
+        "fed by storage": "yes" if one.is_fed else "no",
+        "limit": one.bottleneck or "-",
+    }
+
+
 def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage: str) -> Report:
     """The page of all tries, each of which has a page of its own."""
-    tries = sorted(tries, key=lambda one: one.accelerators)
+    tries = sorted(tries, key=_accelerators)
+    _, limit = sum_up(fed, tries)
     names = [str(one.accelerators) for one in tries]
     failed = next((one for one in tries if not one.meets_threshold), None)
-    figure = f"{fed} accelerators are fed" if fed > 1 else "1 accelerator is fed"
-    if not fed:
-        figure = "not even one accelerator is fed"
     return Report(
         title=f"How many accelerators of {workload} {storage} feeds",
         subtitle=f"{len(tries)} runs, from {names[0]} to {names[-1]} accelerators",
         banner=Banner(
             verdict="passed" if fed else "failed",
             look=Look.GOOD if fed else Look.BAD,
-            figure=figure if failed else f"{figure}, and perhaps more",
-            limited_by="nothing up to there" if failed is None else failed.bottleneck or "not known",
+            figure=say_answer(fed, tries),
+            limited_by="nothing up to there" if failed is None else limit or "not known",
             since="every run reached the utilization that is asked"
             if failed is None
             else f"{failed.accelerators} accelerators: AU {failed.au_compat:.1f} %",
             to_do=(
                 "Try more with --most: all that were tried are fed."
                 if failed is None
+                else "Run it on more hosts, or with fewer ranks for each: `-- --hosts a:8,b:8`."
+                if limit == "client"
                 else f"Look at the first run that failed: {failed.results_dir}/report.html"
             ),
         ),
@@ -141,8 +188,7 @@ def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage:
                         "accelerators": str(one.accelerators),
                         "AU %": f"{one.au_compat:.2f}",
                         "samples/s": f"{one.samples_per_s:,.1f}",
-                        "fed": "yes" if one.meets_threshold else "no",
-                        "limited by": one.bottleneck or "-",
+                        **verdict_columns(one),
                         "folder": one.results_dir,
                     }
                     for one in tries

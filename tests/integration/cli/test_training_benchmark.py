@@ -25,6 +25,7 @@ SETTINGS = (
     *SIZES,
     "--set", "dataset.record_length_bytes_stdev=4KiB", "--set", "reader.batch_size=3",
     "--set", "train.epochs=2", "--set", "train.computation_time=5ms",
+    "--set", "metric.au=0",  # a busy machine may be late
 )  # fmt: skip
 
 
@@ -57,6 +58,16 @@ def place(tmp_path: Path) -> Path:
 
 def sizes(place: Path) -> list[int]:
     return [path.stat().st_size for path in (place / "data" / "train").iterdir()]
+
+
+def test_a_run_below_its_required_utilization_fails_everywhere(place: Path) -> None:
+    result = run(
+        place, "--set", "metric.au=1", "--set", "train.epochs=1", "--set", "train.computation_time=1us"
+    )
+    assert result.returncode == 1
+    assert "  verdict   FAILED" in result.stdout
+    (folder,) = (place / "runs").glob("unet3d*")
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 1
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 9), (4, 2)])

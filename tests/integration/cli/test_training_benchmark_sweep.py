@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ def test_sweep_exits_with_1_if_no_accelerator_is_fed(tmp_path: Path, data: str) 
     words = ("--data", data, "--results", str(tmp_path / "runs"), "--most", "4", "--set", "metric.au=1")
     result = _training("sweep", "unet3d_h100", *SMALL, *words)
     assert result.returncode == 1, result.stderr
-    assert "0 accelerators are fed" in result.stdout
+    assert re.search("Too slow for one accelerator|this client keeps none busy", result.stdout)
 
 
 def test_failing_run_ends_the_sweep_with_its_error(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_levels_are_compared_and_traced(tmp_path: Path) -> None:
 
 
 def test_a_loader_of_ones_own_is_measured(tmp_path: Path) -> None:
-    loader = "penstock training run --loader measured_loader:make_loader --results runs"
+    loader = "penstock training run --set metric.au=0 --loader measured_loader:make_loader --results runs"
     shutil.copy(EXAMPLES / "measured_loader.py", tmp_path)
     emulated = json.loads(run(f"{loader} --batch-time 5ms --json", tmp_path))
     waits = emulated["outside_of_score"]["waits"]

@@ -78,7 +78,7 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
         swept,
         {
             "Passed?": "passed",
-            "How much": "5 accelerators are fed",
+            "How much": "The storage feeds 5 accelerators",
             "Limited by": "storage",
             "Since": "6 accelerators: AU 83.3 %",
             "To do": "Look at the first run that failed: runs/6/report.html",

@@ -1,19 +1,26 @@
 """Where the time went, and what is to blame: from tables of steps small enough to check by eye."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.run_events import RankScript
+from tests.support.run_events import RankScript, even_run
 
+from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.phase_figures import (
     Bottleneck,
     TimeBreakdown,
     UtilizationWindow,
     break_down_times,
+    compute_phase_figures,
     find_bottleneck,
     held_up_ns,
+    judge,
 )
 from penstock.results.step_events import RankEvents, StepPhase
+from penstock.workload.load_workload import load
+from penstock.workload.settings import parse_settings
 
 RULE = UtilizationWindow(num_steps=100, exclude_start_steps=0, exclude_end_steps=0, batch_size=1)
 
@@ -125,22 +132,30 @@ def test_a_rank_without_counted_steps_is_left_out_of_the_skew() -> None:
     ],
 )
 def test_the_largest_loss_is_the_bottleneck(ranks: list[RankEvents], wanted: Bottleneck, said: str) -> None:
-    verdict = find_bottleneck(times_of(*ranks), threshold=0.9)
+    verdict = find_bottleneck(times_of(*ranks), threshold=0.9, passed=wanted is Bottleneck.NONE)
     assert verdict.bottleneck is wanted
     assert said in " ".join(verdict.evidence)
+
+
+def test_a_failed_run_always_has_a_bottleneck() -> None:
+    """DLIO's AU may miss the threshold although the share of computation, first step included, reaches it."""
+    verdict = find_bottleneck(times_of(rank_of(0, (0.01, 0.95, 0.04))), threshold=0.9, passed=False)
+    assert verdict.bottleneck is Bottleneck.BARRIER
 
 
 def test_one_slow_path_to_storage_is_storage_and_the_rank_is_named() -> None:
     ranks = [rank_of(number, (0.1, 1.0, 1.9), read=0.1) for number in range(3)]
     ranks.append(rank_of(3, (2.0, 1.0, 0.0), read=2.0))
-    verdict = find_bottleneck(times_of(*ranks), threshold=0.9)
+    verdict = find_bottleneck(times_of(*ranks), threshold=0.9, passed=False)
     assert verdict.bottleneck is Bottleneck.STORAGE
     assert "Rank 3 waits 2.00 s a step, the median rank 100 ms" in verdict.evidence[-1]
 
 
 def test_equal_waits_name_no_rank() -> None:
     verdict = find_bottleneck(
-        times_of(*(rank_of(number, (1.0, 1.0, 0.0), read=1) for number in (0, 1))), threshold=0.9
+        times_of(*(rank_of(number, (1.0, 1.0, 0.0), read=1) for number in (0, 1))),
+        threshold=0.9,
+        passed=False,
     )
     assert "Rank" not in " ".join(verdict.evidence)
 
@@ -151,13 +166,49 @@ def test_rank_is_named_that_waits_more_than_half_as_long_again_as_the_median(
 ) -> None:
     ranks = [rank_of(number, (1.0, 1.0, wait_s - 1.0), read=1) for number in range(2)]
     ranks.append(rank_of(2, (wait_s, 1.0, 0.0), read=1))
-    evidence = " ".join(find_bottleneck(times_of(*ranks), threshold=0.9).evidence)
+    evidence = " ".join(find_bottleneck(times_of(*ranks), threshold=0.9, passed=False).evidence)
     assert ("Rank 2 waits" in evidence) is is_named
 
 
 def test_ceiling_below_the_threshold_makes_the_client_the_bottleneck() -> None:
     times = times_of(rank_of(0, (0.5, 0.5, 0.0), read=0.9))
-    assert find_bottleneck(times, threshold=0.9, ceiling=0.8).bottleneck is Bottleneck.CLIENT_CPU
-    verdict = find_bottleneck(times, threshold=0.9, ceiling=0.99)
+    assert (
+        find_bottleneck(times, threshold=0.9, passed=False, ceiling=0.8).bottleneck is Bottleneck.CLIENT_CPU
+    )
+    verdict = find_bottleneck(times, threshold=0.9, passed=False, ceiling=0.99)
     assert verdict.bottleneck is Bottleneck.STORAGE
     assert any("99.0%" in sentence for sentence in verdict.evidence)
+
+
+READ = IoReconciliation(
+    direction="read",
+    application_bytes=9,
+    delivered_bytes=4,
+    by={},
+    verdict=ReconciliationVerdict.FAIL,
+    why="",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "deliveries", "epochs", "verdict"),
+    [
+        ({}, [], [], "passed"),
+        ({}, [replace(READ, verdict=ReconciliationVerdict.NOT_CHECKED)], [{"cache": None}], "passed"),
+        ({}, [READ], [], "doubtful"),
+        ({}, [], [{"cache": {"resident_share": 0.5}}], "doubtful"),
+        ({"meets_threshold": False}, [READ], [], "failed"),
+        ({"au_strict_percent": None}, [], [], "no figure"),
+    ],
+)
+def test_there_is_one_verdict(
+    changes: dict[str, object],
+    deliveries: list[IoReconciliation],
+    epochs: list[dict[str, object]],
+    verdict: str,
+) -> None:
+    workload = load("unet3d_h100", overrides=parse_settings(["metric.au=0.1"])).workload
+    figures = compute_phase_figures(even_run(), workload)
+    assert figures is not None
+    assert judge(replace(figures, **changes), deliveries, epochs) == verdict  # type: ignore[arg-type]
+    assert judge(None, deliveries, epochs) == "no figure"

@@ -1,6 +1,7 @@
 """The search for the largest number that passes: right, and sparing with what it asks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from penstock.workflows.accelerator_sweep import (
     find_most_accelerators,
     largest_passing,
     make_sweep_page,
+    sum_up,
 )
 
 
@@ -21,7 +23,7 @@ def _try(accelerators: int, *, fed: int) -> SweepRun:
         meets_threshold=accelerators <= fed,
         au_compat=95.0 if accelerators <= fed else 60.0,
         samples_per_s=10.0 * accelerators,
-        bottleneck=None,
+        bottleneck="none" if accelerators <= fed else "storage",
         results_dir=f"runs/{accelerators}",
     )
 
@@ -54,13 +56,32 @@ def test_a_sweep_says_that_it_never_saw_a_limit() -> None:
     accelerators, tries = _sweep(fed=99, most=6)
     assert (accelerators, tries) == (6, [_try(number, fed=99) for number in (1, 2, 4, 6)])
     figure = make_sweep_page(accelerators, tries, "unet3d", "/data").banner.figure
-    assert figure == "6 accelerators are fed, and perhaps more"
+    assert figure == "The storage feeds at least 6 accelerators: all that were tried"
+    assert sum_up(accelerators, tries) == (6, None)
 
 
 def test_storage_too_slow_for_one_accelerator_needs_one_run() -> None:
     accelerators, tries = _sweep(fed=0, most=100)
     assert (accelerators, len(tries)) == (0, 1)
-    assert make_sweep_page(accelerators, tries, "unet3d", "/data").banner.figure.startswith("not even one")
+    assert make_sweep_page(accelerators, tries, "unet3d", "/data").banner.figure.startswith(
+        "Too slow for one"
+    )
+
+
+@pytest.mark.parametrize("bottleneck", ["client CPU", "barrier"])
+def test_a_client_that_does_not_keep_up_is_not_the_storages_limit(bottleneck: str) -> None:
+    def run(accelerators: int) -> SweepRun:
+        found = _try(accelerators, fed=2)
+        return found if found.meets_threshold else replace(found, bottleneck=bottleneck)
+
+    passed, tries = find_most_accelerators(run, most=16)
+    assert (passed, sum_up(passed, tries)) == (2, (4, "client"))
+    banner = make_sweep_page(passed, tries, "unet3d", "/data").banner
+    assert (
+        banner.figure
+        == "The storage feeds at least 4 accelerators; this client keeps 2 busy and is the limit"
+    )
+    assert banner.limited_by == "client"
 
 
 def test_a_sweep_up_to_nothing_is_refused() -> None:

@@ -215,6 +215,13 @@ class CheckpointResult:
         """True if the page cache may have served any read."""
         return any(figures.is_from_memory for figures in self.rounds)
 
+    @property
+    def verdict(self) -> str:
+        """The verdict of the page, the terminal and `--json`; only "failed" fails the command."""
+        return checkpoint_files.judge(
+            is_right=self.is_right, is_from_memory=self.is_from_memory, deliveries=self.deliveries
+        )
+
     def document(self) -> dict[str, Any]:
         """As plain data: `write` and `read` are None where there was none."""
         return {
@@ -227,6 +234,7 @@ class CheckpointResult:
             "write": self.write,
             "read": self.read,
             "bottleneck": find_bottleneck(self.rounds),
+            "verdict": self.verdict,
             "is_right": self.is_right,
             "from_memory": self.is_from_memory,
             "gap_s": self.gap_s,

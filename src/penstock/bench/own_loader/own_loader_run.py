@@ -159,8 +159,7 @@ def _write_results(
     train = replace(train, verdict=verdict)
     published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
     request.write_dlio_files(run, workload, events=events, train=train)
-    run.finish(train=train, deliveries=stages.deliveries, workload=workload)
-    return TrainingResult(
+    result = TrainingResult(
         workload=workload.full_name,
         ranks=run.record.ranks,
         results_dir=str(run.folder),
@@ -168,6 +167,9 @@ def _write_results(
         evaluation=None,
         stages=stages,
     )
+    is_right = result.verdict in phase_figures.HOLDING
+    run.finish(train=train, deliveries=stages.deliveries, workload=workload, is_right=is_right)
+    return result
 
 
 @dataclass(slots=True)

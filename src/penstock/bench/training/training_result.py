@@ -11,7 +11,7 @@ from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
 from penstock.bench.own_loader.waits import LoaderWaits
 from penstock.results.counter_files import IoReconciliation
-from penstock.results.phase_figures import EpochRate, PhaseFigures
+from penstock.results.phase_figures import EpochRate, PhaseFigures, judge
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 
@@ -116,12 +116,18 @@ class TrainingResult:
     evaluation: PhaseFigures | None
     stages: Stages
 
+    @property
+    def verdict(self) -> str:
+        """The verdict of the page, the terminal, `--json` and the exit code; see `phase_figures.judge`."""
+        return judge(self.train, self.stages.deliveries, self.stages.epochs)
+
     def document(self) -> dict[str, Any]:
         """The document of `--json`. AU is in percent; `read_bytes` counts training epochs."""
         verdict = self.train.verdict
         return {
             "workload": self.workload,
             "accelerators": self.ranks,
+            "verdict": self.verdict,
             **_phase(self.train),
             "meets_threshold": self.train.meets_threshold,
             "notes": list(self.train.notes),

@@ -63,8 +63,8 @@ class TrainingRequest(RunSettings):
 
     `reopen` is for loaders whose processes open the storage themselves. `checkpoints` are saved on the way.
     `decodes` makes samples of what is read; `check` compares them with their generator, which takes decoding.
-    `reader` opens files of a format of its own. `needs_counted_step` refuses a run whose utilization could
-    only be 0 %, as DLIO calls it.
+    `reader` opens files of a format of its own. `is_judged` is for commands that fail below the required
+    utilization: a run that could only have 0 %, as DLIO calls it, is refused.
     """
 
     workload: Workload
@@ -76,7 +76,7 @@ class TrainingRequest(RunSettings):
     decodes: bool = False
     check: ContentCheck = ContentCheck.OFF
     reader: OpenFormat | None = None
-    needs_counted_step: bool = False
+    is_judged: bool = False
 
 
 def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
@@ -113,7 +113,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
         progress=progress,
         reader=request.reader or open_format,
     )
-    if request.needs_counted_step:
+    if request.is_judged:
         require_counted_step(workload, prepared.plan)
     with request.open_run(
         workload,
@@ -371,8 +371,7 @@ def _write_results(run: ActiveRun, stages: Stages, *, request: TrainingRequest) 
         evaluation=evaluation,
         preparation=stages.sentences(),
     )
-    run.finish(train=train, evaluation=evaluation, deliveries=stages.deliveries)
-    return TrainingResult(
+    result = TrainingResult(
         workload=workload.full_name,
         ranks=num_ranks,
         results_dir=str(run.folder),
@@ -380,3 +379,10 @@ def _write_results(run: ActiveRun, stages: Stages, *, request: TrainingRequest) 
         evaluation=evaluation,
         stages=stages,
     )
+    run.finish(
+        train=train,
+        evaluation=evaluation,
+        deliveries=stages.deliveries,
+        is_right=not request.is_judged or result.verdict in phase_figures.HOLDING,
+    )
+    return result
