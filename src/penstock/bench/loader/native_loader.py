@@ -27,6 +27,7 @@ from penstock.bench.loader.loader_protocol import (
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.errors import PenstockError, ShortTransfer, UsageError
 from penstock.storage import Counters, Source, Storage, aligned
+from penstock.transfer.buffers import WarmMemory
 
 DEFAULT_BUFFER_BYTES: Final = 8 << 20
 _ALIGNMENT: Final = 4096
@@ -37,7 +38,8 @@ class RangeReader:
 
     def __init__(self, storage: Storage, buffer_bytes: int, decoder: FormatDecoder | None = None) -> None:
         self._storage = storage
-        self._buffer = aligned.aligned_buffer(buffer_bytes)
+        # The same huge pages as the probe's: of ordinary ones the kernel pins each for O_DIRECT.
+        self._buffer = _warm_buffer(buffer_bytes)
         self._block = self._buffer
         self._decoder = decoder
         self._key: str | None = None
@@ -84,7 +86,7 @@ class RangeReader:
         lengths = [_length(read, self._open(read)) for read in block.reads]
         places = [aligned.round_up(length, _ALIGNMENT) for length in lengths]
         if sum(places) > len(self._block):
-            self._block = aligned.aligned_buffer(sum(places))
+            self._block = _warm_buffer(sum(places))
         pieces, begin = [], 0
         for read, length, place in zip(block.reads, lengths, places, strict=True):
             piece = self._block[begin : begin + length]
@@ -110,6 +112,12 @@ class RangeReader:
                 fix="Generate or copy it again; `penstock training verify` finds all such files.",
             )
         return self._source
+
+
+def _warm_buffer(size_bytes: int) -> memoryview:
+    memory = WarmMemory(size_bytes)
+    memory.touch()
+    return memory.view[:size_bytes]
 
 
 def _length(request: ReadRequest, source: Source) -> int:
