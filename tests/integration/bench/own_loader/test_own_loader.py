@@ -120,13 +120,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(*words: str) -> CommandResult:
-    may_wait = () if any("metric.au" in word for word in words) else ("--set", "metric.au=0")
-    return run_command("training", "run", "--results", "runs", *may_wait, *words)
+    return run_command("training", "run", "--results", "runs", *words)
 
 
 def measure(*words: str) -> tuple[dict[str, Any], dict[str, Any]]:
     result = run("--json", *words)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode in (0, 1), result.stderr  # 1 if it waits too long, as most loaders here do
     document = json.loads(result.stdout)
     return document, document["outside_of_score"]["waits"]
 
@@ -251,7 +250,7 @@ def test_loader_is_as_it_was_after_the_run() -> None:
 
     kinds = (DataLoader, fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
     before = [dict(vars(kind)) for kind in kinds]
-    assert run("--loader", "my_loaders:kept", "--batch-time", "1ms").returncode == 0
+    assert run("--loader", "my_loaders:kept", "--batch-time", "1ms", "--set", "metric.au=0").returncode == 0
     assert [dict(vars(kind)) for kind in kinds] == before
 
 
