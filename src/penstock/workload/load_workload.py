@@ -7,13 +7,14 @@ The only way in: catalog or file, then overrides, become layers of settings, whi
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from penstock.did_you_mean import did_you_mean, nearest
 from penstock.errors import UsageError
 from penstock.workload.dlio_keys import ALIASES, EXPLAINED, SECTION_ALIASES, apply_dlio_rules, read_layer
 from penstock.workload.enums import CheckpointMode
-from penstock.workload.settings import LayeredSettings, Override, dotted
+from penstock.workload.quantities import read_exact_bytes
+from penstock.workload.settings import LayeredSettings, Override, Setting, dotted
 from penstock.workload.shipped_catalog import (
     FileRule,
     ModelCard,
@@ -169,10 +170,12 @@ def _load_layers(
         values, layer_remarks = read_layer(tree, source)
         stack.add_layer(values, source=source, is_ours=is_ours)
         remarks += layer_remarks
+    shipped_length = stack.settings.get(_LENGTH)
     for override in overrides:
         values, layer_remarks = read_layer(override.tree(), override.source)
         stack.add_layer(values, source=override.source)
         remarks += layer_remarks
+    remarks += _scale_deviation(stack, shipped_length)
     rule_remarks, problems = apply_dlio_rules(stack)
     remarks += rule_remarks
     workload, refused = read_workload(stack.tree(), name=name, accelerator=accelerator)
@@ -188,10 +191,31 @@ def _load_layers(
             raise UsageError(f"{source}: {lines[0]}")
         raise UsageError("\n  ".join((f"{source}: {len(lines)} values are not understood:", *lines)))
     row_bytes = parquet_row_bytes(workload.dataset)
-    length = ("dataset", "record_length_bytes")
-    if row_bytes not in (None, workload.dataset.record_length_bytes) and length in stack.settings:
-        remarks.append(f"{dotted(length)}: the columns make rows of {row_bytes} B, and they count")
+    if row_bytes not in (None, workload.dataset.record_length_bytes) and _LENGTH in stack.settings:
+        remarks.append(f"{dotted(_LENGTH)}: the columns make rows of {row_bytes} B, and they count")
     return LoadedWorkload(workload=workload, remarks=tuple(remarks))
+
+
+_LENGTH: Final = ("dataset", "record_length_bytes")
+_DEVIATION: Final = ("dataset", "record_length_bytes_stdev")
+
+
+def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterator[str]:
+    """Scale a shipped deviation with a mean that --set changed: kept, it would decide how large files are."""
+    length, deviation = stack.settings.get(_LENGTH), stack.settings.get(_DEVIATION)
+    if not (shipped and length and deviation and deviation.is_ours and deviation.value):
+        return
+    try:
+        mean, wanted = read_exact_bytes(shipped.value), read_exact_bytes(length.value)
+    except UsageError:  # the workload's types say so with the key
+        return
+    if length.source.startswith("--set") and mean and mean != wanted:
+        scaled = round(read_exact_bytes(deviation.value) * wanted / mean)
+        stack.add_layer({_DEVIATION: scaled}, source=length.source)
+        yield (
+            f"{dotted(_DEVIATION)}: scaled with the mean, from {deviation.value} to {scaled} bytes; "
+            "set it to have another"
+        )
 
 
 def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:

@@ -11,7 +11,7 @@ from penstock.errors import UsageError
 from penstock.workload.enums import DataFormat, LoaderKind, Shuffle
 from penstock.workload.load_workload import load
 from penstock.workload.quantities import Distribution, Duration
-from penstock.workload.settings import parse_settings
+from penstock.workload.settings import parse_dlio_words, parse_settings
 from penstock.workload.shipped_catalog import dlio_workloads
 from penstock.workload.spec import write_workload
 
@@ -308,3 +308,18 @@ def test_a_wrong_secret_is_not_repeated(tmp_path: Path) -> None:
     assert "is a secret: it should be a valid string" in complaint(path)
     said = complaint("unet3d_h100", "storage.storage_options.secret_access_key=314159")
     assert "314159" not in said
+
+
+def test_a_deviation_scales_with_a_changed_mean_and_that_is_reported() -> None:
+    def deviation(*settings: str) -> tuple[int, bool]:
+        loaded = load("unet3d_h100", overrides=parse_settings(settings))
+        remarked = any("scaled with the mean" in remark for remark in loaded.remarks)
+        return int(loaded.workload.dataset.record_length_bytes_stdev), remarked
+
+    mean, spread = 146600628, 68341808
+    assert deviation() == deviation(f"dataset.record_length_bytes={mean}") == (spread, False)
+    assert deviation("dataset.record_length_bytes=4MiB") == (round(spread * 2**22 / mean), True)
+    own = ("dataset.record_length_bytes=4MiB", "dataset.record_length_bytes_stdev=7")
+    assert deviation(*own) == (7, False)
+    as_dlio, _ = parse_dlio_words(["++workload.dataset.record_length_bytes=4194304"])
+    assert load("unet3d_h100", overrides=as_dlio).workload.dataset.record_length_bytes_stdev == spread
