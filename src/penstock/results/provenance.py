@@ -89,6 +89,10 @@ _SECRET_NAME: Final = re.compile(
 _USER_INFO: Final = re.compile(r"://[^/@\s]+@")
 _HIDDEN: Final = "***"
 _GIT_TIMEOUT_S: Final = 5.0
+_HARMLESS_SETTING: Final = re.compile(
+    r"core\.(repositoryformatversion|filemode|bare|logallrefupdates|ignorecase|symlinks|precomposeunicode)"
+    r"|remote\..*\.(url|fetch|tagopt|prune)|(branch|user|pull|push|rebase|gc|advice)\..*"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +153,15 @@ def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> GitState | None:
-    """The state of the repository around `folder`; None without a repository, or without git."""
+    """The state of the repository around `folder`; None without a repository, or without git.
+
+    None, too, where settings of the repository might run a program: the folder may be a stranger's.
+    """
+    settings = _git(folder, "config", "--local", "--includes", "--list", "--name-only")
+    if settings is None or not all(map(_HARMLESS_SETTING.fullmatch, settings.splitlines())):
+        return None
     commit = _git(folder, "rev-parse", "HEAD")
-    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     return None if commit is None or status is None else GitState(commit=commit, is_modified=bool(status))
 
 

@@ -365,6 +365,10 @@ def test_the_working_folders_commit_is_known_where_there_is_one(tmp_path: Path) 
     assert (len(clean.commit), clean.is_modified) == (40, False)
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path) == replace(clean, is_modified=True)
+    # A repository that runs a program when git looks at it.
+    subprocess.run([*git, "config", "core.fsmonitor", f"touch {tmp_path}/executed"], check=True, timeout=30)
+    assert git_state(tmp_path) is None
+    assert not (tmp_path / "executed").exists()
 
 
 def test_folders_of_runs_have_speaking_names_of_their_own(tmp_path: Path) -> None:
