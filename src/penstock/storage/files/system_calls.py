@@ -1,7 +1,7 @@
 """The system calls of file storage, as one object that tests replace, and the errors that they become.
 
-Invariant: every call that a crash or a full disk can interfere with goes through `FileCalls`; Python itself
-repeats those that a signal interrupts.
+Invariant: every call that a crash or a full disk can interfere with goes through `FileCalls`. No signal
+interrupts one: Python repeats its own, and `call_uninterrupted` makes the others.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any, Final
 
 from penstock.errors import (
     AccessRefused,
@@ -32,13 +34,15 @@ def libc() -> ctypes.CDLL:
 
 def _fallocate(descriptor: int, size_bytes: int) -> None:
     """fallocate(2) itself: posix_fallocate falls back to writing into every block where it is unsupported."""
-    raise_on_failure(libc().fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
+    raise_on_failure(
+        call_uninterrupted(libc().fallocate, descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+    )
 
 
 def _sync_range(descriptor: int, *, flags: int) -> None:
     """sync_file_range(2) on a whole file, by which bytes move sooner; what makes them durable is fsync."""
     everything = ctypes.c_int64(0)
-    result = libc().sync_file_range(descriptor, everything, everything, flags)
+    result = call_uninterrupted(libc().sync_file_range, descriptor, everything, everything, flags)
     if result and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
         raise_on_failure(result)
 
@@ -53,7 +57,26 @@ def _rename_exchange(one: str, other: str) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     at_cwd, exchange = -100, 2
     names = os.fsencode(one), os.fsencode(other)
-    raise_on_failure(libc().renameat2(at_cwd, names[0], at_cwd, names[1], ctypes.c_uint(exchange)))
+    flags = ctypes.c_uint(exchange)
+    raise_on_failure(call_uninterrupted(libc().renameat2, at_cwd, names[0], at_cwd, names[1], flags))
+
+
+_SIGNALS: Final = signal.valid_signals()
+
+
+def call_uninterrupted(function: Callable[..., int], *arguments: Any) -> int:
+    """Call a C function while no signal reaches this thread, so that it never fails with EINTR.
+
+    To repeat it is not enough: tmpfs and FUSE undo what fallocate has done, and under a profiler's signals
+    no attempt would ever end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        return function(*arguments)
+    finally:
+        number = ctypes.get_errno()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ctypes.set_errno(number)
 
 
 def raise_on_failure(result: int) -> None:
