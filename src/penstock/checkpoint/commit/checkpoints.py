@@ -44,6 +44,7 @@ from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, 
 from penstock.checkpoint.formats.description import Manifest, checksum_of, read_manifest
 from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks, run_on_rank0
 from penstock.errors import (
+    AccessRefused,
     DataDamaged,
     ObjectNotFound,
     PenstockError,
@@ -64,6 +65,7 @@ from penstock.storage.capabilities import (
     require_conditional_writes,
     sync_names,
 )
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import exists, read_object, write_object
 from penstock.storage.uri import find_opener, open_here, parse_uri
 
@@ -170,6 +172,26 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
     return open_here(above, rank=rank), name
 
 
+def follow_link(storage: Storage, name: str) -> tuple[Storage, str]:
+    """Where the link leads that a checkpoint is, for reading it; what is no link is where it is.
+
+    No storage follows a link out of its root by itself.
+    """
+    root = find_local_root(storage)
+    with translate_os_errors("Following the link", f"{storage.uri}/{name}"):
+        if root is None or not (root / name).is_symlink():
+            return storage, name
+        try:
+            target = Path(os.path.realpath(root / name, strict=True))
+        except FileNotFoundError as error:
+            raise AccessRefused(
+                f"{name} is a link to nothing ({(root / name).readlink()} does not exist)",
+                uri=storage.uri,
+                fix="Mount the file system that it leads to, or remove the link.",
+            ) from error
+    return open_here(replace(parse_uri(storage.uri), root=str(target.parent)).text), target.name
+
+
 POINTER_NAME: Final = "latest"
 _STEP_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
@@ -222,7 +244,8 @@ class StepCatalog:
 
     def find(self, step: int) -> CheckpointRef:
         """The checkpoint of a step; `ObjectNotFound` if it is not committed."""
-        return CheckpointRef(self.storage, self._catalog.find(step_dirname(step)))
+        storage, name = follow_link(self.storage, step_dirname(step))
+        return CheckpointRef(storage, open_catalog(storage).find(name))
 
     def hide(self, step: int) -> Callable[[], None]:
         """Take a step's name away; the call that this gives removes its files."""

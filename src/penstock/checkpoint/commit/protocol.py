@@ -53,7 +53,12 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage import Storage
-from penstock.storage.capabilities import SupportsConditionalWrites, defer_sync, find_folder_tree
+from penstock.storage.capabilities import (
+    SupportsConditionalWrites,
+    defer_sync,
+    find_folder_tree,
+    find_local_root,
+)
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.files.folders import FolderTree
 from penstock.storage.process_id import ProcessId, current_process
@@ -465,10 +470,14 @@ class FolderCatalog:
         """The names of all committed checkpoints, in no particular order."""
         for _ in range(_NUM_LISTINGS):
             folders = self._visible_folders()
-            others = {folder for folder in folders if not self._may_be_checkpoint(folder)}
+            others = {
+                folder
+                for folder, is_link in folders.items()
+                if not (is_link or self._may_be_checkpoint(folder))
+            }
             # Of a folder that goes meanwhile, a newer one may have come, too: an empty run is a new one.
-            if not others or others <= self._visible_folders():
-                found = ((_OLD.fullmatch(folder), folder) for folder in folders - others)
+            if not others or others <= self._visible_folders().keys():
+                found = ((_OLD.fullmatch(folder), folder) for folder in folders.keys() - others)
                 return list({old["name"] if old else folder for old, folder in found})
         raise StorageError(
             "Checkpoints were removed whenever they were listed",
@@ -476,12 +485,16 @@ class FolderCatalog:
             fix="Try again.",
         )
 
-    def _visible_folders(self) -> set[str]:
-        """Those of checkpoints and of others, but not what is hidden for good."""
+    def _visible_folders(self) -> dict[str, bool]:
+        """Those of checkpoints and of others, but not what is hidden for good; true of links.
+
+        A link that is named as a step may lead to the newest one, even if it leads to nothing now.
+        """
         return {
-            entry.name
+            entry.name: not entry.is_folder
             for entry in self._tree.entries()
-            if entry.is_folder and (_OLD.fullmatch(entry.name) or not entry.name.startswith(HIDDEN_PREFIX))
+            if (entry.is_folder and (_OLD.fullmatch(entry.name) or not entry.name.startswith(HIDDEN_PREFIX)))
+            or not (entry.is_folder or entry.is_plain or not self._is_step(entry.name))
         }
 
     def find(self, name: str) -> Committed:
@@ -502,7 +515,17 @@ class FolderCatalog:
         )
 
     def hide(self, committed: Committed) -> Callable[[], None]:
-        """Take its name away at once and durably, if it has one; the returned call removes its files."""
+        """Take its name away at once and durably, if it has one; the returned call removes its files.
+
+        `AccessRefused` for a link: what it leads to is not ours.
+        """
+        root = find_local_root(self._storage)
+        if root is not None and (root / committed.folder).is_symlink():
+            raise AccessRefused(
+                f"{committed.folder} is a link, and is not removed",
+                uri=self._storage.uri,
+                fix="Remove it, and what it leads to, yourself.",
+            )
         return hide_folder(self._tree, committed.folder)
 
     def finish_hiding(self, name: str) -> list[ObjectInfo]:  # noqa: ARG002 - a hidden folder has no name

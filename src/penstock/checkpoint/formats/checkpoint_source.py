@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.commit.checkpoints import AnyPath, open_catalog, open_parent
+from penstock.checkpoint.commit.checkpoints import AnyPath, follow_link, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import (
     IDENTITY_BYTES,
     MANIFEST_NAME,
@@ -254,7 +254,7 @@ class CheckpointSource:
 
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
     """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
-    storage, name = open_parent(path, rank=rank)
+    storage, name = follow_link(*open_parent(path, rank=rank))
     uri = checkpoint_uri(storage, name)
     try:
         storage.stat(name)
@@ -386,12 +386,11 @@ def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
     """The error for a folder without a checkpoint; if it does not exist, names the checkpoints next to it."""
     root = find_local_root(storage)
     path = None if root is None else root / folder
-    if path is not None and not (path.is_file() or path.is_dir()) and (path.is_symlink() or path.exists()):
-        special = "this is a device, a pipe or a socket"
-        if path.is_symlink():
-            special = f"this is a link to nothing ({path.readlink()} does not exist)"
+    if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
         return ObjectNotFound(
-            f"There is no checkpoint here: {special}", uri=uri, fix="Give the folder or file of a checkpoint."
+            "There is no checkpoint here: this is a device, a pipe or a socket",
+            uri=uri,
+            fix="Give the folder or file of a checkpoint.",
         )
     tree = find_folder_tree(storage)
     if any(storage.list(folder)) or (tree and folder in {entry.name for entry in tree.entries()}):

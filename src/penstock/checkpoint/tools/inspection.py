@@ -17,6 +17,7 @@ import numpy as np
 from penstock.checkpoint.commit.checkpoints import (
     AnyPath,
     StepCatalog,
+    follow_link,
     open_catalog,
     open_parent,
     parse_step,
@@ -105,6 +106,8 @@ def list_storage(storage: Storage) -> list[CheckpointListing]:
 
 
 def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
+    listed = name
+    storage, name = follow_link(storage, name)
     committed = open_catalog(storage).find(name)
     sizes = {info.key: info.size_bytes for info in storage.list(committed.folder)}
     modified_s = storage.stat(committed.key(METADATA_NAME)).modified_s
@@ -120,7 +123,7 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
     except PenstockError as error:
         complaint = str(error)
     return CheckpointListing(
-        name=name,
+        name=listed,
         step=step,
         state=state,
         size_bytes=sum(sizes.values()),

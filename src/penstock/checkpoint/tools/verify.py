@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 import numpy as np
 from isal import isal_zlib
 
-from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, open_parent
+from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, follow_link, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
@@ -234,7 +234,7 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
     Damage is returned, not raised, even damage of the manifest or of `.metadata`.
     """
     progress = progress or Progress()
-    storage, name = open_parent(path)
+    storage, name = follow_link(*open_parent(path))
     uri, folder = checkpoint_uri(storage, name), find_folder(storage, name)
     try:
         content = read_object(storage, f"{folder}/{MANIFEST_NAME}")

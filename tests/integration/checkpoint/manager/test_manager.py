@@ -21,12 +21,15 @@ from tests.support.file_faults import Call, CallLog, FailFileCall, faulty_calls
 from tests.support.held_storage import HeldStorage
 from tests.support.known_steps import files_below
 
+import penstock.checkpoint as pc
 from penstock.checkpoint.commit.checkpoints import CheckpointRef, StepCatalog, choose_surplus, step_dirname
 from penstock.checkpoint.commit.protocol import FolderCatalog
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.levels.options import Single
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.tools.inspection import CheckpointState, list_storage
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import (
     AccessRefused,
     OutOfSpace,
@@ -589,3 +592,47 @@ def test_a_run_is_listed_again_after_a_failure_that_passes(
     with Manager(files_below(tmp_path, faulty_calls(FailFileCall("scandir", 1, errno.ESTALE)))) as manager:
         assert manager.restore(state_of(0)) == 2
     assert "could not be listed; trying again" in caplog.text
+
+
+def test_a_step_that_is_a_link_is_restored_and_never_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    two_steps(run)
+    archive.mkdir()
+    for step in (1, 2):
+        (run / f"step-{step}").rename(archive / f"old-{step}")
+        (run / f"step-{step}").symlink_to(archive / f"old-{step}")
+    found = state_of(0)
+    assert pc.load(found, run / "step-2").loaded
+    assert is_of(found, 2)
+    assert verify(run / "step-2").is_whole
+    assert [(each.name, each.state) for each in list_storage(open_here(run))] == [
+        ("step-1", CheckpointState.COMMITTED),
+        ("step-2", CheckpointState.COMMITTED),
+    ]
+    with Manager(run, keep=1) as manager:
+        assert manager.steps() == [1, 2]
+        assert manager.restore(found, step=1) == 1
+        assert manager.restore(found) == 2
+        assert is_of(found, 2)
+        with pytest.raises(UsageError, match="step-2 is a link"):
+            manager.save(2, found)
+        manager.save(3, state_of(3))
+        assert manager.steps() == [1, 2, 3]
+    assert "not all old steps could be removed" in caplog.text
+    assert verify(archive / "old-1").is_whole
+
+
+def test_a_link_to_a_file_system_that_is_not_mounted_does_not_lead_to_an_older_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_store, "RETRY_PAUSES_S", ())
+    two_steps(tmp_path)
+    (tmp_path / "step-2").rename(tmp_path / "gone")
+    (tmp_path / "step-2").symlink_to("/nowhere/step-2")
+    with (
+        Manager(tmp_path) as manager,
+        pytest.raises(StorageError, match=r"Step 2 could not be read.*a link to nothing .*/nowhere/step-2"),
+    ):
+        manager.restore(state_of(0))
