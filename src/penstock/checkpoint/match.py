@@ -329,6 +329,7 @@ class Places:
         ):
             for extra in [key for key in own if str(key) not in below]:
                 del own[extra]
+        keys = {} if isinstance(own, list) else self._keys(own, below, at)
         for step, rests in below.items():
             taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
             if not taken:
@@ -336,7 +337,7 @@ class Places:
             if isinstance(own, list):
                 assert isinstance(step, int), "places inside lists are numbers"
                 own.extend([None] * (step + 1 - len(own)))
-            key: Any = step if isinstance(own, list) else self._key(own, step, at)
+            key: Any = keys.get(step, step)
             value = own[key] if isinstance(own, list) else own.get(key, NOTHING)
             if taken.keys() != {()}:
                 rests.pop((), None)
@@ -349,19 +350,30 @@ class Places:
                     self.emptied.append((own, key, value))
                 set_entry(own, key, new_place(taken[()], self.parameter))
 
-    def _key(self, holder: Mapping[Any, Any], step: str | int, at: Path) -> Any:
-        """The key of a step, which is text in the checkpoint even where the state counts with integers."""
-        if step in holder or not isinstance(step, str):
-            return step
-        if same := [key for key in holder if not isinstance(key, str) and str(key) == step]:
-            return same[0]
+    def _keys(
+        self, holder: Mapping[Any, Any], steps: Collection[str | int], at: Path
+    ) -> dict[str | int, Any]:
+        """The keys of those steps that are text in the checkpoint, but another key in the state."""
+        unknown = [step for step in steps if isinstance(step, str) and step not in holder]
+        own = {str(key): key for key in holder if not isinstance(key, str)}
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
         # Keys that look like integers are some, unless others that look so are text.
-        counts = not any(isinstance(own, str) and own.isdecimal() for own in holder)
-        if kind is None and counts and step.isdecimal() and str(int(step)) == step:
-            return int(step)
-        return literal_key(step) if kind == "literal" else step
+        decimal = [key for key in (*holder, *unknown) if isinstance(key, str) and key.isdecimal()]
+        counts = kind is None and all(key not in holder and _INTEGER.fullmatch(key) for key in decimal)
+        return {
+            step: own[step]
+            if step in own
+            else int(step)
+            if counts and step.isdecimal()
+            else literal_key(step)
+            if kind == "literal"
+            else step
+            for step in unknown
+        }
 
+
+_INTEGER = re.compile("0|[1-9][0-9]{0,4299}")
+"""Python writes and reads no longer ones."""
 
 NOTHING = object()
 """Stands for the value of a key that a dict lacks."""

@@ -12,24 +12,25 @@ import torch
 from penstock.checkpoint.api import load, save
 
 
+def count_calls(work: Callable[[], object]) -> int:
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_the_work_of_saves_and_loads_grows_with_the_tensors_and_no_faster(
     tmp_path: Path, *, is_nested: bool
 ) -> None:
-    def count_calls(work: Callable[[], object]) -> int:
-        calls = 0
-
-        def count(_frame: object, event: str, _argument: object) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        try:
-            work()
-        finally:
-            sys.setprofile(None)
-        return calls
-
     counts = []
     for number in (500, 4000):
         tensors = {f"w{each}": torch.ones(1) for each in range(number)}
@@ -38,3 +39,17 @@ def test_the_work_of_saves_and_loads_grows_with_the_tensors_and_no_faster(
         counts.append([count_calls(partial(act, state, path)) for act in (save, load)])
     for few, many in zip(*counts, strict=True):
         assert many < 10 * few, counts
+
+
+@pytest.mark.parametrize("key", [int, "id{}".format])
+def test_the_work_of_filling_what_is_empty_grows_with_the_entries_and_no_faster(
+    tmp_path: Path, key: Callable[[int], object]
+) -> None:
+    counts = []
+    for number in (250, 2000):
+        entries = {key(each): each for each in range(number)}
+        save({"seen": entries}, tmp_path / f"{number}")
+        found: Any = {"seen": {}}
+        counts.append(count_calls(partial(load, found, tmp_path / f"{number}")))
+        assert found["seen"] == entries
+    assert counts[1] < 10 * counts[0]

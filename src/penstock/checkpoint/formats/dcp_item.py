@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 import struct
 import zlib
 from collections import OrderedDict
@@ -82,6 +83,8 @@ def require_known_transforms(
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
     """The object of one item. Without `trust`, `UsageError` names what is more than data."""
     plain = undo_transforms(item, transforms, where)
+    if (pickled := _pickled_scalar(plain)) is not None:
+        return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
     if not trust:
         try:
             archive, record = open_item(plain, where)
@@ -102,6 +105,23 @@ _UNREADABLE = (
     *(RuntimeError, EOFError, ValueError, TypeError),
     *(LookupError, AttributeError, ImportError, OverflowError),
 )
+
+
+_SCALAR: Final = re.compile(rb"\x80\x02(?:[N\x88\x89]|K.|M..|J.{4}|\x8a.+|G.{8}|X.{4}.*q\0)\.", re.DOTALL)
+
+
+def _pickled_scalar(item: bytes) -> bytes | None:
+    """The pickle in an item of torch, if it is one scalar: an archive takes a while to read."""
+    name, begin = next(_records_in(item[:HEAD_BYTES]), (b"", 0))
+    end = item.find(_AFTER_RECORD, begin, HEAD_BYTES)
+    pickled = item[begin:end]
+    if end < 0 or not name.endswith(b"/data.pkl") or not _SCALAR.fullmatch(pickled):
+        return None
+    if pickled[2:3] == b"X" and int.from_bytes(pickled[3:7], "little") != len(pickled) - 10:
+        return None
+    if pickled[2:3] == b"\x8a" and pickled[3] != len(pickled) - 5:
+        return None
+    return pickled
 
 
 def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, where: str) -> Any:

@@ -175,6 +175,15 @@ def test_an_object_of_a_module_with_a_hyphen_needs_trust(
     assert names_beyond_data(open_item(item, "here")[0].value) == ["conf-v2.Config"]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, 255, -1, 65536, -(1 << 70), 1 << 2000, -0.0, 2.5, "", "é\0q.", "PK\x07\x08"],
+    ids=repr,
+)
+def test_scalars_of_any_kind_come_back(value: object) -> None:
+    assert repr(load_object(object_bytes(value), "x", trust=False, where="here")) == repr(value)
+
+
 class Outer:
     class Color(Enum):
         RED = 1
