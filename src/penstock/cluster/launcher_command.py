@@ -4,6 +4,7 @@ Invariant: values of environment variables never
 appear in a command line, where every user of a machine can read them.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMN
 from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
 
+_RANKS_A_CORE = 8
+"""Ranks wait for storage, so they may outnumber cores."""
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE_HOSTFILE")
 """Inside these batch systems a launcher without hosts spreads ranks over the allocation's machines."""
 
@@ -60,6 +63,14 @@ def plan_launch(
         is_local = is_single and not any(name in environment for name in _ALLOCATIONS)
     if ranks is None:
         raise UsageError("The number of ranks is not given", fix="Give --ranks N, or --hosts a:4,b:4.")
+    # Without hosts, all are started here: a typing error of a digit would stall the machine for its users.
+    most = _RANKS_A_CORE * len(os.sched_getaffinity(0))
+    if is_local and not slots and ranks > most:
+        raise UsageError(
+            f"{ranks:,} ranks are too many for this machine: {most} are {_RANKS_A_CORE} for each core",
+            where="--ranks",
+            fix=f"Give fewer, or insist with --hosts localhost:{ranks}.",
+        )
     for name in env_names:
         if "=" in name:
             raise UsageError(
@@ -103,7 +114,7 @@ def _options(
             options = ["-genvall", "-disable-auto-cleanup"]
             placement = ["-f", hostfile] if hostfile else ["-hosts", counted]
         case Launcher.OPEN_MPI:
-            # Ranks wait for storage, so they may outnumber cores, and their workers must not share one core.
+            # Ranks may outnumber cores, and their workers must not share one core.
             options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
             placement = ["--hostfile", hostfile] if hostfile else ["--host", counted]
         case Launcher.SRUN:

@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def test_unequal_counts_are_refused_where_a_launcher_cannot_place_them(flavour: 
 def test_fewer_than_one_rank_cannot_run(ranks: int) -> None:
     with pytest.raises(UsageError, match="--ranks is"):
         plan(Launcher.HYDRA, ranks=ranks)
+
+
+def test_ranks_that_would_stall_this_machine_are_refused_unless_it_is_named() -> None:
+    most = 8 * len(os.sched_getaffinity(0))
+    assert plan(Launcher.HYDRA, ranks=most).ranks == most
+    with pytest.raises(UsageError, match=rf"insist with --hosts localhost:{most + 1}\."):
+        plan(Launcher.HYDRA, ranks=most + 1)
+    assert plan(Launcher.HYDRA, hosts=f"localhost:{most + 1}").ranks == most + 1
+    assert plan(Launcher.SRUN, ranks=most + 1).ranks == most + 1
 
 
 def test_nothing_to_count_ranks_by_is_refused() -> None:

@@ -351,7 +351,10 @@ def describe_exit(code: int) -> str:
     """The end of a process as a clause; a negative `code` is the signal that killed it."""
     if code >= 0:
         return f"its process ended early, with exit code {code}"
-    return f"its process was killed by {signal.Signals(-code).name} (signal {-code})"
+    killed = f"its process was killed by {signal.Signals(-code).name} (signal {-code})"
+    if -code == signal.SIGBUS:
+        killed += ", most often for want of space in /dev/shm (in a container: --shm-size)"
+    return killed
 
 
 def end_processes(processes: list[psutil.Process]) -> None:

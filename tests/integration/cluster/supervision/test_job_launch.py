@@ -118,6 +118,8 @@ def test_output_that_cannot_be_written_fails_the_job(tmp_path: Path) -> None:
 def test_the_end_of_a_process_is_described_by_exit_code_or_signal() -> None:
     assert describe_exit(3) == "its process ended early, with exit code 3"
     assert describe_exit(-11) == "its process was killed by SIGSEGV (signal 11)"
+    full = ", most often for want of space in /dev/shm (in a container: --shm-size)"
+    assert describe_exit(-7) == f"its process was killed by SIGBUS (signal 7){full}"
 
 
 def test_ending_processes_that_have_ended_is_no_error() -> None:
