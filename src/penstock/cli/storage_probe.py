@@ -139,7 +139,7 @@ def probe(
 def _tell(report: ProbeResult) -> View:
     from penstock.bench.probe.load_run import load_rows
     from penstock.bench.probe.metadata_rates import metadata_rows
-    from penstock.bench.probe.probe_page import describe_shape, say_feeds, say_knee, say_limit
+    from penstock.bench.probe.probe_page import HUGE_PAGES, describe_shape, say_feeds, say_knee, say_limit
     from penstock.bench.probe.probe_run import measurement_rows
 
     title = f"{report.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
@@ -150,5 +150,7 @@ def _tell(report: ProbeResult) -> View:
         yield f"The knee: {say_knee(load)}. {say_limit(load)}"
     if report.metadata:
         yield from table(f"{title}: calls on files", metadata_rows(report.metadata))
+    if report.measurements:
+        yield f"{HUGE_PAGES}."
     if feeding := say_feeds(report):
         yield f"This storage {feeding}."

@@ -197,7 +197,11 @@ def test_files_are_counted_by_call_and_threads_and_removed(
 
 @pytest.mark.parametrize(
     ("part", "figure"),
-    [("knee", "the knee is at "), ("metadata", "files a second: create "), ("best", "reads with ")],
+    [
+        ("knee", "the knee is at "),
+        ("metadata", "files a second: create "),
+        ("best", "sequentially reads at "),
+    ],
 )
 def test_each_part_alone_has_a_page_that_answers_first(part: Part, figure: str) -> None:
     page = make_probe_page(_probe("mem://x", part, load=LoadRequest(depth=2, read_percent=50)))

@@ -70,7 +70,7 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
         probed,
         {
             "Passed?": "measured",
-            "How much": "reads with ",
+            "How much": "sequentially reads at ",
             "To do": "Read with at least ",
         },
     ),

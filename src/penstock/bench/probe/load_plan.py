@@ -90,12 +90,13 @@ class OfferedLoad:
 
     Latencies count from when an operation was due; `service_p50_ms` from when it began. `lag_p99_ms` is what
     this host was late although a slot was free, `storage_p99_ms` the p99 without it: waits for a slot count.
-    `slots_busy` is the share of operations that found no slot free.
+    `slots_busy` is the share of operations that found no slot free; `gib_per_s` is of what was answered.
     `growth` is by how much the latency grows in a second: what the storage falls behind.
     """
 
     offered_per_s: float
-    achieved_per_s: float
+    answered_per_s: float
+    gib_per_s: float
     seconds: float
     p50_ms: float
     p99_ms: float
@@ -119,7 +120,9 @@ def arrivals(rate_per_s: float, seconds: float, *, rank: int, num_ranks: int) ->
     return due
 
 
-def describe_load(operations: Operations, *, rate_per_s: float, seconds: float) -> OfferedLoad:
+def describe_load(
+    operations: Operations, *, rate_per_s: float, seconds: float, block_bytes: int
+) -> OfferedLoad:
     """Sum up the operations of all ranks of one load."""
     end_ns = round(seconds * NS)
     warm_ns = round(seconds * _WARM_SHARE * NS)
@@ -129,9 +132,12 @@ def describe_load(operations: Operations, *, rate_per_s: float, seconds: float) 
     ended = operations["ended"]
     in_time = np.count_nonzero((ended >= warm_ns) & (ended < end_ns))
     lags = counted["begun"] - np.maximum(counted["due"], counted["free"])
+    # What a storage catches up with in this time was offered before it.
+    answered_per_s = min(rate_per_s, in_time / (seconds * (1 - _WARM_SHARE)))
     return OfferedLoad(
         offered_per_s=rate_per_s,
-        achieved_per_s=in_time / (seconds * (1 - _WARM_SHARE)),
+        answered_per_s=answered_per_s,
+        gib_per_s=answered_per_s * block_bytes / 2**30,
         seconds=seconds,
         p50_ms=p50,
         p99_ms=p99,

@@ -168,7 +168,11 @@ def measure_load(
             # Long enough for some operations.
             seconds = max(load.seconds, min(_FEWEST_OPERATIONS / rate, max_seconds))
             due = arrivals(rate, seconds, rank=comm.rank, num_ranks=comm.size)
-            points.append(describe_load(loop.run(due, seconds), rate_per_s=rate, seconds=seconds))
+            points.append(
+                describe_load(
+                    loop.run(due, seconds), rate_per_s=rate, seconds=seconds, block_bytes=load.block_bytes
+                )
+            )
     place.remove_objects()
     comm.barrier(awaiting="all ranks to remove the files of a load")
     if not saturation.is_steady:
@@ -187,7 +191,7 @@ def measure_load(
         if knee is None
         else Knee(
             operations_per_s=knee.offered_per_s,
-            gib_per_s=knee.offered_per_s * load.block_bytes / 2**30,
+            gib_per_s=knee.gib_per_s,
             p50_ms=knee.p50_ms,
             p99_ms=knee.p99_ms,
             p999_ms=knee.p999_ms,
@@ -379,12 +383,13 @@ def load_rows(load: LoadResult) -> list[dict[str, str]]:
         {
             "offered/s": f"{point.offered_per_s:,.0f}",
             "": "knee" if point.offered_per_s == knee else "",
-            "answered/s": f"{point.achieved_per_s:,.0f}",
-            "GiB/s": f"{point.offered_per_s * load.block_bytes / 2**30:.3f}",
+            "answered/s": f"{point.answered_per_s:,.0f}",
+            "GiB/s": f"{point.gib_per_s:.3f}",
             "p50 ms": f"{point.p50_ms:.2f}",
             "p99 ms": f"{point.p99_ms:.2f}",
             "p99.9 ms": f"{point.p999_ms:.2f}",
             "lag ms": f"{point.lag_p99_ms:.2f}",
+            "p99 ms without lag": f"{point.storage_p99_ms:.2f}",
         }
         for point in sorted(load.points, key=lambda point: point.offered_per_s)
     ]
@@ -398,5 +403,6 @@ def load_rows(load: LoadResult) -> list[dict[str, str]]:
         "p99 ms": f"{most.p99_ms:.2f}",
         "p99.9 ms": "",
         "lag ms": "",
+        "p99 ms without lag": "",
     }
     return [*rows, closed]

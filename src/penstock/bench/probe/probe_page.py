@@ -11,13 +11,17 @@ from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headli
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, Series, Tone, table_section
 from penstock.units import format_bytes, format_rate
 from penstock.workload import load_workload
-from penstock.workload.sizing import forecast_accelerators
+from penstock.workload.sizing import forecast_accelerators, record_bytes
+from penstock.workload.spec import Workload
 
 GIB: Final = 2**30
 _KNEE: Final = 0.9
 """The fewest streams with this share of the best rate are enough."""
 _SEQUENTIAL: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 _NAMED: Final = "unet3d_h100"
+HUGE_PAGES: Final = (
+    "Reads and writes used buffers in huge pages, as training runs do; fio needs mem=mmaphuge for the same"
+)
 
 
 def make_probe_page(result: ProbeResult) -> Report:
@@ -29,10 +33,10 @@ def make_probe_page(result: ProbeResult) -> Report:
     if result.loads and not modes:
         first = load_charts(result.loads[0], result.uri)
     return Report(
-        title=f"What {result.uri} can do at best",
+        title=f"What {result.uri} can do",
         subtitle=(
             f"probed from {', '.join(result.hosts)} with {result.ranks} rank{'s' * (result.ranks > 1)}, "
-            f"up to {format_bytes(result.size_bytes)} a measurement"
+            f"up to {format_bytes(result.size_bytes)} a measurement. {HUGE_PAGES}"
         ),
         banner=_banner(result),
         highlights=first,
@@ -54,8 +58,8 @@ def make_probe_page(result: ProbeResult) -> Report:
                 else ()
             ),
             *(
-                [table_section("feeds", "Accelerators that this storage feeds", feed_rows(rate))]
-                if (rate := read_rate(result))
+                [table_section("feeds", "Accelerators that this storage feeds", rows)]
+                if (rows := feed_rows(result))
                 else []
             ),
         ],
@@ -105,25 +109,36 @@ def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
     return [one for one in result.measurements if one.op == op and mode in ("", one.mode)]
 
 
-def read_rate(result: ProbeResult) -> float:
-    """The bytes a second that a reader can count on: the best rate, or the knee's; 0 if neither is known.
+def read_rate(result: ProbeResult, workload: Workload) -> tuple[float, str]:
+    """The bytes a second that a workload's own access can count on, and what they were measured by.
 
-    Of a mix only its reads count.
+    Samples that are small files of their own are read in random order, as random reads are; all others as
+    sequential reads. Without either the knee counts, and of a mix only its reads. 0 if nothing is known.
     """
-    rates = [measured.gib_per_s for measured in _of(result, "read")]
-    rates = rates or [load.knee.gib_per_s * load.read_percent / 100 for load in result.loads if load.knee]
-    return max(rates, default=0.0) * GIB
+    dataset = workload.dataset
+    reads = _of(result, "read")
+    smallest = min((one.block_bytes for one in reads), default=0)
+    is_small = dataset.num_samples_per_file == 1 and record_bytes(dataset) < smallest
+    if reads:
+        used = best(result, "random_read" if is_small else "read")
+        return used.gib_per_s * GIB, f"{'random' if is_small else 'sequential'} reads, {describe(used)}"
+    knees = [load.knee.gib_per_s * load.read_percent / 100 for load in result.loads if load.knee]
+    return max(knees, default=0.0) * GIB, "the knee"
 
 
-def say_feeds(result: ProbeResult) -> str:
-    """The number of accelerators of the best-known workload that the read rate feeds; "" if unknown."""
-    rate = read_rate(result)
+def say_feeds(result: ProbeResult, name: str = _NAMED) -> str:
+    """Tell how many accelerators of a workload this storage feeds, or what one needs; "" if unknown."""
+    workload = load_workload.load(name).workload
+    rate, _ = read_rate(result, workload)
     if not rate:
         return ""
-    workload = load_workload.load(_NAMED).workload
-    count = forecast_accelerators(workload, Fraction(rate)).num_accelerators
-    at = "" if result.measurements else " at its knee"
-    return f"feeds {count or 'no'} H100 of unet3d{at}"
+    forecast = forecast_accelerators(workload, Fraction(rate))
+    family, _, accelerator = name.rpartition("_")
+    of = f"{accelerator.upper()} of {family}"
+    if forecast.num_accelerators:
+        return f"feeds {forecast.num_accelerators} {of}"
+    needed = format_rate(float(forecast.bytes_per_accelerator_per_s * forecast.threshold))
+    return f"is too slow for 1 {of}, which needs {needed}"
 
 
 def _banner(result: ProbeResult) -> Banner:
@@ -143,7 +158,10 @@ def _banner(result: ProbeResult) -> Banner:
     return Banner(
         verdict="measured",
         look=Look.PLAIN,
-        figure=f"reads with {read_rate_text}, writes with {write_rate}, durable; {say_feeds(result)}",
+        figure=(
+            f"sequentially reads at {read_rate_text} (median; {_say_range(read)}), writes at {write_rate}, "
+            f"durable; {say_feeds(result)}"
+        ),
         limited_by=_say_limit(result, read),
         since=(
             f"{describe(enough)}, which reach {enough_rate}; "
@@ -157,6 +175,11 @@ def _banner(result: ProbeResult) -> Banner:
         troubles=[*result.notes, *([from_memory] if held > _HELD else [])],
         more={"Knee": say_knee(result.loads[0])} if result.loads else {},
     )
+
+
+def _say_range(measured: ProbeMeasurement) -> str:
+    rates = [format_rate(rate * GIB) for rate in measured.repeats]
+    return f"{rates[0]} to {rates[-1]} in {len(rates)}" if len(rates) > 1 else "measured once"
 
 
 def _say_limit(result: ProbeResult, read: ProbeMeasurement) -> str:
@@ -206,13 +229,16 @@ def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, floa
     )
 
 
-def feed_rows(rate: float) -> list[dict[str, str]]:
-    """Rows that show what a read rate means for the shipped workloads."""
+def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
+    """Rows that show what the read rates mean for the shipped workloads; none if no rate is known."""
     rows = []
     for loaded in load_workload.shipped():
         workload = loaded.workload
         if workload.train.computation_time.is_zero or not workload.metric.au:
             continue
+        rate, by = read_rate(result, workload)
+        if not rate:
+            return []
         forecast = forecast_accelerators(workload, Fraction(rate))
         rows.append(
             {
@@ -222,6 +248,7 @@ def feed_rows(rate: float) -> list[dict[str, str]]:
                 "AU of one": f"{min(float(forecast.au), 1.0) * 100:.1f} %"
                 if not forecast.num_accelerators
                 else f"at least {float(forecast.threshold) * 100:.0f} %",
+                "from": f"{format_rate(rate)}: {by}",
             }
         )
     return rows
@@ -262,15 +289,18 @@ def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
     """The banner of a probe that only looked for the knee."""
     most = load.saturation
     light = load.points[0]
+    # Less load cannot take longer: something else used the storage or this host.
+    is_disturbed = light.storage_p99_ms > most.p99_ms
     return Banner(
-        verdict="measured",
-        look=Look.PLAIN,
+        verdict="doubtful" if is_disturbed else "measured",
+        look=Look.DOUBT if is_disturbed else Look.PLAIN,
         figure=f"the knee is at {say_knee(load)}" + (f"; {feeds}" if feeds else ""),
         limited_by=_LIMITS[load.knee.limited_by]
         if load.knee
         else "the storage: even light load was too much",
         since=(
-            f"light load of {light.offered_per_s:,.0f} a second has a p99 of {light.p99_ms:.2f} ms; "
+            f"light load of {light.offered_per_s:,.0f} a second has a p99 of {light.p99_ms:.2f} ms "
+            f"({light.storage_p99_ms:.2f} ms without what this host was late); "
             f"{load.depth} in flight all the time reach {most.operations_per_s:,.0f} a second, "
             f"p99 {most.p99_ms:.2f} ms"
         ),
@@ -348,7 +378,7 @@ def load_charts(load: LoadResult, run: str) -> list[Chart]:
     ]
     rate = [
         Series(name="offered", y=[point.offered_per_s for point in points]),
-        Series(name="answered", y=[point.achieved_per_s for point in points], tone="dark"),
+        Series(name="answered", y=[point.answered_per_s for point in points], tone="dark"),
     ]
     cut = "; cut at twice the limit" if any(point.p99_ms / 1e3 > 2 * limit_s for point in points) else ""
     limits = {f"limit of p99 {1e3 * limit_s:,.3g} ms": limit_s}

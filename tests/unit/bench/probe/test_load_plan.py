@@ -37,7 +37,7 @@ def _serve(rate_per_s: float, *, capacity_per_s: float, latency_s: float) -> Off
     turns = np.arange(due.size) * service
     begun = np.maximum.accumulate(due - turns) + turns
     ended = begun + service + round(latency_s * NS)
-    return describe_load(_times(due, begun, ended), rate_per_s=rate_per_s, seconds=SECONDS)
+    return describe_load(_times(due, begun, ended), rate_per_s=rate_per_s, seconds=SECONDS, block_bytes=4096)
 
 
 def _times(due: np.ndarray, begun: np.ndarray, ended: np.ndarray, free: np.ndarray | int = 0) -> Operations:
@@ -92,7 +92,7 @@ def _serve_in_slots(rate_per_s: float, *, depth: int, latency_s: float, late: fl
         begun[number] = max(round(moment * (1 + late)), free[number])
         ended[number] = begun[number] + round(latency_s * NS)
     times = _times(np.array(due), np.array(begun), np.array(ended), np.array(free))
-    return describe_load(times, rate_per_s=rate_per_s, seconds=SECONDS)
+    return describe_load(times, rate_per_s=rate_per_s, seconds=SECONDS, block_bytes=4096)
 
 
 def test_what_a_load_ran_into_is_storage_or_too_few_in_flight_or_the_host() -> None:
@@ -109,19 +109,27 @@ def test_what_a_load_ran_into_is_storage_or_too_few_in_flight_or_the_host() -> N
 def test_a_load_that_was_given_up_did_not_hold_even_if_it_is_the_only_one() -> None:
     due = np.array(arrivals(1000, SECONDS, rank=0, num_ranks=1))
     given_up = np.full_like(due, 3 * NS)
-    point = describe_load(_times(due, given_up, given_up), rate_per_s=1000, seconds=SECONDS)
+    point = describe_load(_times(due, given_up, given_up), rate_per_s=1000, seconds=SECONDS, block_bytes=4096)
     assert find_knee([point]) is None
+
+
+def test_a_load_that_falls_behind_never_answers_more_than_was_offered() -> None:
+    due = np.arange(0, 4 * 1000) * 1_000_000
+    ended = np.maximum(due, 1_500_000_000) + np.minimum(np.arange(due.size) * 300_000, 900_000_000)
+    seen = describe_load(_times(due, due, np.sort(ended)), rate_per_s=1000, seconds=4, block_bytes=4096)
+    assert seen.answered_per_s <= 1000
 
 
 def test_every_operation_that_a_stall_held_up_is_counted_from_when_it_was_due() -> None:
     due = np.array(arrivals(1000, 4, rank=0, num_ranks=1))
     phase = due % (2 * NS)
     ended = np.where(phase < 0.2 * NS, due - phase + round(0.2 * NS), due) + NS // 1000
-    seen = describe_load(_times(due, due, ended), rate_per_s=1000, seconds=4)
+    seen = describe_load(_times(due, due, ended), rate_per_s=1000, seconds=4, block_bytes=4096)
     assert seen.p50_ms == pytest.approx(1)
     assert seen.p999_ms == pytest.approx(200, rel=0.02)
     assert seen.growth == pytest.approx(0, abs=0.01)
-    assert seen.achieved_per_s == pytest.approx(1000, rel=0.01)
+    assert seen.answered_per_s == pytest.approx(1000, rel=0.01)
+    assert seen.gib_per_s == seen.answered_per_s * 4096 / 2**30
 
 
 @given(st.floats(1, 5000), st.floats(0.1, 3), st.integers(1, 7))

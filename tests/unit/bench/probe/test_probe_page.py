@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.bench.probe import ProbeResult
-from penstock.bench.probe.probe_page import make_probe_page
+from penstock.bench.probe.probe_page import feed_rows, make_probe_page, say_feeds
 from penstock.bench.probe.probe_run import ProbeMeasurement
 
 MIB = 2**20
@@ -62,3 +62,13 @@ def test_the_limit_is_where_more_streams_or_larger_blocks_no_longer_helped(
     banner = make_probe_page(probed(rates)).banner
     assert banner is not None
     assert expected in banner.limited_by
+
+
+def test_samples_that_are_small_files_count_on_random_reads_and_others_on_sequential_ones() -> None:
+    result = probed({(1, 1): 3.0, (8, 1): 4.0})
+    rates = {row["workload"]: row["from"] for row in feed_rows(result)}
+    assert rates["unet3d_h100"].startswith("4 GiB/s: sequential reads, 8 streams")
+    assert rates["resnet50_h100"].startswith("4 GiB/s: sequential")  # many samples a file
+    assert rates["retinanet_b200"].startswith("1 GiB/s: random reads")
+    assert say_feeds(result) == "feeds 1 H100 of unet3d"
+    assert say_feeds(probed({(1, 1): 1.0})) == "is too slow for 1 H100 of unet3d, which needs 2.66 GiB/s"
