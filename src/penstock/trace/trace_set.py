@@ -6,7 +6,8 @@
 
 Invariants: a table is complete or absent, whenever the process dies; events at the same time are in the order
 of their files, and of their lines in each; a table carries its sources and their accounts, so questions to it
-know what was lost; a table that is older than its sources is rebuilt before it is asked.
+know what was lost; a table that is older than its sources is rebuilt before it is asked, and
+refused if that took SQL from it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from itertools import chain
 from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 from threading import Event, Lock
 from typing import Any, Final
@@ -182,7 +184,7 @@ def read_events(
                 gathered.add(number, wanted)
         return reading.account
 
-    with duckdb.connect(config={"threads": 1}) as filtering, ThreadPoolExecutor(num_threads, "trace") as pool:
+    with duckdb.connect(config=_CONFINED) as filtering, ThreadPoolExecutor(num_threads, "trace") as pool:
         try:
             futures = [pool.submit(read, number, file) for number, file in enumerate(files)]
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -263,11 +265,15 @@ class _Stopped(Exception):
     """Another file's failure, or an interrupt, ended the conversion."""
 
 
+_CONFINED: Final[dict[str, Any]] = {"threads": 1, "enable_external_access": False, "lock_configuration": True}
+"""A connection that reads no files and writes none, whatever an expression says."""
+
+
 @cache
 def check_where(where: str) -> None:
-    """Raise UsageError for an expression that DuckDB cannot apply to events."""
+    """Raise UsageError for an expression that DuckDB cannot apply to events, or that reads anything else."""
     if where:
-        with duckdb.connect() as connection:
+        with duckdb.connect(config=_CONFINED) as connection:
             _keep_wanted(connection, SCHEMA.empty_table(), where)
 
 
@@ -275,8 +281,10 @@ def _keep_wanted(connection: duckdb.DuckDBPyConnection, events: Any, where: str)
     """The events for which an expression holds, in their order."""
     table = pa.Table.from_batches([events]) if isinstance(events, pa.RecordBatch) else events
     try:
-        verdicts = connection.from_arrow(table).project(f"coalesce(({where})::BOOLEAN, false) AS wanted")
-        return events.filter(verdicts.to_arrow_table()["wanted"].combine_chunks())
+        # An `Expression` is parsed alone, so that its text cannot end it and begin a statement.
+        wanted = duckdb.SQLExpression(where).cast("BOOLEAN")
+        verdicts = connection.from_arrow(table).select(wanted.alias("wanted")).to_arrow_table()["wanted"]
+        return events.filter(verdicts.combine_chunks())
     except duckdb.Error as error:
         raise UsageError(
             str(error).strip().partition("\n")[0],
@@ -420,6 +428,13 @@ class TraceSet:
     files: Sequence[Path] = ()
     """The files that the connection reads."""
 
+    def confine(self) -> None:
+        """From now on, SQL on this connection reads only what is open, and writes nothing."""
+        if self.files:
+            self.connection.execute("SET allowed_paths = ?", [[str(path) for path in self.files]])
+        self.connection.execute("SET enable_external_access = false")
+        self.connection.execute("SET lock_configuration = true")
+
     def losses(self) -> list[str]:
         """Everything that was lost or guessed, for people, one line each; empty if nothing was."""
         return [line for account in self.accounts for line in account.losses()]
@@ -522,7 +537,8 @@ def open_trace_set(
             selected.append(f"SELECT {columns} FROM {source}")
         union = " UNION ALL ".join(selected)
         connection.execute(
-            f"CREATE TEMP VIEW {RELATION} AS SELECT * FROM ({union})" + (f" WHERE {where}" if where else "")
+            f"CREATE TEMP VIEW {RELATION} AS SELECT * FROM ({union})"
+            + (f" WHERE (\n{where}\n)" if where else "")
         )
         yield TraceSet(
             connection=connection,
@@ -551,8 +567,15 @@ def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTab
             where=str(path),
             fix="Load the remaining files into a new table: penstock trace load.",
         )
+    if facts.where:
+        # SQL in a file is data: only its owner may ask for it to be run.
+        raise UsageError(
+            "This event table is older than its trace files, and was made with --where",
+            where=str(path),
+            fix=f"If you trust its SQL, load it again: penstock trace load --where {quote(facts.where)}",
+        )
     logger.info("%s is older than its trace files: rebuilding it", path)
-    return convert(files, path, progress=progress, where=facts.where)
+    return convert(files, path, progress=progress)
 
 
 def _read_with_dask(

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -313,3 +314,13 @@ def test_more_events_than_fit_in_memory_are_sorted_from_disk(traces: Path, tmp_p
     times = [row[0] for row in answers[0]]
     assert answers[0] == answers[1]
     assert times == sorted(times)
+
+
+def test_sql_in_a_table_is_not_run_when_its_sources_have_changed(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, source = tmp_path / "run.events", min(traces.iterdir())
+    assert main(["trace", "load", "-o", str(table), str(source), "--where", "op = 'write'"]) == 0
+    os.utime(source, ns=(1, 1))
+    assert main(["trace", "sql", "SELECT 1", str(table)]) == 2
+    assert "trace load --where 'op = '" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from penstock.errors import UsageError
 from penstock.trace.compare.comparison import APP_TIER, load_report, measures
 from penstock.trace.compare.findings import FINDING_RULES, find_all
 from penstock.trace.compare.trace_study import ComparisonSpec, QueryCheck, Study
-from penstock.trace.questions.sql import answer_query
+from penstock.trace.questions.sql import answer_query, require_one_query
 
 _UNUSED_TIER: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
 
@@ -44,8 +44,9 @@ def check_all(study: Study, expectations: Expectations) -> list[CheckResult]:
             results.append(_evaluate(check, figures))
             continue
         # `events` has the columns of `trace sql` and the derived ones.
+        require_one_query(study.events.connection, check.sql)
         query = check.sql.rstrip().rstrip(";")
-        sql = f"WITH events AS (SELECT * FROM {study.events.relation}) SELECT * FROM ({query})"
+        sql = f"WITH events AS (SELECT * FROM {study.events.relation}) SELECT * FROM ({query}\n)"
         rows = answer_query(study.events.connection, sql).rows
         value = rows[0][0] if rows and rows[0] else None
         result = f"the query returned {value}"

@@ -115,6 +115,8 @@ def open_study(
         for run, globs in spec.runs.items()
     }
     with open_trace_set(runs, progress=progress or Progress(), where=spec.where, dask=dask) as traces:
+        # The description may be somebody else's.
+        traces.confine()
         num_events = sum(account.events + account.salvaged for account in traces.accounts)
         events = view_events(
             traces.connection, RELATION, spec.dimensions(), is_stored=num_events <= _IN_MEMORY_EVENTS

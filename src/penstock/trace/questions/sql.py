@@ -46,22 +46,8 @@ _FIX: Final = "Run penstock trace sql --help for the columns."
 
 def check_query(query: str) -> None:
     """Raise UsageError unless a query is one statement that only reads `events`; no trace is read."""
-    with duckdb.connect(config={"enable_external_access": False}) as connection:
-        try:
-            statements = connection.extract_statements(query)
-        except duckdb.Error as error:
-            raise UsageError(str(error).strip(), where="the query") from error
-        if len(statements) != 1:
-            raise UsageError(
-                f"There are {len(statements)} statements", where="the query", fix="Write a single SELECT."
-            )
-        if statements[0].type not in _ALLOWED:
-            kind = statements[0].type.name.lower().replace("_", " ")
-            raise UsageError(
-                f"A query may only read events; this is a statement of the kind {kind}",
-                where="the query",
-                fix="Write a SELECT; --json prints its answer for files and programs.",
-            )
+    with duckdb.connect(config={"enable_external_access": False, "lock_configuration": True}) as connection:
+        require_one_query(connection, query)
         connection.from_arrow(SCHEMA.empty_table()).create("events")
         try:
             connection.execute(query)
@@ -69,15 +55,30 @@ def check_query(query: str) -> None:
             raise UsageError(str(error).strip(), where="the query", fix=_FIX) from error
 
 
+def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None:
+    """Raise UsageError unless a text is one statement that reads; it is parsed and not run."""
+    try:
+        statements = connection.extract_statements(query)
+    except duckdb.Error as error:
+        raise UsageError(str(error).strip(), where="the query") from error
+    if len(statements) != 1:
+        raise UsageError(
+            f"There are {len(statements)} statements", where="the query", fix="Write a single SELECT."
+        )
+    if statements[0].type not in _ALLOWED:
+        kind = statements[0].type.name.lower().replace("_", " ")
+        raise UsageError(
+            f"A query may only read events; this is a statement of the kind {kind}",
+            where="the query",
+            fix="Write a SELECT; --json prints its answer for files and programs.",
+        )
+
+
 def run_query(traces: TraceSet, query: str) -> SqlAnswer:
     """Run a user's query on `events`; it reads no other files and writes nothing. UsageError if it fails."""
     check_query(query)
-    connection = traces.connection
-    if traces.files:
-        connection.execute("SET allowed_paths = ?", [[str(path) for path in traces.files]])
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
-    return answer_query(connection, query)
+    traces.confine()
+    return answer_query(traces.connection, query)
 
 
 def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer:

@@ -1,6 +1,7 @@
 """Checks pass or fail with the figures that they used, and invalid ones are refused."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from tests.support.trace_studies import small_study
 
 from penstock.errors import UsageError
 from penstock.trace.compare.expectations import CheckResult, Expectations, check_all
+from penstock.trace.compare.trace_study import ComparisonSpec, open_study
 from penstock.trace.event_schema import FileAccount
 
 ROWS: list[dict[str, Any]] = [
@@ -92,3 +94,31 @@ def test_a_check_that_means_nothing_is_refused(check: Check, text: str, said: st
         check(text)
     assert said in str(refused.value)
     assert "Example:" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT true) ; COPY (SELECT 'x') TO '{file}' ; SELECT * FROM (SELECT true",
+        "SELECT true; SELECT true",
+        "COPY (SELECT true) TO '{file}'",
+        "SELECT content FROM read_text('/etc/hostname')",
+        "SELECT true FROM enable_logging('FileSystem', storage='file', storage_path='{file}')",
+    ],
+)
+def test_a_query_of_a_description_reads_events_and_writes_nothing(tmp_path: Path, sql: str) -> None:
+    (tmp_path / "t.pfw").write_text(
+        '{"id":1,"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1700000000000000,"dur":1,"ph":"X"}\n'
+    )
+    written = tmp_path / "written"
+    spec = {"runs": {"a": "t.pfw"}, "checks": [{"name": "x", "sql": sql.format(file=written)}]}
+    expectations = Expectations.model_validate(spec)
+    with open_study(expectations, tmp_path) as study, pytest.raises(UsageError):
+        check_all(study, expectations)
+    assert not written.exists()
+    selected = ComparisonSpec.model_validate(
+        {"runs": {"a": "t.pfw"}, "where": f"({sql.format(file=written)})"}
+    )
+    with pytest.raises(UsageError), open_study(selected, tmp_path):
+        pass
+    assert not written.exists()
