@@ -195,23 +195,26 @@ def _close_all() -> None:
         group.close()
 
 
-def make_own_group(process_group: Any = None) -> RankGroup:
+def make_own_group(process_group: Any = None, timeout_s: float = TIMEOUT_S) -> RankGroup:
     """A new group of the ranks of `process_group` (None: all), for work that runs while the program trains.
 
-    Collective over these ranks alone. Its messages never mix with the trainer's own.
+    Collective over these ranks alone. Its messages never mix with the trainer's own, and no wait takes longer
+    than `timeout_s`.
     """
-    return make_group_of(_list_ranks(process_group))
+    return make_group_of(_list_ranks(process_group), timeout_s)
 
 
-def make_group_of(ranks: Sequence[int]) -> RankGroup:
+def make_group_of(ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> RankGroup:
     """A new group of these ranks, numbered as in the job. Collective over them alone."""
     if len(ranks) < 2:
-        return RankGroup(SoloComm(gethostname()))
+        alone = RankGroup(SoloComm(gethostname()))
+        alone.comm.timeout_s = timeout_s
+        return alone
     from penstock.cluster.torch_comm import TorchComm, make_group  # noqa: PLC0415 - loads torch
 
-    group = make_group(ranks)
+    group = make_group(ranks, timeout_s)
     made = RankGroup(TorchComm(gethostname(), group), group, ranks)
-    made.comm.timeout_s = TIMEOUT_S
+    made.comm.timeout_s = timeout_s
     _MADE.add(made)
     return made
 

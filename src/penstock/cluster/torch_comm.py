@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import pickle
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.cluster.comm import Comm, PollingWait, broken_connection
 from penstock.environment import Environment
-from penstock.errors import Unavailable, UsageError, WaitTimeout
+from penstock.errors import Unavailable, UsageError, WaitTimeout, name_some
 
 LONGEST_CALL = timedelta(days=7)
 """gloo's own limit, which must not come first: each call of a `Comm` has one of its own."""
@@ -220,12 +222,39 @@ def join_torchrun(environment: Environment, host: str) -> TorchComm:
     return TorchComm(host, at_close=dist.destroy_process_group if begins_here else None)
 
 
-def make_group(ranks: Sequence[int]) -> Any:
-    """Make a gloo group of these ranks, numbered as in the job. Collective over them."""
+def make_group(ranks: Sequence[int], timeout_s: float) -> Any:
+    """Make a gloo group of these ranks, numbered as in the job. Collective over them.
+
+    Gloo itself waits for all of them without hearing signals: so it only begins once all have arrived.
+    """
     name = "penstock/" + hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
     store = _get_default_store()
     # Each rank counts its groups; ranks make their common groups in the same order, so their counts agree.
     number = store.add(f"{name}/{dist.get_rank()}", 1)
     own_store = dist.PrefixStore(f"{name}/{number}/", store)  # type: ignore[attr-defined] # not in torch's stubs
+    _await_all(own_store, ranks, timeout_s)
     group_of = getattr(dist, "ProcessGroupGloo")  # noqa: B009 - likewise
     return group_of(own_store, list(ranks).index(dist.get_rank()), len(ranks), LONGEST_CALL)
+
+
+_LONGEST_WAIT_S = 0.2
+"""Of one wait in the store, during which no signal is heard."""
+
+
+def _await_all(store: Any, ranks: Sequence[int], timeout_s: float) -> None:
+    """Wait until all of these ranks have called this; `WaitTimeout` names those that have not."""
+    began_s = time.monotonic()
+    awaiting, place = "all ranks to make a group", f"rank {dist.get_rank()}"
+    try:
+        store.add(f"arrived/{dist.get_rank()}", 1)
+        if store.add("arrived", 1) == len(ranks):
+            store.set("complete", "1")
+        while not store.check(["complete"]):
+            left_s = began_s + timeout_s - time.monotonic()
+            if left_s <= 0:
+                absent = [rank for rank in ranks if not store.check([f"arrived/{rank}"])]
+                raise WaitTimeout(awaiting, timeout_s, where=f"absent: ranks {name_some(absent)}")
+            with suppress(RuntimeError):
+                store.wait(["complete"], timedelta(seconds=min(left_s, _LONGEST_WAIT_S)))
+    except RuntimeError as error:
+        raise broken_connection(error, awaiting, place) from error

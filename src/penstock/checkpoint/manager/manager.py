@@ -106,8 +106,9 @@ class Manager:
                 )
         require_cache_for(redundancy, flush, is_cached=cache is not None)
         # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
-        self._front, self._back = make_own_group(process_group), make_own_group(process_group)
-        self._timeout_s = self._front.comm.timeout_s = self._back.comm.timeout_s = timeout_s
+        self._front = make_own_group(process_group, timeout_s)
+        self._back = make_own_group(process_group, timeout_s)
+        self._timeout_s = timeout_s
         self._rank = self._front.comm.rank
         self._storage = _open_storage(durable, self._rank)
         catalog = StepCatalog(self._storage, has_pointer=has_pointer)

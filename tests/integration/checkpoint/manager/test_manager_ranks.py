@@ -2,6 +2,8 @@
 
 import errno
 import os
+import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -309,3 +311,32 @@ def test_a_write_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, na
     assert one[0].startswith("Rank 1 on")
     assert os.strerror(errno.EIO) in one[0]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-1"]
+
+
+class Interrupted(Exception):
+    """Raised by a signal handler, as KeyboardInterrupt is."""
+
+
+def make_alone(rank: int, root: Path) -> tuple[str, float]:
+    """Rank 1 comes late to the first manager, and not at all while rank 0 is interrupted."""
+    took_s, text = 0.0, ""
+    if rank == 0:
+        text = str(error_of(lambda: Manager(root, timeout_s=0.5)))
+
+        def interrupt(*_: object) -> None:
+            raise Interrupted
+
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        began_s = time.monotonic()
+        with pytest.raises(Interrupted):
+            Manager(root, timeout_s=60)
+        took_s = time.monotonic() - began_s
+    dist.barrier()
+    return text, took_s
+
+
+def test_a_manager_that_one_rank_never_makes_is_a_timeout_and_hears_signals(tmp_path: Path) -> None:
+    (text, took_s), _ = on_gloo_ranks(2, make_alone, tmp_path)
+    assert text.startswith("Timed out after 0.5 s waiting for all ranks to make a group (absent: ranks 1).")
+    assert took_s < 30
