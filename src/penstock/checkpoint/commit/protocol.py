@@ -724,7 +724,7 @@ class RecordDraftStore(DraftStore):
         return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
 
     def _read_back(self, draft: Draft, error: StorageError) -> Committed | None:
-        """What a name means after a failure that says nothing about it, because an answer may be lost."""
+        """Read what a name means after a failure that says nothing of it: an answer may be lost."""
         for pause_s in (*RETRY_PAUSES_S, None):
             try:
                 return self._catalog.find_if_any(draft.name)
