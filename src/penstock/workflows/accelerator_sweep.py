@@ -45,7 +45,7 @@ class SweepRun:
 def sum_up(passed: int, tries: Sequence[SweepRun]) -> tuple[int, str | None]:
     """The number of accelerators that the storage feeds, and what set the limit; None if nothing did.
 
-    If the limit is the client's, the storage feeds at least so many.
+    If the limit is the client's, the storage feeds at least that number.
     """
     failed = min((one for one in tries if not one.meets_threshold), default=None, key=_accelerators)
     if failed is None or not failed.is_fed:
@@ -128,7 +128,7 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
 
 
 def verdict_columns(one: SweepRun) -> dict[str, str]:
-    """Whether a run passed, whether its storage kept up, and what limited it."""
+    """The columns that say if a run passed, if its storage kept up, and its limit."""
     return {
         "AU reached": "yes" if one.meets_threshold else "no",
         "fed by storage": "yes" if one.is_fed else "no",

@@ -163,7 +163,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
 
 
 def _access(request: TrainingRequest, storage: Storage) -> dict[str, Any]:
-    """How the data set was reached and read: what users vary and compare."""
+    """The way to the data set, and of reading it: what users vary and compare."""
     return {
         "data": storage.uri,
         "storage": dict(storage.options),

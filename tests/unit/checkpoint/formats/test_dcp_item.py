@@ -200,7 +200,6 @@ class Outer:
         ((1 << 3000, torch.ones(3).untyped_storage()), ["a class or function"]),
         (Outer.Color.RED, []),
     ],
-    ids=str,
 )
 def test_classes_and_functions_are_no_data_and_nothing_stands_in_for_them(
     value: Any, named: list[str]
