@@ -29,21 +29,21 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LIMITS = {
-    "statements": 43_100,
-    "expressions": 299_300,
-    "record types": 416,
-    "modules": 327,
-    "protocols": 26,
-    "functions of three lines or less": 960,
+    "statements": 42_900,
+    "expressions": 298_900,
+    "record types": 398,
+    "modules": 326,
+    "protocols": 22,
+    "functions of three lines or less": 926,
     "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,
     "places of avoided English": 0,
 }
 ENTERED = {
-    "pc.save": 31,
-    "Manager.save": 29,
-    "Manager.restore": 29,
+    "pc.save": 33,
+    "Manager.save": 27,
+    "Manager.restore": 27,
     "penstock checkpoint ls": 24,
     "penstock trace summary": 19,
     "penstock training run": 88,
