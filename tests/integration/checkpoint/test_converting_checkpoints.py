@@ -163,7 +163,7 @@ def test_what_a_format_cannot_hold_is_refused_by_name(stock: Path, tmp_path: Pat
 
 def test_classes_are_not_rebuilt_without_being_asked(tmp_path: Path) -> None:
     torch.save({"args": argparse.Namespace(lr=1.0), "w": torch.ones(2)}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="only its own program can rebuild"):
+    with pytest.raises(UsageError, match="is more than data: it is made of argparse"):
         convert(tmp_path / "x.pt", tmp_path / "dcp", DCP)
     assert list_names(tmp_path) == ["x.pt"]
     done = convert(tmp_path / "x.pt", tmp_path / "dcp", DCP, tensors_only=True)
@@ -282,7 +282,7 @@ def test_a_quantized_tensor_that_only_torch_reads_stops_nothing_else(tmp_path: P
     state = {"w": torch.zeros(3)}
     pc.load(state, tmp_path / "q.pt")
     assert torch.equal(state["w"], torch.ones(3))
-    with pytest.raises(UsageError, match=r"holds <quantized tensor>.*torch\.load"):
+    with pytest.raises(UsageError, match="is made of quantized tensor"):
         pc.load({"packed": None}, tmp_path / "q.pt")
 
 

@@ -454,11 +454,11 @@ def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> 
             scale.shape == zero.shape == whole.shape[axis : axis + 1],
             "a quantized tensor has another number of scales",
         )
-        points = zero.tolist()
+        # torch writes the same scheme for points that are floats, which may be any.
+        points = [] if zero.is_floating_point() else zero.tolist()
     limits = torch.iinfo(whole.dtype)
-    is_exact = of.quantizer[0] != "per_channel_affine_float_qparams"
     require(
-        not is_exact or all(type(point) is int and limits.min <= point <= limits.max for point in points),
+        all(type(point) is int and limits.min <= point <= limits.max for point in points),
         "a quantized tensor has a zero point that is no element",
     )
     storage = whole.clone().untyped_storage()
