@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def checkpoint(*words: object) -> CommandResult:
 
 def rows(text: str) -> list[list[str]]:
     """The cells of each line below a table's rule."""
-    lines = text.split("── \n", 1)[-1].splitlines()
+    lines = re.split("── *\n", text, maxsplit=1)[-1].splitlines()
     return [line.split() for line in lines if line.strip()]
 
 
