@@ -19,9 +19,7 @@ _KNEE: Final = 0.9
 """The fewest streams with this share of the best rate are enough."""
 _SEQUENTIAL: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 _NAMED: Final = "unet3d_h100"
-HUGE_PAGES: Final = (
-    "Reads and writes used buffers in huge pages, as training runs do; fio needs mem=mmaphuge for the same"
-)
+HUGE_PAGES: Final = "Buffers were in huge pages, as in training runs; fio: mem=mmaphuge"
 
 
 def make_probe_page(result: ProbeResult) -> Report:
