@@ -82,5 +82,5 @@ def test_check_writes_requested_files_whatever_it_finds(
 def test_unwritable_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = valid_submission().write(tmp_path / "round")
     (tmp_path / "file").write_text("")
-    assert main(["submission", "check", str(root), "--csv", str(tmp_path / "file" / "a.csv")]) == 1
+    assert main(["submission", "check", str(root), "--csv", str(tmp_path / "file" / "a.csv")]) == 2
     assert str(tmp_path / "file") in capsys.readouterr().err
