@@ -285,9 +285,10 @@ def acts(folder: Path) -> Iterator[tuple[str, set[str]]]:
     data = ["--data", str(folder / "data"), "--set", "dataset.num_files_train=14"]
     data += ["--set", "dataset.record_length_bytes=4KiB", "--set", "dataset.record_length_bytes_stdev=0"]
     run("training", "generate", "unet3d", *data)()
-    data += ["--accelerator", "h100", "--set", "train.epochs=1", "--set", "train.computation_time=0.001"]
-    training = ["training", "run", "unet3d", *data, "--results", str(folder / "runs")]
-    yield "penstock training run", entered.during(run(*training))
+    # Whatever the storage of this machine: the run counts, not its verdict.
+    training = [*data, "--accelerator", "h100", "--results", str(folder / "runs"), "--set", "metric.au=0"]
+    training += ["--set", "train.epochs=1", "--set", "train.computation_time=0.001"]
+    yield "penstock training run", entered.during(run("training", "run", "unet3d", *training))
 
 
 def main() -> int:
