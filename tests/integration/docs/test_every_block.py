@@ -24,8 +24,8 @@ pytestmark = [
 ]
 
 PROBED = {
-    r"^ .* MiB +([\d.]+) +(?:once|[\d.-]+) +[\d,]+ ": 0,
-    r"^ .* KiB +[\d.]+ +(?:once|[\d.-]+) +([\d,]+) ": 0,
+    r"^ .* MiB +([\d.]+) +(?:-|\d+%) +[\d,]+ ": 0,
+    r"^ .* KiB +[\d.]+ +(?:-|\d+%) +([\d,]+) ": 0,
 }
 TRAINED = {
     r"^  AU +([\d.]+) % by DLIO's formula": 20.0,

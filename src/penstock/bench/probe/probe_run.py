@@ -512,7 +512,7 @@ def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str,
             "streams": str(measured.streams),
             "block": format_bytes(measured.block_bytes),
             "GiB/s": f"{measured.gib_per_s:.3f}",
-            "from-to": _spread(measured),
+            "spread": _spread(measured),
             "ops/s": f"{measured.operations_per_s:,.0f}",
             "p99 ms": f"{measured.p99_ms:.2f}",
         }
@@ -521,8 +521,9 @@ def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str,
 
 
 def _spread(measured: ProbeMeasurement) -> str:
+    """The difference between the fastest and the slowest repetition, as a part of the median."""
     rates = measured.repeats
-    return f"{rates[0]:.2f}-{rates[-1]:.2f}" if len(rates) > 1 else "once"
+    return f"{(rates[-1] - rates[0]) / measured.gib_per_s:.0%}" if len(rates) > 1 else "-"
 
 
 def headline_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
