@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -904,31 +905,51 @@ def _optimizers_keep_dtypes(*, but_floats: bool) -> Iterator[None]:
 
     What hooks and optimizers of other packages convert stays converted.
     """
-    _change_policy()
     before = _FLOATS_CHANGE.set(but_floats)
     try:
-        yield
+        with _KEPT_DTYPES:
+            yield
     finally:
         _FLOATS_CHANGE.reset(before)
 
 
-@cache
-def _change_policy() -> None:
-    # torch gives all of a state the dtype of its parameter, quantized values and counters too. The function
-    # stays in place, as threads may load at the same time, and does nothing else outside of our loads.
-    name = "_process_value_according_to_param_policy"
-    convert = getattr(torch.optim.Optimizer, name, None)
+class _KeptDtypes:
+    """Replaces, while any thread loads, what gives all of a state the dtype of its parameter.
 
-    def move(parameter: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
-        assert convert is not None, "installed below only if there is one"
-        changes = _FLOATS_CHANGE.get()
-        if changes is None or (changes and value.is_floating_point()):
-            return convert(parameter, value, *more, **named)
-        nothing = torch.empty(0, dtype=value.dtype, device=value.device)
-        return value.to(convert(parameter, nothing, *more, **named).device)
+    torch does so to quantized values and counters too. In threads that load nothing, it works as ever.
+    """
 
-    if convert is not None:
-        setattr(torch.optim.Optimizer, name, staticmethod(move))
+    _NAME = "_process_value_according_to_param_policy"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_loads = 0
+        self._usual: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_loads += 1
+            if self._num_loads == 1:
+                self._usual = torch.optim.Optimizer.__dict__.get(self._NAME)
+                if self._usual is not None:
+                    setattr(torch.optim.Optimizer, self._NAME, staticmethod(partial(_move, self._usual)))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_loads -= 1
+            if self._num_loads == 0 and self._usual is not None:
+                setattr(torch.optim.Optimizer, self._NAME, self._usual)
+
+
+_KEPT_DTYPES = _KeptDtypes()
+
+
+def _move(convert: Any, parameter: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
+    changes = _FLOATS_CHANGE.get()
+    if changes is None or (changes and value.is_floating_point()):
+        return convert(parameter, value, *more, **named)
+    nothing = torch.empty(0, dtype=value.dtype, device=value.device)
+    return value.to(convert(parameter, nothing, *more, **named).device)
 
 
 def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -> _Part | None:

@@ -260,7 +260,10 @@ def test_states_keep_their_types_and_losses_after_a_restart_are_the_same(
     saved = deepcopy({"model": module.state_dict(), "optim": optimizer.state_dict()})
     expected = train(module, optimizer, range(3, 8))
     module, optimizer = begin()
+    policy = "_process_value_according_to_param_policy"
+    usual = torch.optim.Optimizer.__dict__[policy]
     load({"model": module, "optim": optimizer}, saved)
+    assert torch.optim.Optimizer.__dict__[policy] is usual  # replaced for the load alone
     found = optimizer.state_dict()["state"]
     for number, slots in saved["optim"]["state"].items():
         assert found[number]["m"].dtype == torch.bfloat16
