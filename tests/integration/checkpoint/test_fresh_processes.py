@@ -397,15 +397,28 @@ def test_tensors_that_a_scheduler_shares_with_another_at_first_are_loaded_apart(
     assert loaded["_last_lr"] == saved["_last_lr"]
 
 
-def test_parameter_whose_name_looks_like_that_of_another_rank_s_value_is_not_lost(tmp_path: Path) -> None:
-    saved = torch.nn.ParameterDict({"embedding": torch.ones(2), "embedding@rank1": torch.full((2,), 7.0)})
-    pc.save({"model": saved}, tmp_path / "saved")
-    fresh = torch.nn.ParameterDict({name: torch.zeros(2) for name in saved})
-    pc.load({"model": fresh}, tmp_path / "saved")
-    assert [values.tolist() for values in fresh.values()] == [[1, 1], [7, 7]]
-    del fresh["embedding@rank1"]
-    with pytest.raises(UsageError, match=r"holds 'model.embedding@rank1', which no part of the state takes"):
-        pc.load({"model": fresh}, tmp_path / "saved")
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": 1.0, "x@rank0": 2.0},
+        {"adapter": torch.ones(2), "adapter@rank1": torch.zeros(2)},
+        {"model": torch.nn.ParameterDict({"w": torch.ones(2), "w@rank1": torch.full((2,), 7.0)})},
+    ],
+    ids=["objects", "tensors", "parameters"],
+)
+def test_name_that_looks_like_another_rank_s_value_is_refused(
+    state: dict[str, object], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="own value of the first"):
+        pc.save(state, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_name_that_looks_like_a_rank_s_value_of_nothing_comes_back(tmp_path: Path) -> None:
+    pc.save({"w@rank1": torch.full((2,), 7.0)}, tmp_path / "saved")
+    fresh = {"w@rank1": torch.zeros(2)}
+    pc.load(fresh, tmp_path / "saved")
+    assert fresh["w@rank1"].tolist() == [7, 7]
 
 
 def test_dict_names_what_it_wants_and_the_rest_is_told(

@@ -214,8 +214,8 @@ def collect_for_save(
                 fix=f"Names are keys joined by dots, for example {leaves[0].name!r}.",
             )
         leaves = chosen
-    if not is_alone:
-        require_unmarked([leaf.name for leaf in leaves])
+    # Of a single process, too: several may load what it saves.
+    require_unmarked([leaf.name for leaf in leaves])
     local_state = _collect(leaves, key_types, is_saved=True)
     holdings = local_state.holdings
     if not is_alone and (numbering := number_parameters(state)):
