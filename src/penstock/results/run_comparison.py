@@ -40,8 +40,8 @@ _LOADER: Final = "loader"
 class RunSummary:
     """One run; None for unknown figures. `settings` are the workload's values by dotted key.
 
-    Settings of Penstock's runs (`version`) are complete. Of a run of the user's own loader, `workload` is the
-    loader's name.
+    Settings of Penstock's own runs (those with `penstock_version`) are complete. Of a run of the user's own
+    loader, `workload` is the loader's name.
     """
 
     id: str
@@ -65,7 +65,7 @@ class RunSummary:
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     is_own_loader: bool = False
-    version: str | None = None
+    penstock_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
     # DLIO's files hold only keys that were set explicitly, and other versions have other keys: what a run
     # does not state cannot differ.
     stated = [set(run.settings) for run in runs]
-    versions = {run.version for run in runs}
+    versions = {run.penstock_version for run in runs}
     are_complete = len(versions) == 1 and None not in versions
     for key in sorted(set.union(*stated) if are_complete else set.intersection(*stated)):
         values = tuple(run.settings.get(key) for run in runs)
@@ -166,7 +166,7 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
         settings=_settings({**record.workload, **asked, "seeds": record.seeds}),
         notes=record.remarks,
         is_own_loader=_LOADER in record.plan,
-        version=record.penstock_version,
+        penstock_version=record.penstock_version,
     )
 
 

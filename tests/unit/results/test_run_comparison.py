@@ -155,7 +155,9 @@ def test_another_request_is_named_as_an_obstacle(tmp_path: Path, setting: str, k
 def test_a_setting_that_only_one_run_has_is_a_difference(tmp_path: Path, setting: str, key: str) -> None:
     views = [summarize_run(finished_run(tmp_path, *settings)) for settings in ((), (setting,))]
     assert key in [each["key"] for each in compare_runs(views).obstacles]
-    assert compare_runs([views[0], replace(views[1], version="0.1")]).is_comparable  # it may not know the key
+    assert compare_runs(
+        [views[0], replace(views[1], penstock_version="0.1")]
+    ).is_comparable  # it may not know the key
 
 
 @pytest.mark.parametrize(
