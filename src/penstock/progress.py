@@ -42,8 +42,11 @@ class Progress:
     def settle(self, outcome: str, why: str, exit_code: int) -> None:
         """End the run, whose command will exit with this code."""
 
-    def expect(self, total: float, *units: str) -> None:
-        """Announce that the counts of these units together will reach `total` at the end of the run."""
+    def expect(self, total: float, *units: str, pauses_s: float = 0.0) -> None:
+        """Announce that the counts of these units together will reach `total` at the end of the run.
+
+        Between them it counts nothing for `pauses_s`, evenly spread.
+        """
 
     def count(self, **amounts: float) -> None:
         """Add to the run's totals, by unit: `steps=1, read_bytes=4096`."""

@@ -323,10 +323,10 @@ class _Phase:
     """The current phase; `counted` are the units that it has counted."""
 
     began_s: float
+    moved_s: float
     name: str = ""
     total: float = 0.0
     done: float = 0.0
-    moved_s: float = 0.0
     unit: str = ""
     times: int = 1
     counted: set[str] = field(default_factory=set)
@@ -356,10 +356,11 @@ class Meter(Progress):
         self._name, self._kind, self._workload, self._ranks = name, "", "", ranks
         self._host, self._started_at_s = gethostname(), time.time()
         self._outcome: tuple[str, str, int | None] = (RUNNING, "", None)
-        self._expected: tuple[float, tuple[str, ...]] = (0.0, ())
+        self._expected: tuple[float, tuple[str, ...], float] = (0.0, (), 0.0)
         self._remark = ""
         self._lock = threading.Lock()
-        self._phase = _Phase(clock())
+        now_s = clock()
+        self._phase = _Phase(now_s, now_s)
         self._activity: tuple[Activity, float] = ("working", self._phase.began_s)
         self._totals: dict[str, float] = {}
         self._spent_s: Counter[str] = Counter()
@@ -375,7 +376,7 @@ class Meter(Progress):
         with self._lock:
             for unit in self._phase.counted:
                 self._spent_s[unit] += self._phase.moved_s - self._phase.began_s  # type: ignore[assignment]
-            self._phase = _Phase(now_s, phase, total, moved_s=now_s)
+            self._phase = _Phase(now_s, now_s, phase, total)
             self._activity = ("working", now_s)
             self._looks = deque([(now_s, 0.0, dict(self._totals))])
             self._is_new_phase = True
@@ -401,9 +402,9 @@ class Meter(Progress):
         if unit:
             self._phase.unit, self._phase.times = unit, times
 
-    def expect(self, total: float, *units: str) -> None:
+    def expect(self, total: float, *units: str, pauses_s: float = 0.0) -> None:
         """Announce what the run will count in all."""
-        self._expected = (total, units)
+        self._expected = (total, units, pauses_s)
 
     def remark(self, text: str) -> None:
         """Show a sentence about the current moment."""
@@ -419,7 +420,7 @@ class Meter(Progress):
             self._spent_s.clear()
             self._phase.counted.clear()
             self._looks = deque([(self._clock(), self._phase.done, {})])
-            self._expected = (0.0, ())
+            self._expected = (0.0, (), 0.0)
             self._followers.append(StatusFile(run.folder))
         self._wake.set()
 
@@ -501,7 +502,7 @@ class Meter(Progress):
         recent = _rates_since(looks, now_s - RECENT_S, (now_s, done, totals))
         latest = _rates_since(looks, now_s - NOW_S, (now_s, done, totals))
         awaited = wait if state == "waiting for ranks" else None
-        expected, units = self._expected
+        expected, units, pauses_s = self._expected
         counted = sum(totals.get(unit, 0.0) for unit in units)
         speed = sum(recent.get(unit) or means.get(unit, 0.0) for unit in units)
         left, speed = (expected - counted, speed) if expected else (phase.total - done, recent.get("", 0.0))
@@ -520,7 +521,9 @@ class Meter(Progress):
             phase_done=done,
             phase_total=phase.total,
             share_done=min(1.0, counted / expected) if expected else None,
-            left_s=max(left, 0.0) / speed if speed and outcome == RUNNING else None,
+            left_s=max(left, 0.0) * (1 / speed + (pauses_s / expected if expected else 0.0))
+            if speed and outcome == RUNNING
+            else None,
             state=state,
             state_s=state_s,
             awaiting=awaited.awaiting if awaited else "",

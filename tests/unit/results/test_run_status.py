@@ -97,6 +97,22 @@ def test_pauses_between_phases_slow_no_mean(clock: Clock) -> None:
     assert status.rates["written_bytes"] == pytest.approx(200)
 
 
+def test_the_time_left_has_the_pauses_that_are_still_to_come(clock: Clock) -> None:
+    meter = Meter(clock=clock)
+    assert state_sentence(meter.status()) == ""  # a clock does not begin at 0
+    meter.expect(400, "written_bytes", pauses_s=30)
+    meter.begin("writing checkpoint 1 of 4, all ranks", 100)
+    clock.now_s += 10
+    meter.count(done=100, written_bytes=100)
+    assert meter.status().left_s == pytest.approx(30 + 22.5)
+    meter.begin("waiting 10 s before the next checkpoint", 0)
+    meter.enter("computing")
+    clock.now_s += 12
+    assert status_line(meter.status()) == (
+        "waiting 10 s before the next checkpoint; written 0 B/s now; 25% of the run, about 52 s left"
+    )
+
+
 def test_a_new_phase_has_rates_of_its_own_time(clock: Clock) -> None:
     meter = Meter(clock=clock)
     meter.begin("epoch 1, steps", 10)

@@ -35,6 +35,7 @@ from penstock.storage import Storage
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.ledger import Measurement, combine_ranks, common_origin_ns
 from penstock.transfer.pipeline import MIN_BUFFERS_PER_STREAM, PipelineSettings, PlannedObject, write_objects
+from penstock.units import format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,13 @@ class RoundProgress(Progress):
         self._show(total_bytes)
         if self._is_first:
             self._progress.enter("working")
+
+    def pause(self, pause_s: float) -> None:
+        """Wait between two checkpoints, where the job that they stand for would compute."""
+        if self._is_first and pause_s:
+            self._progress.begin(f"waiting {format_seconds(pause_s)} before the next checkpoint", 0)
+            self._progress.enter("computing")
+        time.sleep(pause_s)
 
     def _watch(self, bytes_of_ranks: list[int], ended: threading.Event) -> None:
         heartbeat_s = time.monotonic()

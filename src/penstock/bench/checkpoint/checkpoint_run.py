@@ -333,7 +333,8 @@ def run_checkpoints(
         board = ProgressBoard(folder / PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size)
         heartbeat = run.heartbeat if run else lambda: None
         watch = RoundProgress(board, rank=comm.rank, progress=progress, heartbeat=heartbeat)
-        progress.expect(layout.total_bytes * len(rounds), "written_bytes", "read_bytes")
+        pauses_s = workload.checkpoint.time_between_checkpoints_s * (len(rounds) - 1)
+        progress.expect(layout.total_bytes * len(rounds), "written_bytes", "read_bytes", pauses_s=pauses_s)
         began_ns = time.monotonic_ns()
         with record_run(comm, folder, reopen()) as (recorder, observer):
             # What all rounds share, warmed up before the first of them.
@@ -437,7 +438,8 @@ def _run_rounds(
     storage = runner.storages[0]
     for place, checkpoint in enumerate(rounds):
         last = max(other.number for other in rounds if other.direction == checkpoint.direction)
-        time.sleep(section.time_between_checkpoints_s if place else 0.0)
+        if place:
+            runner.progress.pause(section.time_between_checkpoints_s)
         with observer.during(checkpoint.direction):
             figures = runner.run(checkpoint, last=last)
         if checkpoint.direction == "write":
