@@ -38,13 +38,14 @@ from penstock.cli.rank_options import followed
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
 
 MISSED = 1
 _MLPERF_ONLY: Final = ("--options", "--trials", "--pause")
+_EARLY: Final = 0.9
 _BLOCKS_ONLY: Final = (
     "--page", "--model", "--dtype", "--gpu", "--cpu", "--tensor-parallel", "--pipeline-parallel",
     "--per-layer", "--layout", "--speedup", "--prefill-rate", "--keep", "--requests", "--users", "--think",
@@ -293,7 +294,15 @@ def _view_mlperf(document: dict[str, Any]) -> View:
             }
             for metric, values in figures["metrics"].items()
         ]
-        yield TextTable(f"Option {name} on {document['ranks']} ranks ({figures['kind']})", rows)
+        took = format_seconds(figures["elapsed_s"])
+        yield TextTable(
+            f"Option {name} on {format_count(document['ranks'], 'rank')}, {took} ({figures['kind']})", rows
+        )
+        if figures["elapsed_s"] < _EARLY * (duration_s := document["durations_s"][name]):
+            yield (
+                f"A trial ended after {took}: by then all requests of its {format_seconds(duration_s)} were "
+                "answered, as they do not wait for their times."
+            )
     yield f"Files of the tool: {document['leaf']}"
 
 

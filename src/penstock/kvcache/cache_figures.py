@@ -171,6 +171,7 @@ def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]
 FORMAT_VERSION: Final = 1
 FILE: Final = "kvcache.json"
 GIB: Final = 1 << 30
+_NEARLY_ALL: Final = 0.8
 _SMALL_BYTES: Final = 1 << 20
 """Below this, an object takes as long as a request does, however large it is."""
 
@@ -297,10 +298,22 @@ def has_small_objects(document: Mapping[str, Any]) -> bool:
     return plan["scale"] != "1" and bool(plan["chunk_bytes"] // plan["objects_per_chunk"] < _SMALL_BYTES)
 
 
-def limited_by_client(document: Mapping[str, Any], name: str) -> float | None:
-    """The ceiling of one direction, if the run came close to it."""
-    ceiling = (document["ceiling"] or {}).get(f"{name}_gib_per_s")
-    return ceiling if ceiling and document[name]["gib_per_s"] > 0.8 * ceiling else None
+def client_share(document: Mapping[str, Any]) -> float | None:
+    """The share of a run's time that this client needs for the same bytes in memory; None if not measured.
+
+    Reads and writes share the time of a run, and each ceiling is that of one direction alone.
+    """
+    ceiling = document["ceiling"]
+    if not ceiling:
+        return None
+    return float(
+        sum(document[name]["gib_per_s"] / ceiling[f"{name}_gib_per_s"] for name in ("read", "write"))
+    )
+
+
+def is_limited_by_client(document: Mapping[str, Any]) -> bool:
+    """True if a run was hardly slower than memory; one that was faster disproves its ceiling."""
+    return _NEARLY_ALL < (client_share(document) or 0.0) <= 1
 
 
 def say_doubts(document: Mapping[str, Any]) -> list[str]:
@@ -317,11 +330,14 @@ def say_doubts(document: Mapping[str, Any]) -> list[str]:
         for delivery in document["deliveries"]
         if delivery["verdict"] in ("fail", "warning")
     ]
-    texts += [
-        f"The {name} rate is close to what this client can do at all: {ceiling:.2f} GiB/s."
-        for name in ("read", "write")
-        if (ceiling := limited_by_client(document, name))
-    ]
+    if (share := client_share(document)) and share > _NEARLY_ALL:
+        texts.append(
+            f"For the same bytes in memory this client needs {share:.0%} of the run's time: its limit, not "
+            "the storage's."
+            if share <= 1
+            else "Objects in memory took longer than those on storage: something else used this host, and "
+            "the ceiling is none."
+        )
     if plan["reads"]["operations"] + plan["writes"]["operations"] > document["operations_done"]:
         texts.append("The run ended by its duration before all operations were done.")
     if has_small_objects(document):

@@ -9,8 +9,8 @@ from typing import Any, Final
 from penstock.kvcache.cache_figures import (
     has_small_objects,
     is_latency,
+    is_limited_by_client,
     latency_note,
-    limited_by_client,
     say_doubts,
 )
 from penstock.reports.report import (
@@ -135,7 +135,7 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
             look=Look.BAD if misses else Look.GOOD,
             figure=f"read {format_bytes(read)}/s, wrote {format_bytes(write)}/s of payload",
             limited_by="this client: the same streams are hardly faster on objects in memory"
-            if any(limited_by_client(document, name) for name in ("read", "write"))
+            if is_limited_by_client(document)
             else "the storage, or the streams in flight",
             since=f"the start: the run took {format_seconds(document['elapsed_s'])}",
             to_do="Look for what damaged or removed entries."

@@ -389,8 +389,10 @@ def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -
     operations["op"][:num] = Op.WRITE
     settings = replace(request.engine, speedup=0.0, duration_s=None)
     memory, figures = MemoryStorage(), {}
-    progress.begin("the ceiling: objects in memory", len(operations))
-    for name, part in (("write", operations[:num]), ("read", operations[num:])):
+    progress.begin("the ceiling: objects in memory", len(operations) + num)
+    writes, reads = operations[:num], operations[num:]
+    # What is written first only warms memory up: pages that no process has used cost more than the copy.
+    for name, part in (("write", writes), ("write", writes), ("read", reads)):
         engine = IoEngine(memory, part, request.layout, settings, advance=progress.advance)
         engine.run(lambda: comm.barrier(awaiting="all ranks to begin measuring the ceiling"))
         mine = int(engine.timed["end_ns"].max())

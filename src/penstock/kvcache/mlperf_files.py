@@ -369,6 +369,7 @@ def _honest_option(results: Sequence[TrialResult]) -> dict[str, Any]:
             for name, value in honest.items()
         },
         "kind": "storage" if read_bytes and written_bytes else "no traffic of storage in one direction",
+        "elapsed_s": _ratio(elapsed_s, len({result.trial for result in results})),
         "misses": sum(result.misses for result in results),
         "read_ms": reads.document(),
         "write_ms": writes.document(),

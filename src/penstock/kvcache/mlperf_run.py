@@ -107,6 +107,7 @@ def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress
             "engine": asdict(request.engine),
             "leaf": str(leaf),
             "results_dir": str(folder),
+            "durations_s": {str(number): plan.facts["duration_s"] for number, plan in plans.items()},
             "digests": {
                 str(number): [of_rank[number]["digest"] for of_rank in planned] for number in request.options
             },

@@ -133,6 +133,9 @@ def test_slow_storage_shrinks_the_measurements_and_says_so() -> None:
 def test_a_probe_that_does_not_fit_fails_before_the_first_byte(tmp_path: Path) -> None:
     with pytest.raises(OutOfSpace, match="takes 1 EiB"):
         _probe(replace(SMALL, uri=f"file://{tmp_path}", size_bytes=1 << 60))
+    # A stream moves a whole block, whatever the size.
+    with pytest.raises(OutOfSpace, match="takes 3 EiB"):
+        _probe(replace(SMALL, uri=f"file://{tmp_path}", size_bytes=10, block_bytes=(1 << 60,)))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,6 +19,7 @@ from tests.support.s3.server import BUCKET, S3Server
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError
 from penstock.kvcache.block_trace import generate_trace
+from penstock.kvcache.cache_figures import is_limited_by_client, say_doubts
 from penstock.kvcache.cache_pages import make_run_page
 from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan, sync_entry_names
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
@@ -222,6 +223,20 @@ def test_the_ledger_of_a_run_counts_what_was_read_and_written(tmp_path: Path) ->
         moved_bytes = document[delivery["direction"]]["bytes"]
         num_operations = document["plan"][f"{delivery['direction']}s"]["operations"]
         assert delivery["application_bytes"] == moved_bytes + num_operations * FOOTER_BYTES > 0
+
+
+def test_a_run_is_limited_by_a_client_that_needs_most_of_its_time_in_memory(tmp_path: Path) -> None:
+    document = run_on(1, small_plan(), tmp_path).document
+    both = {f"{name}_gib_per_s": document[name]["gib_per_s"] for name in ("read", "write")}
+
+    def at(share: float) -> dict[str, Any]:
+        return {**document, "ceiling": {name: 2 * rate / share for name, rate in both.items()}}
+
+    # Each direction has half of its ceiling, and both of them all of the time.
+    assert [is_limited_by_client(at(share)) for share in (0.5, 0.9, 2.0)] == [False, True, False]
+    assert "needs 90% of the run's time" in " ".join(say_doubts(at(0.9)))
+    assert "the ceiling is none" in " ".join(say_doubts(at(2.0)))
+    assert "ceiling" not in " ".join(say_doubts(at(0.5)))
 
 
 def test_runs_without_reads_from_storage_say_so(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.support.submission.query_tree import CACHE, OPTIONS, valid_cache
 
+from penstock.cli.app import main
 from penstock.kvcache.cache_figures import LatencyHistogram
 from penstock.kvcache.entries import EntryOutcome
 from penstock.kvcache.io_engine import TIMED, EngineSettings
@@ -119,6 +120,15 @@ def test_figures_are_those_of_the_files_of_ranks(leaf: Path) -> None:
     for number, option in summary["options"].items():
         for name, value in recompute_option(ranks, int(number)).items():
             assert option[name] == pytest.approx(value, rel=1e-9)
+
+
+def test_a_trial_that_ends_before_its_duration_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--scale", "1/100000", "--options", "2", "--trials", "1", "--duration", "20s"]
+    where = ["--to", str(tmp_path / "kv"), "--results", str(tmp_path / "results")]
+    assert main(["kvcache", "run", "mlperf-v3", *small, *where]) == 0
+    assert "all requests of its 20.0 s were answered" in " ".join(capsys.readouterr().out.split())
 
 
 def test_honest_figures_stand_beside_each_metric(leaf: Path) -> None:

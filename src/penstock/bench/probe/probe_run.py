@@ -228,7 +228,10 @@ def _probe_location(
     """Measure one location, as large as the time allows."""
     affordable_bytes, is_memory = request.size_bytes, False
     if set(request.parts) != {"metadata"}:  # its files are empty
-        place.check_free_space(request.size_bytes)
+        # Every stream moves one block at least, however small the size.
+        steps = (step for group in plan_groups(request, place.mode, num_ranks=comm.size) for step in group)
+        largest_bytes = comm.size * max(step.size_bytes for step in steps)
+        place.check_free_space(max(request.size_bytes, largest_bytes))
         affordable_bytes, is_memory = _calibrate(request, place, comm=comm, progress=progress)
     sized = replace(request, size_bytes=min(request.size_bytes, affordable_bytes))
     measurements: list[ProbeMeasurement] = []
