@@ -1,9 +1,9 @@
-"""The checkpoint engine, a library for training loops that does not depend on the benchmarks.
+"""The checkpoint engine: a library for training loops, independent of the benchmarks.
 
     import penstock.checkpoint as pc
     manager = pc.Manager("/pfs/run", keep=3)
 
-Names are imported when they are first used, so torch is loaded by the first use of a name that needs it.
+Each name is imported on first use, so torch is loaded only when a name that needs it is used.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MODULES: Final = MappingProxyType(
         "torch_dcp": ("LoadPlanner", "Reader", "SavePlanner", "Writer"),
     }
 )
-"""Modules of this package and the public names that each defines."""
+"""The modules of this package, and the public names that each defines."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Save or load one checkpoint in one call, without a manager; and the engine that a manager uses.
+"""`save` and `load`: one checkpoint in one call, without a manager.
 
-`save` and `load` show the order of the steps; `saver` and `loader` carry them out. Invariant: each
-call returns on all ranks with its work done and durable, or raises on all ranks.
+They show the order of the steps; `saver` and `loader` carry them out. Invariant: each call either returns on
+all ranks with its work done and durable, or raises on all ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from penstock.progress import Progress
 from penstock.units import format_bytes
 
 NUM_READINGS: Final = 5
-"""How often a single process tries to read a checkpoint that is being replaced."""
+"""The number of times that a single process tries to read a checkpoint that is being replaced."""
 
 
 def load(  # noqa: PLR0913 - each option is independent of the others
@@ -47,17 +47,18 @@ def load(  # noqa: PLR0913 - each option is independent of the others
 
     >>> report = pc.load({"model": model.state_dict()}, "/pfs/run/step-100", only="model.*")
 
-    Tensors are filled where they are; everything else is replaced in its dict or list. `path` may be a folder
-    with a distributed checkpoint of torch, a file of torch.save, or safetensors. `rename` maps names of the
-    state to names in the checkpoint, as in `{"model.*": "module.*"}`. With `strict=False`, parts that are
-    missing from the checkpoint stay as they are. A different shape is always an error, a different dtype
-    unless `convert_dtypes` is set. `trust` allows objects whose unpickling may run code from the checkpoint.
-    `only` and `exclude` choose names, with `*` for any text; `process_group` names the ranks that load
-    (default: all); `progress` gets every byte that is moved, and cancels the load on all ranks by raising.
+    Tensors keep their memory and receive new values; everything else is replaced in its dict or list. `path`
+    is the folder of a torch distributed checkpoint, a file written by torch.save, or safetensors. `only` and
+    `exclude` select parts of the state by name, with `*` for any text. `rename` maps names in the state to
+    names in the checkpoint, as in `{"model.*": "module.*"}`. With `strict=False`, parts that the checkpoint
+    lacks are left unchanged. A tensor whose shape differs from the checkpoint's is always an error; one whose
+    dtype differs is an error unless `convert_dtypes` is set. `trust` allows objects whose unpickling may run
+    code from the checkpoint. `process_group` names the ranks that load (default: all). `progress` is informed
+    of every byte transferred; if it raises, the load is cancelled on all ranks.
 
-    Items that are loaded whole are compared with their checksums; a folder without checksums is a warning.
-    With `verify`, rank 0 first reads the whole checkpoint, including what this load does not need; damage
-    or a missing checksum is an error.
+    Items that are loaded whole are verified against their checksums; if a folder has no checksums, a warning
+    is issued. With `verify`, rank 0 first reads the whole checkpoint, including what this load does not need,
+    and the call raises if anything is damaged or lacks a checksum.
     """
     choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
@@ -105,16 +106,16 @@ def save(
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> tuple[RankSaveStats, ...]:
-    """Save `state` as one checkpoint at `path`; returns the statistics of each rank. Collective.
+    """Save `state` as one checkpoint at `path`, and return the statistics of each rank. Collective.
 
     >>> pc.save({"model": model.state_dict(), "step": 100}, "/pfs/run/step-100")
 
-    An existing checkpoint at `path` is replaced in one step, once the new one is complete. `only` saves the
-    parts whose names match, `dtype` converts floating-point tensors. With `transforms`, as in
-    `["stream.zstd/1"]`, items are smaller but can only be read whole. With `replicas="compare"`, replicas
-    that differ are an error that names tensors and ranks. Each rank writes `writers` files in parallel;
-    parts whose names begin with `separation_hint` go to files of their own. `process_group` names
-    the ranks that save (default: all); `progress` gets every byte that is moved.
+    An existing checkpoint at `path` is replaced atomically, once the new one is complete. `only` saves the
+    parts whose names match; `dtype` converts floating-point tensors. `transforms`, as in `["stream.zstd/1"]`,
+    make items smaller, but transformed items can only be read whole. With `replicas="compare"`, the call
+    raises if replicas differ, and names the tensors and ranks. Each rank writes `writers` files in parallel;
+    parts whose names begin with `separation_hint` go to separate files. `process_group` names the ranks that
+    save (default: all). `progress` is informed of every byte transferred.
     """
     options = save_plan.SaveOptions(writers=writers, separation_hint=separation_hint)
     saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms, replicas=replicas)
@@ -137,7 +138,10 @@ NUM_TENSORS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTraffic:
-    """Bytes of tensors on one rank. In a load, other ranks send it the bytes that it does not read itself."""
+    """Bytes of tensors on one rank.
+
+    In a load, the rank receives from others the bytes that it does not read itself.
+    """
 
     rank: int
     holds_bytes: int
@@ -148,7 +152,7 @@ class RankTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWrite:
-    """One region that a rank writes: `offsets` and `sizes` are in the whole tensor."""
+    """One region that a rank writes: its `offsets` and `sizes` within the whole tensor."""
 
     tensor: str
     dtype: str
@@ -161,15 +165,17 @@ class PlannedWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """The plan of a save and a load: what each of the `ranks` would write and read. It can be printed."""
+    """The plan of a save and a load: what each of the `ranks` would write and read. Can be printed."""
 
     unique_bytes: int
-    """Bytes of all tensors, each element counted once: what all ranks together write, and read."""
+    """The bytes of all tensors, each element counted once: the total that all ranks write, and that they
+    read.
+    """
     ranks: tuple[RankTraffic, ...]
     writes: tuple[PlannedWrite, ...]
-    """Tensor by tensor."""
+    """Ordered by tensor."""
     objects: tuple[tuple[str, ...], ...]
-    """By rank, the names of the objects that it writes; `rng@rank3` is rank 3's own."""
+    """The names of the objects that each rank writes, by rank; `rng@rank3` belongs to rank 3 alone."""
 
     def __str__(self) -> str:
         lines = [
@@ -233,7 +239,7 @@ def _count_traffic(
 ) -> list[RankTraffic]:
     options = LoadOptions()
     wanted = [merged.regions.take(merged.rank == rank) for rank in range(shared.num_ranks)]
-    # The checkpoint that this plan would make, with one file per rank and no envelopes.
+    # The checkpoint that this plan would produce, with one file per rank and without envelopes.
     size = shared.regions.num_bytes(element_bytes)
     begin = np.cumsum(size) - size
     is_packed = np.zeros(len(size), dtype=np.bool_)
@@ -279,7 +285,7 @@ def _list_writes(shared: save_plan.RankRegions, element_bytes: Ints) -> list[Pla
 
 
 def _ranges(write: PlannedWrite) -> str:
-    """As numpy would slice it: `[0:512, :]`."""
+    """The written region in numpy's slice notation: `[0:512, :]`."""
     if not write.shape:
         return "its one element"
     slices = [

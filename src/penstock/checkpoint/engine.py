@@ -1,9 +1,9 @@
-"""The records and protocols between what decides about a save and what moves its bytes.
+"""The records and protocols that separate decisions about a save from the transfer of its bytes.
 
 A manager decides when and where to save and which step to load. A save goes through `Saver.prepare` (ranks
 agree on a plan), `PreparedSave.stage` (copying begins), `StagedSave.write_to` (files become durable),
-`PreparedSave.seal` and the commit; files that a program wrote itself take the same way. This module needs no
-torch.
+`PreparedSave.seal` and the commit; files that the program has written itself go through the same calls. This
+module does not need torch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ if TYPE_CHECKING:
 State = Mapping[str, Any]
 
 TIMEOUT_S: Final = 1800.0
-"""How long a rank waits for the slowest one's share of a save or a load, where the caller sets no limit."""
+"""The longest that a rank waits for other ranks during a save or a load, if the caller sets no limit."""
 Replicas = Literal["share", "compare"]
-"""The treatment of regions that several ranks hold: "share" lets each write a part, trusts that DTensors and
-what DDP keeps equal are, and saves each rank's own of other tensors that differ; "compare" compares all first
-and refuses to save what differs."""
+"""The treatment of regions that several ranks hold.
+
+"share" lets each rank write a part of them. It assumes that DTensors and whatever DDP synchronizes are equal
+on all ranks; of other tensors that differ, each rank's own version is saved. "compare" compares all replicas
+first and refuses to save any that differ.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveChoice:
-    """The parts of a state to save, and their dtype. By default everything, unchanged."""
+    """The parts of a state to save, and their dtype. The default is everything, unchanged."""
 
     only: NamePatterns | None = None
     dtype: Any = None
-    """The torch.dtype that floating-point tensors are converted to."""
+    """The torch.dtype to which floating-point tensors are converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class LoadChoice:
     _: KW_ONLY
     strict: bool = True
     convert_dtypes: bool = False
-    """Convert values where a tensor's dtype differs from the checkpoint's."""
+    """Convert values if a tensor's dtype differs from the checkpoint's."""
     trust: bool = False
     """Unpickle objects of any kind, which can run code from the checkpoint."""
 
@@ -72,7 +75,7 @@ class RankSaveStats:
     payload_bytes: int
     file_bytes: int
     compare_s: float = 0.0
-    """For replicas that were compared; not in `plan_s`."""
+    """The time taken to compare replicas; not included in `plan_s`."""
     plan_s: float = 0.0
     stage_s: float = 0.0
     write_s: float = 0.0
@@ -92,17 +95,19 @@ class RankSaveStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShareContents:
-    """The contents of one rank's files, to describe the checkpoint; names come with their paths."""
+    """The contents of one rank's files, from which the checkpoint is described; names come with paths."""
 
     regions: tuple[Regions, ...] = ()
-    """By file; `tensor` has the numbers that the plan gave to the tensors of all ranks."""
+    """One element per file; its `tensor` column has the numbers that the plan gave to the tensors of all
+    ranks.
+    """
     objects: tuple[tuple[tuple[str, tuple[str | int, ...]], ...], ...] = ()
-    """By file."""
+    """One element per file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShare:
-    """The report of one rank to rank 0 when all its files are durable."""
+    """One rank's report to rank 0, made when all its files are durable."""
 
     rank: int
     files: tuple[WrittenFile, ...]
@@ -113,10 +118,11 @@ class WrittenShare:
 Urgency = Literal["copy", "commit"]
 """The event that the caller waits for.
 
-"copy": until tensors may change. All of the staging memory is used, and if it holds everything, nothing is
-written before everything is copied, because a busy disk slows memory down. "commit": until the checkpoint is
-durable. A few buffers are written while others are filled, so they stay in the processor's caches; nothing is
-copied before the files are begun, because copies keep the processor busy, and the disk would wait.
+With "copy", it is the end of copying, after which the tensors may change. All of the staging memory is used;
+if that can hold everything, nothing is written until everything is copied, because a busy disk slows memory
+down. With "commit", it is the durable checkpoint. A few buffers are written while others are filled, so they
+stay in the processor's caches; nothing is copied before the files are created, because copies keep the
+processor busy, and the disk would have to wait.
 """
 
 
@@ -130,35 +136,35 @@ class SaveCancelled(PenstockError):
 class StagedSave(Protocol):
     """One rank's share of a save. None of its methods is collective.
 
-    Copying begins with the object, or with `write_to` if only the commit is urgent.
+    Copying begins when the object is created or, if only the commit is urgent, in `write_to`.
     """
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return when the tensors may change; raises `WaitTimeout`, or what made staging fail.
+        """Return when the tensors may change; raise `WaitTimeout`, or the error that made staging fail.
 
-        With less memory than the share needs, this waits for `write_to` to write the rest to storage.
+        If the share does not fit into memory, this waits until `write_to` has written the rest to storage.
         """
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:
-        """Count the bytes that `write_to` will write, called with the same arguments."""
+        """Count the bytes that `write_to` will write if it is called with the same arguments."""
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
         """Write all files durably, each under `key_of(file name)`. Called once, from any thread.
 
-        Files that are there already are read through `storage` once, from the beginning to the end.
+        Files that exist already are read through `storage` once, from beginning to end.
         """
 
     def cancel(self) -> None:
-        """Make `wait_staged` and `write_to` raise; nothing stays in flight. May be called twice."""
+        """Make `wait_staged` and `write_to` raise, and leave nothing in flight. May be called twice."""
 
 
 class PreparedSave(Protocol):
     """A save that all ranks have planned together; nothing is copied yet."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedSave:
-        """Take memory for this rank's share, waiting for memory of earlier saves. Not collective."""
+        """Take memory for this rank's share, waiting for earlier saves to free theirs. Not collective."""
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: describe the whole checkpoint from the shares of all ranks, in rank order.
@@ -169,18 +175,18 @@ class PreparedSave(Protocol):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RankGroup:
-    """The ranks that this one saves and loads with; `torch_group` is None for one rank, and once closed."""
+    """The ranks that save and load together; `torch_group` is None for a single rank, and after `close`."""
 
     comm: Comm
     torch_group: Any = None
     ranks: Sequence[int] = ()
-    """They, numbered as in the job; without it, all ranks of the job."""
+    """The ranks of the group, numbered as in the job. The default is all ranks of the job."""
 
     def __post_init__(self) -> None:
         self.ranks = self.ranks or range(self.comm.size)
 
     def close(self) -> None:
-        """Release the group if it was made for us; each of its ranks calls this."""
+        """Release the group unless the caller owns it; every rank of the group must call this."""
         self.comm.close()
         self.torch_group = None
 
@@ -190,22 +196,22 @@ _MADE: Final[WeakSet[RankGroup]] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close the remaining groups: gloo's threads release tensors, and must end before the interpreter."""
+    """Close the remaining groups: gloo's threads release tensors, so they must end before the interpreter."""
     for group in tuple(_MADE):
         group.close()
 
 
 def make_own_group(process_group: Any = None, timeout_s: float = TIMEOUT_S) -> RankGroup:
-    """A new group of the ranks of `process_group` (None: all), for work that runs while the program trains.
+    """Make a group of the ranks of `process_group` (None: all) for work that runs while the program trains.
 
-    Collective over these ranks alone. Its messages never mix with the trainer's own, and no wait takes longer
+    Collective over these ranks alone. Its messages never mix with the trainer's, and no wait takes longer
     than `timeout_s`.
     """
     return make_group_of(_list_ranks(process_group), timeout_s)
 
 
 def make_group_of(ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> RankGroup:
-    """A new group of these ranks, numbered as in the job. Collective over them alone."""
+    """Make a group of these ranks, numbered as in the job. Collective over them alone."""
     if len(ranks) < 2:
         alone = RankGroup(SoloComm(gethostname()))
         alone.comm.timeout_s = timeout_s
@@ -221,7 +227,7 @@ def make_group_of(ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> RankGro
 
 @contextmanager
 def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
-    """The caller's group if it has a gloo backend, else a new one, for work that ends within the call."""
+    """The caller's group if it has a gloo backend, or else a new one. For work that ends within the call."""
     ranks = _list_ranks(process_group)
     if len(ranks) < 2:
         made = RankGroup(SoloComm(gethostname()))
@@ -241,9 +247,9 @@ def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
 
 
 def _list_ranks(process_group: Any) -> list[int]:
-    """The ranks of a group, numbered as in the job; only this one if the job has no ranks."""
+    """The ranks of a group, numbered as in the job; `[0]` if this process runs alone."""
     if "torch" not in sys.modules:
-        # A program that has not imported torch has no process group either.
+        # A program that has not imported torch cannot have a process group.
         return [0]
     import torch.distributed as dist  # noqa: PLC0415 - see above
 

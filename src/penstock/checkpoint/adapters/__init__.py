@@ -1,1 +1,1 @@
-"""The engine behind other people's interfaces: one module a framework, imported by who has that framework."""
+"""The engine behind the interfaces of other frameworks: one module for each, which imports it."""

@@ -1,11 +1,11 @@
 """The engine's writer behind the interface that Megatron and NVIDIA's resiliency extension call.
 
 `AsyncWriter` plans and finishes in the trainer. In between, a process or thread of the caller's choice,
-forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects its tensors from changes, and
-`TaskReport` takes the result back. The frameworks own the folder and put files of theirs next to ours, so
-nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
-files of all ranks are durable, and is removed before any of them is overwritten; the trainer learns how the
-writing ended, and a forked process that was killed is named with its signal.
+forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects the task's tensors from changes, and
+`TaskReport` returns the result. The frameworks own the folder and put their own files next to the engine's,
+so nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
+files of all ranks are durable, and is removed before any of them is overwritten. The trainer always learns
+how the writing ended; if a forked process was killed, the error names the signal.
 """
 
 from __future__ import annotations
@@ -68,42 +68,46 @@ if TYPE_CHECKING:
 Parts = Mapping[str, Sequence[bytes | torch.Tensor]]
 
 _MEMORY = StagingMemory(None, is_shared=True)
-"""Memory of this process for copies of devices' tensors, kept between saves. The frameworks'
-own writers allocate such memory for each save, too, and have no limit."""
+"""This process's memory for copies of device tensors, kept between saves. It has no limit; the frameworks'
+own writers also allocate such memory, and do so for each save.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WriteTask:
-    """One rank's files and where their bytes are; may travel to the process that writes them."""
+    """One rank's files and the locations of their bytes; may be sent to the process that writes them."""
 
     folder: str
     rank: int
     layouts: tuple[FileLayout, ...]
     parts: Parts
-    """By file: the packed object or the tensor of each item, in order."""
+    """The packed object or the tensor of each item, by file and in order."""
     num_bytes: int
     writers: int
     staging_bytes: int
     transforms: tuple[str, ...]
     planner_pid: int
-    """The process that made this task."""
+    """The process that created this task."""
     plan_s: float
     was_sent: bool = False
-    """Whether it was pickled for another process, which then has copies of tensors in main memory."""
+    """Whether the task was pickled for another process. That process then has copies of all tensors in main
+    memory.
+    """
     loan: WarmMemory | None = None
-    """The memory that tensors were copied to, here or in the process that this one was forked from."""
+    """The memory to which tensors were copied, in this process or in the one from which it was forked."""
     stage_s: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch would share the trainer's own memory with the other process. The trainer waits for that to
-        # answer a request with `HostCopy`, so the copy is of the moment even if another thread pickles.
+        # torch would share the trainer's own memory with the other process. The trainer does not continue
+        # until that process has called `HostCopy`, so the copy shows the state at the save even if another
+        # thread pickles.
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values |= {"parts": _shared_copies(self.parts), "was_sent": True, "loan": None}
         return partial(WriteTask, **values), ()
 
 
 def _shared_copies(parts: Parts) -> Parts:
-    """The same with tensors in main memory copied to one piece of shared memory."""
+    """`parts`, with all tensors in main memory copied into one block of shared memory."""
     in_host = [tensor for tensor in _tensors_of(parts) if tensor.is_cpu]
     sizes = [round_up(tensor.nbytes, PAGE_BYTES) for tensor in in_host]
     whole: torch.Tensor = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # as torch has it
@@ -120,16 +124,18 @@ def _shared_copies(parts: Parts) -> Parts:
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """Copies what may change before it is written. Called while the trainer waits, there or in its worker.
+    """Copies the tensors that may change before they are written.
 
-    A forked process has the trainer's memory of the moment without a copy, but for memory that processes
+    Called in the trainer or its worker while training waits.
+
+    A forked process has a snapshot of the trainer's memory without a copy, except for memory that processes
     share and memory that devices write to.
     """
 
     task: WriteTask
 
     def __call__(self) -> WriteTask:
-        """The same task with every tensor in main memory, none of which changes."""
+        """Return the task with every tensor in main memory, where nothing changes it any more."""
         start_s = time.perf_counter()
         tensors = list(_tensors_of(self.task.parts))
         shared = set() if self.task.was_sent else _find_shared(tensors)
@@ -153,7 +159,7 @@ class HostCopy:
 
 
 def release(task: WriteTask) -> None:
-    """Free the memory of a task for later saves; called once, in the process that has copied."""
+    """Free a task's memory for later saves. Called once, in the process that copied the tensors."""
     if task.loan is not None:
         _MEMORY.give_back(task.loan)
 
@@ -173,9 +179,10 @@ _SHARED_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 
 
 def _find_shared(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The IDs of the tensors whose memory a forked process shares, which torch does not know of mapped files.
+    """The IDs of the tensors whose memory a forked process shares with its parent, including mapped files.
 
-    What torch itself has allocated it knows, and the kernel takes a millisecond to list all that is mapped.
+    torch knows which of its own allocations are shared. Only for other memory are the kernel's mappings read,
+    which takes a millisecond.
     """
     in_host = [tensor for tensor in tensors if tensor.is_cpu]
     known = {
@@ -197,7 +204,7 @@ def _find_shared(tensors: Sequence[torch.Tensor]) -> set[int]:
 
 
 class TaskReport:
-    """The end of a task, in a file without a name: only a process that was given it can open it."""
+    """The outcome of a task, in a file without a name: only a process that received the file can open it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._file = os.memfd_create("penstock-report") if descriptor is None else descriptor
@@ -209,18 +216,18 @@ class TaskReport:
         return _receive_report, (DupFd(self._file),)
 
     def store(self, outcome: WrittenShare | PenstockError) -> None:
-        """Keep it; a process that is killed here has stored nothing."""
+        """Store the outcome. If the process is killed during this call, nothing is stored."""
         content = pickle.dumps(outcome)
         os.pwrite(self._file, content, 8)
         os.pwrite(self._file, len(content).to_bytes(8, "little"), 0)
 
     def read(self) -> WrittenShare | PenstockError | None:
-        """The outcome that was stored, or None."""
+        """The stored outcome, or None."""
         size_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
         content = os.pread(self._file, size_bytes, 8)
         outcome: WrittenShare | PenstockError | None = None
         if size_bytes and len(content) == size_bytes:
-            # Only this process and those that it gave the file have written to it.
+            # Only this process and those to which it gave the file can have written to it.
             outcome = pickle.loads(content)  # noqa: S301
         return outcome
 
@@ -230,12 +237,13 @@ def _receive_report(sent: Any) -> TaskReport:
 
 
 def write(rank: int, task: WriteTask, report: TaskReport) -> None:  # noqa: ARG001 - callers give the rank first
-    """Write one rank's files, each durable, and store the result or the error in `report`.
+    """Write one rank's files, each durably, and store the result or the error in `report`.
 
-    Collecting garbage here would free what belongs to the trainer, tensors of its devices among it.
+    Garbage collection is paused, because here it would free what belongs to the trainer, including device
+    tensors.
     """
     with paused_garbage_collection():
-        # A process that was forked for this ends with it.
+        # A process forked for this task ends when the task does.
         if not task.was_sent and os.getpid() != task.planner_pid:
             _write_in_fork(task, report)
         else:
@@ -245,7 +253,7 @@ def write(rank: int, task: WriteTask, report: TaskReport) -> None:  # noqa: ARG0
 
 
 def _write_in_fork(task: WriteTask, report: TaskReport) -> None:
-    """Write in a further process, so that this one can tell what killed it."""
+    """Write in another process, so that this one can report what killed it."""
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -258,7 +266,7 @@ def _write_in_fork(task: WriteTask, report: TaskReport) -> None:
             report.store(_write_or_fail(task))
             code = 0
         finally:
-            # Nothing of what the trainer runs at its exit.
+            # Skip whatever the trainer runs when it exits.
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     if report.read() is not None:
@@ -276,7 +284,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 def _write_or_fail(task: WriteTask) -> WrittenShare | PenstockError:
     with ThreadPoolExecutor(1) as worker:
-        # A future keeps errors of every kind, memory that ran out among them.
+        # A future keeps every kind of error, including exhausted memory.
         done = worker.submit(_write_files, task)
     error = done.exception()
     if error is None:
@@ -318,11 +326,11 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncWriter(FileSystemWriter):
-    """Writes one checkpoint into an existing folder, the same on all ranks; one writer for each save.
+    """Writes one checkpoint into an existing folder, the same on all ranks. Each save needs a new writer.
 
     Each rank writes at most `writers` files, half of them for names that begin with `separation_hint`.
-    Tensors may change once the framework has scheduled the save: a forked process has them as they were, and
-    the others get copies.
+    Tensors may change once the framework has scheduled the save: a forked process has a snapshot of them, and
+    processes or threads of other kinds receive copies.
     """
 
     can_run_decentralized_global_plan = True
@@ -355,7 +363,7 @@ class AsyncWriter(FileSystemWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder, as it was given."""
+        """The folder as the caller gave it."""
         return self._folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -365,7 +373,7 @@ class AsyncWriter(FileSystemWriter):
             self._folder = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's
-        """All ranks, first: remove manifest and metadata of an older checkpoint in this folder."""
+        """All ranks, first: remove the manifest and metadata of an existing checkpoint from this folder."""
         if not is_coordinator:
             return
         storage = open_here(self._folder)
@@ -374,7 +382,7 @@ class AsyncWriter(FileSystemWriter):
                 storage.delete(name)
 
     def _unchanged(self, planned: Any) -> Any:
-        """All ranks, and the coordinator: nothing to add to plans, as each rank knows its number."""
+        """All ranks, and the coordinator: return the plans unchanged, because each rank knows its number."""
         return planned
 
     prepare_local_plan = prepare_global_plan = prepare_decentralized_global_plan = _unchanged  # type: ignore[assignment] # of any kind
@@ -402,9 +410,9 @@ class AsyncWriter(FileSystemWriter):
         self._report = TaskReport()
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
-        """All ranks: a function for any process, a call that prepares its second argument, its arguments.
+        """All ranks: a function for any process, a call that prepares its second argument, and its arguments.
 
-        None on a rank that has nothing to write.
+        The first two are None on a rank that has nothing to write.
         """
         if self._copy is None:
             return None, None, []
@@ -412,7 +420,7 @@ class AsyncWriter(FileSystemWriter):
         return write, self._copy, [task.rank, task, self._report]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """All ranks, for callers without a process for it: prepare, write, and return the results."""
+        """All ranks, if the caller has no process to write in: prepare, write, and return the results."""
         self.prepare_write_data(plan, planner)
         if self._copy is not None and self._report is not None:
             task = self._copy()
@@ -422,7 +430,7 @@ class AsyncWriter(FileSystemWriter):
         return done
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
-        """All ranks, after the writing: its results, or the failure as torch passes it to other ranks."""
+        """All ranks, after the writing: the results, or the failure in torch's form for other ranks."""
         try:
             return self._finished_results()
         except PenstockError as error:
@@ -447,7 +455,7 @@ class AsyncWriter(FileSystemWriter):
         return self._items.results(outcome, self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: write manifest and metadata once all ranks have written."""
+        """Coordinator: write the manifest and metadata once all ranks have written their files."""
         seal = build_seal(metadata, results, self.storage_meta())
         storage = open_here(self._folder)
         sizes = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
@@ -466,5 +474,5 @@ class AsyncWriter(FileSystemWriter):
 
 
 def _memory_of(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Here and not where it is written: torch's threads do not survive a fork.
+    # Done here rather than where the tensor is written, because torch's threads do not survive a fork.
     return memory.to(dtype).resolve_conj().resolve_neg()

@@ -1,11 +1,11 @@
-"""Checkpoints of Hugging Face's Trainer and Accelerate, through a manager that the caller makes.
+"""Checkpoints of Hugging Face's Trainer and Accelerate, through a manager that the caller creates.
 
     class Tuner(PenstockCheckpoints, Trainer): ...
     Tuner(model=..., args=..., train_dataset=..., manager=Manager("/pfs/run", keep=3)).train(True)
 
-All ranks save and load together. Parameters and optimizer states are saved by the names that torch's own
-state-dict functions give them, so FSDP and DDP shard and unshard them. Invariant: everything from which a run
-resumes (the trainer's state, random numbers, scheduler) is in the same step as its weights.
+All ranks save and load together. Parameters and optimizer states are saved under the names that torch's own
+state-dict functions give them, so a checkpoint does not depend on how FSDP or DDP sharded it. Invariant: the
+trainer's state, random numbers and scheduler, from which a run resumes, are in the same step as its weights.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TRAINER_STATE_NAME = "trainer_state.json"
 """The file from which transformers' Trainer resumes."""
 
 _Trainer: Any = object
-"""A mixin does not know which Trainer it is combined with."""
+"""The base class at run time: a mixin does not know with which Trainer it is combined."""
 
 
 class PenstockCheckpoints(_Trainer):
-    """Makes a Trainer save to and resume from a manager: a mixin, listed before the Trainer's class.
+    """Makes a Trainer save to a manager and resume from it: a mixin, listed before the Trainer's class.
 
-    The Trainer decides when to save; its own `checkpoint-N` folders now contain only its state.
+    The Trainer decides when to save; its own `checkpoint-N` folders then contain only its state.
     `train(resume_from_checkpoint=True)` resumes from the manager's newest step, or starts from the beginning
     if there is none. With background=False, training waits for each commit.
     """
@@ -59,7 +59,7 @@ class PenstockCheckpoints(_Trainer):
         self._resumed_random_state: Any = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; all saves are committed when this returns."""
+        """Train, and return when all saves are committed."""
         self._resumed_step = None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._folder_of_newest()
@@ -70,7 +70,7 @@ class PenstockCheckpoints(_Trainer):
         return result
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Export a model as usual; does nothing within a checkpoint, as the manager saves it."""
+        """Export a model as usual; within a checkpoint, do nothing, because the manager saves it."""
         if not self._is_saving:
             super().save_model(*args, **kwargs)
 
@@ -90,7 +90,7 @@ class PenstockCheckpoints(_Trainer):
             self._manager.save(self.state.global_step, state)
 
     def _left_to_the_manager(self, _folder: str) -> None:
-        """Do nothing: the manager saves it."""
+        """Do nothing, because the manager saves this part."""
 
     _save_optimizer_and_scheduler = _save_scaler = _save_rng_state = _left_to_the_manager
 
@@ -128,7 +128,7 @@ class PenstockCheckpoints(_Trainer):
         return [self.model], [self.optimizer], [self.lr_scheduler], self.accelerator.scaler
 
     def _folder_of_newest(self) -> str | None:
-        """The folder with the Trainer's state of the manager's newest step; None if there is no step."""
+        """The folder with the Trainer's state in the manager's newest step; None if there is no step."""
         state = {"trainer": ""}
         self._resumed_step = self._manager.restore(state)
         if self._resumed_step is None:
@@ -143,9 +143,9 @@ class PenstockCheckpoints(_Trainer):
 
 
 def save_state(accelerator: Any, manager: Manager, step: int) -> SaveHandle:
-    """Save what an Accelerator has prepared, and what is registered with it, as `step`, in the background.
+    """Save whatever an Accelerator has prepared or registered as `step`, in the background.
 
-    Collective, as `accelerator.save_state` is.
+    Collective, like `accelerator.save_state`.
     """
     return manager.save_async(step, _state_of_accelerator(accelerator))
 
@@ -153,9 +153,9 @@ def save_state(accelerator: Any, manager: Manager, step: int) -> SaveHandle:
 def load_state(
     accelerator: Any, manager: Manager, *, step: int | None = None, trust: bool = False
 ) -> int | None:
-    """Restore the newest step, or `step`, into what an Accelerator has prepared. Collective.
+    """Restore the newest step, or `step`, into whatever an Accelerator has prepared. Collective.
 
-    Returns the step; None if none was ever committed. With `trust`, objects need not be plain data.
+    Returns the step, or None if none was ever committed. With `trust`, objects need not be plain data.
     """
     state = _state_of_accelerator(accelerator)
     restored_step = manager.restore(state, step=step, trust=trust)
@@ -187,7 +187,7 @@ def _state_of_accelerator(accelerator: Any) -> dict[str, Any]:
 def _state_of(
     models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any
 ) -> dict[str, Any]:
-    """The state to save, or to restore into. As a side effect, every optimizer gets its state."""
+    """The state to save or to restore into. As a side effect, every optimizer's state is created."""
     if len(optimizers) > len(models):
         raise UsageError(
             f"There are {len(optimizers)} optimizers for {len(models)} models",
@@ -224,12 +224,12 @@ def _restore_parts(
 
 
 def _own(optimizers: Sequence[Any], number: int) -> list[torch.optim.Optimizer]:
-    """The optimizer of a model, without Accelerate's wrapper; none if it has none."""
+    """The optimizer of model `number`, without Accelerate's wrapper; an empty list if it has none."""
     return [getattr(each, "optimizer", each) for each in optimizers[number : number + 1]]
 
 
 def get_random_state() -> tuple[Any, ...]:
-    """The state of this rank's random number generators, as one object that each rank saves for itself."""
+    """The state of this rank's random number generators, as one object that each rank saves separately."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - users draw from it
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return (

@@ -1,8 +1,8 @@
 """Checkpoints of Lightning's Trainer and Fabric: `Trainer(plugins=[PenstockIO()])`.
 
 Lightning passes the whole checkpoint on rank 0 and expects it back on every rank; it is saved and loaded as a
-tree. `load_from_checkpoint` asks no plugin: importing this module lets it load such folders, too. Invariant:
-a checkpoint is removed only after every save that began before has been committed.
+tree. `load_from_checkpoint` does not call plugins, so importing this module makes it load such folders, too.
+Invariant: a checkpoint is removed only after every save that began earlier has been committed.
 """
 
 import os
@@ -35,10 +35,10 @@ except ImportError as error:
 
 
 class PenstockIO(CheckpointIO):
-    """Saves each checkpoint as a folder at the path that Lightning gives; committed before `fit` continues.
+    """Saves each checkpoint as a folder at Lightning's path, and commits it before `fit` continues.
 
-    Files that Lightning's own plugin saved can be loaded, too. `staging_bytes` limits the memory of saves
-    in addition to the state.
+    Files that Lightning's own plugin saved can be loaded, too. `staging_bytes` limits the memory that saves
+    need in addition to the state.
     """
 
     def __init__(self, *, writers: int = 2, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
@@ -47,7 +47,7 @@ class PenstockIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any | None = None
     ) -> None:
-        """Rank 0: save, and replace an older checkpoint at this path."""
+        """On rank 0: save, and replace any checkpoint that exists at this path."""
         _refuse_options(storage_options)
         aside = _set_aside(path)
         save_tree(checkpoint, path, self._saver)
@@ -60,13 +60,13 @@ class PenstockIO(CheckpointIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,  # noqa: FBT001 - as Lightning has it
     ) -> Any:
-        """Any rank: load the checkpoint into new memory; with weights_only=False, objects of any kind."""
+        """On any rank: load the checkpoint into new memory; weights_only=False allows objects of any kind."""
         if _is_file(path):
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
         return load_tree(path, device=_device_of(map_location), trust=weights_only is False)
 
     def remove_checkpoint(self, path: AnyPath) -> None:
-        """Rank 0: remove a checkpoint, if there is one."""
+        """On rank 0: remove the checkpoint if it exists."""
         if _is_file(path):
             Path(path).unlink()
             return
@@ -81,10 +81,10 @@ class PenstockIO(CheckpointIO):
 
 
 class AsyncPenstockIO(PenstockIO):
-    """`PenstockIO` in the background: `fit` continues once the state is copied; a later call raises failures.
+    """`PenstockIO` in the background: `fit` continues once the state is copied; later calls raise failures.
 
-    `ModelCheckpoint` removes the older checkpoint right after it requested the newer one; here the older one
-    stays until the newer one is committed, and for good if that fails.
+    `ModelCheckpoint` removes the older checkpoint as soon as it has requested the newer one. Here the older
+    one is kept until the newer one is committed, and is not removed if that fails.
     """
 
     def __init__(self, *, writers: int = 2, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
@@ -96,7 +96,7 @@ class AsyncPenstockIO(PenstockIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any | None = None
     ) -> None:
-        """Rank 0: copy, and write in the background."""
+        """On rank 0: copy the state, then write it in the background."""
         _refuse_options(storage_options)
         self._raise_failure(only_done=True)
         aside = _set_aside(path)
@@ -112,16 +112,16 @@ class AsyncPenstockIO(PenstockIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,  # noqa: FBT001 - as Lightning has it
     ) -> Any:
-        """Any rank: wait for this process's saves, then load."""
+        """On any rank: wait for this process's saves, then load."""
         self.wait()
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: AnyPath) -> None:
-        """Rank 0: remove a checkpoint once all earlier saves are committed."""
+        """On rank 0: remove a checkpoint once all earlier saves are committed."""
         self._run_after_saves(lambda: super(AsyncPenstockIO, self).remove_checkpoint(path))
 
     def wait(self) -> None:
-        """Wait for all saves; raises a failure that was not raised before."""
+        """Wait for all saves; raise a failure that no call has raised yet."""
         self._raise_failure()
 
     def teardown(self) -> None:
@@ -131,16 +131,16 @@ class AsyncPenstockIO(PenstockIO):
         finally:
             if self._worker is not None:
                 self._worker.shutdown()
-                # Lightning uses its plugins again after tearing them down.
+                # Lightning continues to use its plugins after tearing them down.
                 self._worker = None
             super().teardown()
 
     def _run_after_saves(self, work: Callable[[], None]) -> None:
-        """Call `work` after everything that is pending, unless some of that fails."""
+        """Call `work` after all pending saves and removals, unless one of those fails."""
         before = tuple(self._pending)
 
         def run() -> None:
-            # One thread does everything in order, so all of these are over.
+            # A single thread does everything in order, so all earlier work is done by now.
             if not any(save.exception() for save in before):
                 work()
 
@@ -152,7 +152,7 @@ class AsyncPenstockIO(PenstockIO):
         return self._worker
 
     def _raise_failure(self, *, only_done: bool = False) -> None:
-        """Raise the first failure, once; waits for pending saves unless `only_done`."""
+        """Raise the first failure, once. Wait for pending saves first, unless `only_done` is set."""
         over = [save for save in self._pending if save.done() or not only_done]
         failures = [failure for save in over if (failure := save.exception()) is not None]
         self._pending = [save for save in self._pending if save not in over]
@@ -161,29 +161,30 @@ class AsyncPenstockIO(PenstockIO):
 
 
 _BACKGROUND: Final[WeakSet[AsyncPenstockIO]] = WeakSet()
-"""The plugins of this process: a module that is loaded does not know which of them saves it."""
+"""The plugins of this process: when a module is loaded, nothing tells which of them may still be saving it.
+"""
 
 
 _load_file = saving.pl_load
 
 
 def _load(path_or_file: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:  # noqa: FBT001 - as Lightning has it
-    """Load folders of `PenstockIO`, and files as before."""
+    """Load folders that `PenstockIO` saved; leave files to Lightning."""
     for plugin in _BACKGROUND:
         plugin.wait()
     if isinstance(path_or_file, str | os.PathLike) and _is_checkpoint_folder(path_or_file):
-        # A function would place each tensor by the device that it was saved from, which is not stored.
+        # A function would place each tensor according to the device it was saved from, which is not stored.
         device = None if callable(map_location) else map_location
         return load_tree(path_or_file, device=_device_of(device), trust=weights_only is False)
     return _load_file(path_or_file, map_location=map_location, weights_only=weights_only)
 
 
 saving.pl_load = _load
-"""`LightningModule.load_from_checkpoint` calls it."""
+"""`LightningModule.load_from_checkpoint` calls this."""
 
 
 def _is_checkpoint_folder(path: AnyPath) -> bool:
-    """Return whether there is a folder, or a checkpoint on a storage that we know."""
+    """Return whether the path is a folder, or a checkpoint on a storage that Penstock knows."""
     if is_plain_path(os.fspath(path)):
         return os.path.isdir(path)  # noqa: PTH112 - as for files
     try:
@@ -203,12 +204,15 @@ def _refuse_options(storage_options: Any) -> None:
 
 
 def _is_file(path: AnyPath) -> bool:
-    """Return whether there is a checkpoint of one file, as Lightning's own plugin writes them."""
+    """Return whether the path is a single file, as Lightning's own plugin writes."""
     return os.path.isfile(path)  # noqa: PTH113 - a URI must not become a Path
 
 
 def _set_aside(path: AnyPath) -> Path | None:
-    """Rename a file that has the name of the new folder; its new path, to be removed after the commit."""
+    """Rename a file that occupies the new folder's name.
+
+    Its new path is returned, for removal after the commit.
+    """
     if not _is_file(path):
         return None
     old = Path(path)

@@ -1,10 +1,10 @@
-"""Strategies for Megatron core's `dist_checkpointing`, and the folders and tracker that its trainers expect.
+"""Strategies for Megatron Core's `dist_checkpointing`, and the folders and tracker that its trainers expect.
 
     strategy = PenstockSaveStrategy()
     dist_checkpointing.save(sharded_state, folder, strategy, async_sharded_save=True)
 
-The format is Megatron's `torch_dist`: its own strategies load what this one saves, and the reverse.
-Invariant: the tracker names an iteration only when all of its files, `common.pt` included, are durable.
+The format is Megatron's `torch_dist`: Megatron's strategies load what these save, and the reverse. Invariant:
+the tracker names an iteration only when all of its files, including `common.pt`, are durable.
 """
 
 import os
@@ -42,9 +42,9 @@ TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` save strategy with the engine's writer: direct I/O, checksums, a manifest.
 
-    All ranks of the default group save together, each to at most `writers` files; names that begin with
-    `separation_hint` go to half of them. `transforms` are those of `pc.save`, applied where files are
-    written. Plans are not cached between saves.
+    All ranks of the default group save together. Each writes at most `writers` files; half of them hold names
+    that begin with `separation_hint`. `transforms` are those of `pc.save`, applied while files are written.
+    Plans are not cached between saves.
     """
 
     def __init__(
@@ -67,11 +67,14 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
         self._transforms = transforms
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> None:
-        """All ranks: save, and return when it is durable."""
+        """On all ranks: save, and return when the checkpoint is durable."""
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """All ranks: Megatron's request of a save. Tensors may change once it was scheduled."""
+        """On all ranks: return Megatron's request for a save.
+
+        Tensors may change once it has been scheduled.
+        """
         renamed, *_ = stock._replace_state_dict_keys_with_sharded_keys(  # noqa: SLF001 - the parent's own
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -95,8 +98,8 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
     """Megatron's `torch_dist` load strategy with the engine's reader.
 
     Bytes that several ranks need are read once; checksums are verified if there is a manifest. Sharded
-    objects must be plain data, unless `trust`; another dtype than the checkpoint's is an error, unless
-    `convert_dtypes`. Megatron's own strategy allows both.
+    objects must be plain data unless `trust` is set; a tensor whose dtype differs from the checkpoint's is an
+    error unless `convert_dtypes` is set. Megatron's own strategy allows both.
     """
 
     def __init__(self, *, trust: bool = False, convert_dtypes: bool = False) -> None:
@@ -105,7 +108,7 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
         self._converts = convert_dtypes
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """All ranks: the state, in which tensors and objects replace their descriptions."""
+        """On all ranks: the state, in which tensors and objects have replaced their descriptions."""
         strict_shapes, free_shapes = [], {}
         for value in nested_values(sharded_state_dict):
             if isinstance(value, ShardedTensor) and value.allow_shape_mismatch:
@@ -137,7 +140,7 @@ def iteration_folder(root: AnyPath, iteration: int) -> str:
 def save_iteration(
     root: AnyPath, iteration: int, sharded_state: Any, strategy: PenstockSaveStrategy | None = None
 ) -> None:
-    """All ranks: save to the folder of an iteration, then point the tracker at it. `root` is a path."""
+    """On all ranks: save to the folder of an iteration, then point the tracker to it. `root` is a path."""
     folder = iteration_folder(root, iteration)
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -153,7 +156,7 @@ def load_iteration(
     iteration: int | None = None,
     strategy: PenstockLoadStrategy | None = None,
 ) -> tuple[int | None, Any]:
-    """All ranks: load an iteration, or the one that the tracker names; (None, None) if there is none."""
+    """On all ranks: load `iteration` (default: the tracker's); (None, None) if there is none."""
     iteration = latest_iteration(root) if iteration is None else iteration
     if iteration is None:
         return None, None
@@ -162,10 +165,10 @@ def load_iteration(
 
 
 def commit_iteration(root: AnyPath, iteration: int) -> None:
-    """Rank 0 (others return at once): make the files of Megatron durable, then point the tracker at them.
+    """On rank 0 (others return at once): make Megatron's own files durable, then point the tracker to them.
 
-    The last finalize function of an asynchronous save:
-    `request.add_finalize_fn(lambda: commit_iteration(root, iteration))`.
+    To be added as the last finalize function of an asynchronous save: `request.add_finalize_fn(lambda:
+    commit_iteration(root, iteration))`.
     """
     if dist.get_rank() != 0:
         return

@@ -1,9 +1,9 @@
-"""Saves through NVIDIA's resiliency extension: its queue and worker processes, the engine's writer.
+"""Saves through NVIDIA's resiliency extension: its queue and worker processes with the engine's writer.
 
     queue = AsyncCallsQueue()
     queue.schedule_async_request(save_request(state, "/pfs/run/step-100"))
 
-Invariant: tensors are written as they are at the time of scheduling.
+Invariant: the checkpoint holds the tensors as they were when the save was scheduled.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def save_request(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     transforms: Sequence[str] = (),
 ) -> Any:
-    """All ranks: plan a save, and return the request that writes it and makes it a checkpoint.
+    """On all ranks: plan a save, and return the request that writes and commits the checkpoint.
 
     If writing failed on any rank, the queue's `maybe_finalize_async_calls` raises on the coordinator, and the
     folder is not a checkpoint. `planner` replaces the engine's own.

@@ -2,9 +2,9 @@
 
     checkpoint = PenstockCheckpointManager.Config(enable=True, interval=500)
 
-torchtitan decides when to save, under which name, and from where a run resumes. Folders are those of its own
-manager, and each loads what the other has saved. Invariant: a step is visible once it is complete on all
-ranks; the engine removes it at once, and never while it is the only one.
+torchtitan decides when to save, under which name, and from where a run resumes. The folders are the same as
+those of its own manager, and each manager loads what the other has saved. Invariant: a step is visible once
+it is complete on all ranks; the engine removes an old step atomically, and never the only one.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,22 +28,24 @@ except ImportError as error:
 
 
 class PenstockCheckpointManager(CheckpointManager):
-    """torchtitan's manager, saving and loading through a `Manager` of its folder.
+    """torchtitan's manager, which saves and loads through a `Manager` of the same folder.
 
-    Hugging Face's format is left to torchtitan. Both kinds of asynchronous saves copy into warm memory;
-    with "async_with_pinned_mem" training waits for the copy only at the next `maybe_wait_for_staging`.
+    Hugging Face's format is left to torchtitan. Both asynchronous modes copy into memory kept from earlier
+    saves; with "async_with_pinned_mem", training waits for the copy only at the next
+    `maybe_wait_for_staging`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's options, and the engine's."""
+        """torchtitan's options, and those of the engine."""
 
         writers: int = 2
-        """How many files each rank writes in parallel."""
+        """The number of files that each rank writes in parallel."""
         staging_bytes: int | None = None
-        """The memory of pending saves besides the state, on each rank; None is the engine's default."""
+        """The memory of pending saves on each rank, in addition to the state; None is the engine's default.
+        """
         trust: bool = False
-        """Whether loading may run code of the checkpoint's objects."""
+        """Whether loading may run code from the checkpoint's objects."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
@@ -55,15 +57,16 @@ class PenstockCheckpointManager(CheckpointManager):
             keep=config.keep_latest_k or None,
             writers=config.writers,
             staging_bytes=config.staging_bytes,
-            # torchtitan's tools take everything in this folder for steps.
+            # torchtitan's tools take everything in this folder to be a step.
             has_pointer=False,
         )
         self._waiters = ThreadPoolExecutor(2, thread_name_prefix="penstock-wait")
-        # Else torchtitan would allocate pinned memory for a copy that the engine makes in its own memory.
+        # Otherwise torchtitan would allocate pinned memory for a copy that the engine makes in its own
+        # memory.
         self.stager = _NoStager()
 
     def __del__(self) -> None:
-        """Do nothing: closing is collective, and garbage collection is not."""
+        """Do nothing: closing is collective, but garbage collection is not."""
 
     @torch.no_grad()
     def dcp_save(
@@ -76,7 +79,7 @@ class PenstockCheckpointManager(CheckpointManager):
     ) -> Future[Any] | AsyncSaveResponse | None:
         """Save a step; returns what the parent's method returns."""
         if to_hf:
-            # Blocking, whatever the mode: torchtitan exports only at the end of a run.
+            # Blocking in every mode: torchtitan exports only at the end of a run.
             super().dcp_save(state_dict, checkpoint_id, AsyncMode.DISABLED, enable_garbage_collection, to_hf)
             return None
         step = int(checkpoint_id.rpartition("step-")[2])
@@ -122,7 +125,7 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _NoStager:
-    """A stager for torchtitan to find, so that it makes none."""
+    """A stager for torchtitan to find, so that it creates none."""
 
     def close(self) -> None:
-        """Do nothing: it has no memory."""
+        """Do nothing: this stager holds no memory."""

@@ -1,8 +1,8 @@
-"""Saves and restores a whole state as it is, with its keys, tuples and empty parts.
+"""Saves and restores a whole state with its structure: keys, tuples and empty containers.
 
-For frameworks that save "the checkpoint" as one dict: each tensor becomes a part with a name of its own, the
-rest becomes one object, the tree. Invariant: `load_tree` returns what `save_tree` took, except that tensors
-which shared memory no longer do.
+For frameworks that save "the checkpoint" as one dict: each tensor becomes a part with its own name, and the
+rest becomes one object, the tree. Invariant: `load_tree` returns what `save_tree` received, except that
+tensors which shared memory no longer do.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Path = tuple[Any, ...]
 
 
 def split(state: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Path]]:
-    """The tree of a state, its tensors by name, and where in the tree each belongs.
+    """The tree of a state, its tensors by name, and the position of each in the tree.
 
-    The tree has None where a tensor was; its containers are copies. Containers of other kinds than dict, list
-    and tuple stay objects.
+    In the tree, None replaces each tensor, and containers are copies. Containers other than dict, list and
+    tuple remain objects.
     """
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}
@@ -44,7 +44,7 @@ def split(state: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Path]]:
     def strip(value: Any, path: Path) -> Any:
         if is_tensor(value):
             name = ".".join(map(str, path))
-            # Keys 1 and "1" would get the same name.
+            # The keys 1 and "1" would get the same name.
             while name in tensors or name == TREE_NAME:
                 name += "~"
             tensors[name], paths[name] = value, path
@@ -82,7 +82,7 @@ def _insert(tree: Any, path: Path, tensor: torch.Tensor) -> Any:
 def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None = None) -> Future[None]:
     """Save a state as one checkpoint, from this process alone, in `worker` if there is one.
 
-    The state may change when this returns; without a `worker`, it is committed by then.
+    The state may change once this returns; without a `worker`, the checkpoint is then already committed.
     """
     storage, name = open_parent(path)
     group = RankGroup(SoloComm(gethostname()))
@@ -98,12 +98,12 @@ def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None =
         done: Future[None] = Future()
         done.set_result(None)
         return done
-    # A state larger than the memory for copies is staged only while it is being written.
+    # If the state is larger than the memory for copies, staging ends only while files are being written.
     future = worker.submit(finish)
     try:
         staged.wait_staged(TIMEOUT_S)
     except SaveCancelled:
-        future.result()  # What failed meanwhile has cancelled the copying, and is the cause.
+        future.result()  # a failure has cancelled the copying: raise it, because it is the cause
         raise
     return future
 
@@ -111,7 +111,7 @@ def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None =
 def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any:
     """Load the state at `path` into new memory on `device`, for this process alone.
 
-    `UsageError` if the checkpoint has no tree. Without `trust`, the tree must be plain data.
+    Raises `UsageError` if the checkpoint has no tree. Without `trust`, the tree must be plain data.
     """
     source = open_checkpoint(path)
     if TREE_NAME not in {stored.name for stored in source.index.objects}:

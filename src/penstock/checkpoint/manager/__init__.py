@@ -1,1 +1,1 @@
-"""The checkpoints of one run: when they are saved, which are kept, which one is restored."""
+"""The checkpoints of one run: when they are saved, which are kept, and which one is restored."""

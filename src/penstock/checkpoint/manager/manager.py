@@ -1,10 +1,10 @@
-"""The checkpoints of one run: saved, kept, found again and restored by one object that all ranks have.
+"""The manager: one object, present on all ranks, that saves, keeps, finds and restores a run's checkpoints.
 
-The whole way is here: `save` -> `_start` (agree, stage; then write, commit and retention on a thread of its
-own), and `restore`, which tries the copies of a `RestoreSearch` until one can be loaded. A `StepStore` knows
-where steps are, a `Saver` and a `CheckpointLoader` how bytes move. Invariant: what `restore` returns
-was committed and loaded completely; a failed save is raised by `SaveHandle.result`, or on all ranks by the
-next collective call, at the latest.
+Both paths are in this module: `save` calls `_start` (agree, stage; then write, commit and apply retention on
+a separate thread), and `restore` tries the copies of a `RestoreSearch` until one can be loaded. A `StepStore`
+knows where steps are; a `Saver` and a `CheckpointLoader` know how to transfer bytes. Invariant: whatever
+`restore` returns was committed and loaded completely; a failed save raises in `SaveHandle.result` or, at the
+latest, on all ranks in the next collective call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.manager.user_files import Restart, UserOutput
 
 Staging = Literal["copied", "background"]
-"""When `save_async` returns: as soon as the tensors may change, or at once."""
+"""The moment when `save_async` returns: "copied", once the tensors may change; "background", at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +61,22 @@ class Manager:
     ...     step = manager.restore(state) or 0
     ...     handle = manager.save_async(step + 1, state)
 
-    The newest `keep` checkpoints stay; None keeps all. `process_group` names the ranks that save together
-    (default: all ranks, or this process alone). Managers of disjoint groups can work at the same time; each
-    needs a folder of its own. Making and closing a manager is collective. No wait takes longer than
+    The newest `keep` checkpoints are kept; None keeps all. `process_group` names the ranks that save together
+    (default: all ranks, or this process alone). Managers of disjoint groups can work at the same time if each
+    has a folder of its own. Creating and closing a manager is collective. No wait takes longer than
     `timeout_s`. With `has_pointer`, a file `latest` names the last step.
 
     Each rank writes `writers` files in parallel. `staging_bytes` limits the memory of pending saves on a rank
-    (2 GiB); a larger state blocks `save_async` until the rest is written. `replicas="compare"` refuses
-    tensors that differ between ranks.
+    (default: 2 GiB); if the state is larger, `save_async` blocks until the rest is written. With
+    `replicas="compare"`, a save is refused if tensors differ between ranks.
 
     With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
-    `durable` in the background according to `flush`; the newest `keep_cached` stay. Ranks with the same
-    `failure_domain` (default: this host) never protect each other. See `penstock docs levels`.
+    `durable` in the background according to `flush`; the newest `keep_cached` are kept there. Ranks with the
+    same `failure_domain` (default: this host) never protect each other. See `penstock docs levels`.
 
-    `save_policy` answers `should_save`: `if manager.should_save(step): manager.save_async(step, state)`.
-    `stop` lists events that end the job: then `should_save` is true and `stop_reason` gives the reason.
+    `save_policy` determines what `should_save` returns: `if manager.should_save(step):
+    manager.save_async(step, state)`. `stop` lists events that end the job: once one has occurred,
+    `should_save` returns True and `stop_reason` gives the reason.
     """
 
     def __init__(  # noqa: PLR0913 - as many as a run has choices
@@ -105,7 +106,7 @@ class Manager:
                     fix="None keeps all steps.",
                 )
         require_cache_for(redundancy, flush, is_cached=cache is not None)
-        # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
+        # Two groups: a background save must not wait for another rank's foreground call, nor the reverse.
         self._front = make_own_group(process_group, timeout_s)
         self._back = make_own_group(process_group, timeout_s)
         self._timeout_s = timeout_s
@@ -147,25 +148,28 @@ class Manager:
         """Steps that the last `restore` could not load, newest first."""
 
     def steps(self) -> list[int]:
-        """All committed steps, ascending. Not collective."""
+        """All committed steps, in ascending order. Not collective."""
         return self._store.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step. Not collective."""
+        """The newest committed step, or None. Not collective."""
         return max(self.steps(), default=None)
 
     @property
     def stop_reason(self) -> str:
-        """The reason to end this job, the same on all ranks after a `should_save`; empty if there is none."""
+        """The reason to end this job, or "". After a call of `should_save`, it is the same on all ranks."""
         return self._stop.reason
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save now: by the save policy, or because the job should end. Collective."""
+        """Return whether to save now, because of the save policy or because the job should end.
+
+        Collective.
+        """
         comm, awaiting = self._front.comm, "all ranks at should_save"
         is_due, reason = self._scheduler.is_due(step), self._stop.find_reason()
         answers = comm.gather((is_due, reason), awaiting=awaiting)
         self._stop.agree([reason for _, reason in answers])
-        # Rank 0's policy decides for all: ranks that read their own clocks would not agree.
+        # Rank 0's policy decides for all: if each rank read its own clock, they would not agree.
         return answers[0][0] or bool(self.stop_reason)
 
     def save(
@@ -179,8 +183,9 @@ class Manager:
     ) -> SaveReport:
         """Save `state` as `step`, and return when it is committed. Collective.
 
-        An older checkpoint of this step is replaced, and stays usable until then. `only` saves the parts
-        whose names match; `dtype` converts floating-point tensors; `progress` receives every byte.
+        An existing checkpoint of this step stays usable until the new one replaces it. `only` saves the parts
+        whose names match; `dtype` converts floating-point tensors; `progress` is informed of every byte
+        transferred.
         """
         choice = SaveChoice(only=only, dtype=dtype)
         with self._scheduler.measure():
@@ -199,8 +204,8 @@ class Manager:
         """Save `state` as `step` in the background; `only`, `dtype`, `progress` as in `save`. Collective.
 
         Returns once the state is copied, so that its tensors may change. With staging="background", returns
-        at once; the tensors may change after `wait_staged`. If the save fails, `result` or the next
-        call here raises.
+        at once; then the tensors may change only after the handle's `wait_staged`. If the save fails, the
+        handle's `result` raises, or else the next collective call of this manager.
         """
         if staging not in ("copied", "background"):
             raise UsageError(f"Invalid staging={staging!r}", fix='Choose "copied" or "background".')
@@ -213,7 +218,7 @@ class Manager:
     def _start(
         self, step: int, state: State, choice: SaveChoice, progress: Progress | None, *, urgent: Urgency
     ) -> SaveHandle:
-        """The part of a save that the caller waits for: agree who writes what, and begin to copy."""
+        """Begin a save: agree which rank writes what, and start to copy. The caller waits for this part."""
         name, is_last = step_dirname(step), bool(self.stop_reason)
         self._sync(f"saving {name}")
         prepared = self._saver.prepare(state, self._front, choice)
@@ -224,7 +229,7 @@ class Manager:
         handle = SaveHandle(step, self._num_saves, staged, timeout_s=self._timeout_s)
 
         def complete() -> None:
-            """Write, commit, hide older steps; on one thread, so that ranks save in the same order."""
+            """Write, commit, hide older steps; all on one thread, so that ranks save in the same order."""
             with ExitStack() as undo:
                 undo.callback(staged.cancel)
                 transaction = self._store.open(name)
@@ -235,7 +240,7 @@ class Manager:
                 undo.pop_all()
             handle.commit(report)
             logger.info("Committed step %d, rank %d: %s", step, self._rank, report.ranks[self._rank])
-            # When nobody waits any more: files may take as long to remove as to write.
+            # Only now that no one waits any longer: removing files may take as long as writing them.
             clear_up()
 
         with ExitStack() as undo:
@@ -261,11 +266,12 @@ class Manager:
     ) -> int | None:
         """Fill `state` in place from the newest usable step, or from exactly `step`. Collective.
 
-        Returns the step; None if no step was ever committed. Steps that are damaged or incomplete are skipped
-        with a warning and listed in `skipped_steps`; if all are, every rank raises `StorageError` with the
-        reasons. So it does if storage fails, as the newest step may be whole. `verify` also skips steps that
-        are damaged anywhere or have no checksums. `only`, `exclude`, `rename`, `strict`, `convert_dtypes`,
-        `trust` and `progress`: as of `pc.load`.
+        Returns the step, or None if no step was ever committed. Steps that are damaged or incomplete are
+        skipped with a warning and listed in `skipped_steps`; if no step is usable, every rank raises
+        `StorageError` with the reasons. Every rank raises it, too, if storage fails, because the newest step
+        may be intact. With `verify`, steps that are damaged anywhere or have no checksums are skipped as
+        well. `only`, `exclude`, `rename`, `strict`, `convert_dtypes`, `trust` and `progress` are those of
+        `pc.load`.
         """
         self.skipped_steps = ()
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
@@ -296,14 +302,14 @@ class Manager:
         return None
 
     def output(self, name: str | int, *, checkpoint: bool = True) -> UserOutput:
-        """Open a step whose files the program writes itself. Collective at both ends of its block.
+        """Open a step whose files the program writes itself. Entering and leaving the block is collective.
 
         >>> with manager.output("step-100") as out:
         ...     torch.save(state, out.path(f"rank_{rank}.pt"))
 
         The step is kept, protected and flushed like any other. It is discarded on all ranks if one of them
-        calls `out.mark_invalid()` or raises. Results (`checkpoint=False`) have another `name` than `step-N`,
-        go to the durable level at once and are never removed.
+        calls `out.mark_invalid()` or raises. Results (`checkpoint=False`) have a name other than `step-N`,
+        are written to the durable level immediately, and are never removed.
         """
         from penstock.checkpoint.manager.user_files import UserOutput, check_output_name  # noqa: PLC0415
 
@@ -319,14 +325,15 @@ class Manager:
         )
 
     def restart(self, *, step: int | None = None) -> Restart:
-        """Find the newest step of files that the program wrote itself, or exactly `step`. Collective.
+        """Find the newest step whose files the program wrote itself, or exactly `step`. Collective.
 
         >>> with manager.restart() as found:
         ...     if found.step is not None:
         ...         state = torch.load(found.path(f"rank_{rank}.pt"))
 
-        Its files were verified. If a rank calls `found.mark_invalid()`, the next call returns the next copy
-        or an older step. `found.step` is None if no step was ever committed.
+        The step's files have been verified. If a rank calls `found.mark_invalid()`, the next call of
+        `restart` returns the next copy of this step, or an older step. `found.step` is None if no step was
+        ever committed.
         """
         from penstock.checkpoint.manager.user_files import Restart  # noqa: PLC0415 - loads `verify`
 
@@ -340,8 +347,8 @@ class Manager:
         return self._restart
 
     def close(self) -> None:
-        """Wait for all saves, then release everything; raises a failure that was not reported. Collective."""
-        # A fork has the manager, but neither its threads nor its lease.
+        """Wait for all saves, then release everything; raise any failure not reported so far. Collective."""
+        # A forked process has a copy of the manager, but neither its threads nor its lease.
         if self._owner != os.getpid():
             return
         try:
@@ -352,7 +359,7 @@ class Manager:
             self._close_resources()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to copy: two managers would give their saves the same numbers."""
+        """Refuse to be copied: two managers would give the same numbers to their saves."""
         raise UsageError("A Manager cannot be copied or pickled", fix="Make a new one in each process.")
 
     def __enter__(self) -> Self:
@@ -361,7 +368,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. After an error or `sys.exit`, pending saves are finished in silence; Ctrl-C cancels them."""
+        """Close. After an error or `sys.exit`, pending saves finish without raising; Ctrl-C cancels them."""
         if kind is None or self._owner != os.getpid():
             self.close()
             return
@@ -371,7 +378,7 @@ class Manager:
         self._close_resources()
 
     def _sync(self, activity: str, *, waits: bool = False) -> None:
-        """Wait until all ranks make the same call; raise unreported failures of any rank on all."""
+        """Wait until all ranks make the same call; raise any rank's unreported failures on all ranks."""
         if self._owner != os.getpid():
             state = (
                 "was closed" if self._owner is None else f"belongs to process {self._owner}, not to its fork,"
@@ -404,22 +411,24 @@ class SaveReport:
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of the state, over all ranks."""
+        """The size of the state, summed over all ranks."""
         return sum(stats.payload_bytes for stats in self.ranks)
 
     def format_line(self, rank: int) -> str:
-        """The statistics of one `rank` as a line of the log."""
+        """The statistics of one `rank` as a line for the log."""
         return f"step {self.step}, rank {rank}: {self.ranks[rank]}"
 
 
 class SaveHandle:
-    """A save in the background, by `save_async(step, state)`. Any thread may call; nothing is collective.
+    """A save in the background, as returned by `save_async`.
 
-    A failure is raised once by `result`, or on all ranks by the next collective call of the manager, or else
+    Any thread may call its methods; none is collective.
+
+    A failure is raised by `result`, or else once by the manager's next collective call on all ranks, or else
     printed to stderr when the program ends.
 
-    The manager makes it of a `step`, its `number` (saves count from 1 on all ranks), what was `staged` and
-    `timeout_s`, and calls `commit(report)` and `end(work)`.
+    The manager creates it from the `step`, the save's `number` (counted from 1, the same on all ranks), the
+    `staged` save and `timeout_s`, and then calls `commit(report)` and `end(work)`.
     """
 
     def __init__(self, step: int, number: int, staged: StagedSave, *, timeout_s: float) -> None:
@@ -431,17 +440,22 @@ class SaveHandle:
         self.is_reported = False
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when the tensors may change; `WaitTimeout` after `timeout` or the manager's limit, in s."""
+        """Return when the tensors may change.
+
+        Raises `WaitTimeout` after `timeout` seconds; if that is None, the manager's limit applies.
+        """
         try:
             self._staged.wait_staged(self._timeout_s if timeout is None else timeout)
         except SaveCancelled:
-            self.result()  # What failed meanwhile has cancelled the copying, and is the cause.
+            self.result()  # a failure has cancelled the copying: raise it, because it is the cause
             raise
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the step is committed; raises the error if the save failed, at every call.
+        """Wait until the step is committed, and return the report.
 
-        `WaitTimeout` after `timeout` seconds. Without one, only the time limits of the save itself apply.
+        If the save failed, every call raises its error.
+
+        Raises `WaitTimeout` after `timeout` seconds. If that is None, only the save's own time limits apply.
         """
         self.wait_done(timeout)
         self.is_reported = True
@@ -459,7 +473,7 @@ class SaveHandle:
         return self._future.result() if is_committed else None
 
     def cancel(self) -> None:
-        """Cancel the save on all ranks; an older checkpoint of this step is unaffected.
+        """Cancel the save on all ranks; an existing checkpoint of this step is unaffected.
 
         `result` then raises. Has no effect once this rank's files are written: the step will be committed.
         """
@@ -467,14 +481,14 @@ class SaveHandle:
         self._staged.cancel()
 
     def wait_done(self, timeout_s: float | None) -> None:
-        """Return when the save is over, successful or not; `WaitTimeout` after `timeout_s`."""
+        """Return when the save is over, successful or not; raise `WaitTimeout` after `timeout_s`."""
         try:
             self._future.exception(timeout_s)
         except FutureTimeout as error:
             raise WaitTimeout(f"step {self.step} to be committed", timeout_s or 0.0) from error
 
     def unreported_error(self) -> BaseException | None:
-        """The error of a failed save, if no call has raised it yet."""
+        """The error of a failed save if no call has raised it yet; otherwise None."""
         return None if self.is_reported or not self._future.done() else self._future.exception()
 
     def commit(self, report: SaveReport) -> None:
@@ -482,7 +496,10 @@ class SaveHandle:
         self._future.set_result(report)
 
     def end(self, work: Future[None]) -> None:
-        """Record how the save ended; log a failure, as the program may end before it asks."""
+        """Record how the save ended.
+
+        A failure is logged, because the program may end before it asks for the result.
+        """
         error = work.exception()
         if error is None:
             return
@@ -494,11 +511,11 @@ class SaveHandle:
 
 
 MOST_PENDING = 8
-"""The most background saves that may be pending on a rank."""
+"""The largest number of background saves that may be pending on a rank."""
 
 
 class SavesInFlight:
-    """One rank's saves that are pending, or failed without having been reported."""
+    """One rank's saves that are pending, or that failed and have not been reported."""
 
     def __init__(self, comm: Comm, folder: str, timeout_s: float) -> None:
         self._comm = comm
@@ -508,7 +525,7 @@ class SavesInFlight:
         self._has_warned = False
 
     def add(self, handle: SaveHandle) -> None:
-        """Watch one more save. Wait if too many are pending: each has threads, and is lost in a crash."""
+        """Watch one more save. Wait if too many are pending: each has threads, and a crash loses it."""
         self.handles.append(handle)
         if len(self.handles) <= MOST_PENDING:
             return
@@ -528,15 +545,15 @@ class SavesInFlight:
     def sync_and_raise(self, activity: str, flush_failures: Mapping[int, BaseException]) -> None:
         """Wait until all ranks make the same call, then raise the first unreported failure. Collective.
 
-        This is where a background failure of one rank becomes an error on all: ranks gather what failed
-        before they start anything new. `flush_failures` happened after their saves had returned.
+        This is where a background failure of one rank becomes an error on all: ranks gather their failures
+        before they start anything new. `flush_failures`, by step, happened after their saves had returned.
         """
         found = [
             (handle.number, f"saving step {handle.step}", failure)
             for handle in self.handles
             if (failure := handle.unreported_error()) is not None
         ]
-        # Number 0: handles count from 1, and a flush has none.
+        # Handles count from 1, and a flush has no handle: its number is 0.
         found += [(0, f"making durable step {step}", failure) for step, failure in flush_failures.items()]
         own_failures = []
         for number, what, failure in found:
@@ -559,7 +576,7 @@ class SavesInFlight:
         failures = sorted(failure for _, failed in views for failure in failed)
         reported = {number for number, *_ in failures}
         for handle in self.handles:
-            # A save that failed on another rank fails here, too.
+            # A save that failed on another rank fails on this one, too.
             if handle.number in reported:
                 handle.wait_done(self._timeout_s)
                 handle.is_reported = True
@@ -569,7 +586,10 @@ class SavesInFlight:
             raise RankFailed(rank, host, cause)
 
     def print_failures(self) -> None:
-        """Print to stderr which failures no call has raised, wherever the log goes; the exit code stays."""
+        """Print failures that no call has raised to stderr, wherever the log goes.
+
+        The exit code is unaffected.
+        """
         for handle in self.handles:
             if (error := handle.unreported_error()) is not None:
                 cause = format_cause(error)
@@ -581,7 +601,7 @@ class SavesInFlight:
 
 
 def log_failure(what: str, work: Future[Any]) -> None:
-    """Log a failure of work in the background, unless it was cancelled."""
+    """Log the failure of background work unless it was cancelled."""
     error = None if work.cancelled() else work.exception()
     if error is not None and not isinstance(error, SaveCancelled):
         logger.error("%s: %s", what, format_cause(error))

@@ -1,9 +1,10 @@
-"""When to save, and when to stop: what `Manager.should_save` asks at each step.
+"""When to save and when to end a job: the policies and conditions that `Manager.should_save` applies.
 
-Policies save by steps, seconds, the cost of saving, or how often the job fails. They are pure: measurements
-go in, a yes or no comes out. A job stops by itself on a signal, before its time limit, or at the request of
-an operator: all ranks learn the reason at the same step, and the job saves once more. Invariant: while the
-cost of a save is unknown, the first one is due at once, so that there is a checkpoint.
+Policies count steps or seconds, limit the cost of saving, or weigh that cost against how often the job fails.
+They are pure: measurements go in, a yes or no comes out. A job ends on a signal, before its time limit, or at
+an operator's request: all ranks learn the reason at the same step, and the job saves once more. Invariant:
+while the cost of a save is unknown, the policies that need it ask for a save at once, so that a checkpoint
+exists.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from penstock.storage.protocol import write_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTiming:
-    """The facts that a policy decides on. `blocked_s` is the training time that a save costs, if known."""
+    """The facts on which a policy decides.
+
+    `blocked_s` is the training time that a save costs, None if not yet known.
+    """
 
     step: int
     since_last_s: float
@@ -38,7 +42,10 @@ class SaveTiming:
 
 
 class SavePolicy(Protocol):
-    """Decides when to save. Rank 0's decides for all: ranks would measure different times."""
+    """Decides when to save.
+
+    Rank 0's policy decides for all, because each rank would measure different times.
+    """
 
     def is_due(self, measured: SaveTiming) -> bool:
         """Return whether to save now."""
@@ -63,7 +70,7 @@ EVERY_STEP = EverySteps(1)
 
 
 class _Positive:
-    """A policy all of whose numbers are positive."""
+    """A policy whose numbers must all be positive."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -81,39 +88,48 @@ class EverySeconds(_Positive):
     seconds: float
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Return whether they have passed since the last save, according to `measured`."""
+        """Return whether `seconds` have passed since the last save, according to `measured`."""
         return measured.since_last_s >= self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead(_Positive):
-    """Save as often as possible with at most `percent` of the time spent on it."""
+    """Save as often as possible while spending at most `percent` of the time on saves."""
 
     percent: float
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Return whether a save now would stay below that, by what earlier saves cost in `measured`."""
+        """Return whether a save now would cost at most `percent` of the time since the last one.
+
+        The cost of earlier saves in `measured` is taken as that of the next.
+        """
         return measured.blocked_s is None or measured.since_last_s * self.percent / 100 >= measured.blocked_s
 
 
 @dataclass(frozen=True, slots=True)
 class Daly(_Positive):
-    """Save at the interval that loses the least time to saves and to failures, `mtbf_s` apart on average."""
+    """Save at the interval that loses the least time to saves and failures.
+
+    On average, a failure occurs every `mtbf_s`.
+    """
 
     mtbf_s: float
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Return whether that interval has passed since the last save, according to `measured`."""
+        """Return whether Daly's interval has passed since the last save, according to `measured`."""
         blocked_s = measured.blocked_s
         return blocked_s is None or measured.since_last_s >= daly_interval_s(blocked_s, self.mtbf_s)
 
 
 NUM_REMEMBERED = 9
-"""Saves whose cost is remembered; their median counts, as the first ones touch new memory and are slower."""
+"""The number of recent saves whose cost is remembered.
+
+Their median counts, because the first saves touch new memory and are slower.
+"""
 
 
 class SaveScheduler:
-    """Measures the cost of saves and the time since the last one, and asks the policy."""
+    """Measures the cost of saves and the time since the last one, and applies the policy to them."""
 
     def __init__(self, policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> None:
         if not hasattr(policy, "is_due"):
@@ -139,7 +155,7 @@ class SaveScheduler:
 
 
 def daly_interval_s(blocked_s: float, mtbf_s: float) -> float:
-    """Daly's higher-order optimum (2006): the work between two checkpoints, without the time they take."""
+    """Daly's higher-order optimum (2006): the time between the end of a checkpoint and the next one."""
     if blocked_s >= 2 * mtbf_s:
         return mtbf_s
     share = blocked_s / (2 * mtbf_s)
@@ -151,10 +167,10 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 MARKER_NAME: Final = "halt.json"
-"""A file next to a run's durable steps; the job that obeys it removes it."""
+"""The file, next to a run's durable steps, that asks the job to end. The job that obeys removes it."""
 
 SAVES_SPARED: Final = 2.0
-"""Time kept for the last save, in durations of the slowest so far: storage is busy when jobs end."""
+"""The time reserved for the last save, as a multiple of the slowest so far: storage is busy when jobs end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +178,9 @@ class StopConditions:
     """The events that end a job: `StopConditions(signals=("SIGTERM",), time_limit="slurm", margin_s=120)`.
 
     `time_limit` is in seconds from now, or "slurm" for the limit of the Slurm job. The job ends early enough
-    for one more step, a save that takes twice as long as the slowest one so far, and `margin_s` more, for
-    example for a flush. Every `look_s` seconds it looks for a request by `penstock checkpoint halt`.
+    for one more step, a save that takes twice as long as the slowest one so far, and another `margin_s`, for
+    example for a flush. Every `look_s` seconds it checks whether `penstock checkpoint halt` has asked it to
+    end.
     """
 
     signals: tuple[str, ...] = ()
@@ -189,7 +206,7 @@ class StopConditions:
 
 
 class StopRequest(StoredRecord):
-    """The content of `halt.json`."""
+    """A request to end the job: the content of `halt.json`."""
 
     version: Literal[1] = 1
     asked_by: str
@@ -199,12 +216,12 @@ class StopRequest(StoredRecord):
 
 
 def request_stop(storage: Storage, request: StopRequest) -> None:
-    """Write the request."""
+    """Write the request to end the job to its durable storage."""
     write_object(storage, MARKER_NAME, [request.model_dump_json().encode()])
 
 
 def find_stop_request(storage: Storage) -> StopRequest | None:
-    """The request; None if there is none."""
+    """The pending request to end the job, or None."""
     fix = "`penstock checkpoint halt RUN --cancel` removes it."
     try:
         return StopRequest.read(storage, MARKER_NAME, what="The stop request", fix=fix)
@@ -213,7 +230,7 @@ def find_stop_request(storage: Storage) -> StopRequest | None:
 
 
 def cancel_stop_request(storage: Storage) -> bool:
-    """Remove the request; returns whether there was one."""
+    """Remove the request to end the job; return whether there was one."""
     try:
         storage.delete(MARKER_NAME)
     except ObjectNotFound:
@@ -222,7 +239,7 @@ def cancel_stop_request(storage: Storage) -> bool:
 
 
 class GracefulStop:
-    """One rank's reasons to end the job, and the one that all ranks have agreed on."""
+    """One rank's reasons to end the job, and the reason that all ranks have agreed on."""
 
     def __init__(
         self,
@@ -233,7 +250,7 @@ class GracefulStop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reason = ""
-        """Set once all ranks know it; empty before that."""
+        """Empty until all ranks have agreed on a reason."""
         self._settings = settings
         self._storage = storage
         self._rank = rank
@@ -269,7 +286,7 @@ class GracefulStop:
         left_s = self._deadline_s - now_s
         if left_s <= needed_s:
             return f"{left_s:.0f} s are left, and one step, one save and the margin need {needed_s:.0f} s"
-        # Rank 0 alone, and not at every step: steps can be short and the file system slow.
+        # Only rank 0 looks, and not at every step: steps can be short and the file system slow.
         if self._rank != 0 or now_s < self._next_look_s:
             return ""
         self._next_look_s = now_s + self._settings.look_s
@@ -285,23 +302,23 @@ class GracefulStop:
         return f"requested by {request.asked_by}" + (f" ({request.reason})" if request.reason else "")
 
     def agree(self, reasons: Sequence[str]) -> None:
-        """Take over the first reason of all ranks, in rank order."""
+        """Adopt the first of all ranks' reasons, in rank order."""
         reason = next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
         if reason and not self.reason:
             self.reason = reason.removeprefix("rank 0: ")
             logger.warning("This job ends after the next save: %s", self.reason)
 
     def time_save(self, save: Callable[[], Result]) -> Result:
-        """Call `save` and remember its duration: the last save will need as much."""
+        """Call `save`, and remember how long it took: the last save will take as long."""
         begin_s = self._clock()
         result = save()
         self._slowest_save_s = max(self._slowest_save_s, self._clock() - begin_s)
         return result
 
     def close(self) -> None:
-        """Restore signal handlers; removes a request that was obeyed, so that the next job runs."""
+        """Restore signal handlers, and remove a request that was obeyed so that the next job can run."""
         for number, former in self._former_handlers.items():
-            # A handler that was installed later stays, and may still call this one.
+            # A handler that was installed later stays in place, and may still call this one.
             if signal.getsignal(number) == self._note_signal and former is not None:
                 signal.signal(number, former)
         self._former_handlers = {}

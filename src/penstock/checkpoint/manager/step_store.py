@@ -1,9 +1,9 @@
-"""Where the steps of a run are kept, and the search for the one to restore.
+"""The store of a run's steps, and the search for the step to restore.
 
 A `StepStore` has one durable level; `levels.tiered_store` puts caches in front of it. Its `open` and
-`complete` are called on the manager's save thread, everything else by the manager's caller. Invariant: copies
-that a store hands out were committed, and all ranks restore the same one or raise the same error; whether a
-copy can be loaded is only known by loading it.
+`complete` are called on the manager's save thread, everything else by the manager's caller. Invariant: every
+copy that a store returns was committed, and all ranks restore the same one or raise the same error. Whether a
+copy can be loaded is known only after loading it.
 """
 
 from __future__ import annotations
@@ -47,23 +47,24 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 Completed = tuple[str, "tuple[RankSaveStats, ...]", Callable[[], None]]
-"""A committed step: its URI, the statistics of each rank, and a call that removes the files of steps that are
-no longer kept. That is not collective, and nobody waits for it."""
+"""A committed step: its URI, the statistics of each rank, and a callable that removes the files of steps that
+are no longer kept. That call is not collective, and no one waits for it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCopy:
-    """The copy of a step on one level, ready to be loaded. Both calls are collective."""
+    """The copy of a step on one level, ready to be loaded. Both of its callables are collective."""
 
     level: str
     open: Callable[[], CheckpointRef]
-    """Raises on the ranks that cannot see it, as loading would."""
+    """Opens the copy. Raises on the ranks that cannot see it, as loading it would."""
     localize: Callable[[], CheckpointRef]
-    """The same, after making the files that each rank wrote available by a path on its node."""
+    """Opens the copy after giving every rank's files a path on that rank's node."""
 
 
 class StepStore:
-    """Keeps the steps of a run on one durable level, of which the newest `keep` stay.
+    """Keeps the newest `keep` steps of a run on one durable level.
 
     All methods but `steps` and `unreported_failures` are collective.
     """
@@ -76,11 +77,11 @@ class StepStore:
         self.lease = WriterLease(catalog.storage)
 
     def steps(self) -> list[int]:
-        """The committed steps that this rank can see, ascending."""
+        """The committed steps that this rank can see, in ascending order."""
         return self.catalog.committed()
 
     def open(self, name: str) -> SaveTransaction:
-        """Make room for a step, or for results of another name, which no reader sees until completed."""
+        """Begin a step, or results of another name. No reader sees it before `complete`."""
         return begin_save(self.catalog.storage, name, self.comm, lease=self.lease)
 
     def complete(
@@ -92,7 +93,10 @@ class StepStore:
         *,
         is_last: bool,  # noqa: ARG002 - all are durable
     ) -> Completed:
-        """Write what is staged and commit it. The last step of a job is always flushed."""
+        """Write what is staged, and commit it.
+
+        With `is_last`, the step is also flushed if there are levels.
+        """
         step = parse_step(transaction.draft.name)
         facts = {} if step is None else {"step": step}
         committed, stats = write_into(
@@ -104,31 +108,34 @@ class StepStore:
         return uri, stats, apply_retention(self.catalog, step, self.keep)
 
     def candidates(self) -> list[int]:
-        """The committed steps that any rank can see, ascending."""
+        """The committed steps that any rank can see, in ascending order."""
 
         def list_steps() -> list[int]:
             committed = self.catalog.committed()
             if not committed:
-                # A wrong folder must not look like the beginning of a run.
+                # A mistyped folder must not look like a run that has not saved yet.
                 self.catalog.require_run()
             return committed
 
         return run_on_rank0(self.comm, list_steps, awaiting="rank 0 to list the steps")
 
     def copies(self, step: int) -> Iterator[StepCopy | StorageError]:
-        """The copies of a step, the fastest first; an error is the reason why a level has none."""
+        """The copies of a step, fastest first.
+
+        An error in place of a copy is the reason why a level has none.
+        """
         yield StepCopy(
             level="durable", open=partial(self.catalog.find, step), localize=partial(self.find_local, step)
         )
 
     def find_local(self, step: int) -> CheckpointRef:
-        """A durable step whose files have paths; `Unavailable` if the storage is not a file system."""
+        """A durable step whose files have paths; raises `Unavailable` if the storage is not a file system."""
         checkpoint = self.catalog.find(step)
         local_path(checkpoint.storage, checkpoint.committed.folder)
         return checkpoint
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """The failures after `save` had returned, by step; each is returned once."""
+        """Failures that occurred after `save` had returned, by step; each is returned only once."""
         return {}
 
     def close(self) -> None:
@@ -138,20 +145,23 @@ class StepStore:
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A step that could not be loaded, and why."""
+    """A step that could not be loaded, and the reason."""
 
     step: int
     reason: str
 
 
 Fault = Literal["checkpoint", "storage", "caller", "elsewhere"]
-"""What caused a failed load: the checkpoint, which is damaged or incomplete (an older step may work), the
-storage or a limit of the process (the step may be whole), the caller (no step will work), or an error that
-another rank knows."""
+"""The cause of a failed load.
+
+"checkpoint": it is damaged or incomplete, so an older step may work. "storage": storage or a limit of the
+process failed, so the step may be intact. "caller": no step will work. "elsewhere": another rank knows the
+cause.
+"""
 
 
 class RestoreSearch:
-    """Goes through the copies of the candidate steps, the best first, and remembers why each was rejected.
+    """Goes through the copies of the candidate steps, best first, and remembers why each was rejected.
 
     >>> for copy in search.copies:
     ...     with search:
@@ -159,10 +169,11 @@ class RestoreSearch:
     ...     if search.has_loaded:
     ...         break
 
-    All ranks enter the block. At its end all of them have loaded the copy, or reject it because the
-    checkpoint or the storage is at fault on one of them, or raise, because no other copy would change what is
-    wrong. Invariant: an older step is tried only if all copies of the newer one are damaged, incomplete or
-    gone. Restored because a storage failed, it would replace a newer one that is whole.
+    All ranks enter the block. At its end, one of three things happens on all of them: they have loaded the
+    copy; they reject it, because the checkpoint or the storage is at fault on some rank; or they raise,
+    because no other copy would help. Invariant: an older step is tried only if all copies of the newer one
+    are damaged, incomplete or gone. After a mere storage failure, restoring it would discard a newer step
+    that is intact.
     """
 
     def __init__(self, store: StepStore, wanted: int | None, comm: Comm) -> None:
@@ -170,21 +181,21 @@ class RestoreSearch:
         self._comm = comm
         self._reasons: dict[int, list[str]] = {}
         self._unproven: BaseException | None = None
-        """A failure after which the step last tried may still be whole."""
+        """A failure despite which the step tried last may be intact."""
         self.copies = self._find_copies(wanted)
-        """The copies that are left. Collective."""
+        """The remaining copies. Advancing this iterator is collective."""
         self.step = -1
-        """The step of the copy last returned."""
+        """The step of the copy returned last."""
         self.has_loaded = False
 
     def reject(self, reason: str) -> None:
-        """Reject the copy last returned."""
+        """Reject the copy returned last."""
         self.has_loaded = False
         self._reasons.setdefault(self.step, []).append(reason)
 
     @property
     def skipped_steps(self) -> tuple[SkippedStep, ...]:
-        """The steps none of whose copies was accepted, newest first."""
+        """The steps of which every copy was rejected, newest first."""
         return tuple(
             SkippedStep(step, "; ".join(reasons))
             for step, reasons in self._reasons.items()
@@ -213,7 +224,7 @@ class RestoreSearch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if kind is not None and not issubclass(kind, Exception):
-            return False  # Ctrl-C: the other ranks notice the end of this one
+            return False  # Ctrl-C: the other ranks notice that this one ends
 
         def report() -> tuple[Fault, RankFailed] | None:
             if error is None:
@@ -221,7 +232,7 @@ class RestoreSearch:
             if not isinstance(error, PenstockError):
                 raise error
             if isinstance(error, RankFailed):
-                return classify_fault(error), error  # it knows on which rank it began
+                return classify_fault(error), error  # the error names the rank where it began
             return classify_fault(error), RankFailed(self._comm.rank, self._comm.host, format_cause(error))
 
         answers = all_gather_results(self._comm, report, awaiting=f"all ranks to load step {self.step}")
@@ -231,7 +242,7 @@ class RestoreSearch:
                 if error is not None and classify_fault(error) == "caller":
                     return False
                 raise failure
-        # The rank at fault knows the reason; the others only know that some rank failed.
+        # The rank at fault knows the cause; the others know only that some rank failed.
         for kind_of_fault in ("checkpoint", "storage"):
             for fault, failure in failures:
                 if fault == kind_of_fault:
@@ -239,7 +250,7 @@ class RestoreSearch:
                     self.reject(failure.cause)
                     return True
         if failures:
-            # A rank that died or was left, which no older step would bring back.
+            # A rank died or left; trying an older step would not bring it back.
             if error is not None:
                 return False
             raise failures[0][1]
@@ -292,12 +303,12 @@ def classify_fault(error: BaseException) -> Fault:
         return "checkpoint" if proves_damage(error) else "storage"
     if not isinstance(error, RankError):
         return "caller"
-    # On the rank where it began, the failure of all ranks has the original error as its cause.
+    # On the rank where the failure began, the error's cause is the original exception.
     return "elsewhere" if error.__cause__ is None else classify_fault(error.__cause__)
 
 
 def repeat_while_storage_fails(look: Callable[[], Result], comm: Comm, uri: str) -> Result:
-    """The result of a collective call, which is made again after a pause while storage fails on a rank."""
+    """Return the result of the collective call `look`, repeated while storage fails on any rank."""
     for pause_s in RETRY_PAUSES_S:
         try:
             return look()
@@ -315,12 +326,12 @@ def _pause(what: str, reason: str, pause_s: float, rank: int) -> None:
 
 
 def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:
-    """Log a warning on rank 0; the other ranks' logs have it as information."""
+    """Log a message as a warning on rank 0, and as information on the other ranks."""
     own_logger.log(logging.WARNING if rank == 0 else logging.INFO, message, *values)
 
 
 def warn_of_newer_steps(store: StepStore, step: int) -> None:
-    """Warn at a job's first save if the folder has newer steps, of a run that was abandoned."""
+    """At a job's first save, warn if the folder has newer steps, which an abandoned run must have left."""
     try:
         newer = [str(each) for each in store.steps() if each > step]
     except StorageError as error:
@@ -337,11 +348,11 @@ def warn_of_newer_steps(store: StepStore, step: int) -> None:
 
 
 def start_lasting_worker(name: str, at_end: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
-    """A pool of one thread whose work is finished before the program ends; `at_end` is called after that.
+    """A pool of one thread that finishes its work before the program ends, and then calls `at_end`.
 
-    Python stops all thread pools at the beginning of its exit, after which a pending save could start none of
-    its threads and would be lost. Callbacks run in reverse order of registration, and the pools registered
-    theirs on import: so this one runs before them, and waits while all other pools still work.
+    When Python begins to exit, it stops all thread pools; a pending save could then start none of its threads
+    and would be lost. Exit callbacks run in reverse order of registration, and thread pools registered theirs
+    on import. The callback registered here therefore runs first, and waits while all other pools still work.
     """
     worker = ThreadPoolExecutor(1, thread_name_prefix=name)
 

@@ -3,9 +3,9 @@
     with manager.output("step-100") as out:  torch.save(state, out.path(f"rank_{rank}.pt"))
     with manager.restart() as found:         state = torch.load(found.path(f"rank_{rank}.pt"))
 
-All ranks enter and leave a block together; in between each uses the paths it was given. Invariant: a set of
-files is committed on all ranks or on none, checksums are of bytes read back after fsync, and every file is
-verified by the rank that it is for before `restart` hands out a path.
+All ranks enter and leave a block together; inside it, each rank uses the paths it was given. Invariant: a set
+of files is committed on all ranks or on none, checksums are those of bytes read back after fsync, and
+`restart` returns the path of a file only after the rank that will use it has verified the file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class FinishedFiles:
-    """A `PreparedSave` and its `StagedSave` in one, for files that exist already and are not staged."""
+    """A `PreparedSave` and its `StagedSave` in one, for files that already exist and need no staging."""
 
     def stage(self, urgent: Urgency = "copy") -> Self:  # noqa: ARG002 - the protocol's
         """Return self."""
@@ -72,14 +72,14 @@ class FinishedFiles:
 
 
 class _WrittenFiles(FinishedFiles):
-    """The files that one rank has written into a draft."""
+    """The files that one rank has written into a draft of a checkpoint."""
 
     def __init__(self, names: Sequence[str], comm: Comm) -> None:
         self._names = names
         self._comm = comm
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:
-        """The sizes of all files; one that is missing counts nothing, and is refused when it is written."""
+        """The total size of the files. A missing file counts as empty here; `write_to` refuses it."""
         paths = [local_path(storage, key_of(name)) for name in self._names]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
@@ -112,7 +112,7 @@ class _WrittenFiles(FinishedFiles):
         return WrittenShare(rank=self._comm.rank, files=files, stats=stats)
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        """A manifest of whole files, each one item that is named after its rank; metadata without tensors."""
+        """A manifest in which each file is one item named after its rank, and metadata without tensors."""
         step, nothing = facts.get("step"), np.zeros(0, dtype=np.int64)
         regions, packed = Regions.concatenated([]), np.zeros(0, dtype=np.bool_)
         stored = StoredRegions(regions, nothing, nothing, nothing, nothing, packed)
@@ -154,16 +154,16 @@ def _sync_file(path: Path, rank: int) -> int:
 
 
 def parse_writer_rank(manifest: Manifest, file: ManifestFile) -> int:
-    """The rank that wrote a file of this kind."""
+    """The rank that wrote `file`, one of the program's own files."""
     return int(manifest.names[int(file.item_name[0])].removeprefix("rank "))
 
 
 InTurn = Callable[[Callable[[], Any]], Any]
-"""Runs its argument on the save thread, between background saves, and returns the result."""
+"""A function that runs its argument on the save thread, between background saves, and returns the result."""
 
 
 class UserOutput:
-    """One rank's view of files being written. `path` and `mark_invalid` are not collective."""
+    """One rank's view of files while they are written. `path` and `mark_invalid` are not collective."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class UserOutput:
     ) -> None:
         self.name = name
         self.uri = ""
-        """Set once the files are committed; empty before that, and if they were discarded."""
+        """Empty until the files are committed; stays empty if they are discarded."""
         self._comm = comm
         self._store = store
         self._is_last = is_last
@@ -193,7 +193,7 @@ class UserOutput:
         return bool(self.uri)
 
     def path(self, file_name: str) -> Path:
-        """The path for this rank's file of that name; the same at every call."""
+        """The path for this rank's file called `file_name`; every call returns the same path."""
         if self._transaction is None:
             raise UsageError(
                 "path() was called outside its block", where=self.name, fix="Call it inside the `with`."
@@ -211,7 +211,7 @@ class UserOutput:
         return self._paths[file_name]
 
     def mark_invalid(self) -> None:
-        """Discard the files of all ranks at the end of the block, because this rank's are not usable."""
+        """Discard the files of all ranks at the end of the block, because this rank's are unusable."""
         self._is_valid = False
 
     def __enter__(self) -> Self:
@@ -226,7 +226,8 @@ class UserOutput:
         with ExitStack() as undo:
             undo.callback(self._in_turn, transaction.abandon)
             if kind is not None and not issubclass(kind, Exception):
-                # Ctrl-C: this program ends without another collective call; the other ranks notice its end.
+                # Ctrl-C: this program ends without another collective call; the other ranks notice that it is
+                # gone.
                 return
             cause = "" if error is None else format_cause(error)
             ends = self._comm.gather(
@@ -260,7 +261,7 @@ class UserOutput:
 
 
 def check_output_name(name: str | int, *, checkpoint: bool) -> str:
-    """The name of the folder of an output; `UsageError` if it does not fit a checkpoint or results."""
+    """The name of an output's folder; raises `UsageError` if it does not suit a checkpoint or results."""
     if isinstance(name, int):
         name = step_dirname(name)
     if checkpoint == (parse_step(name) is None):
@@ -284,7 +285,7 @@ class Restart:
         """None if no step was ever committed."""
         self.search = search
         self.is_valid = True
-        """After the block: True if all ranks could use it. Before: False if this rank has rejected it."""
+        """False once this rank has rejected the step. After the block: True if all ranks could use it."""
         self._comm = comm
         for copy in search.copies:
             with search:
@@ -310,7 +311,7 @@ class Restart:
         search.require_any()
 
     def path(self, file_name: str) -> Path:
-        """The path of a file; `ObjectNotFound` if the step or this node does not have it."""
+        """The path of a file; raises `ObjectNotFound` if the step or this node does not have it."""
         if self.step is None:
             raise UsageError("No step was ever committed", fix="Check `found.step` first: it is None.")
         stored, homes = self._stored, self._homes
@@ -330,7 +331,7 @@ class Restart:
         return local_path(stored.storage, stored.key(file_name))
 
     def mark_invalid(self) -> None:
-        """Reject this step: all ranks leave it at the end of the block."""
+        """Reject this step: at the end of the block, all ranks give it up."""
         self.is_valid = False
 
     def __enter__(self) -> Self:
@@ -356,7 +357,7 @@ class Restart:
 
 
 def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> None:
-    """Raise `DataDamaged`, which leads to an older step, if the checkpoint has user files and no state."""
+    """Raise `DataDamaged` if the checkpoint has only user files and no state. An older step is then tried."""
     try:
         manifest = checkpoint.read_manifest()
     except PenstockError:
