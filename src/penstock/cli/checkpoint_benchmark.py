@@ -69,7 +69,7 @@ class CheckpointRunOptions:
     reads: int | None = option(
         "--reads", whole(0), "Number of checkpoints to read back (default: the model's, 10)."
     )
-    is_subset: bool = flag("--subset", "Run on fewer ranks than the model needs; they carry a subset of it.")
+    is_subset: bool = flag("--subset", "Write only the shares of the model's first ranks, as many as run.")
     fsync: bool | None = switch(
         "--fsync", "Make every file durable before its write counts as done (default: the model's)."
     )
@@ -92,7 +92,7 @@ class CheckpointRunOptions:
     accelerator: str = option(
         "--accelerator",
         TEXT,
-        "Accelerator whose memory is saved, b200 or mi355; needed with --submission.",
+        "Accelerator whose memory is saved: b200 or mi355; needed with --submission.",
         default="",
     )
 
@@ -106,9 +106,9 @@ def run(
 ) -> int:
     r"""Write checkpoints of a model, read them back, and report the throughput of both.
 
-    A write ends when its last byte is durable; before a read, its files are evicted from the page cache of
-    every node. Every byte read is verified. The checkpoints remain, for a later run with `--writes 0`, unless
-    --remove is given.
+    A write ends when its last byte is durable. Before a read, every node evicts the checkpoint's files from
+    its page cache. Every byte read is verified. Unless --remove is given, the checkpoints remain on storage,
+    so that a later run can read them with `--writes 0`.
 
     Examples:
 
@@ -302,7 +302,9 @@ def size(
         "--ranks", whole(1), "Number of ranks to lay the model out on (default: the model's own)."
     ),
     scale: Fraction = option("--scale", SCALE, "Share of every file to count.", default="1"),
-    is_subset: bool = flag("--subset", "Use fewer ranks than the model needs; they carry a subset of it."),
+    is_subset: bool = flag(
+        "--subset", "Count only the shares of the model's first ranks, as many as --ranks."
+    ),
 ) -> None:
     """Calculate the files and bytes that each rank writes, and prove the total.
 

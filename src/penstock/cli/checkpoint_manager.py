@@ -41,7 +41,7 @@ def status(
 ) -> int:
     """Show the steps of RUN on each level, their redundancy, and the progress of flushes.
 
-    Caches are directories on nodes: run this on each node. Exits with 1 if a flush keeps failing.
+    Each node sees only its own cache: run the command on every node. Exits with 1 if a flush keeps failing.
 
     Examples:
 
@@ -130,11 +130,11 @@ def flush(
         "--to", URI, "Durable directory or URI of the run (default: the run that the cache belongs to)."
     ),
 ) -> int:
-    """Copy pending steps from CACHE to durable storage, and the newest step that can be restored.
+    """Copy pending steps, and the newest step that can be restored, from CACHE to durable storage.
 
-    Run one rank on each node, after a crash or before a job ends. Files are verified, and lost or damaged
-    ones are rebuilt if the step's redundancy allows. Gives up if nothing moves for --timeout, and exits with
-    1 if a step is not durable in the end.
+    Run it with one rank on each node, after a crash or before a job ends. Files are verified; lost or damaged
+    ones are rebuilt if the step's redundancy allows it. Gives up if no data is copied for --timeout, and
+    exits with 1 if any step is still not durable at the end.
 
     Examples:
 
@@ -204,9 +204,9 @@ def halt(
 ) -> None:
     """Request a graceful stop: the job whose manager saves to RUN saves once more, flushes and exits.
 
-    The job sees the marker RUN/halt.json some seconds later, when its training loop asks the manager whether
-    to save; all ranks stop at the same step. The job removes the marker when it exits. A job that has not
-    started yet obeys when it starts.
+    The request is the file RUN/halt.json. The job finds it within seconds, when its training loop next asks
+    the manager whether to save. All ranks stop at the same step, and the job removes the file when it exits.
+    A job that starts later obeys the request when it starts.
 
     Examples:
 

@@ -29,7 +29,7 @@ def plan(
     system_mtbf_s: float | None = option(
         "--system-mtbf",
         _MTBF,
-        "Mean time between failures of several hosts at once (default: never).",
+        "Mean time between failures that take down several hosts at once (default: never).",
     ),
     network_bytes_per_s: float = option(
         "--network", _RATE, "Network bandwidth of one host.", default="10GiB/s"
@@ -45,9 +45,9 @@ def plan(
         "--flush-every", whole(1), "Flush every N-th checkpoint to durable storage.", default="10"
     ),
 ) -> None:
-    r"""Estimate training efficiency for each checkpointing strategy, at the best interval of each.
+    r"""Estimate the training efficiency of each checkpointing strategy at its best interval.
 
-    Uses a first-order formula (Young/Daly), and checks it with a simulation of random failures.
+    Uses a first-order formula (Young/Daly), and checks it against a simulation of random failures.
 
     Examples:
 

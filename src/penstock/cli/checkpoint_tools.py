@@ -31,8 +31,9 @@ def list_checkpoints(
 ) -> None:
     """List the checkpoints in PATH with step, state, size and age.
 
-    The state comes from metadata, manifest and file sizes: committed, no sums (written by another program),
-    damaged, or no access (for this user). Use `penstock checkpoint verify` to check every byte.
+    A checkpoint is committed, damaged, without sums (another program wrote it) or without access (this user
+    may not read it), judging by its metadata, its manifest and the sizes of its files. To check every byte,
+    use `penstock checkpoint verify`.
 
     Examples:
 
@@ -72,8 +73,8 @@ def show(
 ) -> None:
     """Show the tensors of a checkpoint: names, shapes, types, sizes, and the files that hold them.
 
-    Reads torch's distributed checkpoints (ours and torch's own), torch.save files and safetensors. No tensor
-    is loaded and no code of the checkpoint is run: classes of objects are named, not built.
+    Reads torch's distributed checkpoints (written by Penstock or torch), torch.save files and safetensors. No
+    tensor is loaded and no code of the checkpoint is run: pickled objects appear by the name of their class.
 
     Examples:
 
@@ -134,8 +135,8 @@ def diff(
 ) -> int:
     """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
 
-    Exits with 0 if nothing differs and with 1 otherwise. Tensors with equal checksums are not read: use
-    `verify` to find damage since they were written.
+    Exits with 0 if nothing differs and with 1 otherwise. Tensors with equal checksums are not read; use
+    `verify` to find damage that happened after they were written.
 
     Examples:
 
@@ -176,9 +177,9 @@ def verify(
 ) -> int:
     """Read a whole checkpoint and verify every checksum in it.
 
-    Penstock's checksums cover every byte of its checkpoints. Those of torch are compared with the CRC-32 of
-    their archives, which torch itself never reads. Exits with 1 and a list of the damage, or with 3 if there
-    are no checksums.
+    Checkpoints written by Penstock have checksums of every byte. Those written by torch are checked against
+    the CRC-32 in their archives, which torch itself ignores. Exits with 1 and a list of the damage, or with 3
+    if there are no checksums.
 
     Examples:
 
@@ -231,8 +232,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, in bounded memory.
 
-    Converts between torch's distributed checkpoints (dcp), torch.save files and safetensors, from whole or
-    sharded tensors. SOURCE is verified first if it has checksums. Nothing is overwritten.
+    Converts whole or sharded tensors between torch's distributed checkpoints (dcp), torch.save files and
+    safetensors. Verifies SOURCE first if it has checksums. Never overwrites a file.
 
     Examples:
 
@@ -275,12 +276,13 @@ def remove(
     *,
     path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint, or of a step in a cache."),
     even_last: bool = flag("--even-last", "Allow removing the only complete checkpoint that is left."),
-    no_verify: bool = flag("--no-verify", "Check only files and sizes of the checkpoint that remains."),
+    no_verify: bool = flag("--no-verify", "Check only the files and sizes of the remaining checkpoint."),
 ) -> None:
     """Remove a checkpoint: first its name, in one durable step, then its files.
 
-    Keeps the last complete checkpoint of a run unless --even-last is given: before anything is removed,
-    another one is verified byte by byte, the newest first. A step in a cache must be durable.
+    Refuses to remove the last complete checkpoint of a run: it first verifies others byte by byte, the newest
+    first, until one proves complete. In a cache, it refuses to remove a step that is not durable. --even-last
+    lifts both conditions.
 
     Examples:
 

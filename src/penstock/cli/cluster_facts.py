@@ -36,8 +36,8 @@ def collect(
     via: host_facts.Via | None = option(
         "--via",
         _VIA,
-        "Start a process on each host in this way: ssh, slurm (default hosts: the allocation), mpi (any "
-        "launcher) or local for this machine only (default: mpi with hosts, else local).",
+        "How to start a process on each host: ssh, slurm (default hosts: the allocation), mpi (any launcher) "
+        "or local, for this machine only (default: mpi if hosts are named, else local).",
     ),
     output: Path = option("--output", NEW_FILE, "Write this file.", default="cluster.json", short="-o"),
     allow_partial: bool = flag("--allow-partial", "Accept missing hosts, and mark the facts as partial."),
@@ -57,8 +57,8 @@ def collect(
 ) -> None:
     """Collect the facts of each host: cores, memory, networks, drives, mounts, kernel and settings.
 
-    Runs one process on each host. A host that fails, hangs or returns anything but facts is an error that
-    names it. Only listed settings and variables are read; secrets are redacted.
+    Runs one process on each host. If a host fails, hangs or returns invalid output, the command reports an
+    error that names the host. Only settings and variables on a fixed list are read; secrets are redacted.
 
     Examples:
 
@@ -164,8 +164,8 @@ def check(
 ) -> int:
     """Compare the hosts of a collected cluster, or inspect the preflight gates of runs.
 
-    With FILE: compares memory, cores, kernel, versions, mounts, settings and clocks of its hosts. Without
-    FILE: inspects gates on all ranks. Exits with 1 if a check fails, with 3 if something was not checked.
+    With FILE, compares its hosts: memory, cores, kernel, versions, mounts, settings and clocks. Without FILE,
+    inspects the gates on all ranks. Exits with 1 if a check fails, and with 3 if one could not be made.
 
     Examples:
 

@@ -114,7 +114,7 @@ def doctor(
 ) -> None:
     """Report what is installed and usable on this machine, with a fix for everything that is missing.
 
-    Exits with 0 even if something is missing: that is a fact about this machine, not a failure.
+    Exits with 0 even if something is missing.
 
     Examples:
 
@@ -198,7 +198,7 @@ def docs(
     *,
     topic: str | None = optional_argument("[TOPIC]", _TOPIC, "Page to show (default: list them)."),
 ) -> None:
-    """Show a page of the documentation, or list the pages. Error messages name them.
+    """Show a page of the documentation, or list the pages.
 
     Examples:
 

@@ -62,46 +62,50 @@ class KvCacheOptions:
         "--to", URI, "Storage for the entries: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: tuple[tuple[str, str], ...] = STORAGE
-    results: Path = option("--results", FOLDER, "Directory for the run's folder.", default="results")
+    results: Path = option(
+        "--results", FOLDER, "Create a directory for this run below DIR.", default="results"
+    )
     model: str = KV_MODEL
     dtype: str | None = KV_DTYPE
-    gpu: int = option("--gpu", SIZE, "Accelerator memory of the cache, which needs no I/O.", default="0B")
-    cpu: int = option("--cpu", SIZE, "Host memory of the cache, which needs no I/O.", default="0B")
+    gpu: int = option("--gpu", SIZE, "Size of the cache in accelerator memory (no I/O).", default="0B")
+    cpu: int = option("--cpu", SIZE, "Size of the cache in host memory (no I/O).", default="0B")
     capacity: int | None = option(
         "--capacity", SIZE, "Maximum size of the entries on storage (default: no limit)."
     )
-    tensor: int = option("--tensor-parallel", whole(1), "Tensor ranks, each with an object.", default="1")
+    tensor: int = option(
+        "--tensor-parallel", whole(1), "Number of tensor ranks, each with its own objects.", default="1"
+    )
     pipeline: int = option(
         "--pipeline-parallel",
         whole(1),
-        "Pipeline ranks, each with an object.",
+        "Number of pipeline ranks, each with its own objects.",
         default="1",
     )
     page: Path | None = PAGE
-    is_per_layer: bool = flag("--per-layer", "Write an object for each layer.")
+    is_per_layer: bool = flag("--per-layer", "Write one object per layer.")
     layout: str = option(
         "--layout",
         choice("penstock", "vllm", "lmcache"),
-        "Use the object names of this file tier; only penstock's objects have a checksum.",
+        "Name objects as this program does; only Penstock's own objects have a checksum.",
         default="penstock",
     )
-    scale: Fraction = option("--scale", SCALE, "Share of each object's bytes to move.", default="1")
+    scale: Fraction = option("--scale", SCALE, "Share of each object's bytes to transfer.", default="1")
     streams: int = option("--streams", whole(1), "Maximum objects in flight per rank.", default="8")
     chunk_bytes: int = option("--chunk", SIZE, "Maximum size of a request.", default="32MiB")
     speedup: float = option(
         "--speedup",
         number(0),
-        "Divide the times of requests by this; 0: start each as soon as a stream is free.",
+        "Divide the requests' start times by this; 0: start each request as soon as a stream is free.",
         default="0",
     )
-    duration_s: float | None = option("--duration", TIME, "Time after which no more operations start.")
+    duration_s: float | None = option("--duration", TIME, "Start no operations after this time.")
     prefill: float = option(
         "--prefill-rate",
         above_zero(number()),
         "Prefill throughput to assume, in tokens/s.",
         default="20000",
     )
-    seed: int = option("--seed", whole(0), "Seed of contents, and of the requests of `run`.", default="42")
+    seed: int = option("--seed", whole(0), "Seed of the contents and of generated requests.", default="42")
     keeps: bool = flag("--keep", "Leave the entries on storage at the end.")
 
 
@@ -116,8 +120,8 @@ def replay(
 ) -> int:
     r"""Replay a TRACE of requests: read the prefixes that hit, write what is new, and report both.
 
-    Reads, writes and evictions are planned first, from the trace and the tiers alone; their digest is in the
-    result. Every entry that is read is verified.
+    All reads, writes and evictions are planned beforehand, from the trace and the tiers alone; the result
+    contains a digest of this plan. Every entry that is read is verified.
 
     Examples:
 
@@ -147,7 +151,7 @@ def run(
     mlperf_options: tuple[int, ...] = option(
         "--options",
         several(whole(1, 3)),
-        "Options of the benchmark's table to run.",
+        "Options to run, numbered as in the benchmark's rules.",
         default="1,2,3",
         panel="mlperf-v3",
     ),
@@ -158,10 +162,10 @@ def run(
         "--pause", TIME, "Pause between options (default: the edition's, 90s).", panel="mlperf-v3"
     ),
 ) -> int:
-    r"""Run a generated workload: blocks, with the statistics of a published trace, or mlperf-v3.
+    r"""Run a generated workload: `blocks`, which follows the statistics of a published trace, or `mlperf-v3`.
 
-    mlperf-v3 has the users, options and files of MLPerf Storage v3.0, and shows each metric next to its
-    honest value; --model and the options for tiers and chunks do not apply to it.
+    `mlperf-v3` has the users, options and files of MLPerf Storage v3.0, and shows each of its metrics next to
+    a corrected value. --model and the options for tiers and chunks do not apply to it.
 
     Examples:
 
@@ -377,7 +381,7 @@ def compare(
     runs: tuple[Path, ...] = arguments("RUN...", FOLDER, "Folders of runs of `penstock kvcache`."),
     page: Path | None = PAGE,
 ) -> int:
-    """Compare runs on several storages: each figure, and how it ranks them.
+    """Compare runs on several storage systems: each figure, and the ranking by it.
 
     Exits with 1 if the runs did not execute the same operations.
 

@@ -43,12 +43,12 @@ class TraceFormatOptions:
     block_tokens: int | None = option(
         "--block-tokens",
         whole(1),
-        "Tokens per block of TRACE (default: as its requests say).",
+        "Tokens per block of TRACE (default: what TRACE states or implies).",
     )
     chunk_tokens: int | None = option(
-        "--chunk-tokens", whole(1), "Tokens per cached chunk (default: one block each)."
+        "--chunk-tokens", whole(1), "Tokens per cached chunk (default: one block)."
     )
-    max_requests: int | None = option("--max-requests", whole(1), "Number of requests to use.")
+    max_requests: int | None = option("--max-requests", whole(1), "Use only the first N requests.")
 
     def load(self, path: Path, terminal: Terminal) -> BlockTrace:
         """Read the trace in chunks, and print its remarks."""
@@ -68,7 +68,7 @@ def models(
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
 ) -> None:
-    """List models and their bytes of key-value cache per token; --model adds one of your own.
+    """List models and how many bytes of key-value cache a token needs in each; --model adds your own.
 
     Examples:
 
@@ -105,15 +105,15 @@ def size(
     ),
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
-    users: int = option("--users", whole(1), "Number of users at a time.", default="200"),
-    tokens: int | None = option("--tokens", whole(1), "Tokens of each user (default: typical of the model)."),
+    users: int = option("--users", whole(1), "Number of concurrent users.", default="200"),
+    tokens: int | None = option("--tokens", whole(1), "Tokens per user (default: typical for the model)."),
     tensor: int = option("--tensor-parallel", whole(1), "Divide heads over this many ranks.", default="1"),
     pipeline: int = option(
         "--pipeline-parallel", whole(1), "Divide layers over this many ranks.", default="1"
     ),
     reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace"),
 ) -> None:
-    """Calculate how large a cache users or a TRACE of requests need, with the proof.
+    """Calculate the cache size that a number of users or a TRACE of requests needs, and show the calculation.
 
     Examples:
 
@@ -169,9 +169,9 @@ def simulate(
     sizes: tuple[int, ...] | None = option(
         "--sizes", several(SIZE), "More cache sizes to try, e.g. 100GiB,1TiB."
     ),
-    gpu: int = option("--gpu", SIZE, "Accelerator memory of the cache.", default="0B"),
-    cpu: int = option("--cpu", SIZE, "Host memory of the cache.", default="0B"),
-    storage: int | None = option("--storage", SIZE, "Storage of the cache (default: no limit)."),
+    gpu: int = option("--gpu", SIZE, "Size of the cache in accelerator memory.", default="0B"),
+    cpu: int = option("--cpu", SIZE, "Size of the cache in host memory.", default="0B"),
+    storage: int | None = option("--storage", SIZE, "Size of the cache on storage (default: no limit)."),
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
     page: Path | None = PAGE,
@@ -179,7 +179,8 @@ def simulate(
 ) -> None:
     """Calculate the prefix hits of a TRACE for caches of any size (LRU), and what each tier serves.
 
-    A hit counts only while all blocks before it in its request hit, too: others cannot be used.
+    A block counts as a hit only if every earlier block of its request hits too; cached blocks after a miss
+    cannot be used.
 
     Examples:
 
@@ -271,13 +272,13 @@ def inspect(
         "Assume the tokens of this model: one of `penstock kvcache models`, or a config.json.",
     ),
     verifies: bool = flag(
-        "--verify", "Read all contents: verify checksums where there are any, else look for pages of zeros."
+        "--verify", "Read all contents: verify checksums if there are any, else look for pages of zeros."
     ),
 ) -> int:
     """Show what a STORE of cache entries holds: engines, models, tokens, and damaged or unfinished entries.
 
-    Reads the file tiers of vLLM (offloading to a file system), of LMCache (disk, fs, and its server's) and
-    Penstock's own. Changes nothing. Exits with 1 if an entry is damaged.
+    Reads the files that vLLM (offloading to a file system), LMCache (its disk and fs back ends, its server)
+    and Penstock write. Changes nothing. Exits with 1 if an entry is damaged.
 
     Examples:
 

@@ -86,7 +86,7 @@ class DataOptions:
 RUNS_FOLDER: Final = option(
     "--results", FOLDER, "Look up runs by name in this results directory.", default="runs"
 )
-PAGE: Final = option("--page", NEW_PAGE, "Write the result as a page with charts to this file.")
+PAGE: Final = option("--page", NEW_PAGE, "Write a page with the result and its charts to this file.")
 
 
 def write_page(path: Path | None, draw: Callable[[], Report], terminal: Terminal) -> None:
@@ -102,7 +102,7 @@ def write_page(path: Path | None, draw: Callable[[], Report], terminal: Terminal
 CLOSED_GATES: Final = 3
 """The exit code of a run that a gate stopped."""
 SKIPPED_GATES: Final = repeated(
-    "--skip-gate", GATE, "Skip a preflight gate, which run.json records (see `penstock cluster check`)."
+    "--skip-gate", GATE, "Skip a preflight gate; run.json records it (see `penstock cluster check`)."
 )
 
 
@@ -131,7 +131,7 @@ def inspect_gates(
 METRICS_FOLDER: Final = option(
     "--metrics-dir",
     FOLDER,
-    "Keep the figures in DIR/penstock-RUN.prom, for node exporter's textfile collector.",
+    "Keep current figures in DIR/penstock-RUN.prom, for node exporter's textfile collector.",
 )
 
 

@@ -38,12 +38,14 @@ class RankOptions:
     """The number of ranks that run a command, their hosts, and their launcher."""
 
     ranks: int | None = option("--ranks", whole(), "Run on N ranks (default: 1, or all ranks of a launcher).")
-    hosts: str | None = option("--hosts", TEXT, "Run on these hosts, with ranks on each.", metavar="A:4,B:4")
+    hosts: str | None = option("--hosts", TEXT, "Run on these hosts, HOST:RANKS each.", metavar="A:4,B:4")
     hostfile: str | None = option("--hostfile", TEXT, "Read hosts from a file, one a line.", metavar="FILE")
     launcher: str = option("--launcher", LAUNCHER, "Start remote ranks with this launcher.", default="auto")
     launcher_args: tuple[str, ...] = repeated("--launcher-arg", TEXT, "Pass an argument to the launcher.")
     env_names: tuple[str, ...] = repeated(
-        "--env", NAME, "Pass an environment variable to remote ranks (AWS_* and PENSTOCK_* always are)."
+        "--env",
+        NAME,
+        "Pass an environment variable to remote ranks (AWS_* and PENSTOCK_* are always passed).",
     )
     timeout_s: float = option("--timeout", TIME, "Wait at most this long for other ranks.", default="5min")
     trace: str | None = option("--trace", FOLDER_URI, "Write an I/O trace of every storage access into DIR.")

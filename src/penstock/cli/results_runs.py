@@ -54,7 +54,7 @@ class CriteriaOptions:
     older_than: str = option(
         "--older-than",
         TEXT,
-        "Select runs that began before: 2w, 7d, 2026-01-31.",
+        "Select runs that began before this age or date: 2w, 7d, 2026-01-31.",
         default="",
         metavar="AGE|DATE",
     )
@@ -73,8 +73,8 @@ def list_runs(
 ) -> None:
     """List the runs in DIR, newest first, including runs of DLIO.
 
-    Runs that started here but have no directory any more come last. Directories and history entries that
-    cannot be read are reported on stderr.
+    Runs that this machine's history records but whose directory no longer exists come last. Directories and
+    history entries that cannot be read are reported on stderr.
 
     Examples:
 
@@ -150,8 +150,8 @@ def remove(
 ) -> None:
     """Delete runs from a results directory: named runs, or all that match the options.
 
-    Only lists the runs unless --yes is given. Never deletes an active run. The history keeps a record of
-    deleted runs.
+    Without --yes, only lists what it would delete. Never deletes an active run. The history keeps a record
+    of deleted runs.
 
     Examples:
 
@@ -191,7 +191,7 @@ def show(
 ) -> None:
     """Show one run: how it ended, its epochs, where its time went, and the bottleneck.
 
-    The figures of a run that is active or was interrupted cover its complete blocks.
+    If the run is active or was interrupted, the figures cover its complete blocks.
 
     Examples:
 
@@ -357,7 +357,8 @@ def page(
 ) -> None:
     """Draw the page of a run: whether it passed, what limits it, since when, and the charts that show it.
 
-    Every run draws its page when it ends; this draws it again, or for a run that was killed or is active.
+    Every run draws its page when it ends. Use this command for a run that is active or was killed, or to draw
+    the page again.
 
     Examples:
 
@@ -385,8 +386,8 @@ def compare(
 ) -> None:
     """Compare runs side by side, each with the first.
 
-    Lists first what makes them incomparable: another workload, number of ranks, data set, batch, ... Settings
-    that one varies on purpose (threads, storage, directories) follow.
+    Starts with differences that make a comparison invalid, such as another workload, number of ranks, data
+    set or batch size. Settings that are usually varied on purpose (threads, storage, directories) follow.
 
     Examples:
 

@@ -46,8 +46,8 @@ def watch(
 ) -> int:
     """Follow a run until it ends, and exit with its exit code; Ctrl-C ends only the watching.
 
-    The run may be in another terminal or on another node: its state is read from its directory. If its
-    process has died, that is reported, and the exit code is 1.
+    The run may be in another terminal or on another node, because its state is read from its directory. If
+    the run's process has died, the command says so and exits with 1.
 
     Examples:
 

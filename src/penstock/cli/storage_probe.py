@@ -32,7 +32,7 @@ def probe(
         "URI", URI, "Storage: /path (buffered, then O_DIRECT), direct:///path, s3://bucket/prefix, ..."
     ),
     size_bytes: int = option(
-        "--size", SIZE, "Bytes to move in each measurement, over all ranks.", default="2GiB"
+        "--size", SIZE, "Bytes to transfer in each measurement, over all ranks.", default="2GiB"
     ),
     streams: tuple[int, ...] = option(
         "--streams",
@@ -46,7 +46,7 @@ def probe(
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
-        "Measurements: the best rates, loads up to the knee (of a path: past its cache), calls on files.",
+        "Measure the best rates, the load up to the knee (of a path: with O_DIRECT), or calls on files.",
         default="best",
     ),
     request_bytes: int = option(
@@ -65,25 +65,25 @@ def probe(
     rates: tuple[float, ...] | None = option(
         "--rates",
         several(number()),
-        "Rates to offer, in operations per second (default: search for the knee).",
+        "Offered loads, in operations per second (default: search for the knee).",
         panel=_KNEE_PANEL,
     ),
     results: Path | None = option(
         "--results",
         FOLDER,
-        "Create a directory for this run below DIR, to follow it and keep its result.",
+        "Create a directory for this run below DIR, so that it can be followed and its result is kept.",
     ),
     page: Path | None = PAGE,
     storage: tuple[tuple[str, str], ...] = STORAGE,
 ) -> None:
     """Measure the limits of the storage at URI, and clean up.
 
-    Sequential writes (durable at the end), cold reads, random reads, small objects and fsync latency: the
-    limits that all other measurements are compared with. On slow storage, measurements move less and take at
-    most about 20 s.
+    Measures sequential writes (durable at the end), cold reads, random reads, small objects and fsync
+    latency. All other measurements are compared with these limits. On slow storage, each measurement
+    transfers less data, so that it takes at most about 20 s.
 
-    With --measure knee, operations start on a schedule, whether or not earlier ones were answered, and their
-    latency counts from when they were due. Rates rise up to the knee, beyond which waits grow.
+    With --measure knee, operations start on a fixed schedule, whether or not earlier ones have completed, and
+    latency counts from the scheduled start. Throughput rises up to the knee; beyond it, waiting times grow.
 
     Examples:
 

@@ -24,7 +24,7 @@ _FOLDER: Final = argument("DIR", FOLDER, "Directory of a round, of several round
 _EDITION: Final = option(
     "--edition",
     EDITION,
-    "Apply this edition of the rules; auto: by the layout of the tree.",
+    "Edition of the rules to apply; auto derives it from the layout of the tree.",
     default="auto",
 )
 
@@ -35,14 +35,14 @@ def check(
     *,
     folder: Path = _FOLDER,
     edition: str = _EDITION,
-    csv: Path | None = option("--csv", NEW_FILE, "Write findings to this CSV file, a row for each."),
-    html: Path | None = option("--html", NEW_PAGE, "Write an HTML page that needs no network to this file."),
+    csv: Path | None = option("--csv", NEW_FILE, "Write findings to this CSV file, one per row."),
+    html: Path | None = option("--html", NEW_PAGE, "Write an HTML page that works offline to this file."),
 ) -> int:
     """Check every result below DIR against the rules of MLPerf Storage, from its files alone.
 
-    Every mean is recomputed. What cannot be read is reported as "not checked", never assumed to be right.
-    Writes only the files that options name. Exits with 0 if all is valid, with 1 if something is invalid, and
-    with 3 if something was not checked.
+    Recomputes every mean. Reports what it cannot read as "not checked", and never assumes that it is right.
+    Writes only the files that options name. Exits with 0 if everything is valid, with 1 if something is
+    invalid, and with 3 if something was not checked.
 
     Examples:
 
@@ -141,9 +141,9 @@ def report(
 ) -> None:
     """Recompute every result's figures from its runs: mean, deviation, confidence interval, outliers.
 
-    Writes nothing without --output or --write. --write adds results.json and results.csv next to the runs (of
-    v1.0, mlperf_storage_report.json); files that another program wrote there are kept. Exits with 0 whatever
-    the verdicts are: `penstock submission check` judges.
+    Writes nothing unless --output or --write is given. --write adds results.json and results.csv next to the
+    runs (for v1.0, mlperf_storage_report.json), and keeps files that another program wrote there. Exits with
+    0 whatever the verdicts are; for an exit code that depends on them, use `penstock submission check`.
 
     Examples:
 

@@ -116,7 +116,7 @@ class TreeOptions(ResultOptions):
 
     parent: None = None
     tree: str = required(
-        "--submission", FOLDER_URI, "Use this submission tree, made by `penstock submission init`."
+        "--submission", FOLDER_URI, "Use this submission tree, created by `penstock submission init`."
     )
     system: str = required("--system", NAME, "Name the system under test, described in systems/NAME.yaml.")
 

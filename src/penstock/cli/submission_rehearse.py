@@ -68,7 +68,7 @@ def rehearse(
         "--accelerator", TEXT, "Emulate this accelerator: b200 or mi355.", default="b200"
     ),
     data: str | None = option(
-        "--data", URI, "Put the data set or the checkpoints on this storage (default: DIR/.mlps/storage)."
+        "--data", URI, "Keep the data set or the checkpoints on this storage (default: DIR/.mlps/storage)."
     ),
     storage: tuple[tuple[str, str], ...] = STORAGE,
     settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.read_threads=8."),
@@ -77,11 +77,11 @@ def rehearse(
 ) -> int:
     r"""Rehearse a whole submission in minutes: every step of a real one, at a small scale.
 
-    Creates the tree, describes the system (with placeholders for what only you know), sizes and generates
-    data, runs all runs, writes the report, checks the tree, and lists what a real submission still needs.
-    After Ctrl-C or a failure, run the same command again to continue. Its results are marked as a rehearsal
-    in their own metadata, and no check calls them valid. Exits with 0 if only size is wrong (and utilization,
-    and the place of results that share a folder with the data), with 1 otherwise.
+    Creates the tree, describes the system (with placeholders for what only you know), sizes and generates the
+    data, executes all runs, writes the report, checks the tree, and lists what a real submission still needs.
+    After Ctrl-C or a failure, run the same command again to continue. The results' metadata mark them as a
+    rehearsal, so that no check calls them valid. Exits with 0 if they break only rules that a rehearsal
+    cannot meet (size, utilization, results apart from the data), and with 1 otherwise.
 
     Examples:
 

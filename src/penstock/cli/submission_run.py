@@ -63,14 +63,14 @@ def checkpointing(
     ),
     writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10"),
     reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10"),
-    is_subset: bool = flag("--subset", "Run on fewer ranks than the model needs; they carry a subset of it."),
+    is_subset: bool = flag("--subset", "Write only the shares of the model's first ranks, as many as run."),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
     r"""Run a whole checkpointing result: write ten checkpoints and read ten back.
 
-    Caches are evicted, and verified to be cold, before each read. If the storage is mounted by other hosts
-    between writing and reading, run this twice, with `--reads 0` and then with `--writes 0`. A closed
-    preflight gate ends the command with exit code 3.
+    Before each read, caches are evicted and verified to be cold. If you remount the storage on other hosts
+    between writing and reading, run the command twice: with `--reads 0`, then with `--writes 0`. If a
+    preflight gate is closed, the command exits with 3.
 
     Examples:
 
@@ -125,15 +125,15 @@ def training(
     only: str | None = option(
         "--only",
         choice("datagen", "run"),
-        "Run only this phase: datagen (on any number of ranks) or one run (default: all phases).",
+        "Run only one phase: datagen, on any number of ranks, or run, a single run (default: all phases).",
     ),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
     r"""Run a whole training result: size and generate the data set, then a warm-up and five runs.
 
     One rank is one accelerator. The data set is as large as the memory of all hosts requires. Runs follow one
-    another without a pause; after Ctrl-C or a failure, run the same command again to continue, as long as the
-    rules let the finished runs count. A closed preflight gate ends the command with exit code 3.
+    another without a pause. After Ctrl-C or a failure, run the same command again to continue, as long as the
+    rules still accept the finished runs. If a preflight gate is closed, the command exits with 3.
 
     Examples:
 

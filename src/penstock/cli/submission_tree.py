@@ -37,7 +37,7 @@ def init(
 ) -> None:
     """Create a submission tree for an organization's results.
 
-    Running it again for the same organization changes nothing. A tree never changes its organization.
+    Running it again for the same organization changes nothing. A tree belongs to its organization for good.
 
     Examples:
 
@@ -61,13 +61,13 @@ def describe(
     cluster: Path | None = option(
         "--cluster",
         FILE,
-        "Describe the hosts of this file of `penstock cluster collect` (default: this machine).",
+        "Describe the hosts in this file, written by `penstock cluster collect` (default: this machine).",
     ),
 ) -> int:
-    """Write a system description with collected facts, or compare an existing one with the machines.
+    """Write a system description from collected facts, or compare an existing one with the machines.
 
-    An existing systems/NAME.yaml is never changed: differences from the machines are shown, and violations of
-    the schema are listed with their lines. Exits with 1 until there are none.
+    Never changes an existing systems/NAME.yaml: shows how it differs from the machines, and lists violations
+    of the schema with their lines. Exits with 1 as long as there are differences or violations.
 
     Examples:
 
@@ -138,12 +138,12 @@ def _read_facts(cluster: Path | None) -> ClusterFacts:
 def status(
     terminal: Terminal,
     *,
-    folder: Path = argument("DIR", FOLDER, "Submission tree made by `penstock submission init`."),
+    folder: Path = argument("DIR", FOLDER, "Submission tree, created by `penstock submission init`."),
 ) -> None:
     """Show the progress of each result: which runs count, what is missing, and which attempts failed.
 
-    A run counts as long as the next one can follow it within the time that the rules allow, or once the
-    result is complete.
+    A run counts if the next run followed it, or still can, within the time that the rules allow. Once a
+    result is complete, its runs stay counted.
 
     Examples:
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _PAGE = "report.html"
 _RUN_TEXT: Final = (
-    "Run: a directory, a quoted glob, a table, or NAME= and any of them. Files side by side are one run."
+    "Run, as [NAME=] and a directory, a quoted glob or a table. Files given side by side are one run."
 )
 
 
@@ -51,8 +51,8 @@ def report(
 ) -> None:
     """Draw a page of what runs did: calls over time, bandwidth, sizes, durations, files, overlap.
 
-    The page is one file that loads nothing. It starts with what moved, how long it took and what was slow,
-    and with findings, the most costly first. --json prints the data of all figures.
+    The page is a single file that works offline. It starts with the bytes transferred, how long that took,
+    what was slow, and findings, the most costly first. --json prints the data of all figures.
 
     Examples:
 
@@ -120,7 +120,9 @@ def compare(
         "--out", FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
     ),
 ) -> None:
-    """Compare runs: the differences between them, what stands out, and the tables of a study.
+    """Compare runs: show how they differ and what stands out.
+
+    Prints findings and the main tables. A YAML file can describe the runs of a larger study.
 
     Examples:
 
@@ -219,7 +221,7 @@ def expect(
     file: Path = argument("CHECKS.yaml", FILE, "Comparison with checks (see `penstock docs trace`)."),
     dask: str = DASK,
 ) -> int:
-    """Check expectations about runs; exits with 1 and lists the failed checks if one does not hold.
+    """Check expectations about runs; if any fails, list the failed checks and exit with 1.
 
     Examples:
 

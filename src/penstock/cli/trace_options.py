@@ -31,7 +31,7 @@ _MAX_COLUMNS = 10
 DASK: Final = option(
     "--dask",
     TEXT,
-    "Read by other processes: local, or the address of a Dask scheduler.",
+    "Read in other processes: local, or the address of a Dask scheduler.",
     default="",
     metavar="ADDRESS",
 )

@@ -68,7 +68,7 @@ def ops(
     question: QuestionOptions = group(QuestionOptions),
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="tier,op", metavar="COLUMN,..."),
 ) -> None:
-    """List I/O operations by the time they took: calls, bytes, sum, union and concurrency.
+    """List I/O operations by the time they took, with calls, bytes, sum, union and concurrency.
 
     Examples:
 
@@ -121,7 +121,7 @@ def classes(
     question: QuestionOptions = group(QuestionOptions),
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="file_class,op", metavar="COLUMN,..."),
 ) -> None:
-    """List classes of files by the time spent on them: names without digits, or the patterns of --class.
+    """List classes of files (names without digits, or the patterns of --class) by the time spent on them.
 
     Examples:
 
@@ -230,15 +230,15 @@ def overlap(
     of: str = option(
         "--of",
         TEXT,
-        "Count this phase as I/O; all: everything but compute and waiting.",
+        "Treat this phase as I/O; all: everything but compute and waiting.",
         default="io",
         metavar="PHASE",
     ),
 ) -> None:
-    """Measure how much I/O overlaps with other I/O and with computation, from intervals.
+    """Measure from intervals how much I/O overlaps with other I/O and with computation.
 
-    `union_us` is the time in which any I/O was running, `sum_us` adds all durations, `concurrency` is how
-    many operations ran at a time, and `overlap_us` is the time of I/O and computation at once.
+    `union_us` is the time during which any I/O was running, `sum_us` the sum of all durations, `concurrency`
+    how many operations ran at a time, and `overlap_us` the time during which I/O and computation both ran.
 
     Examples:
 

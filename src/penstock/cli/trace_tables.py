@@ -16,7 +16,7 @@ _MOST_ROWS: Final = 50
 _RANK_PATTERN: Final = option(
     "--rank-pattern",
     TEXT,
-    "Find the rank in a file's name by the first group of this regular expression.",
+    "Regular expression whose first group is the rank in a file's name.",
     metavar="REGEX",
 )
 
@@ -37,12 +37,12 @@ def record(
         "Trace with this program; auto is dftracer if it is installed, else strace.",
         default="auto",
     ),
-    folders: tuple[str, ...] = repeated("--data", FOLDER_URI, "Trace only this directory; for dftracer."),
+    folders: tuple[str, ...] = repeated("--data", FOLDER_URI, "Trace only this directory (dftracer only)."),
 ) -> int:
     """Run a program and trace its I/O, with dftracer if it is installed and with strace otherwise.
 
-    Exits with the program's exit code. Programs that use Penstock's own storage do not need this: they take
-    --trace, or PENSTOCK_TRACE=DIR in their environment.
+    Exits with the program's exit code. Programs that do their I/O through Penstock do not need this: use
+    --trace, or set PENSTOCK_TRACE=DIR in their environment.
 
     Examples:
 
@@ -70,8 +70,9 @@ def load(
 ) -> None:
     """Convert trace files to a sorted event table, which answers questions much faster.
 
-    Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, strace -f -ttt -T, and Darshan's logs.
-    Prints first what was lost or guessed in damaged files. The table is Parquet, which other tools can read.
+    Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, output of strace -f -ttt -T, and Darshan
+    logs. First prints what was lost or guessed in damaged files. The table is Parquet, which other tools can
+    read.
 
     Examples:
 
@@ -140,13 +141,13 @@ def _shorten(names: list[int] | list[str]) -> str:
 def sql(
     terminal: Terminal,
     *,
-    query: str = argument("QUERY", TEXT, "DuckDB's SQL over a table `events`."),
+    query: str = argument("QUERY", TEXT, "Query over the table `events`, in DuckDB's SQL."),
     source: TraceOptions = group(TraceOptions),
     rank_pattern: str | None = _RANK_PATTERN,
 ) -> None:
     """Query traces in SQL.
 
-    A query is one SELECT. It reads the events alone: no other files, no network, and it writes nothing.
+    A query is one SELECT. It can read only the events: no files, no network. It cannot write.
     Columns of `events`: ts_us, dur_us, end_us, op, name, cat, pid, tid, rank, host, path, size_bytes, offset,
     ret, epoch, step, args (JSON text), run, file.
 

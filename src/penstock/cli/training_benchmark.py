@@ -74,7 +74,7 @@ class _MaybeData(DataOptions):
     uri: str = option(
         "--data",
         URI,
-        "Data set: a directory, direct:///directory or s3://bucket/prefix. With your own loader: what it "
+        "Data set: a directory, direct:///directory or s3://bucket/prefix. With your own loader, what it "
         "reads, so that it is evicted from the page cache before each epoch.",
         default="",
     )
@@ -93,7 +93,7 @@ class TrainingRunOptions:
         "Data loader: native, pytorch, an extension's, or your own as MODULE:FACTORY (default: native).",
     )
     reader: str | None = option(
-        "--reader", NAME, "Read all files with this format of an installed extension."
+        "--reader", NAME, "Read all files with this format, which an installed extension provides."
     )
     threads: int | None = option(
         "--threads",
@@ -140,8 +140,8 @@ def run(
     r"""Run a training workload with emulated computation and report accelerator utilization (AU).
 
     One rank is one accelerator. The data set is evicted from the page cache before each epoch. With --loader
-    MODULE:FACTORY your own loader runs unchanged, and the result says where each second of waiting went.
-    Exits with 1 if the AU stays below the workload's metric.au.
+    MODULE:FACTORY, your own loader runs unchanged, and the result says where the time spent waiting for it
+    went. Exits with 1 if the AU is below the workload's metric.au.
 
     Examples:
 
@@ -366,9 +366,10 @@ def sweep(
     max_accelerators: int = required("--most", whole(1), "Maximum number of accelerators to try."),
     page: Path | None = PAGE,
 ) -> int:
-    """Find the largest number of accelerators that the storage can feed: try 1, 2, 4, ..., then in between.
+    """Find the largest number of accelerators that the storage can feed.
 
-    Each attempt is a complete run with its own results. Exits with 1 if not even one accelerator is fed.
+    Tries 1, 2, 4, ..., then numbers in between; each attempt is a complete run with its own results. Exits
+    with 1 if the storage cannot feed even one accelerator.
 
     Examples:
 

@@ -60,7 +60,7 @@ def generate(
     """Generate a workload's data set; run the same command again to continue after an interruption.
 
     Every byte is derived from the seed, the file and the offset: contents are unique, incompressible unless
-    --compressible is given, and verifiable without stored checksums. Files have DLIO's names.
+    --compressible is given, and verifiable without stored checksums. Files are named as DLIO names them.
 
     Examples:
 
@@ -136,9 +136,10 @@ def size(
         "--hosts", whole(1), "Number of hosts (default: as many as --host-memory has values)."
     ),
 ) -> None:
-    """Calculate the required size of a data set, with the proof, and print the command that generates it.
+    """Calculate the minimum size of a data set, show the calculation, and print the command to generate it.
 
-    Two rules set the minimum: 500 steps per accelerator, and five times the memory of all hosts.
+    The data set must be large enough for 500 steps per accelerator, and at least five times the total memory
+    of all hosts; the larger of the two applies.
 
     Examples:
 
@@ -226,7 +227,7 @@ def whatif(
     workload: WorkloadOptions = group(WorkloadOptions),
     bandwidth: float = required("--bandwidth", RATE, "Read bandwidth of the storage, e.g. 40GiB/s."),
 ) -> None:
-    """Calculate how many accelerators a read bandwidth can feed, with the proof.
+    """Calculate how many accelerators a read bandwidth can feed, and show the calculation.
 
     Examples:
 
@@ -277,7 +278,7 @@ def plan(
 ) -> None:
     """Show the first samples that a rank reads in an epoch, and their files.
 
-    The order is computed and never stored, so this is as fast for large data sets.
+    The order is computed, never stored, so this takes no longer for large data sets.
 
     Examples:
 
