@@ -37,6 +37,7 @@ from penstock.results.counter_files import (
 from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, write_dlio_files, write_iostat
 from penstock.results.event_files import SpoolWriter, read_events, spool_path
 from penstock.results.phase_figures import PhaseFigures
+from penstock.results.run_page import Pages
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import (
     SPAN_TYPE,
@@ -61,7 +62,7 @@ class RunSettings:
     A folder for the run is made in `results`, unless `run_folder` names the folder itself. `overrides` are in
     DLIO's words; `hydra_subfolder` ("": none) is for DLIO's files of the configuration, `log_before` has the
     lines of DLIO's log about what came before the run. `facts_of` reads the facts of a rank's host;
-    `inspection` is the result of the preflight gates, None if none ran.
+    `inspection` is the result of the preflight gates, None if none ran. `pages` draw what `results` cannot.
     """
 
     results: Path
@@ -74,6 +75,7 @@ class RunSettings:
     log_before: Sequence[str] = ()
     facts_of: provenance.ReadHostFacts = provenance.read_host
     inspection: PreflightResult | None = None
+    pages: Pages = field(default_factory=dict)
 
     @contextmanager
     def open_run(
@@ -107,7 +109,7 @@ class RunSettings:
             run = None
             if comm.rank == 0:
                 if self.run_folder is None:
-                    run = ActiveRun.start(self.results, request)
+                    run = ActiveRun.start(self.results, request, pages=self.pages)
                 else:
                     run = ActiveRun.start_in(self.run_folder, request, results=self.results)
                 resources.enter_context(run)

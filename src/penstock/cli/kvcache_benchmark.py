@@ -35,12 +35,15 @@ from penstock.cli.parsers import (
     whole,
 )
 from penstock.cli.rank_options import followed
+from penstock.cli.run_reports import PAGES
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.kvcache.block_trace import BlockTrace
 
 MISSED = 1
@@ -195,6 +198,7 @@ def run(
 
     environment = process_environment()
     request = MlperfRequest(
+        pages=PAGES,
         results=cache.results,
         command=command_line(),
         environment=environment,
@@ -211,7 +215,7 @@ def run(
     storage = open_storage(cache.destination, environment, options=dict(cache.storage), rank=comm.rank)
     with terminal.progress() as progress:
         document = run_mlperf(request, storage, comm=comm, progress=progress)
-    terminal.result(document, _view_mlperf(document))
+    terminal.result(document, view_cache_run(document))
     return MISSED if any(option["misses"] for option in document["options"].values()) else 0
 
 
@@ -252,6 +256,7 @@ def _measure(
         ),
     )
     request = CacheRequest(
+        pages=PAGES,
         results=cache.results,
         command=command_line(),
         environment=environment,
@@ -287,33 +292,28 @@ def _measure(
     return 0 if result.is_right else MISSED
 
 
-def _view_mlperf(document: dict[str, Any]) -> View:
+def _view_mlperf(document: Mapping[str, Any]) -> View:
+    from penstock.kvcache.cache_figures import metric_rows
+
     for name, figures in document["options"].items():
-        rows = [
-            {
-                "metric": metric.removeprefix("aggregated_"),
-                "theirs": f"{values['theirs']:,.3f}",
-                "honest": format_number(values["honest"], ",.3f"),
-                "why": values["why"],
-            }
-            for metric, values in figures["metrics"].items()
-        ]
-        took = format_seconds(figures["elapsed_s"])
-        yield TextTable(
-            f"Option {name} on {format_count(document['ranks'], 'rank')}, {took} ({figures['kind']})", rows
-        )
-        if figures["elapsed_s"] < _EARLY * (duration_s := document["durations_s"][name]):
+        ranks = format_count(document["ranks"], "rank")
+        yield TextTable(f"Option {name} on {ranks} ({figures['kind']})", metric_rows(figures))
+        limit_s = document.get("durations_s", {}).get(name, 0.0)  # earlier versions did not keep it
+        if limit_s and figures["elapsed_s"] < _EARLY * limit_s:
             yield (
-                f"A trial ended after {took}: by then all requests of its {format_seconds(duration_s)} were "
-                "answered, as they do not wait for their times."
+                f"A trial ended after {format_seconds(figures['elapsed_s'])}: by then all requests of its "
+                f"{format_seconds(limit_s)} were answered, as they do not wait for their times."
             )
     yield f"Files of the tool: {document['leaf']}"
 
 
-def view_cache_run(document: dict[str, Any]) -> View:
+def view_cache_run(document: Mapping[str, Any]) -> View:
     """A run as text."""
     from penstock.kvcache.cache_figures import has_small_objects
 
+    if "options" in document:
+        yield from _view_mlperf(document)
+        return
     plan, saved = document["plan"], document["time_to_first_token"]
     ranks = "1 rank" if document["ranks"] == 1 else f"{document['ranks']} ranks"
     yield (

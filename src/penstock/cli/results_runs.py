@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.cli.option_groups import PAGE, RUNS_FOLDER, write_page
 from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
 from penstock.cli.parsers import FOLDER, NEW_PAGE, RUN, TEXT, whole
-from penstock.cli.run_reports import reconciliation_lines
+from penstock.cli.run_reports import PAGES, reconciliation_lines
 from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, format_number
 from penstock.environment import TRACE
 from penstock.errors import ObjectNotFound, StorageError, UsageError
@@ -117,17 +117,20 @@ def list_runs(
 
 
 def _headline(run: RunSummary) -> str:
-    """The main figures of a run: the throughput of checkpoints, or accelerator utilization."""
-    if run.write_gib_per_s is not None or run.read_gib_per_s is not None:
-        return (
-            f"checkpoints written with {format_number(run.write_gib_per_s, '.2f')} GiB/s, "
-            f"read with {format_number(run.read_gib_per_s, '.2f')} GiB/s"
-        )
+    """The main figures of a run: accelerator utilization, or the bytes that it wrote and read."""
+    rates = (("written", run.write_gib_per_s), ("read", run.read_gib_per_s))
+    if any(rate is not None for _, rate in rates):
+        return ", ".join(f"{done} at {rate:.2f} GiB/s" for done, rate in rates if rate is not None)
+    if run.au_compat_percent is None:
+        return "figures: `penstock results show`" if run.outcome == "finished" else "no figures"
     compat, strict = (
         "-" if percent is None else f"{percent:.2f} %"
         for percent in (run.au_compat_percent, run.au_strict_percent)
     )
-    return f"AU {compat} (strict {strict}), {format_number(run.samples_per_s_compat, ',.1f')} samples/s"
+    rate, whose = run.samples_per_s_strict, ""
+    if rate is None:
+        rate, whose = run.samples_per_s_compat, " by DLIO's formula"
+    return f"AU {compat} (strict {strict}), {format_number(rate, ',.1f')} samples/s{whose}"
 
 
 def _describe_run(run: CatalogedRun, *, remark: str = "") -> str:
@@ -215,11 +218,17 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
     record: RunRecord | None = None
     figures: PhaseFigures | None = None
     checkpoints: Mapping[str, Any] | None = None
+    measured: Mapping[str, Any] | None = None
     activities: list[dict[str, Any]] = []
     if summary.kind == "penstock":
         record = read_record(folder)
         figures = record.train
-        if figures is None:  # what the step events of an unfinished run yield
+        if record.plan.get("kind") in PAGES:  # neither trains nor writes checkpoints
+            try:
+                measured, view = _read_measured(folder, record.plan["kind"])
+            except StorageError as error:  # it did not finish, or another version wrote it
+                terminal.note(str(error))
+        elif figures is None:  # what the step events of an unfinished run yield
             try:
                 figures = recompute_figures(folder, record)
             except StorageError as error:
@@ -232,26 +241,44 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
         **asdict(summary),
         "train": asdict(figures) if figures else None,
         "checkpoint": checkpoints,
+        "measured": measured,
         "deliveries": [asdict(delivery) for delivery in record.deliveries] if record else [],
         "preflight": asdict(record.preflight) if record and record.preflight else None,
         "trace": record.settings.get(TRACE) if record else None,
         "activity": activities,
     }
-    terminal.result(document, _view_run(summary, figures, checkpoints, activities, record))
+    if measured is None:
+        view = (
+            _view_training(summary, figures)
+            if checkpoints is None
+            else _view_checkpoints(summary, checkpoints)
+        )
+    terminal.result(document, _view_run(summary, view, activities, record))
+
+
+def _read_measured(folder: Path, kind: str) -> tuple[Mapping[str, Any], View]:
+    """The figures of a probe or of a run on a key-value cache, as data and as text."""
+    if kind == "probe":
+        from penstock.bench.probe import read_probe
+        from penstock.cli.storage_probe import view_probe
+
+        probed = read_probe(folder)
+        return asdict(probed), view_probe(probed)
+    from penstock.cli.kvcache_benchmark import view_cache_run
+    from penstock.kvcache.cache_figures import read_cache_run
+
+    document = read_cache_run(folder)
+    return document, view_cache_run(document)
 
 
 def _view_run(
     summary: RunSummary,
-    figures: PhaseFigures | None,
-    checkpoints: Mapping[str, Any] | None,
+    view: View,
     activities: Sequence[Mapping[str, Any]],
     record: RunRecord | None,
 ) -> View:
     yield bold(summary.id)
-    if checkpoints is None:
-        yield from _view_training(summary, figures)
-    else:
-        yield from _view_checkpoints(summary, checkpoints)
+    yield from view
     if activities:
         yield TextTable(
             "Hosts meanwhile",
@@ -372,7 +399,7 @@ def page(
 
     folder = find_run_folder(run, parent)
     path = out or folder / PAGE_FILE
-    write_report(draw_run(folder), path)
+    write_report(draw_run(folder, PAGES), path)
     terminal.result({"page": str(path)}, [f"wrote {path}"])
 
 
@@ -429,5 +456,6 @@ def _view_comparison(comparison: RunComparison) -> View:
             format_number(value, ",.2f") + (f" ({change:+.1%})" if position and change is not None else "")
             for position, (value, change) in enumerate(zip(delta["values"], delta["changes"], strict=True))
         ]
-        rows.append({"figure": delta["figure"], **dict(zip(names, texts, strict=True))})
+        if set(delta["values"]) != {None}:
+            rows.append({"figure": delta["figure"], **dict(zip(names, texts, strict=True))})
     yield TextTable("Figures", rows)

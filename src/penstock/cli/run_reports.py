@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock.cli.terminal import TextTable, View, bold, format_number, render_text
 from penstock.errors import name_some
@@ -14,9 +14,28 @@ from penstock.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.training.training_result import TrainingResult
+    from penstock.reports.report import Report
     from penstock.results.counter_files import IoReconciliation
 
 MAX_DEVICES_NAMED = 4
+
+
+def _draw_probe(folder: Path) -> Report:
+    from penstock.bench.probe.probe_page import make_probe_page
+    from penstock.bench.probe.probe_run import read_probe
+
+    return make_probe_page(read_probe(folder))
+
+
+def _draw_cache(folder: Path) -> Report:
+    from penstock.kvcache.cache_figures import read_cache_run
+    from penstock.kvcache.cache_pages import make_run_page
+
+    return make_run_page(read_cache_run(folder))
+
+
+PAGES: Final = {"probe": _draw_probe, "kvcache": _draw_cache}
+"""What draws the pages of runs that neither train nor write checkpoints, by their kind."""
 
 
 def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:

@@ -11,9 +11,11 @@ from penstock.cli.option_groups import PAGE, STORAGE, write_page
 from penstock.cli.options import argument, command_line, option, refuse_ignored
 from penstock.cli.parsers import FOLDER, SIZE, URI, choice, number, several, whole
 from penstock.cli.rank_options import followed
+from penstock.cli.run_reports import PAGES
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
+from penstock.results.provenance import redact
 
 if TYPE_CHECKING:
     from penstock.bench.probe import ProbeResult
@@ -127,16 +129,18 @@ def probe(
     )
     measure = partial(probe_storage, request, environment=environment)
     if results is not None:
-        settings = RunSettings(results=results, command=command_line(), environment=environment)
+        settings = RunSettings(results=results, command=command_line(), environment=environment, pages=PAGES)
         measure = partial(probe_in_folder, settings, request)
     with terminal.progress() as progress:
         report = measure(comm=comm, options=dict(storage), progress=progress)
     terminal.notes(report.notes)
-    terminal.result(asdict(report), _tell(report))
+    document = {"command": redact(command_line()), **asdict(report)}
+    terminal.result(document, view_probe(report))
     write_page(page, lambda: make_probe_page(report), terminal)
 
 
-def _tell(report: ProbeResult) -> View:
+def view_probe(report: ProbeResult) -> View:
+    """A probe as text."""
     from penstock.bench.probe.load_run import load_rows
     from penstock.bench.probe.metadata_rates import metadata_rows
     from penstock.bench.probe.probe_page import HUGE_PAGES, describe_shape, say_feeds, say_knee, say_limit

@@ -19,10 +19,11 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.errors import StorageError
+from penstock.errors import ObjectNotFound, StorageError
 from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import MISSES, EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
+from penstock.results.run_folder import MEASURED_FILES
 from penstock.units import format_bytes
 
 _SUB_BITS: Final = 8
@@ -169,7 +170,7 @@ def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]
 
 
 FORMAT_VERSION: Final = 1
-FILE: Final = "kvcache.json"
+FILE: Final = MEASURED_FILES["kvcache"]
 GIB: Final = 1 << 30
 _NEARLY_ALL: Final = 0.8
 _SMALL_BYTES: Final = 1 << 20
@@ -365,6 +366,12 @@ def read_cache_run(folder: Path) -> dict[str, Any]:
     path = folder / FILE
     try:
         document = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ObjectNotFound(
+            "This folder has no run of `penstock kvcache` that finished",
+            uri=str(path),
+            fix="Name a run's folder.",
+        ) from error
     except (OSError, ValueError) as error:
         raise StorageError(
             f"This folder has no run of `penstock kvcache`: {error}",
@@ -376,6 +383,19 @@ def read_cache_run(folder: Path) -> dict[str, Any]:
             "This run has another format", uri=str(path), fix="Read it with the version that wrote it."
         )
     return document
+
+
+def metric_rows(option: Mapping[str, Any]) -> list[dict[str, str]]:
+    """One row for each metric of an option of mlperf-v3."""
+    return [
+        {
+            "metric": metric.removeprefix("aggregated_"),
+            "theirs": f"{values['theirs']:,.3f}",
+            "honest": "-" if values["honest"] is None else f"{values['honest']:,.3f}",
+            "why": values["why"],
+        }
+        for metric, values in option["metrics"].items()
+    ]
 
 
 def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from penstock.kvcache.cache_figures import (
     is_latency,
     is_limited_by_client,
     latency_note,
+    metric_rows,
     say_doubts,
 )
 from penstock.reports.report import (
@@ -110,6 +111,8 @@ def _say_what_pays(worth: float | None, break_even: float) -> str:
 
 def make_run_page(document: Mapping[str, Any]) -> Report:
     """A run on a storage: rates, latencies, break-even, and the load that it sustains."""
+    if "options" in document:
+        return _make_mlperf_page(document)
     saved, misses = document["time_to_first_token"], sum(document["misses"].values())
     read, write = (document[name]["gib_per_s"] * GIB for name in ("read", "write"))
     break_even = saved["break_even_gib_per_s"] * GIB
@@ -165,6 +168,49 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
                 why_empty="Nothing was moved.",
             ),
             table_section("latency", "Latencies, ms", _latency_rows(document)),
+        ],
+    )
+
+
+def _make_mlperf_page(document: Mapping[str, Any]) -> Report:
+    """A run of mlperf-v3: the honest rates of each option, and all metrics beside them."""
+    options = document["options"]
+    misses = sum(option["misses"] for option in options.values())
+    rates = {
+        direction: {
+            f"option {number}": option["metrics"][f"aggregated_{direction}_bandwidth_gbps"]["honest"]
+            for number, option in options.items()
+        }
+        for direction in ("read", "write")
+    }
+    figure = "; ".join(
+        f"{direction} at " + ", ".join(f"{rate:.2f} GiB/s ({name})" for name, rate in of_options.items())
+        for direction, of_options in rates.items()
+    )
+    return Report(
+        title=f"MLPerf's key-value cache on {document['target']}",
+        subtitle=f"{document['ranks']} ranks x {document['engine']['streams']} streams",
+        banner=Banner(
+            verdict="misses" if misses else "whole",
+            look=Look.BAD if misses else Look.GOOD,
+            figure=figure,
+            limited_by="the storage, or the streams in flight",
+            since="the start",
+            to_do="Look for what damaged or removed entries." if misses else "Nothing.",
+            troubles=[f"{misses:,} entries were missing or wrong"] if misses else [],
+        ),
+        highlights=[
+            bar_chart(
+                f"Bytes {'read' if direction == 'read' else 'written'}",
+                document["target"],
+                {name: (rate or 0.0) * GIB for name, rate in of_options.items()},
+                "B/s",
+            )
+            for direction, of_options in rates.items()
+        ],
+        sections=[
+            table_section(f"option{number}", f"Option {number} ({option['kind']})", metric_rows(option))
+            for number, option in options.items()
         ],
     )
 

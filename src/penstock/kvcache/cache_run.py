@@ -189,7 +189,12 @@ def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: P
         Workload(name=f"kvcache-{plan.name}"),
         comm=comm,
         seeds={"content": request.engine.seed},
-        plan={"kind": "kvcache", **plan.document()},
+        plan={
+            "kind": "kvcache",
+            "access": {"to": storage.uri, "storage": dict(storage.options)},
+            "engine": asdict(request.engine),
+            **plan.document(),
+        },
         progress=progress,
     ) as (run, folder):
         if request.objective_ms is None:

@@ -79,7 +79,12 @@ def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress
         Workload(name="kvcache-mlperf-v3"),
         comm=comm,
         seeds={"content": request.engine.seed, "base": request.limits.seed},
-        plan={"kind": "kvcache", "workload": "mlperf-v3", "ranks": planned},
+        plan={
+            "kind": "kvcache",
+            "access": {"to": storage.uri, "storage": dict(storage.options)},
+            "engine": asdict(request.engine),
+            "ranks": planned,
+        },
         progress=progress,
     ) as (run, folder):
         began = comm.broadcast(f"{datetime.now(UTC):%Y%m%d_%H%M%S}", awaiting="when the run began")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from penstock import __version__
@@ -19,7 +20,7 @@ from penstock.results import provenance, published_files, run_folder, run_record
 from penstock.results.counter_files import IoReconciliation
 from penstock.results.history import HistoryFile
 from penstock.results.phase_figures import PhaseFigures
-from penstock.results.run_page import leave_run_page
+from penstock.results.run_page import Pages, leave_run_page
 from penstock.workload.spec import Workload
 
 
@@ -39,12 +40,12 @@ class ActiveRun:
         *,
         history: HistoryFile,
         run_id: str,
-        has_page: bool = False,
+        pages: Pages | None = None,
     ) -> None:
-        """The run was entered in `history` under `run_id`, unless that is ""; `has_page` draws a page."""
+        """The run was entered in `history` under `run_id`, unless that is "". `pages` None: it has none."""
         self.folder = folder
         self._history, self._run_id = history, run_id
-        self._has_page = has_page
+        self._pages = pages
         self._progress = Progress()
         self._exit_code = 1
         try:
@@ -83,7 +84,9 @@ class ActiveRun:
             raise
 
     @classmethod
-    def start(cls, parent: Path, request: run_record.RunRequest) -> Self:
+    def start(
+        cls, parent: Path, request: run_record.RunRequest, *, pages: Pages = MappingProxyType({})
+    ) -> Self:
         """Record the run in the history of `parent`, and make its folder there, with its `run.json`.
 
         It leaves a page in its folder when it ends.
@@ -92,7 +95,7 @@ class ActiveRun:
         entry = history.begin(request, now)
         folder = parent / entry["folder"]
         make = run_folder.make_run_folder
-        return cls(folder, request, now, make, history=history, run_id=entry["run"], has_page=True)
+        return cls(folder, request, now, make, history=history, run_id=entry["run"], pages=pages)
 
     @classmethod
     def start_in(cls, folder: Path, request: run_record.RunRequest, *, results: Path | None = None) -> Self:
@@ -171,10 +174,10 @@ class ActiveRun:
         self._write()
         if self._run_id:
             self._history.end(self._run_id, outcome.value, why)
-        if self._has_page:
-            leave_run_page(self.folder)
+        if self._pages is not None:
+            leave_run_page(self.folder, self._pages)
         self._progress.settle(outcome.value, why, self._exit_code)
-        if not self._has_page and outcome is run_record.RunOutcome.FINISHED:
+        if self._pages is None and outcome is run_record.RunOutcome.FINISHED:
             # A folder for readers of DLIO's and submissions' files gets nothing that they do not know.
             (self.folder / run_status.STATUS_FILE).unlink(missing_ok=True)
 

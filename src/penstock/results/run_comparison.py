@@ -16,7 +16,7 @@ import yaml
 from penstock.errors import StorageError, name_some
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
 from penstock.results.checkpoint_files import read_checkpoints
-from penstock.results.run_folder import RUN_FILE, SUMMARY_FILE
+from penstock.results.run_folder import MEASURED_FILES, RUN_FILE, SUMMARY_FILE
 from penstock.results.run_record import RunRecord, read_record
 from penstock.units import format_rate
 from penstock.workload.settings import dotted, flatten
@@ -29,7 +29,7 @@ VARIABLE_SETTINGS: Final = (
     "checkpoint.checkpoint_folder", "workflow.generate_data", "workflow.profiling", "train.seed", "metric.au",
 )  # fmt: skip
 """Settings that users vary to see their effect. Any other difference changes what is asked of storage."""
-_FREE_SECTIONS: Final = ("storage", "output", "profiling", "access", "pipe", "seeds")
+_FREE_SECTIONS: Final = ("storage", "output", "profiling", "access", "pipe", "engine", "seeds")
 _ASKED: Final = ("access", "pipe", "division", "scale", "is_subset", "parallelism")
 """Parts of a run's plan that its user chose and its workload does not have."""
 _LOADER: Final = "loader"
@@ -142,7 +142,12 @@ def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
 def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
     train, checkpoints = record.train, read_checkpoints(folder) or {}
     strict = train.au_strict_percent if train else None
+    kind = record.plan.get("kind", "training")
+    moved: Mapping[str, Any] = checkpoints
     asked = {key: record.plan[key] for key in _ASKED if key in record.plan}
+    if kind in MEASURED_FILES:  # all of its plan is what was asked
+        asked = {key: value for key, value in record.plan.items() if key not in ("kind", "uri")}
+        moved = _read_rates(folder / MEASURED_FILES[kind])
     found = train.verdict.bottleneck.value if train and train.verdict else checkpoints.get("bottleneck")
     return RunSummary(
         id=record.id,
@@ -161,13 +166,26 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
         read_bytes=train.read_bytes if train else None,
         read_bytes_per_s=train.read_bytes_per_s if train else None,
         bottleneck=found,
-        write_gib_per_s=(checkpoints.get("write") or {}).get("gib_per_s"),
-        read_gib_per_s=(checkpoints.get("read") or {}).get("gib_per_s"),
+        write_gib_per_s=(moved.get("write") or {}).get("gib_per_s"),
+        read_gib_per_s=(moved.get("read") or {}).get("gib_per_s"),
         settings=_settings({**record.workload, **asked, "seeds": record.seeds}),
         notes=record.remarks,
         is_own_loader=_LOADER in record.plan,
         penstock_version=record.penstock_version,
     )
+
+
+def _read_rates(path: Path) -> dict[str, Any]:
+    """The rates of a run that neither trains nor writes checkpoints: of a probe the best, of each its own."""
+    try:
+        document = json.loads(path.read_bytes())
+        found: dict[str, Any] = {name: document.get(name) for name in ("write", "read")}
+        for one in document.get("measurements", ()):
+            best = found.get(one["op"]) or one
+            found[one["op"]] = max(best, one, key=lambda each: each["gib_per_s"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}  # it did not finish
+    return found
 
 
 _EXPECTED: Final = ("start", "end", "epochs", "num_accelerators", "num_hosts", "metric", "num_files_train")
@@ -218,6 +236,8 @@ def _summarize_dlio(folder: Path) -> RunSummary:
         read_bytes=None,
         read_bytes_per_s=None,
         bottleneck=None,
+        write_gib_per_s=_number(metric.get("save_checkpoint_io_mean_GB_per_second")),
+        read_gib_per_s=_number(metric.get("load_checkpoint_io_mean_GB_per_second")),
         settings=_settings(workload),
         notes=tuple(notes),
     )

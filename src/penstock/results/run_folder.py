@@ -33,12 +33,15 @@ CHECKPOINTS_FILE: Final = "checkpoints.json"
 PAGE_FILE: Final = "report.html"
 STAGES_FILE: Final = "stages.json"
 """The work of a training run outside of its score."""
+MEASURED_FILES: Final = {"probe": "probe.json", "kvcache": "kvcache.json"}
+"""The figures of runs that neither train nor write checkpoints, by kind."""
 _LEFT_BY_RUNS: Final = (
     SUMMARY_FILE,
     CLUSTER_FILE,
     "*.parquet",
     STAGES_FILE,
     CHECKPOINTS_FILE,
+    *MEASURED_FILES.values(),
     STATUS_FILE,
     "progress",
     "spool/*.events",

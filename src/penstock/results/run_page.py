@@ -5,6 +5,7 @@ Invariant: a page never fails its run. What goes wrong is logged with how to mak
 
 import logging
 import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,11 @@ from penstock.units import format_bytes, format_count
 logger = logging.getLogger(__name__)
 
 
-def draw_run(folder: Path) -> Report:
+Pages = Mapping[str, Callable[[Path], Report]]
+"""Draws the figures in a run's folder, by the kinds of runs that packages above this one make."""
+
+
+def draw_run(folder: Path, others: Pages) -> Report:
     """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to draw."""
     # Most ways into a run's folder never draw.
     from penstock.results.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
@@ -27,14 +32,12 @@ def draw_run(folder: Path) -> Report:
 
     record = read_record(folder)
     kind = record.plan.get("kind", "training")
-    if command := _DRAWN_WHILE_MEASURED.get(kind):
-        raise ObjectNotFound(
-            f"The page of a {kind} run is not drawn from its files",
-            uri=str(folder),
-            fix=f"Ask for it with --page when you run `{command}`; the JSON files here have its figures.",
-        )
-    is_checkpoints = kind == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
-    page, facts = (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
+    if draw := others.get(kind):
+        page = draw(folder)
+        facts = {"measured": page.subtitle}
+    else:
+        is_checkpoints = kind == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
+        page, facts = (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
     banner = page.banner
     if record.outcome is not RunOutcome.FINISHED:
         look = Look.BAD if record.outcome is RunOutcome.FAILED else Look.DOUBT
@@ -68,10 +71,10 @@ def draw_run(folder: Path) -> Report:
     return replace(page, subtitle=subtitle, banner=banner, sections=[*page.sections, table])
 
 
-def leave_run_page(folder: Path) -> None:
+def leave_run_page(folder: Path, others: Pages) -> None:
     """Write the page at the end of a run; if that fails, log how to make it."""
     try:
-        write_report(draw_run(folder), folder / PAGE_FILE)
+        write_report(draw_run(folder, others), folder / PAGE_FILE)
     except ObjectNotFound as error:
         logger.debug("Nothing to draw: %s", error)  # it ended before its first step, and said why
     except Unavailable as error:
@@ -81,5 +84,4 @@ def leave_run_page(folder: Path) -> None:
         logger.debug("The page of %s", folder, exc_info=error)
 
 
-_DRAWN_WHILE_MEASURED: Final = {"probe": "penstock storage probe", "kvcache": "penstock kvcache run"}
 _LATER: Final = "`penstock results page {folder}` makes it."

@@ -70,7 +70,7 @@ def test_report_shows_rates_bottleneck_and_results_directory(
     (folder,) = run_folders(tmp_path / "runs")
     assert json.loads((folder / "checkpoints.json").read_text())["storage_options"]["fsync"] is False
     assert main(["results", "ls", str(tmp_path / "runs")]) == 0
-    assert "checkpoints written with" in capsys.readouterr().out
+    assert "written at" in capsys.readouterr().out
     assert main(["results", "show", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "all right" in shown

@@ -209,8 +209,8 @@ WRONG_BYTES_SHOWN = [
     " write             2   2 GiB   500 ms    4.00           4.25   3.0 ms   storage",
 ]
 CHECKPOINTS_LISTED = {
-    True: "  unet3d_h100, ranks 2, DATE, checkpoints written with 4.00 GiB/s, read with - GiB/s",
-    False: "  unet3d_h100, ranks 2, DATE, checkpoints written with 4.00 GiB/s, read with - GiB/s",
+    True: "  unet3d_h100, ranks 2, DATE, written at 4.00 GiB/s",
+    False: "  unet3d_h100, ranks 2, DATE, written at 4.00 GiB/s",
 }
 COMPARED = [
     "1: RUN1 (unet3d_h100, finished), PARENT/RUN1",
@@ -234,8 +234,6 @@ COMPARED = [
     " io_compat_mib_per_s              965.79           1,648.41 (+70.7%)",
     " read_bytes             4,104,817,584.00    4,104,817,584.00 (+0.0%)",
     " read_bytes_per_s       1,016,043,956.44   1,350,268,942.11 (+32.9%)",
-    " write_gib_per_s                       -                           -",
-    " read_gib_per_s                        -                           -",
 ]
 
 
@@ -332,6 +330,38 @@ def test_runs_of_the_same_request_are_compared(tmp_path: Path) -> None:
     document = json.loads(penstock("compare", first, second, "--results", str(tmp_path), "--json").stdout)
     assert document["is_comparable"] is True
     assert [each["key"] for each in document["varied"]] == ["reader.read_threads"]
+
+
+def test_probes_and_runs_of_caches_show_their_own_figures(tmp_path: Path) -> None:
+    store, results = f"direct://{tmp_path}/store", ["--results", str(tmp_path / "runs")]
+    sizes = ["--size", "4MiB", "--blocks", "1MiB"]
+    for words in (
+        ["storage", "probe", store, "--streams", "1", *sizes, *results],
+        ["storage", "probe", store, "--streams", "2", *sizes, *results],
+        ["kvcache", "run", "--to", store, "--requests", "20", "--scale", "1/1000", *results],
+    ):
+        done = run_command(*words)
+        assert done.returncode == 0, done.stderr
+    listed = penstock("ls", results[1]).stdout
+    assert len(re.findall(r"written at [\d.]+ GiB/s, read at [\d.]+ GiB/s", listed)) == 3
+    assert "AU" not in listed
+    runs = {path.name: path for path in (tmp_path / "runs").iterdir() if path.name != ".penstock"}
+    for name, path in runs.items():
+        assert (path / "report.html").is_file()
+        assert penstock("page", str(path)).returncode == 0
+        shown = penstock("show", str(path)).stdout
+        assert "GiB/s" in shown
+        assert "Bottleneck" not in shown
+        assert "AU" not in shown
+        measured = json.loads(penstock("show", str(path), "--json").stdout)["measured"]
+        assert measured["measurements" if "probe" in name else "read"]
+    compared = json.loads(
+        penstock("compare", *sorted(n for n in runs if "probe" in n), *results, "--json").stdout
+    )
+    assert [one["key"] for one in compared["obstacles"]] == ["streams"]
+    assert {delta["figure"] for delta in compared["deltas"] if delta["values"][0]} == {
+        "write_gib_per_s", "read_gib_per_s",
+    }  # fmt: skip
 
 
 def test_reasons_against_a_comparison_come_first(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.support.recorded_runs import (
 )
 
 from penstock.errors import ObjectNotFound
+from penstock.reports.report import Banner, Look, Report
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_page import draw_run, leave_run_page
 from penstock.results.run_record import RunRequest
@@ -182,12 +183,12 @@ def test_a_run_keeps_its_figures_where_its_page_cannot_be_drawn(
     stages = (folder / "stages.json").read_text()
     (folder / "stages.json").write_text("[]")
     with caplog.at_level(logging.WARNING):
-        leave_run_page(folder)
+        leave_run_page(folder, {})
         assert f"`penstock results page {folder}` makes it" in caplog.text
         (folder / "stages.json").write_text(stages)
         caplog.clear()
         monkeypatch.setitem(sys.modules, "jinja2", None)
-        leave_run_page(folder)
+        leave_run_page(folder, {})
         assert "pip install 'penstock-io[pages]'" in caplog.text
     assert not (folder / "report.html").exists()
 
@@ -197,14 +198,20 @@ def test_a_run_without_a_step_has_no_page_and_the_error_says_so(tmp_path: Path) 
     for name in ("steps.parquet", "spans.parquet"):
         (folder / name).unlink()
     with pytest.raises(ObjectNotFound, match="no step events"):
-        draw_run(folder)
+        draw_run(folder, {})
 
 
-def test_page_that_is_drawn_while_measuring_is_asked_for_there(tmp_path: Path) -> None:
+def test_packages_above_draw_the_pages_of_their_own_kinds(tmp_path: Path) -> None:
     request = RunRequest(
         workload=Workload(name="storage-probe"), ranks=1, hosts=[], command=["x"], plan={"kind": "probe"}
     )
-    with ActiveRun.start(tmp_path, request) as run:
+    banner = Banner(verdict="measured", look=Look.PLAIN, figure="fast", limited_by="a", since="b", to_do="c")
+
+    def draw(folder: Path) -> Report:
+        return Report(title=folder.name, subtitle="4 streams", banner=banner)
+
+    with ActiveRun.start(tmp_path, request, pages={"probe": draw}) as run:
         run.finish()
-    with pytest.raises(ObjectNotFound, match="Ask for it with --page when you run `penstock storage probe`"):
-        draw_run(run.folder)
+    text = (run.folder / "report.html").read_text()
+    assert run.folder.name in text
+    assert "4 streams" in text

@@ -6,6 +6,7 @@ from penstock.bench.probe.probe_run import (
     ProbeResult,
     probe,
     probe_in_folder,
+    read_probe,
 )
 
-__all__ = ["ProbeMeasurement", "ProbeRequest", "ProbeResult", "probe", "probe_in_folder"]
+__all__ = ["ProbeMeasurement", "ProbeRequest", "ProbeResult", "probe", "probe_in_folder", "read_probe"]

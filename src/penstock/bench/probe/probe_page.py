@@ -34,7 +34,7 @@ def make_probe_page(result: ProbeResult) -> Report:
         title=f"What {result.uri} can do",
         subtitle=(
             f"probed from {', '.join(result.hosts)} with {result.ranks} rank{'s' * (result.ranks > 1)}, "
-            f"up to {format_bytes(result.size_bytes)} a measurement. {HUGE_PAGES}"
+            f"up to {format_bytes(result.size_bytes)} a measurement{_say_place(result)}. {HUGE_PAGES}"
         ),
         banner=_banner(result),
         highlights=first,
@@ -62,6 +62,12 @@ def make_probe_page(result: ProbeResult) -> Report:
             ),
         ],
     )
+
+
+def _say_place(result: ProbeResult) -> str:
+    place = result.place
+    on = f", on {place['file_system']} of {place['device']}" if "device" in place else ""
+    return f"{on}, {place['measured_at'][:16].replace('T', ' ')} UTC, {place['kernel']}" if place else ""
 
 
 def _best_over_time(result: ProbeResult) -> Section:

@@ -7,15 +7,20 @@ times. A stream that fails stops all others, and its error is the one that is ra
 
 from __future__ import annotations
 
+import platform
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
+from penstock import __version__
 from penstock.bench.probe import timed_streams
 from penstock.bench.probe.load_plan import (
     LoadInterval,
@@ -38,10 +43,13 @@ from penstock.bench.probe.timed_streams import (
 )
 from penstock.bench.recorded_run import RunSettings
 from penstock.cluster.comm import Comm
+from penstock.cluster.facts.read_host import parse_mounts
 from penstock.environment import Environment
-from penstock.errors import UsageError
+from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.results import published_files
+from penstock.results.provenance import PROC
+from penstock.results.run_folder import MEASURED_FILES
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
 from penstock.storage.uri import Location, is_plain_path, parse_uri
@@ -140,6 +148,7 @@ class ProbeResult:
     """All measurements of one probe; each mode's storage options, and what the storages counted.
 
     `size_bytes` is the requested size; a measurement says what it moved, `notes` say why if that is less.
+    `place` is when and where that was: time, version, kernel, and the mount of a local folder.
     """
 
     uri: str
@@ -153,6 +162,7 @@ class ProbeResult:
     loads: tuple[LoadResult, ...] = ()
     metadata: tuple[MetadataRate, ...] = ()
     buffers: str = "huge pages"
+    place: Mapping[str, str] = field(default_factory=dict)
 
     def __add__(self, other: ProbeResult) -> ProbeResult:
         """Add what was measured at another location."""
@@ -194,7 +204,7 @@ def probe(
     return reduce(add, probed)
 
 
-RESULT_FILE: Final = "probe.json"
+_FILE: Final = MEASURED_FILES["probe"]
 
 
 def probe_in_folder(
@@ -206,20 +216,49 @@ def probe_in_folder(
     progress: Progress,
 ) -> ProbeResult:
     """Probe as a run with a folder, where others can follow it and its result is kept. Collective."""
+    access = {"access": {"to": request.uri, "storage": dict(options)}}
     with settings.open_run(
         Workload(name="storage-probe"),
         comm=comm,
         seeds={},
-        plan={"kind": "probe", **asdict(request)},
+        plan={"kind": "probe", **access, **asdict(request)},
         progress=progress,
     ) as (run, folder):
         result = probe(
             request, comm=comm, environment=settings.environment, options=options, progress=progress
         )
         if run is not None:
-            published_files.write_json(folder, RESULT_FILE, asdict(result))
+            published_files.write_json(folder, _FILE, asdict(result))
             run.finish()
         return result
+
+
+def read_probe(folder: Path) -> ProbeResult:
+    """The result in the folder of a probe's run; `ObjectNotFound` if it did not finish."""
+    path = folder / _FILE
+    try:
+        return TypeAdapter(ProbeResult).validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ObjectNotFound("This probe left no result", uri=str(path), fix="Probe again.") from error
+    except (OSError, ValueError) as error:
+        raise StorageError(f"Cannot read this result: {error}", uri=str(path)) from error
+
+
+def _describe_place(folder: Path | None) -> dict[str, str]:
+    facts = platform.uname()
+    place = {
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "penstock_version": __version__,
+        "kernel": f"{facts.system} {facts.release}",
+    }
+    if folder is not None:
+        mounts = parse_mounts((PROC / "mounts").read_text(encoding="utf-8"), left_out=())
+        # The innermost is the last: a folder follows those above it.
+        for mount in mounts:
+            if folder.is_relative_to(mount.folder):
+                options = ",".join(mount.options)
+                place |= {"device": mount.device, "file_system": mount.kind, "mount_options": options}
+    return place
 
 
 def _probe_location(
@@ -278,6 +317,7 @@ def _probe_location(
         notes=tuple(notes),
         loads=tuple(loads),
         metadata=tuple(metadata),
+        place=comm.broadcast(_describe_place(place.folder), awaiting="where rank 0 measures"),
     )
 
 

@@ -12,7 +12,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
@@ -183,13 +183,13 @@ def parse_cpu(cpuinfo: str) -> Cpu:
     )
 
 
-def parse_mounts(text: str) -> Iterator[Mount]:
+def parse_mounts(text: str, *, left_out: Collection[str] = _STATE_KINDS) -> Iterator[Mount]:
     """Parse `/proc/mounts`, sorted by folder; of mounts on one folder the last, which hides the others."""
     by_folder: dict[str, Mount] = {}
     for line in text.splitlines():
         device, folder, kind, options, *_ = (_unescaped(word) for word in line.split(" "))
         by_folder.pop(folder, None)
-        if kind not in _STATE_KINDS:
+        if kind not in left_out:
             by_folder[folder] = Mount(
                 folder=folder,
                 device=redact_word(device),
