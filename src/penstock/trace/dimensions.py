@@ -38,12 +38,14 @@ DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
     ("stall", ("cat=stall",)),
     ("loop", ("cat=step|epoch|run",)),
     ("app_io", ("cat~reader|checkpoint",)),
+    ("process", ("cat=POSIX", "op=fork|vfork|clone|clone3|wait|waitpid|wait4|waitid|execve|exit|kill")),
     ("io", ("cat=POSIX|STDIO|OBJECT",)),
     ("compute", ("cat=kernel|cpu_op",)),
     ("device_copy", ("cat=gpu_memcpy|gpu_memset",)),
 )
 """The application's own spans of I/O contain the calls that they make, so the two are never added.
 
+Calls that make, await and end a `process` are no I/O, although tracers list them beside it.
 `wait` (for data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is no I/O,
 although I/O may be its cause; a `loop` contains all of them. Of PyTorch's profiler, kernels of devices and
 operators are computation. Its user annotations are not, because they may contain anything, also waiting for
@@ -51,7 +53,7 @@ data; copies to and from a device are neither computation nor storage.
 """
 
 
-NO_IO: Final = "phase IN ('compute', 'wait', 'barrier', 'stall', 'loop')"
+NO_IO: Final = "phase IN ('compute', 'wait', 'barrier', 'stall', 'loop', 'process')"
 """SQL condition of the default phases that are no I/O, whatever `other` may be."""
 
 

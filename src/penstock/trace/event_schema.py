@@ -73,6 +73,12 @@ RANK_PATTERN: Final = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
 """Finds the rank in a file's name: `trace-3-of-16.pfw`, `run_rank3.pfw`; not digits of a longer word."""
 
 
+def fix_sql(error: Exception, sql: str, usual: str) -> str:
+    """What to do about an error in a user's SQL: `offset` is a column, and also a word of SQL."""
+    is_bare = re.search(r'(?<!["\w])offset(?!["\w])', sql, re.IGNORECASE)
+    return 'Quote the column: "offset".' if is_bare and "syntax error" in str(error) else usual
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
     """A file to read: its path, its name in tables, its run, and the pattern of the rank in its file name."""

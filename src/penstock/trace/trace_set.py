@@ -52,6 +52,7 @@ from penstock.trace.event_schema import (
     FileAccount,
     TraceFile,
     batch_rows,
+    fix_sql,
     refuse_damaged,
     refuse_lost,
 )
@@ -289,7 +290,7 @@ def _keep_wanted(connection: duckdb.DuckDBPyConnection, events: Any, where: str)
         raise UsageError(
             str(error).strip().partition("\n")[0],
             where=f"--where {where}",
-            fix="Write SQL over columns of events.",
+            fix=fix_sql(error, where, "Write SQL over columns of events."),
         ) from error
 
 

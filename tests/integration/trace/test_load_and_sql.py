@@ -72,6 +72,29 @@ def test_sql_gives_the_same_answer_from_files_and_table(
     assert [0, "read", sum(e.name == "read" for e in make_events(Writing(events=400))), reads] in raw["rows"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["sql", "SELECT offset, ret FROM events"], ["summary", "--where", "offset > 5"]],
+    ids=["query", "where"],
+)
+def test_the_column_that_is_a_word_of_sql_is_to_be_quoted(
+    words: list[str], traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *words, str(traces)]) == 2
+    assert 'Quote the column: "offset".' in capsys.readouterr().err
+    assert main(["trace", *(word.replace("offset", '"offset"') for word in words), str(traces)]) == 0
+
+
+def test_several_tables_are_summarized_as_their_files(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = [str(tmp_path / f"{number}.events") for number in range(3)]
+    for path, table in zip(find_trace_files([str(traces)]), tables, strict=True):
+        assert main(["trace", "load", str(path), "-o", table]) == 0
+    capsys.readouterr()
+    assert run_json(capsys, "trace", "summary", *tables) == run_json(capsys, "trace", "summary", str(traces))
+
+
 def test_a_column_that_sql_names_wrongly_is_wrong_usage(
     traces: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,11 @@ def test_spans_of_a_loop_are_waiting_computing_or_the_whole_and_never_io() -> No
     assert [row[2] for row in found] == phases
 
 
+def test_calls_that_make_or_await_a_process_are_no_io() -> None:
+    found = seen(Dimensions(), *({"name": name} for name in ("fork", "waitpid", "execve", "close")))
+    assert [row[2] for row in found] == ["process", "process", "process", "io"]
+
+
 def test_own_rules_look_at_name_cat_and_args() -> None:
     dimensions = Dimensions(phases=[parse_phase("flush=args.kind=drain,cat=POSIX"), *DEFAULT_PHASES])
     found = seen(dimensions, {"args": '{"kind": "drain"}'}, {"args": '{"kind": "it\'s"}'}, {"args": "{}"})

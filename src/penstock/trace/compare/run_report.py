@@ -244,7 +244,8 @@ def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
     who = f"{_count(row['num_processes'], 'process', 'processes')} on {_count(row['num_hosts'] or 1, 'host')}"
     if row["num_ranks"]:
         who = f"{_count(row['num_ranks'], 'rank')}, {who}"
-    moved = f"moved {format_bytes(row['per_process_bytes'])} a process"
+    # Darshan's sums of all ranks are no process's.
+    moved = f"moved {format_bytes(row['per_process_bytes'] or 0)} a process"
     if row["read_bytes"] is not None:
         moved = f"read {format_bytes(row['read_bytes'])} and wrote {format_bytes(row['written_bytes'])}"
     yield (

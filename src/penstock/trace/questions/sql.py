@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import duckdb
 
 from penstock.errors import UsageError
-from penstock.trace.event_schema import SCHEMA
+from penstock.trace.event_schema import SCHEMA, fix_sql
 
 if TYPE_CHECKING:
     from penstock.trace.trace_set import TraceSet
@@ -60,7 +60,7 @@ def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None
     try:
         statements = connection.extract_statements(query)
     except duckdb.Error as error:
-        raise UsageError(str(error).strip(), where="the query") from error
+        raise UsageError(str(error).strip(), where="the query", fix=fix_sql(error, query, _FIX)) from error
     if len(statements) != 1:
         raise UsageError(
             f"There are {len(statements)} statements", where="the query", fix="Write a single SELECT."

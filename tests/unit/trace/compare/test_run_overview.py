@@ -9,6 +9,7 @@ from penstock.reports.page import render_report
 from penstock.trace.compare.findings import rank_findings
 from penstock.trace.compare.run_report import overview, report_runs, say_answer
 from penstock.trace.compare.trace_study import TraceFinding, Weight
+from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, make_columns
 
 
@@ -70,6 +71,13 @@ def test_totals_of_a_run_with_missing_ranks_are_not_said() -> None:
     assert "512 KiB" not in says
     assert "GiB/s" not in says
     assert "F1" in found.notes[0]
+
+
+def test_sums_of_all_ranks_alone_are_reported() -> None:
+    """As Darshan's logs have them of files that all ranks share."""
+    with small_study([{**row, "pid": ALL_RANKS, "tid": ALL_RANKS} for row in ROWS], runs=["base"]) as study:
+        says = report_runs(study).says
+    assert "read 512 KiB and wrote 1000 B" in says[0]
 
 
 def test_the_rate_of_reads_from_the_page_cache_is_not_said() -> None:
