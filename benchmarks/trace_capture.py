@@ -141,6 +141,7 @@ def _theirs(folder: Path, *, traced: bool) -> float:
         environment: Mapping[str, str] = {}
         if traced:
             recording = plan_recording(["python"], Path(traces), tracer="dftracer", data=[str(data)])
+            recording.folder.mkdir()
             environment = recording.environment
         ended = subprocess.run(
             [sys.executable, "-c", PREADS, str(data / "file"), str(NUM_READS)],

@@ -57,7 +57,7 @@ def record(
     recording = plan_recording(list(command), folder, tracer=tracer, data=folders)
     print(f"Tracing with {recording.tracer} into {folder}", file=sys.stderr)
     print(f"Note: {BLIND_SPOTS[recording.tracer]}.", file=sys.stderr)
-    return run_recorded(recording, folder)
+    return run_recorded(recording)
 
 
 @verb

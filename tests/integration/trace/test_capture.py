@@ -142,9 +142,23 @@ def _record_as_child(recorder: TraceRecorder) -> None:
     recorder.record(WORK, clock_ns(), args={"who": "child"})
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_of_a_data_loader_trace_what_they_read(method: str, tmp_path: Path) -> None:
-    environment = {**os.environ, TRACE: str(tmp_path / "traces"), TRACE_RANK: "1/2"}
+OF_PENSTOCK = {TRACE_RANK: "1/2"}
+OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+
+
+@pytest.mark.parametrize(
+    ("method", "rank"),
+    [
+        ("fork", OF_PENSTOCK),
+        ("fork", OF_TORCHRUN),
+        pytest.param("spawn", OF_PENSTOCK, marks=pytest.mark.slow),
+    ],
+    ids=["fork", "torchrun", "spawn"],
+)
+def test_workers_of_a_data_loader_trace_what_they_read(
+    method: str, rank: dict[str, str], tmp_path: Path
+) -> None:
+    environment = {**os.environ, TRACE: str(tmp_path / "traces"), **rank}
     program = [sys.executable, str(PROGRAMS / "traced_loader.py"), str(tmp_path / "data"), method]
     ended = subprocess.run(program, env=environment, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -41,7 +41,7 @@ def test_a_program_is_traced_with_its_paths_and_ends_as_it_would(tmp_path: Path)
     source.write_bytes(bytes(100_000))
     ended = _record(tmp_path, "--", "cp", str(source), str(tmp_path / "target"))
     assert ended.returncode == 0, ended.stderr
-    traces = "".join(path.read_text() for path in (tmp_path / "t").iterdir())
+    traces = "".join(path.read_text() for path in (tmp_path / "t").glob("*.strace.*"))
     assert str(source) in traces
     assert (tmp_path / "target").stat().st_size == 100_000
 
@@ -91,6 +91,61 @@ def test_threads_processes_and_names_of_a_real_program_are_told_apart(
     assert main not in {tid for _, tid in writers.values()}
     child, thread = writers["t3"]
     assert child not in (main, thread)
+
+
+@pytest.mark.parametrize(
+    "tracer", [pytest.param("strace", marks=needs_strace), pytest.param("dftracer", marks=needs_dftracer)]
+)
+def test_processes_have_the_ranks_that_their_launcher_gave_them(tracer: str, tmp_path: Path) -> None:
+    """Those that they fork, too; and nothing else of their environment is in the trace."""
+    ended = _record(
+        tmp_path, "--", sys.executable, str(PROGRAMS / "launched_ranks.py"), str(tmp_path), tracer=tracer
+    )
+    assert ended.returncode == 0, ended.stderr
+    query = "SELECT DISTINCT rank, parse_filename(path) FROM events WHERE path LIKE '%.bin' AND op = 'write'"
+    with penstock.trace.load(tmp_path / "t") as run:
+        assert sorted(run.sql(query).fetchall()) == [
+            (rank, f"{who}-{rank}.bin") for rank in range(2) for who in ("forked", "own")
+        ]
+        (launcher,) = run.sql("SELECT pid FROM events WHERE name = 'recorded' AND rank IS NULL").fetchall()
+        assert (
+            launcher
+            in run.sql("SELECT DISTINCT pid FROM events WHERE rank IS NULL AND op = 'open'").fetchall()
+        )
+    for path in (tmp_path / "t").iterdir():
+        content = path.read_bytes()
+        assert b"hush" not in (gzip.decompress(content) if path.suffix == ".gz" else content)
+
+
+@needs_strace
+def test_ranks_of_mpi_are_recorded_each_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    program = "import sys\nfrom mpi4py import MPI\nopen(sys.argv[1] + str(MPI.COMM_WORLD.rank), 'w')"
+    record = [sys.executable, "-m", "penstock", "trace", "record", "--tracer", "strace", "-o", tmp_path / "t"]
+    words = [mpiexec, "-n", "2", *record, "--", sys.executable, "-c", program, tmp_path / "file"]
+    subprocess.run(list(map(str, words)), check=True, timeout=280)
+    query = f"SELECT rank, path FROM events WHERE path LIKE '{tmp_path}/file%' AND op = 'open' ORDER BY rank"
+    with penstock.trace.load(tmp_path / "t") as run:
+        assert run.sql(query).fetchall() == [(0, f"{tmp_path}/file0"), (1, f"{tmp_path}/file1")]
+
+
+@pytest.mark.parametrize(
+    ("tracer", "saw"),
+    [
+        pytest.param("strace", [], marks=needs_strace),
+        pytest.param("dftracer", ["dftracer saw ", " of the 4.00 MiB that "], marks=needs_dftracer),
+    ],
+)
+def test_bytes_that_a_tracer_did_not_see_are_told(tracer: str, saw: list[str], tmp_path: Path) -> None:
+    """The system counts what numpy writes inside libc, where dftracer is blind."""
+    program = "import sys, numpy\nnumpy.save(sys.argv[1], numpy.zeros(1 << 19))"
+    ended = _record(tmp_path, "--", sys.executable, "-c", program, str(tmp_path / "a.npy"), tracer=tracer)
+    assert ended.returncode == 0, ended.stderr
+    notes = run_command("trace", "summary", tmp_path / "t", "--json").document["notes"]
+    told = [note for note in notes if "have written through files" in note]
+    assert len(told) == bool(saw)
+    assert all(part in told[0] for part in saw)
 
 
 @needs_dftracer

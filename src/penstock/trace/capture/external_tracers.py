@@ -1,22 +1,38 @@
 """Traces of any program, through the dftracer package's preload library or through strace.
 
-Planning is pure; then the program runs, with its own output and exit code. Invariant: the program runs with
-its own arguments, traced or not at all.
+    plan -> the program runs, with its own output and exit code; ranks are noted from outside
+         -> files are named by rank -> the bytes that the system counted go into the trace
+
+Invariants: the program runs with its own arguments, traced or not at all; of the environments of its
+processes, nothing but their ranks is kept.
 """
 
+import logging
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Thread
+from typing import Final
 
-from penstock.errors import Unavailable, UsageError
-from penstock.trace.reading.strace import HOST_MARK
+from penstock.cluster.launcher_env import Launcher, LauncherRank, detect_rank
+from penstock.environment import Environment, process_environment
+from penstock.errors import PenstockError, Unavailable, UsageError
+from penstock.trace.capture.trace_writer import LineFormatter, TraceFileWriter, span_kind
+from penstock.trace.event_schema import RECORDING
+from penstock.trace.reading.strace import HOST_MARK, find_makers
+from penstock.trace.reading.trace_files import find_lines
+
+logger = logging.getLogger(__name__)
 
 WATCHED_CALLS = "trace=%file,%desc,?clone,?clone3,?fork,?vfork"
 """Calls that take a file name or a descriptor: all I/O, but not memory, signals or time; and those that make
@@ -35,26 +51,34 @@ BLIND_SPOTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingPlan:
-    """A program's command line and environment under its tracer."""
+    """A program's command line and environment under its tracer, which writes into `folder`."""
 
     tracer: str
+    folder: Path
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     """Variables added to the caller's."""
+    is_whole: bool = True
+    """All files are traced, not those of some folders only."""
 
 
 def plan_recording(
     command: Sequence[str], folder: Path, *, tracer: str = "auto", data: Sequence[str] = ()
 ) -> RecordingPlan:
-    """Plan to run `command` with its trace in `folder`; `data` limits dftracer to some folders."""
+    """Plan to run `command` with its trace in `folder`; `data` limits dftracer to some folders.
+
+    The files are in a folder of their own until their ranks are known, apart from those of other recordings.
+    """
     if not command:
         raise UsageError(
             "There is no command to record", fix="Write it after --: penstock trace record -- python train.py"
         )
     preload = None if tracer == "strace" else dftracer_preload()
+    own = folder / f"recording-{socket.gethostname()}-{os.getpid()}"
     if preload is not None:
         return RecordingPlan(
             tracer="dftracer",
+            folder=own,
             argv=tuple(command),
             environment={
                 "LD_PRELOAD": str(preload),
@@ -62,9 +86,10 @@ def plan_recording(
                 # Without it events have no paths, no bytes and no hosts.
                 "DFTRACER_INC_METADATA": "1",
                 "DFTRACER_INIT": "PRELOAD",
-                "DFTRACER_LOG_FILE": str(folder / "trace"),
+                "DFTRACER_LOG_FILE": str(own / "trace"),
                 "DFTRACER_DATA_DIR": ":".join(data) or "all",
             },
+            is_whole=not data,
         )
     strace = shutil.which("strace")
     if tracer == "dftracer" or strace is None:
@@ -76,12 +101,13 @@ def plan_recording(
     # A listing does not name its host. Without it, two nodes would write the same files of a shared folder.
     name = f"trace{HOST_MARK}{socket.gethostname()}.strace"
     # One file per thread (-ff), so that none waits for another, and descriptors with their paths (-y).
-    options = ["-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / name)]
+    options = ["-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(own / name)]
     # Since 5.3 strace can leave calls that are not watched at full speed.
     described = subprocess.run([strace, "--help"], capture_output=True, text=True, check=False, timeout=60)
     if "--seccomp-bpf" in described.stdout:
         options.insert(0, "--seccomp-bpf")
-    return RecordingPlan(tracer="strace", argv=(strace, *options, "--", *command), environment={})
+    argv = (strace, *options, "--", *command)
+    return RecordingPlan(tracer="strace", folder=own, argv=argv, environment={})
 
 
 def dftracer_preload() -> Path | None:
@@ -93,23 +119,155 @@ def dftracer_preload() -> Path | None:
     return None
 
 
-def record(recording: RecordingPlan, folder: Path) -> int:
+_MARK: Final = "PENSTOCK_RECORDING"
+"""Set for the processes of a recording, so that they can be told from all others of the machine."""
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_STARTED: Final = re.compile(rb'"name":"start".*?"pid":(\d{1,10}),.*?"ppid":(\d{1,10})')
+"""The first event of each process in dftracer's files."""
+
+
+def record(recording: RecordingPlan) -> int:
     """Run the program to its end; returns its exit code, or 128 + the signal that ended it, as shells do."""
+    folder = recording.folder
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **recording.environment}
+    environment = {**process_environment(), **recording.environment, _MARK: str(os.getpid())}
     # Ctrl-C reaches the program, too: it must end in its own way, so that its trace is complete.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        completed = subprocess.run(
+        program = subprocess.Popen(
             recording.argv,
             env=environment,
-            check=False,
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            # Launchers hand an open connection to their ranks, without which MPI cannot start.
+            close_fds=False,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no thread yet
         )
+        with program, _watching_ranks(environment) as ranks:
+            os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
+            counted = _read_counted_bytes(program.pid)
     except FileNotFoundError:
+        folder.rmdir()
         raise UsageError(
             f"The program {recording.argv[0]} does not exist", fix="Check its name, or give its path."
         ) from None
     finally:
         signal.signal(signal.SIGINT, usual)
-    return completed.returncode if completed.returncode >= 0 else 128 - completed.returncode
+    made = list(folder.iterdir())
+    if counted and made and recording.is_whole:
+        # What the tracer itself has written is no I/O of the program.
+        counted["written_bytes"] -= sum(path.stat().st_size for path in made)
+        is_strace = recording.tracer == "strace"
+        pid = int(min(made, key=_read_start).suffix[1:]) if is_strace else program.pid
+        try:
+            made.append(_note_counted_bytes(folder, pid, {"tracer": recording.tracer, **counted}))
+        except PenstockError as error:
+            logger.warning("Whether the trace is complete is not noted: %s", error)
+    names = _name_by_rank(made, ranks, detect_rank(environment))
+    # An earlier recording may have had the same process IDs, as in containers: then both stay apart.
+    if not any((folder.parent / name).exists() for name in names.values()):
+        for path, name in names.items():
+            path.rename(folder.parent / name)
+        folder.rmdir()
+    return program.returncode if program.returncode >= 0 else 128 - program.returncode
+
+
+@contextmanager
+def _watching_ranks(environment: Environment) -> Iterator[dict[int, LauncherRank]]:
+    """Note the rank of each process with the mark of `environment`, as long as the block runs."""
+    ranks: dict[int, LauncherRank] = {}
+    is_over = Event()
+    mark = f"{_MARK}={environment[_MARK]}".encode()
+    watcher = Thread(target=_watch_ranks, args=(mark, ranks, is_over), daemon=True)
+    watcher.start()
+    try:
+        yield ranks
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def _watch_ranks(mark: bytes, ranks: dict[int, LauncherRank], is_over: Event) -> None:
+    others: set[int] = set()
+    pause_s = _FIRST_LOOK_S
+    while not is_over.wait(pause_s):
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        running = {int(name) for name in os.listdir("/proc") if name.isdecimal()}  # noqa: PTH208 - names
+        others &= running
+        for pid in running - others - ranks.keys():
+            try:
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                variables = []
+            if mark not in variables:
+                others.add(pid)
+                continue
+            pairs = (os.fsdecode(variable).partition("=") for variable in variables)
+            with suppress(UsageError):
+                if place := detect_rank({name: value for name, _, value in pairs}):
+                    ranks[pid] = place
+
+
+def _read_counted_bytes(pid: int) -> dict[str, int]:
+    """What the system has counted for a process that has ended, and all descendants that were waited for.
+
+    Nothing where the system does not count, or does not tell.
+    """
+    try:
+        counters = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    except OSError:
+        return {}
+    return {"read_bytes": int(counters["rchar"]), "written_bytes": int(counters["wchar"])}
+
+
+def _read_start(listing: Path) -> bytes:
+    """The time at which a listing begins; one without calls comes last."""
+    with listing.open("rb") as file:
+        return file.read(20) or b"~"
+
+
+def _note_counted_bytes(folder: Path, pid: int, counted: Mapping[str, int | str]) -> Path:
+    """Write a trace with one event of the program, which has the bytes that were counted of it."""
+    now_ns = time.time_ns()
+    lines = LineFormatter(socket.gethostname(), pid, 0)
+    writer = TraceFileWriter(folder, f"trace-{socket.gethostname()}-{pid}")
+    event = (span_kind("recorded", RECORDING), now_ns, now_ns, None, None, None, None, counted)
+    writer.append(lines.opening(rank=None) + lines.events(pid, [event]) + lines.ending(now_ns))
+    writer.close(complete=True)
+    return writer.path
+
+
+def _name_by_rank(
+    made: Sequence[Path], ranks: Mapping[int, LauncherRank], own: LauncherRank | None
+) -> dict[Path, str]:
+    """Each file's name with the rank of its process; one that has none has that of its maker, or `own`.
+
+    Of launchers inside launchers, only the ranks of the innermost count.
+    """
+    places = [*ranks.values(), *([own] if own else [])]
+    innermost = min((place.launcher for place in places), key=list(Launcher).index, default=None)
+    ranks = {pid: place for pid, place in ranks.items() if place.launcher is innermost}
+    usual = own if own and own.launcher is innermost else None
+    tasks, makers = _find_tasks(made) if {usual, *ranks.values()} != {usual} else ({}, {})
+    names = {}
+    for path in made:
+        task, passed = tasks.get(path, 0), set[int]()
+        while task not in ranks and task in makers and task not in passed:
+            passed.add(task)
+            task = makers[task]
+        place = ranks.get(task, usual)
+        ranked = f"trace-{place.rank}-of-{place.size}" if place else "trace"
+        names[path] = path.name.replace("trace", ranked, 1)
+    return names
+
+
+def _find_tasks(made: Sequence[Path]) -> tuple[dict[Path, int], dict[int, int]]:
+    """The process or thread of each file, and who made it."""
+    listings = {path: int(path.suffix[1:]) for path in made if path.suffix[1:].isdecimal()}
+    tasks, makers = dict(listings), find_makers(listings)
+    for path in made:
+        if path not in listings:
+            for line in find_lines(path, b'"start"', b'"recorded"'):
+                if found := _STARTED.search(line):
+                    tasks[path] = int(found[1])
+                    makers[int(found[1])] = int(found[2])
+                    break
+    return tasks, makers

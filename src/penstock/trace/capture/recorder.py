@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -30,8 +30,9 @@ from multiprocessing import util as multiprocessing_ends
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
-from penstock.environment import TRACE, TRACE_RANK, process_environment
-from penstock.errors import PenstockError
+from penstock.cluster.launcher_env import detect_rank
+from penstock.environment import TRACE, TRACE_RANK, Environment, process_environment
+from penstock.errors import PenstockError, UsageError
 from penstock.storage.capabilities import SpanValue
 from penstock.trace.capture.trace_writer import (
     COUNTED_THREADS,
@@ -84,6 +85,21 @@ class ThreadQueue:
 def get_recorder(folder: str, place: str = "") -> TraceRecorder:
     """The process's only recorder for a folder; `place` is its rank and the world size, as `3/8`."""
     return _create_recorder(str(Path(folder).absolute()), place)
+
+
+def recorder_of(environment: Environment) -> TraceRecorder | None:
+    """The recorder of the folder in `PENSTOCK_TRACE`, with the rank that Penstock or a launcher has given."""
+    if TRACE not in environment:
+        return None
+    return get_recorder(environment[TRACE], environment.get(TRACE_RANK) or _find_place(environment))
+
+
+def _find_place(environment: Environment) -> str:
+    # A trace must not end the program, whatever its launcher's variables hold.
+    with suppress(UsageError):
+        if place := detect_rank(environment):
+            return f"{place.rank}/{place.size}"
+    return ""
 
 
 @cache
@@ -247,9 +263,10 @@ _CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
 def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
     """Trace the spans of this thread or task into `folder`; the trace is complete when the block ends.
 
-    A program of several processes gives each its `rank` of `size`.
+    A program of several processes gives each its `rank` of `size`, unless a launcher has.
     """
-    recorder = get_recorder(str(folder), "" if rank is None else f"{rank}/{size}")
+    place = _find_place(process_environment()) if rank is None else f"{rank}/{size}"
+    recorder = get_recorder(str(folder), place)
     chosen = _CHOSEN.set(recorder)
     try:
         yield
@@ -310,7 +327,4 @@ def steps(
 
 @cache
 def _from_environment() -> TraceRecorder | None:
-    """The recorder of the folder in `PENSTOCK_TRACE`, if it is set."""
-    environment = process_environment()
-    folder = environment.get(TRACE)
-    return get_recorder(folder, environment.get(TRACE_RANK, "")) if folder else None
+    return recorder_of(process_environment())

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from penstock.environment import TRACE, TRACE_RANK, Environment
+from penstock.environment import Environment
 from penstock.storage import protocol
 from penstock.storage.capabilities import (
     Deferred,
@@ -18,7 +18,7 @@ from penstock.storage.capabilities import (
     find_local_root,
     prefer_direct_access,
 )
-from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
+from penstock.trace.capture.recorder import TraceRecorder, clock_ns, recorder_of
 from penstock.trace.capture.trace_writer import EventKind, Layer
 
 FILES: Final = "POSIX"
@@ -40,7 +40,8 @@ def storage_kinds(cat: str) -> Kinds:
 
 def trace_storage(storage: protocol.Storage, environment: Environment) -> protocol.Storage:
     """Wrap a storage so that it traces into the environment's folder, with one trace per process."""
-    return TracedStorage(storage, get_recorder(environment[TRACE], environment.get(TRACE_RANK, "")))
+    recorder = recorder_of(environment)
+    return storage if recorder is None else TracedStorage(storage, recorder)
 
 
 class TracedStorage(protocol.WrappedStorage):

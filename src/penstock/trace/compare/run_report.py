@@ -36,7 +36,7 @@ from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, EventsView
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.figures import TimeAxis
 from penstock.trace.questions.answer import Answer, Column, Unit, document, make_columns
-from penstock.trace.questions.breakdowns import measure_groups
+from penstock.trace.questions.breakdowns import find_untraced, measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 _FILES_SHOWN: Final = 8
@@ -135,7 +135,8 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     return RunReport(
         runs=study.runs,
         losses=[
-            line for run in study.runs for account in study.accounts.get(run, ()) for line in account.losses()
+            *find_untraced(study.events),
+            *(line for run in study.runs for one in study.accounts.get(run, ()) for line in one.losses()),
         ],
         says=say_answer(first, made["overlap"][0]),
         overview=first,

@@ -32,8 +32,9 @@ from penstock.trace.dimensions import (
     check_keys,
     sql_literal,
 )
-from penstock.trace.event_schema import ALL_RANKS
+from penstock.trace.event_schema import ALL_RANKS, RECORDING
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
+from penstock.units import format_bytes
 
 _BATCH_ROWS: Final = 1 << 19
 _NEVER: Final = np.iinfo(np.int64).min // 2
@@ -225,10 +226,39 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
         rows=[[value for _, _, value in facts]],
         notes=[
             *(f"Trace of the run {run}; its results: {results}" for run, results in runs),
+            *find_untraced(events),
             "Overlaps are of intervals over all processes; `penstock trace overlap` shows them by process.",
         ],
     )
     return answer, _functions(events)
+
+
+_UNTRACED_SHARE: Final = 0.1
+_UNTRACED_BYTES: Final = 1 << 20
+"""What a recording may miss without a word: the loading of programs, and its tracer's own I/O."""
+
+
+def find_untraced(events: EventsView) -> list[str]:
+    """Sentences about runs of whose bytes, as the system counted them, `trace record` missed many."""
+    counted = events.ask(f"""
+        SELECT run, string_agg(DISTINCT args->>'tracer', ' and '), sum((args->>'read_bytes')::BIGINT)::BIGINT,
+               sum((args->>'written_bytes')::BIGINT)::BIGINT
+        FROM {{events}} WHERE cat = '{RECORDING}' AND name = 'recorded' GROUP BY run ORDER BY run""")
+    sentences = []
+    for run, tracer, *moved in counted:
+        traced = events.ask_one(f"""
+            SELECT coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT,
+                   coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT
+            FROM {{events}} WHERE run = {sql_literal(run)}""")
+        for verb, all_bytes, seen_bytes in zip(("read", "written"), moved, traced, strict=True):
+            if all_bytes - seen_bytes > max(_UNTRACED_SHARE * all_bytes, _UNTRACED_BYTES):
+                of_run = f" of {run}" if run else ""
+                advice = "" if tracer == "strace" else ": record with --tracer strace to see the rest"
+                sentences.append(
+                    f"{tracer} saw {format_bytes(seen_bytes)} of the {format_bytes(all_bytes)} that the"
+                    f" processes{of_run} have {verb} through files, pipes and terminals{advice}"
+                )
+    return sentences
 
 
 _OVER_ALL = {

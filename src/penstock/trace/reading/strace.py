@@ -33,6 +33,7 @@ HOST_MARK: Final = "@"
 _HOST: Final = re.compile(rf".*{HOST_MARK}([\w.-]+)\.strace(?:\.\d+)?(?:\.gz)?")
 _FILE_NAME: Final = re.compile(r"(.+\.)(\d{1,10})(?:\.gz)?")
 _MADE_THREAD: Final = re.compile(rb"clone3?\(.*CLONE_THREAD.*= (\d{1,10})\b")
+_MADE_TASK: Final = re.compile(rb"\b(?:clone3?|v?fork)\(.*= (\d{1,10})\b")
 _THREADLESS_LINE: Final = re.compile(rb"\s*\d{9,11}\.\d{6}\s")
 _UNKNOWN: Final = (0, 0)
 """Thread and process of a listing without numbers whose name has none either."""
@@ -64,12 +65,20 @@ def find_task(path: Path, head: bytes) -> tuple[int, int]:
 @lru_cache(maxsize=8)
 def _find_makers(folder: Path, prefix: str, _mtime_ns: int) -> Mapping[int, int]:
     """Each thread of the files with this prefix, and the thread that made it."""
-    makers: dict[int, int] = {}
+    listings: dict[Path, int] = {}
     for path in sorted(folder.iterdir()):
         match = _FILE_NAME.fullmatch(path.name)
         if match is not None and match[1] == prefix and path.is_file():
-            for line in find_lines(path, b"CLONE_THREAD"):
-                makers |= dict.fromkeys(map(int, _MADE_THREAD.findall(line)), int(match[2]))
+            listings[path] = int(match[2])
+    return find_makers(listings, _MADE_THREAD)
+
+
+def find_makers(listings: Mapping[Path, int], made: re.Pattern[bytes] = _MADE_TASK) -> dict[int, int]:
+    """Each process or thread that tasks have `made` according to their listings, and its maker."""
+    makers: dict[int, int] = {}
+    for path, tid in listings.items():
+        for line in find_lines(path, b"clone", b"fork("):
+            makers |= dict.fromkeys(map(int, made.findall(line)), tid)
     return makers
 
 
