@@ -1,11 +1,12 @@
-"""The node-local caches of all ranks as one level: steps are written, protected, committed and rebuilt.
+"""The node-local caches of all ranks as one level: steps are written, protected, committed and rebuilt here.
 
     save     drafts on all nodes -> files and parity -> records -> manifest, metadata -> commit on all nodes
-    restore  what each node has -> assessment -> lost shares are rebuilt into the caches that miss them
+    restore  what each node has -> assessment -> lost shares are rebuilt in the caches that lack them
 
-Each node commits its own share by the protocol of any checkpoint; manifest, metadata and the records of its
-groups are on every node. Invariant: a step counts as cached if an assessment of what all nodes have committed
-says so. A save that died on some of the nodes is not a step.
+Each node commits its own share by the same protocol as any checkpoint. Every node has the manifest and
+metadata of the whole step, and the records of its own groups. Invariant: a step counts as cached if an
+assessment of everything that all nodes have committed says so. A save that died on some of the nodes is not a
+step.
 """
 
 from __future__ import annotations
@@ -80,18 +81,18 @@ from penstock.storage.volumes import find_room
 
 RECORD_PREFIX: Final = "redundancy-"
 DOUBT_PREFIX: Final = ".penstock-doubt-"
-"""Prefix of a note next to a step, until all nodes are known to have committed it."""
+"""The prefix of the note that stays next to a step until all nodes are known to have committed it."""
 RUN_NOTE: Final = ".penstock-run"
-"""The durable level of the run whose steps are in a cache."""
+"""The file that names the durable level of the run whose steps are in a cache."""
 
 logger = logging.getLogger(__name__)
 
 
 class NodeCache:
-    """The cache of one node, which `ranks` of the job use: its committed shares of steps, and its drafts.
+    """The cache of one node: its committed shares of steps, and its drafts. `ranks` of the job use it.
 
-    Not collective: the lead rank of the node calls. A share is committed as a whole, with the records of its
-    groups and the manifest of the whole step.
+    Not collective: only the lead rank of the node calls it. A share is committed as a whole, with the records
+    of its groups and the manifest of the whole step.
     """
 
     def __init__(self, storage: Storage, ranks: tuple[int, ...]) -> None:
@@ -106,15 +107,15 @@ class NodeCache:
         """Lists the names of the steps of which this node has committed a share, in no particular order."""
 
     def steps(self) -> list[int]:
-        """The same steps by number, ascending."""
+        """The numbers of the steps of which this node has committed a share, in ascending order."""
         return sorted(step for name in self.names() if (step := parse_step(name)) is not None)
 
     def find(self, name: str) -> CheckpointRef:
-        """The share of a step on this node; `ObjectNotFound` if it has none."""
+        """The node's share of a step; raises `ObjectNotFound` if it has none."""
         return CheckpointRef(self.storage, self._catalog.find(name))
 
     def seal(self, name: str) -> Seal | None:
-        """Manifest and metadata of the whole step; None if this node does not have both undamaged."""
+        """The manifest and metadata of the whole step; None unless this node has both undamaged."""
         try:
             return self.find(name).read_seal()[1]
         except (StorageError, Unavailable) as error:
@@ -124,7 +125,7 @@ class NodeCache:
             return None
 
     def shares(self, name: str) -> NodeShares:
-        """The share of a step that this node has."""
+        """The files and records of a step that this node has, in the form that `assess` takes."""
         unread = ""
         try:
             share = self.find(name)
@@ -152,7 +153,7 @@ class NodeCache:
         )
 
     def claim(self, run: str) -> None:
-        """From now on, save steps of this run; `UsageError` if the cache has steps of another."""
+        """Reserve the cache for this run; raise `UsageError` if it has steps of another."""
         try:
             owner = bytes(read_object(self.storage, RUN_NOTE)).decode()
         except ObjectNotFound:
@@ -167,7 +168,7 @@ class NodeCache:
         self._run = "" if owner == run else run
 
     def start(self, draft: Draft) -> None:
-        """Begin a draft of a step, after sweeping what dead saves left."""
+        """Begin a draft of a step, after removing what dead saves left behind."""
         sweep_dead_saves(self.drafts, self.storage)
         if self._run:
             write_object(self.storage, RUN_NOTE, [self._run.encode()])
@@ -188,7 +189,7 @@ class NodeCache:
             if not here:
                 continue
             name, text = f"{RECORD_PREFIX}{number}.json", record.model_dump_json().encode()
-            # Publishing makes the names of all files of the draft durable.
+            # `publish` below makes the names of all files of the draft durable.
             write_object(defer_sync(self.storage, "names"), draft.key(name), [text])
             sizes[name] = len(text)
             for place in here:
@@ -196,20 +197,20 @@ class NodeCache:
         self.drafts.publish(draft, replace(seal, sizes=sizes))
 
     def unconfirmed(self) -> set[str]:
-        """The steps that this node has committed without knowing that all nodes did."""
+        """The steps that this node has committed without knowing whether all other nodes did."""
         notes = {entry.name.removeprefix(DOUBT_PREFIX) for entry in self._tree.entries(prefix=DOUBT_PREFIX)}
         return notes & set(self.names())
 
     def doubt(self, draft: Draft) -> None:
-        """Note, before committing, that other nodes may not: after a crash, nothing else would show it."""
+        """Note, before committing, that other nodes may not: after a crash, only this note shows it."""
         write_object(self.storage, DOUBT_PREFIX + draft.name, [draft.save_id.encode()])
 
     def confirm(self, name: str) -> None:
-        """Remove the note: all nodes have committed the step, or none keeps it."""
+        """Remove the note of doubt: either all nodes have committed the step, or none keeps it."""
         self._tree.remove(DOUBT_PREFIX + name)
 
     def rollback(self, draft: Draft) -> None:
-        """Remove what was committed of a draft, because another node could not commit its own."""
+        """Undo the commit of a draft, because another node could not commit its share."""
         try:
             self.confirm(draft.name)
             committed = self._catalog.find(draft.name)
@@ -219,14 +220,14 @@ class NodeCache:
             logger.debug("Nothing to roll back of %s: %s", draft.name, error)
 
     def hide(self, name: str) -> Callable[[], None]:
-        """Take the name of this node's share of a step away; the returned call removes its files."""
+        """Hide this node's share of a step from readers. The returned call removes its files."""
         with suppress(ObjectNotFound):
             return self._catalog.hide(self._catalog.find(name))
         return lambda: None
 
 
 def require_folders(storage: Storage) -> FolderTree:
-    """The folders of a cache; `UsageError` if the storage is not a file system."""
+    """The folders of a cache; raises `UsageError` if the storage is not a file system."""
     tree = find_folder_tree(storage)
     if tree is None:
         raise UsageError(
@@ -238,9 +239,9 @@ def require_folders(storage: Storage) -> FolderTree:
 
 
 class CacheLevel:
-    """One rank's view of all caches; `node` is the one of its own node. All calls are collective.
+    """One rank's view of all caches; `node` is the cache of its own node. All calls are collective.
 
-    `domain` names what fails together with this rank; ranks of one domain never protect each other.
+    `domain` names the failure domain of this rank; ranks of the same domain never protect each other.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class CacheLevel:
         self._block_bytes = block_bytes
 
         def identify() -> tuple[str, int, int]:
-            """The running kernel, and the folder on it."""
+            """Identify this rank's cache by the running kernel and the folder's file system and inode."""
             require_folders(storage)
             root = Path(parse_uri(storage.uri).root)
             with translate_os_errors("Making the cache's folder", storage.uri):
@@ -273,18 +274,18 @@ class CacheLevel:
         self._domains = tuple(domain for _, domain in places)
         first: dict[tuple[str, int, int], int] = {}
         self.leads = [first.setdefault(identity, rank) for rank, (identity, _) in enumerate(places)]
-        """By rank: the lowest rank that uses the same cache; it acts for its node."""
+        """For each rank, the lowest rank that uses the same cache and therefore acts for the node."""
         self.is_lead = self.leads[comm.rank] == comm.rank
         self._fitted = {scheme: fit_scheme(scheme, self._domains) for scheme in self._schemes}
         self.shortfalls = [shortfall for *_, shortfall in self._fitted.values() if shortfall]
-        """Why other schemes are used than the chosen ones, and what they survive."""
+        """Explanations of why schemes other than the chosen ones are used, and which losses those survive."""
         self._protector = Protector(storage, comm)
         self.close = self._protector.close
         here = [rank for rank, lead in enumerate(self.leads) if lead == self.leads[comm.rank]]
         self.node = NodeCache(storage, tuple(here))
 
     def start(self, name: str, only: Collection[int] | None = None) -> SaveTransaction:
-        """Begin a draft with the same save ID on every node, or on the nodes of some ranks."""
+        """Begin a draft with the same save ID on every node, or on the nodes of the ranks in `only`."""
         save_id = run_on_rank0(self.comm, lambda: secrets.token_hex(8), awaiting="rank 0 to name the save")
         draft = name_draft(name, save_id)
         transaction = SaveTransaction(self.storage, self.comm, self.node.drafts, draft, is_owner=self.is_lead)
@@ -309,10 +310,10 @@ class CacheLevel:
         facts: dict[str, Any],
         progress: Progress | None = None,
     ) -> tuple[RankSaveStats, ...]:
-        """Write into a draft on all nodes, protect and commit it; on failure, the draft is removed.
+        """Write into a draft on all nodes, protect it and commit it; on failure, remove the draft.
 
-        `number` counts checkpoints, from 1, and decides which scheme protects this one. Returns what the save
-        cost each rank.
+        `number` counts checkpoints, from 1, and decides which scheme protects this one. Returns the
+        statistics of each rank.
         """
         comm, draft, name = self.comm, transaction.draft, transaction.draft.name
         scheme, groups, _ = self._fitted[scheme_for(number, self._schemes)]
@@ -348,7 +349,7 @@ class CacheLevel:
             )
             own = GroupMember(rank=comm.rank, domain=self._domains[comm.rank], files=files, order=order)
             reports = comm.gather((own, kept, share.stats), awaiting="all ranks to report what they wrote")
-            # Only rank 0 needs to know where each tensor is, and the leads get the files that describe it.
+            # Only rank 0 needs to know where each tensor is; the leads receive the files that describe it.
             seal = decide_on_rank0(
                 comm,
                 lambda: share,
@@ -375,10 +376,10 @@ class CacheLevel:
         return tuple(stats for _, _, stats in reports)
 
     def names(self) -> list[str]:
-        """Every cached step, in no particular order.
+        """The names of all cached steps, in no particular order.
 
-        A step that a crash kept from being committed on all nodes counts if what exists is enough, else it is
-        removed.
+        If a crash prevented a step from being committed on all nodes, the step counts if it can be restored
+        from what exists, and is removed otherwise.
         """
         answers = all_gather_results(
             self.comm,
@@ -404,7 +405,7 @@ class CacheLevel:
         return sorted(confirmed)
 
     def assess(self, name: str, *, damaged: Collection[int] = ()) -> Assessment:
-        """Assess a step from what all caches have; the files of `damaged` ranks count as lost."""
+        """Assess a step from the contents of all caches; the files of `damaged` ranks count as lost."""
         return decide_on_rank0(
             self.comm,
             lambda: self.node.shares(name) if self.is_lead else None,
@@ -413,10 +414,10 @@ class CacheLevel:
         )
 
     def find_damaged(self, name: str, assessment: Assessment) -> dict[int, str]:
-        """The ranks that saved and whose files differ from their checksums, or cannot be read.
+        """The ranks that saved the step and whose files differ from their checksums or cannot be read.
 
-        By rank: why its files may still be as they were written; empty if they certainly are not. If the
-        manifest of a node is damaged itself, all of its shares count as damaged.
+        The value for each rank is the reason why its files may be intact after all, or "" if they certainly
+        are damaged. If the manifest of a node is damaged, all of its shares count as damaged.
         """
 
         def check_own() -> dict[int, str]:
@@ -452,9 +453,9 @@ class CacheLevel:
         return {rank: unread for damaged in answers for rank, unread in sorted(damaged.items())}
 
     def view(self, name: str, assessment: Assessment) -> CheckpointRef:
-        """A complete step as this rank can read it: the files of its node, the others through other ranks.
+        """A complete step as this rank can read it: its node's files directly, others through other ranks.
 
-        Manifest and metadata come from one node that has them undamaged, as this node may have nothing.
+        If this node has no share, manifest and metadata come from a node that has them undamaged.
         """
         lacking = [rank for rank, lead in enumerate(self.leads) if not assessment.shares.get(lead)]
         seal = self._fetch_seal(name, assessment) if lacking else None
@@ -466,7 +467,7 @@ class CacheLevel:
         return CheckpointRef(_DescribedStorage(self.storage, known), folder, readable=())
 
     def repair(self, name: str, assessment: Assessment) -> None:
-        """Compute the lost shares and commit them to the caches that miss them, or to others with room."""
+        """Compute lost shares and commit them to the caches that lack them, or to others with more room."""
         for rank, holder in assessment.moved.items():
             if self.comm.rank == 0:
                 logger.warning(
@@ -477,7 +478,7 @@ class CacheLevel:
         self._refill(name, assessment, {rank: assessment.holders[rank] for rank in assessment.lost})
 
     def relocate_shares(self, name: str, assessment: Assessment) -> CheckpointRef:
-        """A complete step as this rank can read it, after moving each share to the node of its home rank."""
+        """A complete step as this rank can read it, once each share is on the node of its home rank."""
         away = {
             rank: home
             for rank, home in assessment.homes.items()
@@ -489,15 +490,18 @@ class CacheLevel:
         return self.view(name, assessment)
 
     def spread_note(self, step: int, note: FlushNote) -> None:
-        """Let every node with a share of this save know that it is to become durable. Not collective."""
+        """Note on this node, if it has a share of the save, that the step is to become durable.
+
+        Not collective.
+        """
         if self.is_lead and step in self.node.steps() and step not in self.node.flushes.notes():
             self.node.flushes.put(step, note)
 
     def _refill(self, name: str, assessment: Assessment, gains: Mapping[int, int]) -> None:
-        """Give the nodes of some ranks shares that they do not have; `gains` is by the rank that saved.
+        """Give nodes the shares in `gains`: for each rank that saved, the rank whose node receives its share.
 
-        They are written from what is on this node or comes from others. A node keeps what it has: a committed
-        checkpoint is never written to, so its old files are linked into the new draft.
+        Shares are written from what this node has or other nodes send. A node keeps what it has: because a
+        committed checkpoint is never written to, its existing files are linked into the new draft.
         """
         own = assessment.shares.get(self.leads[self.comm.rank], frozenset())
         gaining = {self.leads[home] for home in gains.values()}
@@ -547,10 +551,11 @@ class CacheLevel:
             run_on_all_ranks(self.comm, commit, awaiting=f"all nodes to commit {name}")
 
     def _fetch_seal(self, name: str, assessment: Assessment) -> Seal:
-        """Manifest and metadata of a step, from the first node that has them undamaged.
+        """The manifest and metadata of a step, from the first node that has them undamaged.
 
-        If none has: `DataDamaged`, or `StorageError` if that of a node could not be read. A share whose
-        manifest is lost still counts for a rebuild, so the first node need not have it.
+        If no node has, raises `DataDamaged`, or `StorageError` if a node's could not be read. A node whose
+        manifest is lost still contributes its share to a rebuild, so even the first node may lack the
+        manifest.
         """
         awaiting = f"all nodes to look for the manifest of {name}"
         has_share = bool(assessment.shares.get(self.comm.rank))
@@ -571,16 +576,16 @@ class CacheLevel:
             if unread := next((text for _, text in answers if text), ""):
                 raise StorageError(f"No cache gives manifest and .metadata of {name}: {unread}")
             raise DataDamaged(f"No cache has manifest and .metadata of {name} undamaged")
-        # One rank alone sends it: it may be long.
+        # Only one rank sends it, because it may be long.
         is_first = self.comm.rank == has_seal.index(True)
         seals = self.comm.gather(own if is_first else None, awaiting=awaiting)
         return next(seal for seal in seals if seal is not None)
 
     def _publish(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
-        """Commit on all nodes; if one cannot, roll back on all.
+        """Commit on all nodes; if one of them cannot, roll back on all.
 
-        Between the first and the last node's commit, a crash leaves the step on some nodes only. A note
-        next to it keeps it in doubt, until all nodes are known to have it.
+        A crash between the first and the last node's commit leaves the step on some nodes only. Until all
+        nodes are known to have it, a note next to the step keeps it in doubt.
         """
 
         def publish() -> None:
@@ -590,7 +595,7 @@ class CacheLevel:
 
         with ExitStack() as undo:
             if self.is_lead:
-                # Leads alone: the other ranks of a node have written files, but never commit.
+                # Only leads commit and roll back; the other ranks of a node have merely written files.
                 undo.callback(self.node.rollback, draft)
             run_on_all_ranks(self.comm, publish, awaiting=f"all nodes to commit {draft.name}")
             undo.pop_all()
@@ -599,18 +604,18 @@ class CacheLevel:
 
 
 class _DescribedStorage(WrappedStorage):
-    """A storage with some small objects held in memory."""
+    """A storage in which some small objects are served from memory."""
 
     def __init__(self, inside: Storage, known: Mapping[str, bytes]) -> None:
         super().__init__(inside)
         self._known = known
 
     def open(self, key: str) -> Source:
-        """Open known objects from memory, all others in the storage."""
+        """Open known objects from memory, all others from the storage."""
         if key not in self._known:
             return self.inside.open(key)
         return MemorySource(np.frombuffer(self._known[key], dtype=np.uint8), self.uri, self.counters)
 
     def past_cache(self, reads: str | None = None) -> Storage:
-        """The same objects in memory, and the others past the page cache where the storage supports that."""
+        """The same objects in memory, and all others past the page cache if the storage supports that."""
         return _DescribedStorage(prefer_direct_access(self.inside, reads=reads), self._known)

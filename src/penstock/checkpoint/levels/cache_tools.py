@@ -1,8 +1,9 @@
-"""Tools for operators: the status of caches, flushing the steps that are left in them, removing steps.
+"""Tools for operators: show the status of caches, flush the steps that are left in them, remove steps.
 
-Status and removal work on the caches that can be reached from here, without other ranks; flushing has a rank
-on each node, so that lost files can be rebuilt. Invariant: status changes nothing; nothing leaves a cache by
-a flush; what becomes durable was verified first and has the same manifest as its save.
+Status and removal work on the caches that can be reached from this node, without other ranks. Flushing runs a
+rank on each node, so that lost files can be rebuilt. Invariant: status changes nothing; a flush removes
+nothing from a cache; whatever becomes durable was verified first and has the same manifest as the original
+save.
 """
 
 from __future__ import annotations
@@ -33,26 +34,28 @@ from penstock.storage.protocol import read_object
 from penstock.storage.uri import find_local_paths_at, open_here
 
 LONGEST_FLUSH_S: Final = 7 * 86400.0
-"""How long ranks wait for the flushers of other nodes, each of which gives up when nothing moves."""
+"""The longest that ranks wait for the flushers of other nodes. Each flusher gives up earlier if nothing is
+copied.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class CachedStep(BaseModel):
-    """The shares of a step in the caches that were inspected."""
+    """A step's shares in the caches that were inspected."""
 
     step: int
     size_bytes: int
     num_shares: int
-    """How many of the ranks that saved it have a complete share here."""
+    """The number of ranks that saved the step and have a complete share in these caches."""
     num_ranks: int
     scheme: str
     losses: int
-    """How many lost shares each group survives."""
+    """The number of lost shares that each group survives."""
     lost: tuple[int, ...]
     """The ranks whose shares are in none of these caches."""
     reason: str
-    """Why these caches alone cannot provide it; empty if they can."""
+    """The reason why these caches alone cannot provide the step; empty if they can."""
 
 
 class CacheFlush(BaseModel):
@@ -60,9 +63,9 @@ class CacheFlush(BaseModel):
 
     cache: str
     daemon: int | None
-    """The PID of the flusher; None if none is working."""
+    """The PID of the running flusher; None if there is none."""
     flushing: int | None
-    """The step that it is copying."""
+    """The step that the flusher is copying."""
     bytes_per_s: float
     states: Mapping[int, FlushState]
 
@@ -76,7 +79,7 @@ class LevelsOverview(BaseModel):
 
 
 def require_cache_folder(path: str) -> Path:
-    """The folder of a cache; `ObjectNotFound` if it does not exist."""
+    """The folder of a cache; raises `ObjectNotFound` if it does not exist."""
     paths = find_local_paths_at(path)
     if paths is None:
         raise UsageError(
@@ -93,11 +96,11 @@ def require_cache_folder(path: str) -> Path:
 
 
 def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
-    """The levels of the run whose durable steps are at `run`."""
+    """The levels of the run whose durable steps are at `run`, with the `caches` that can be reached."""
     folders = [require_cache_folder(path) for path in caches]
     durable = open_here(run)
     paths = find_local_paths(durable)
-    # With caches alone, no step may ever have been flushed.
+    # The durable folder need not exist if there are caches: perhaps no step was ever flushed.
     if paths is not None and not folders and not Path(paths.local_root).exists():
         raise ObjectNotFound(
             "There is no such directory of checkpoints",
@@ -155,15 +158,15 @@ class StepRepair(BaseModel):
 
     step: int
     missing: tuple[int, ...] = ()
-    """The ranks that saved and whose shares no cache had."""
+    """The ranks that saved the step and whose shares were in no cache."""
     damaged: tuple[int, ...] = ()
-    """The ranks that saved and whose files were damaged."""
+    """The ranks that saved the step and whose files were damaged."""
     reason: str = ""
-    """Why the caches cannot provide the step; empty if they can."""
+    """The reason why the caches cannot provide the step; empty if they can."""
 
     @property
     def outcome(self) -> str:
-        """The outcome in at most two words."""
+        """The outcome of the repair, in at most two words."""
         if self.reason:
             return "beyond repair"
         return "rebuilt" if self.missing or self.damaged else "whole"
@@ -178,10 +181,10 @@ def flush_caches(
     timeout_s: float,
     progress: Progress,
 ) -> tuple[list[StepRepair], dict[int, FlushState]]:
-    """Make durable what the caches of all ranks can give: pending steps, and the newest one that is whole.
+    """Make pending steps, and the newest one that can be restored, durable from the caches of all ranks.
 
-    With `steps`, these and no others. Every file is verified first, and lost ones are rebuilt. Collective;
-    returns what was looked at, and the state of each step in this rank's cache.
+    If `steps` are given, flush exactly those. Every file is verified first, and lost files are rebuilt.
+    Collective; returns the condition of each step examined, and the state of each step in this rank's cache.
     """
     run_on_all_ranks(
         comm, WriterLease(storage).require_free, awaiting="all ranks to see that no job saves to their caches"
@@ -206,7 +209,7 @@ def flush_caches(
             if step not in (steps or pending) and has_newest:
                 continue
             note = _make_note(level, step, pending.get(step), durable)
-            if note is None:  # durable already
+            if note is None:  # already durable
                 has_newest = True
                 continue
             looked_at.append(_repair(level, step))
@@ -226,7 +229,7 @@ def flush_caches(
 
 
 def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: str | None) -> FlushNote | None:
-    """The note for a step, the same on all ranks; None if this very save is durable already."""
+    """The note for a step, the same on all ranks; None if this save of the step is already durable."""
     name = step_dirname(step)
 
     def look() -> tuple[FlushNote | None, bool]:
@@ -248,7 +251,7 @@ def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: st
 
 
 def _repair(level: CacheLevel, step: int) -> StepRepair:
-    """Rebuild the files of a step that are lost, or differ from their checksums. Collective."""
+    """Rebuild a step's files that are lost or differ from their checksums. Collective."""
     name = step_dirname(step)
     found = level.assess(name)
     repaired = StepRepair(step=step, missing=found.lost, reason=found.reason)
@@ -266,9 +269,10 @@ def _repair(level: CacheLevel, step: int) -> StepRepair:
 
 
 def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedCheckpoint:
-    """Remove a step from this cache, and the note that it is to become durable.
+    """Remove a step from this cache, together with the note that it is to become durable.
 
-    `UsageError` if this save of it is not durable, unless `even_last`, or if a living job saves to the cache.
+    Raises `UsageError` if this save of the step is not durable, unless `even_last` is set, or if a running
+    job saves to the cache.
     """
     WriterLease(storage).require_free()
     node, step = NodeCache(storage, (0,)), parse_step(name)

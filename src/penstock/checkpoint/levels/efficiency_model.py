@@ -1,8 +1,9 @@
 """The efficiency of checkpointing strategies: the share of time left for training, computed and simulated.
 
-A strategy has one cost that training waits for, and for each kind of failure the age of what can be restored
-and the time to restore it. Pure: the simulation draws from the generator it is given. Invariant: formula and
-simulation read the same `Strategy`, so if they disagree, the assumptions of the formula do not hold.
+A strategy has one cost: the time that training waits. For each kind of failure it has the age of the
+checkpoint that can be restored, and the time to restore it. Pure: the simulation draws from the generator it
+is given. Invariant: formula and simulation read the same `Strategy`, so if they disagree, the formula's
+assumptions do not hold.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 NUM_FAILURES: Final = 4000
-"""How many failures a simulation draws."""
+"""The number of failures that a simulation draws."""
 RESTART_S: Final = 120.0
-"""From a failure until loading begins: the same for every strategy."""
+"""The time from a failure until loading begins; the same for every strategy."""
 TRUSTED_DIFFERENCE: Final = 0.02
 """Formula and simulation agree if their shares of time differ by no more than this."""
 
@@ -31,13 +32,13 @@ class FailureMode:
 
     name: str
     mtbf_s: float
-    """Mean time between failures of this kind, in the whole job."""
+    """The mean time between failures of this kind anywhere in the job."""
     every: int
-    """Every N-th checkpoint survives it."""
+    """Only every N-th checkpoint survives a failure of this kind."""
     latency_s: float
-    """How long after a checkpoint it begins to survive it: parity and flush run in the background."""
+    """The time until a new checkpoint survives such a failure: parity and flush run in the background."""
     recovery_s: float
-    """From the failure until training continues."""
+    """The time from the failure until training continues."""
     restored_from: str
 
 
@@ -58,9 +59,9 @@ class Prediction:
 
     strategy: Strategy
     interval_s: float
-    """Training between two checkpoints."""
+    """The training time between two checkpoints."""
     efficiency: float
-    """By the formula: useful time over all time."""
+    """Useful time divided by total time, according to the formula."""
     simulated: float
 
     @property
@@ -71,24 +72,24 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine and the job. Bandwidths are bytes per second."""
+    """The machine and the job. Bandwidths are in bytes per second."""
 
     state_bytes: int
     nodes: int
     fast_bytes_per_s: float
-    """Of one node's cache."""
+    """The bandwidth of one node's cache."""
     slow_bytes_per_s: float
-    """Of the durable storage, for all nodes together."""
+    """The bandwidth of the durable storage, for all nodes together."""
     network_bytes_per_s: float
-    """Of one node."""
+    """The network bandwidth of one node."""
     node_mtbf_s: float
-    """Of one node."""
+    """The mean time between failures of one node."""
     system_mtbf_s: float | None
-    """Of failures of several nodes at once; None if there are none."""
+    """The mean time between failures of several nodes at once; None if there are none."""
 
 
 def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> tuple[Strategy, ...]:
-    """The strategies to compare: durable at once, a cache with a flush, and one protected by `scheme`."""
+    """The strategies to compare: durable at once, a cache with a flush, and a cache protected by `scheme`."""
     own_bytes = machine.state_bytes / machine.nodes
     cached_s = own_bytes / machine.fast_bytes_per_s
     durable_s = machine.state_bytes / machine.slow_bytes_per_s
@@ -143,10 +144,10 @@ def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> t
 
 
 def efficiency(strategy: Strategy, interval_s: float) -> float:
-    """The share of useful time, to the first order in failures: each costs half a period and a recovery.
+    """The share of useful time, to first order in failures: each costs half a period and a recovery.
 
-    A failure of a kind that only every k-th checkpoint survives costs half of k periods, and what it takes
-    until a checkpoint survives it.
+    A failure that only every k-th checkpoint survives costs half of k periods, plus the time until a
+    checkpoint survives it.
     """
     period_s = interval_s + strategy.blocked_s
     lost = sum(
@@ -157,7 +158,7 @@ def efficiency(strategy: Strategy, interval_s: float) -> float:
 
 
 def best_interval_s(strategy: Strategy) -> float:
-    """The interval of the highest efficiency; Daly's, where one kind of failure is all there is."""
+    """The interval of the highest efficiency. With a single kind of failure, it is Daly's."""
     rate = sum(failure.every / failure.mtbf_s for failure in strategy.failures)
     guess = max(daly_interval_s(strategy.blocked_s, 1 / rate), 1e-3)
     candidates = [guess * 2 ** (step / 16) for step in range(-64, 65)]
@@ -173,7 +174,7 @@ def simulate(
     waits = random.exponential(1 / sum(rates), num_failures)
     kinds = random.choice(len(rates), num_failures, p=[rate / sum(rates) for rate in rates])
     reached, elapsed_s = 0, 0.0
-    # Checkpoints are numbered; `reached` is the one that the last failure left to restart from.
+    # Checkpoints are numbered; `reached` is the one from which the job restarted after the last failure.
     for wait_s, kind in zip(waits.tolist(), kinds.tolist(), strict=True):
         failure = strategy.failures[kind]
         taken = int(wait_s // period_s)
@@ -185,7 +186,7 @@ def simulate(
 
 
 def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generator) -> Prediction:
-    """The prediction of formula and simulation."""
+    """The efficiency of one strategy at one interval, by formula and by simulation."""
     return Prediction(
         strategy=strategy,
         interval_s=interval_s,
@@ -195,7 +196,7 @@ def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generato
 
 
 def predict_all(strategies: Sequence[Strategy]) -> list[Prediction]:
-    """The prediction for each strategy at its best interval; the same failures are drawn every time."""
+    """The prediction for each strategy at its best interval. All strategies face the same random failures."""
     import numpy as np  # noqa: PLC0415 - slow to import
 
     random = np.random.default_rng(1)

@@ -1,17 +1,18 @@
-"""From a cache to the durable level: which steps are to become durable, and the flusher that makes them so.
+"""Flushing from a cache to the durable level: the notes of pending steps, and the flusher that copies them.
 
 The same `Flusher` runs in a thread of the trainer, in a detached process that outlives it, and behind
-`penstock checkpoint flush`. It learns from folders what is to be done, so that any of them can be killed at
-any moment and the next one goes on:
+`penstock checkpoint flush`. It learns from folders what is to be done, so any flusher can be killed at any
+moment, and the next one continues:
 
     CACHE/.penstock-flush/step-N.json     a note: this save of the step is to become durable, and where
     CACHE/.penstock-flush/lock            held by the one flusher of this cache
     CACHE/.penstock-flush/progress.json   what that flusher has done, for `status` and for the trainer
     RUN/.penstock-save-ID-step-N          the draft that the flushers of all nodes copy their files into
 
-Each flusher copies the files of its cache; whichever finds the draft complete publishes it. Invariant: a file
-in the draft under its own name is whole and durable, and equal to its checksums; a note goes when its step is
-durable, or when retention would remove it at once; a step with a note stays in the cache.
+Each flusher copies the files of its own cache; the first that finds the draft complete publishes it.
+Invariants: a file in the draft under its final name is complete, durable and equal to its checksums; a note
+is removed when its step is durable, or when retention would remove the step at once; a step with a note stays
+in the cache.
 """
 
 from __future__ import annotations
@@ -66,15 +67,15 @@ FOLDER: Final = ".penstock-flush"
 BLOCK_BYTES: Final = 16 << 20
 SMALLEST_BLOCK_BYTES: Final = 256 << 10
 BURST_S: Final = 0.5
-"""How much unused time a flush may catch up on: waiting for disks, or between two steps."""
+"""The most unused time that a flush may make up for after waiting for disks, or between two steps."""
 POLL_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 5.0
 RETRY_S: Final = 60.0
-"""How long a failure that may pass by itself is retried before it is reported."""
+"""The time for which a failure that may resolve itself is retried before it is reported."""
 PATIENCE_S: Final = 3600.0
-"""How long a detached flusher retries failures or waits for other nodes before it gives up."""
+"""The time for which a detached flusher retries failures or waits for other nodes before it gives up."""
 GRACE_S: Final = 30.0
-"""How long the files of a draft may be out of sight before they count as lost and are copied again."""
+"""The time for which files of a draft may be invisible before they count as lost and are copied again."""
 LOG_BYTES: Final = 4 << 20
 REPORT_S: Final = 0.25
 
@@ -82,19 +83,21 @@ logger = logging.getLogger(__name__)
 
 
 class FlushNote(protocol.StoredRecord):
-    """A save of a step that is to become durable: where, and how. JSON on disk."""
+    """A save of a step that is to become durable: where, and how. Stored as JSON."""
 
     save_id: str
     durable: str
     """The URI of the durable level, with its options."""
     keep: Annotated[int, Field(ge=1)] | None = None
-    """How many durable steps stay."""
+    """The number of durable steps to keep; None keeps all."""
     bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     threads: Annotated[int, Field(ge=1)] = 2
 
 
 FlushPhase = Literal["given", "copying", "waiting", "durable", "superseded", "failing"]
-"""The phase of a step. Waiting: for files of other nodes. Superseded: retention would remove it at once."""
+"""The phase of a step. "waiting": for the files of other nodes. "superseded": newer durable steps are kept
+instead.
+"""
 
 
 class FlushState(protocol.StoredRecord):
@@ -104,9 +107,9 @@ class FlushState(protocol.StoredRecord):
     size_bytes: int = 0
     copied_bytes: int = 0
     reason: str = ""
-    """Why it is failing, or what it waits for."""
+    """Why the step is failing, or what it is waiting for."""
     is_lasting: bool = False
-    """It has failed for a minute, or somebody has to fix the cause before another try can succeed."""
+    """The step has failed for a minute, or someone must remove the cause before a retry can succeed."""
 
     @property
     def is_over(self) -> bool:
@@ -115,17 +118,17 @@ class FlushState(protocol.StoredRecord):
 
 
 class FlushProgress(protocol.StoredRecord):
-    """The work of a flusher, as it reported last."""
+    """A flusher's work, as it last reported it."""
 
     pid: int = 0
     step: int | None = None
-    """The step that it is copying."""
+    """The step that the flusher is copying."""
     bytes_per_s: float = 0.0
     states: dict[int, FlushState] = Field(default_factory=dict)
 
 
 class FlushFolder:
-    """The notes, the lock and the progress of one cache; any process may read them."""
+    """The notes, the lock and the progress of one cache's flusher; any process may read them."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -133,14 +136,14 @@ class FlushFolder:
         self.log = self.path / "log"
 
     def put(self, step: int, note: FlushNote) -> None:
-        """Note that a save of a step is to become durable, in place of an older save of it."""
+        """Note that a save of a step is to become durable. Replaces the note of an older save of the step."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_durably(self._note(step), note.model_dump_json().encode())
 
     def noted_steps(self) -> list[int]:
-        """The steps with a note, even one that cannot be parsed: they stay in the cache."""
+        """The steps with a note. They stay in the cache, even if the note cannot be parsed."""
         try:
-            # Not by glob, to which a folder that cannot be listed is an empty one.
+            # Not with glob, to which a folder that cannot be listed looks empty.
             with translate_os_errors("Listing", str(self.path)):
                 names = [path.name for path in self.path.iterdir()]
         except ObjectNotFound:
@@ -149,7 +152,10 @@ class FlushFolder:
         return [step for step in found if step is not None]
 
     def notes(self) -> dict[int, FlushNote]:
-        """The steps that are to become durable, the newest first. A note that cannot be parsed is logged."""
+        """The notes of the steps that are to become durable, newest first.
+
+        Notes that cannot be parsed are logged.
+        """
         found = {}
         for step in self.noted_steps():
             name = self._note(step)
@@ -165,7 +171,7 @@ class FlushFolder:
         return dict(sorted(found.items(), reverse=True))
 
     def remove(self, step: int, save_id: str) -> None:
-        """Remove the note of a save, unless a newer save of its step has replaced it."""
+        """Remove the note of a save, unless a newer save of the step has replaced it."""
         with suppress(FileNotFoundError, ValidationError):
             if FlushNote.model_validate_json(self._note(step).read_bytes()).save_id == save_id:
                 self._note(step).unlink()
@@ -173,7 +179,7 @@ class FlushFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the flusher of this cache; `BlockingIOError` while another process, or thread, is."""
+        """Be the flusher of this cache; raise `BlockingIOError` while another process or thread is."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,7 +197,7 @@ class FlushFolder:
         return False
 
     def write_progress(self, progress: FlushProgress) -> None:
-        """Report to other processes; not worth an fsync."""
+        """Publish this flusher's progress for other processes. It is not worth an fsync."""
         unfinished = self.path / f".progress-{secrets.token_hex(4)}"
         with suppress(OSError):
             unfinished.write_text(progress.model_dump_json())
@@ -214,7 +220,7 @@ class FlushFolder:
 
 
 class RateLimiter:
-    """Limits the rate of bytes over all threads; each waits until the bytes before its own had their time.
+    """Limits the rate of bytes over all threads: each waits until the bytes before its own are paid for.
 
     Unused time is kept for `BURST_S`, so that waiting for the disk does not lower the rate.
     """
@@ -225,7 +231,7 @@ class RateLimiter:
         self._free_at_s = time.monotonic()
 
     def take(self, num_bytes: int) -> None:
-        """Return when `num_bytes` more may pass."""
+        """Wait until the rate allows another `num_bytes`."""
         with self._lock:
             now_s = time.monotonic()
             begins_s = max(self._free_at_s, now_s - BURST_S)
@@ -242,7 +248,10 @@ def copy_file(
     see: Callable[[memoryview], None] = lambda _: None,
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """Copy one file with two buffers: one is read into while the other is written. `see` gets each block."""
+    """Copy one file with two buffers: one is read into while the other is written.
+
+    `see` receives each block.
+    """
     with closing(source.open(from_key)) as file:
         size_bytes = file.size_bytes
         buffer_bytes = min(block_bytes, round_up(max(size_bytes, 1), PAGE_BYTES))
@@ -252,7 +261,7 @@ def copy_file(
 
 
 class StreamChecksums:
-    """Verifies the items of a file against their checksums, from its blocks in order."""
+    """Verifies the items of a file against their checksums; receives the file's blocks in order."""
 
     def __init__(self, file: ManifestFile) -> None:
         self._file = file
@@ -262,7 +271,7 @@ class StreamChecksums:
         self._wrong: list[int] = []
 
     def see(self, block: memoryview) -> None:
-        """Add the next block."""
+        """Process the next block."""
         end = self._at + block.nbytes
         while self._row < len(self._file):
             begins = int(self._file.item_offset[self._row])
@@ -290,12 +299,15 @@ class StreamChecksums:
 
 
 class Flusher:
-    """Makes the noted steps of one cache durable, the newest first. Called by one thread at a time."""
+    """Makes the noted steps of one cache durable, newest first. Called by one thread at a time."""
 
     def __init__(
         self, cache: Storage, *, durable: Storage | None = None, progress: Progress | None = None
     ) -> None:
-        """`durable` is used in place of the notes' URI: an open storage cannot be opened again."""
+        """Prepare to flush `cache` to `durable` or, if that is None, to the URI in each note.
+
+        A storage that is already open has to be passed, because it cannot be opened again from its URI.
+        """
         self._cache = cache
         self._folder = FlushFolder(local_path(cache, ""))
         self._durable = durable
@@ -310,10 +322,10 @@ class Flusher:
         self._began_s, self._moved_bytes = 0.0, 0
 
     def run(self, *, patience_s: float, persists: bool = False) -> dict[int, FlushState]:
-        """Flush until nothing is left, or nothing has moved for `patience_s`; what became of each step.
+        """Flush until no notes are left, or nothing was copied for `patience_s`. Return each step's state.
 
-        While another flusher works on this cache, follow it, and go on if it ends. Return when only failures
-        that last are left, unless this flusher `persists`.
+        While another flusher works on this cache, follow its progress, and take over if it ends. Return when
+        only lasting failures are left, unless this flusher `persists`.
         """
         moved, moved_s, is_ours, is_stuck = object(), time.monotonic(), False, False
         with ExitStack() as undo:
@@ -335,14 +347,15 @@ class Flusher:
                 is_stuck = waited_s > patience_s
                 if notes := self._folder.notes():
                     is_stuck |= not persists and all(self._state(step).is_lasting for step in notes)
-                    # The longer it has been, the longer: shared storage is asked each time.
+                    # The longer nothing was copied, the longer the pause, because each look is a request to
+                    # shared storage.
                     time.sleep(0 if is_stuck else min(max(POLL_S, waited_s / 10), LONGEST_PAUSE_S))
-        # A trainer that saw the lock may have put a note after the last look.
+        # A trainer that saw the lock held may have put a note after this flusher last looked.
         has_more = not is_stuck and bool(self._folder.notes())
         return self.run(patience_s=patience_s, persists=persists) if has_more else self._now.states
 
     def _try_all(self, notes: dict[int, FlushNote]) -> None:
-        """Take each noted step as far as it goes now."""
+        """Advance each noted step as far as is possible now."""
         durable_steps: list[int] = []
         over: list[tuple[int, str]] = []
         for step, note in notes.items():
@@ -363,12 +376,12 @@ class Flusher:
                 may_pass = isinstance(error, StorageError | OSError) and not isinstance(error, DataDamaged)
                 is_lasting = not may_pass or time.monotonic() - since_s > RETRY_S
                 self._set(step, phase="failing", reason=str(error), is_lasting=is_lasting)
-        # Last: until the older steps know that they are superseded, the newer ones must count.
+        # Last, because newer steps must count until the older ones are known to be superseded.
         for step, save_id in over:
             self._folder.remove(step, save_id)
 
     def _flush(self, step: int, note: FlushNote) -> bool:
-        """Copy this cache's files of a step, and publish it if all are there; True if its note may go."""
+        """Copy this cache's files of a step; publish a complete draft. Returns True if the note may go."""
         name = step_dirname(step)
         try:
             share = CheckpointRef(self._cache, open_catalog(self._cache).find(name))
@@ -390,7 +403,7 @@ class Flusher:
         left = [file for file in files if there.get(file.name) != file.size_bytes]
         was_waiting = self._state(step).phase == "waiting"
         if left and was_waiting and time.monotonic() - self._waiting_since_s[step] < GRACE_S:
-            return False  # another flusher has taken the draft, and is about to publish it
+            return False  # another flusher has taken the draft and is about to publish it
         copied_bytes = size_bytes - sum(file.size_bytes for file in left)
         self._set(
             step,
@@ -419,14 +432,14 @@ class Flusher:
     def _copy(
         self, step: int, note: FlushNote, share: CheckpointRef, files: list[ManifestFile], draft: _SharedDraft
     ) -> None:
-        """Copy files, several at a time, past the page cache; each is durable when it has its name."""
+        """Copy several files at a time past the page cache. A file gets its final name once it is durable."""
         if self._pace.bytes_per_s != (note.bytes_per_s or math.inf):
             self._pace = RateLimiter(note.bytes_per_s or math.inf)
         self._now = self._now.model_copy(update={"step": step})
         self._began_s, self._moved_bytes = time.monotonic(), 0
         block_bytes = BLOCK_BYTES
         if note.bytes_per_s is not None:
-            # At most a tenth of a second of the rate, so that it is kept evenly.
+            # At most what the rate allows in a tenth of a second, so that the rate stays even.
             wanted = int(note.bytes_per_s / 10) // PAGE_BYTES * PAGE_BYTES
             block_bytes = max(min(wanted, BLOCK_BYTES), SMALLEST_BLOCK_BYTES)
         source = prefer_direct_access(self._cache, reads=share.key(files[0].name))
@@ -473,7 +486,7 @@ class Flusher:
 
 
 def is_committed(durable: Storage, name: str, manifest: bytes) -> bool:
-    """Return whether the checkpoint of this name is the one with this manifest."""
+    """Return whether the checkpoint of this name is the one that `manifest` describes."""
     try:
         folder = open_catalog(durable).find(name).folder
     except ObjectNotFound:
@@ -482,7 +495,7 @@ def is_committed(durable: Storage, name: str, manifest: bytes) -> bool:
 
 
 class _SharedDraft:
-    """A draft that flushers of several nodes fill; any of them may publish it, so none needs to survive."""
+    """A draft that flushers of several nodes fill. Any of them may publish it, so none has to survive."""
 
     def __init__(self, durable: Storage, name: str, save_id: str) -> None:
         self._durable = durable
@@ -493,7 +506,7 @@ class _SharedDraft:
             self._draft = replace(self._draft, folder=f"{name}/{save_id}")
 
     def join(self) -> None:
-        """Make the draft, unless another node has."""
+        """Create the draft unless another node has."""
         sweep_dead_saves(self._drafts, self._durable)
         if self._tree is not None:
             protocol.require_replaceable(self._durable, self._tree, self._draft.name)
@@ -503,13 +516,13 @@ class _SharedDraft:
                 self._tree.make(self._draft.folder, keep_name=False)
 
     def renew(self) -> None:
-        """Renew the lease, for all nodes: if it is old, all of them are dead."""
-        # It names no process that can be looked up: the death of one must not end the work of others.
+        """Renew the lease on behalf of all nodes: if it is old, all of them are dead."""
+        # The lease names no process that could be looked up: the death of one must not end the others' work.
         nobody = replace(current_process(), kernel="", numbering="")
         write_object(self._durable, self._draft.folder + protocol.LEASE_ENDING, [protocol.lease_text(nobody)])
 
     def sizes(self) -> dict[str, int]:
-        """The files that are whole, with their sizes."""
+        """The complete files and their sizes."""
         if self._tree is not None:
             return {entry.name: entry.size_bytes for entry in self._tree.entries(self._draft.folder)}
         objects = self._durable.list(self._draft.folder)
@@ -517,9 +530,9 @@ class _SharedDraft:
 
     @contextmanager
     def adding(self, name: str) -> Iterator[tuple[Storage, str]]:
-        """A storage and a key for a file, which gets its name when the block ends well."""
+        """A storage and a key for writing a file, which gets its final name if the block succeeds."""
         if self._tree is None:
-            yield self._durable, self._draft.key(name)  # an object appears as a whole
+            yield self._durable, self._draft.key(name)  # an object appears only when it is complete
             return
         part = self._draft.key(f".penstock-part-{secrets.token_hex(8)}-{name}")
         with ExitStack() as undo:
@@ -530,11 +543,11 @@ class _SharedDraft:
                 undo.pop_all()
 
     def publish(self, seal: protocol.Seal) -> bool:
-        """Commit the draft, which is complete; False if another flusher does."""
+        """Commit the complete draft; return False if another flusher does."""
         if self._tree is None:
             self._drafts.publish(self._draft, seal)
             return True
-        # Of several flushers one takes the folder away from the others, and then goes on as any save does.
+        # One of several flushers takes the folder from the others, and then continues like any other save.
         own = protocol.name_draft(self._draft.name, secrets.token_hex(8))
         self._drafts.renew(own)
         with ExitStack() as undo:
@@ -547,7 +560,7 @@ class _SharedDraft:
                 give_back.callback(self._tree.move, own.folder, self._draft.folder)
                 for entry in list(self._tree.entries(own.folder)):
                     if entry.name not in seal.sizes:
-                        self._tree.remove(own.key(entry.name))  # what a killed flusher left half copied
+                        self._tree.remove(own.key(entry.name))  # left half copied by a killed flusher
                 self._tree.sync(own.folder)
                 self._drafts.publish(own, seal)
                 give_back.pop_all()
@@ -555,7 +568,7 @@ class _SharedDraft:
         return True
 
     def clear_up(self) -> None:
-        """Remove a draft that a late flusher made again after another had published it."""
+        """Remove a draft that a late flusher created again after another had published it."""
         if self._tree is not None and self.sizes():
             self._tree.remove(self._draft.folder)
         self._end_lease(self._draft)
@@ -566,7 +579,7 @@ class _SharedDraft:
 
 
 def main(cache: str) -> None:
-    """Be the detached flusher of this cache: with the lowest priority, until nothing is left to do."""
+    """Be the detached flusher of this cache, at the lowest priority, until nothing is left to do."""
     folder = FlushFolder(Path(cache))
     handler = RotatingFileHandler(folder.log, maxBytes=LOG_BYTES, backupCount=1, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -589,16 +602,17 @@ if os.fork():
 from penstock.checkpoint.levels.flush import main
 main({cache!r})
 """
-"""Forks before anything is loaded: a fork copies only the thread that calls it, so locks that other threads
-hold would stay locked. The parent exits at once, so that init adopts the flusher: it is not a child of the
-trainer, whose launcher may wait for, or kill, all of its children."""
+"""Forks before anything is loaded: a fork copies only the thread that calls it, so locks held by other
+threads would stay locked. The parent exits at once, so that init adopts the flusher. Otherwise the flusher
+would be a child of the trainer, and the launcher may wait for all children or kill them.
+"""
 
 
 def start_detached(folder: FlushFolder) -> None:
-    """Start a flusher of this cache in a process that outlives this one, unless one works already.
+    """Start a flusher of this cache in a process that outlives this one, unless a flusher is already running.
 
-    In a session of its own and without a parent, so that no signal to the job or its terminal reaches it.
-    Raises `OSError` or `subprocess.SubprocessError` if no process can be started.
+    The process has its own session and no parent, so no signal to the job or its terminal reaches it. Raises
+    `OSError` or `subprocess.SubprocessError` if no process can be started.
     """
     if folder.is_locked():
         return

@@ -1,6 +1,6 @@
-"""The choices that users make for levels: redundancy schemes for the caches, and which steps are flushed.
+"""Users' choices for levels: redundancy schemes for the caches, and which steps are flushed.
 
-Pure settings, imported by every `Manager`; `parity` derives groups and stripes from a scheme.
+Pure settings, imported by every `Manager`; `redundancy` derives groups and layouts from a scheme.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from penstock.errors import UsageError
 from penstock.units import parse_rate
 
 LARGEST_GROUP = 128
-"""Far below what the code allows: a larger group only makes rebuilding slower and likelier to fail."""
+"""Far below what the code allows: a larger group only makes rebuilding slower and more likely to fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A way to protect a step. Applies to every `every`-th checkpoint.
+    """A way to protect a step, applied to every `every`-th checkpoint.
 
     Ranks protect each other in groups of `group`. If there are too few failure domains for such groups,
-    another scheme is used and the job is warned; with `strict`, it is refused.
+    another scheme is used and a warning is logged; with `strict`, the job is refused instead.
     """
 
     every: int = 1
@@ -30,7 +30,7 @@ class Scheme:
 
     name: ClassVar[str]
     losses: ClassVar[int]
-    """How many members a group can always lose."""
+    """The number of members that a group can always lose."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -45,7 +45,8 @@ class Scheme:
     def substitutes(self) -> Iterator[Scheme]:
         """The schemes to use if this one does not fit, best first.
 
-        Larger groups, which survive as many losses each; then one parity; then nothing but one copy.
+        First larger groups that survive as many losses per group as this scheme, then single parity, then a
+        single copy.
         """
         if self.strict or not self.losses:
             return
@@ -64,9 +65,10 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single(Scheme):
-    """One copy, where it was written: survives the end of a process, but not the loss of its host.
+    """A single copy, where it was written: survives the end of a process, but not the loss of its host.
 
-    Of several schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    If several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
+    it.
     """
 
     group: int = field(default=1, init=False)
@@ -80,8 +82,9 @@ class Single(Scheme):
 class Xor(Scheme):
     """One parity, distributed over the group: survives the loss of any one member.
 
-    `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
-    schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    `group` is the number of members; with `strict`, a job with too few failure domains for it is refused. If
+    several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
+    it.
     """
 
     name: ClassVar[str] = "xor"
@@ -92,8 +95,9 @@ class Xor(Scheme):
 class DoubleParity(Scheme):
     """Two independent parities, distributed over the group: survives the loss of any two members.
 
-    `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
-    schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    `group` is the number of members; with `strict`, a job with too few failure domains for it is refused. If
+    several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
+    it.
     """
 
     name: ClassVar[str] = "double-parity"
@@ -102,10 +106,11 @@ class DoubleParity(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partner(Scheme):
-    """A second copy of each member's bytes on the next member: survives any loss except two neighbours.
+    """A second copy of each member's bytes on the next: survives any loss but that of two adjacent members.
 
-    `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
-    schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    `group` is the number of members; with `strict`, a job with too few failure domains for it is refused. If
+    several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
+    it.
     """
 
     group: int = 2
@@ -115,7 +120,7 @@ class Partner(Scheme):
 
 
 def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:
-    """The scheme of checkpoint `number` (from 1): the largest interval that divides it wins."""
+    """The scheme of checkpoint `number` (from 1): the one with the largest `every` that divides it."""
     fitting = [scheme for scheme in schemes if number % scheme.every == 0]
     if not fitting:
         raise UsageError(
@@ -126,7 +131,7 @@ def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:
 
 
 def check_schemes(schemes: Sequence[Scheme]) -> None:
-    """Refuse schemes that leave a checkpoint without one, or of which two have the same interval."""
+    """Refuse schemes that leave some checkpoint without one, or two schemes with the same interval."""
     intervals = sorted(scheme.every for scheme in schemes)
     if not intervals or intervals[0] != 1:
         raise UsageError(
@@ -142,13 +147,13 @@ def check_schemes(schemes: Sequence[Scheme]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Checkpoints that become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
+    """The checkpoints that become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
 
-    `bandwidth` limits what one node writes, as a rate or in bytes per second; None means no limit. A node
-    copies `threads` files at once. With background=False, a save returns when its step is durable.
+    `bandwidth` limits how fast each node writes, as text or in bytes per second; None means no limit. A node
+    copies `threads` files at once. With background=False, a save returns only when its step is durable.
 
-    Files are copied `by` a daemon, a process on each node that goes on if the trainer dies, or by a thread of
-    the "trainer", which ends with it. Only the trainer can flush to object services.
+    Files are copied `by` a "daemon", a process on each node that continues if the trainer dies, or by a
+    thread of the "trainer", which ends with it. Only the trainer can flush to object storage.
     """
 
     every: int = 1
@@ -169,7 +174,7 @@ class Flush:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """`bandwidth` as a number."""
+        """`bandwidth` in bytes per second."""
         return parse_rate(self.bandwidth) if isinstance(self.bandwidth, str) else self.bandwidth
 
 
@@ -178,6 +183,6 @@ EACH: Final = Flush()
 
 
 def require_cache_for(redundancy: Scheme | Sequence[Scheme], flush: Flush | None, *, is_cached: bool) -> None:
-    """`UsageError` for options of caches without a cache: they would protect and flush nothing."""
+    """Raise `UsageError` if options for caches are given without a cache: they would have no effect."""
     if not is_cached and (redundancy or flush not in (EACH, None)):
         raise UsageError("redundancy= and flush= are of caches, and cache= is not given")

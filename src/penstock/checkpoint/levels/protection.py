@@ -1,13 +1,13 @@
-"""From a rank's files to its group and back: writing them protected, restoring them, moving them.
+"""The exchange of a rank's files with its group: writing them protected, restoring them, relocating them.
 
     write     files -> storage, and a copy of their bytes -> blocks -> the members that keep parity of them
     restore   blocks of surviving members -> weighted sums -> the files of the members that lost theirs
 
 Parity does not know files: it sees the bytes of a member's files in the order in which they were written,
-followed by zeros. All members of a group take the same steps, in each of which a member sends one block and
-receives one for each parity, so none needs more memory than a few blocks. Invariant: files are written only
-under the keys that were passed in; a rank whose part fails goes on until the others are through, so that a
-failure leaves no rank waiting.
+followed by zeros. All members of a group take the same steps; in each step a member sends one block and
+receives one for each parity, so no member needs memory for more than a few blocks. Invariants: files are
+written only under the keys that were passed in; a rank whose part fails continues until the others have
+finished, so that a failure leaves no rank waiting.
 """
 
 from __future__ import annotations
@@ -47,21 +47,25 @@ from penstock.transfer.buffers import WarmMemory
 KeyOf = Callable[[str], str]
 
 NUM_FED: Final = 3
-"""Blocks between the files and parity: one is sent while another is filled."""
+"""The number of blocks between the files and parity: one is sent while another is filled."""
 NUM_SUMS: Final = 4
-"""Blocks of sums: one is added to, one gets the first block of the next stripe, two are written."""
+"""The number of blocks for sums: one is being added to, one receives the next stripe's first block, two are
+written.
+"""
 NUM_SPARE: Final = 2
-"""Blocks that arrive: one is added to a sum while the next one arrives."""
+"""The number of blocks for what arrives: one is added to a sum while the next one arrives."""
 TAGS: Final = 4
-"""Tags of one exchange: two parities in two steps that follow each other."""
+"""The number of message tags in one exchange: two parities, in two consecutive steps."""
 DISTINCT_EXCHANGES: Final = 4096
-"""A message of an exchange that failed never answers one of the next 4,096 exchanges; MPI has few tags."""
+"""The number of exchanges before tags repeat, because MPI has few tags. A late message of a failed exchange
+cannot be mistaken for one of the exchanges in between.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 def parity_file_name(rank: int) -> str:
-    """The file of the parity or copy that a rank keeps for its group."""
+    """The name of the file with the parity or copy that a rank keeps for its group."""
     return f"parity-{rank}.bin"
 
 
@@ -69,7 +73,7 @@ def parity_file_name(rank: int) -> str:
 
 
 def _list_extents(sizes: Sequence[int], order: Order) -> list[tuple[int, int, int]]:
-    """The bytes of files in an order: number of the file, offset in it, length."""
+    """The extents of files in the order of their bytes: number of the file, offset in it, length."""
     offsets, extents = [0] * len(sizes), []
     for number, length in order or enumerate(sizes):
         if length:
@@ -79,7 +83,7 @@ def _list_extents(sizes: Sequence[int], order: Order) -> list[tuple[int, int, in
 
 
 class MemberReader:
-    """Reads a member's files as one endless sequence of bytes: zeros follow the last ones."""
+    """Reads a member's files as one endless sequence of bytes: the files' bytes, then zeros."""
 
     def __init__(
         self, files: Sequence[RecordedFile], storage: Storage, key: KeyOf, order: Order = ()
@@ -91,7 +95,7 @@ class MemberReader:
         self._sources: dict[int, Source] = {}
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` of the sequence."""
+        """Fill `buffer` with the bytes at `offset` of the sequence."""
         while buffer.nbytes:
             place = int(np.searchsorted(self._ends, offset, side="right"))
             if place == len(self._extents):
@@ -112,7 +116,7 @@ class MemberReader:
 
 
 class MemberWriter:
-    """Writes a sequence of bytes to the files that they belong to; what follows the last ones is dropped.
+    """Writes a sequence of bytes to the files they belong to, and drops what follows the last file's bytes.
 
     Each file is finished as soon as it is full; `close` aborts the others.
     """
@@ -140,7 +144,7 @@ class MemberWriter:
             buffer = buffer[part.nbytes :]
 
     def finish(self) -> list[RecordedFile]:
-        """Write the files without bytes, too; all files that are finished."""
+        """Write the empty files, too, and return all files that are finished."""
         for number, (_, size_bytes) in enumerate(self._files):
             if not size_bytes:
                 self._append(number, memoryview(b""))
@@ -172,9 +176,10 @@ class MemberWriter:
 
 
 class ByteFeed:
-    """The bytes that a save writes, in blocks, in the order in which they come; zeros follow the last ones.
+    """The bytes that a save writes, as blocks, in the order of writing; zeros follow the last bytes.
 
-    Any thread puts bytes in, and waits while all blocks are full; one takes blocks and gives them back.
+    Any thread may put bytes in, and waits while all blocks are full. One thread takes blocks and gives them
+    back.
     """
 
     def __init__(self, blocks: Sequence[memoryview]) -> None:
@@ -189,7 +194,7 @@ class ByteFeed:
         self._extents: list[tuple[str, int]] = []
 
     def put(self, key: str, content: memoryview) -> None:
-        """Copy the next bytes of a file, so that its buffer is free when the storage has written it."""
+        """Copy the next bytes of a file, so that their buffer is free once the storage has written it."""
         with self._lock:
             if content.nbytes and self._extents and self._extents[-1][0] == key:
                 self._extents[-1] = key, self._extents[-1][1] + content.nbytes
@@ -198,7 +203,7 @@ class ByteFeed:
             while content.nbytes and not self._is_abandoned:
                 if self._filling is None:
                     self._filling, self._filled = self._free.get(), 0
-                    continue  # it may have been abandoned meanwhile
+                    continue  # it may have been abandoned in the meantime
                 part = content[: self._filling.nbytes - self._filled]
                 copy_bytes(self._filling[self._filled : self._filled + part.nbytes], part)
                 self._filled, content = self._filled + part.nbytes, content[part.nbytes :]
@@ -216,22 +221,22 @@ class ByteFeed:
             self._full.put(None)
 
     def take(self) -> memoryview | None:
-        """The next block, waiting for it; None if only zeros follow."""
+        """Wait for the next block and return it; None if only zeros follow."""
         block = None if self._has_ended else self._full.get()
         self._has_ended = block is None
         return block
 
     def give_back(self, block: memoryview) -> None:
-        """Let a block that was taken be filled again."""
+        """Return a block so that it can be filled again."""
         self._free.put(block)
 
     def abandon(self) -> None:
-        """Let nobody wait for free blocks any more: nobody will take them."""
+        """Stop making callers of `put` wait for free blocks, because no one will take the full ones."""
         self._is_abandoned = True
         self._free.put(None)
 
     def order_of(self, files: Sequence[WrittenFile], keys: Sequence[str]) -> Order:
-        """The order in which the bytes of these files came; `StorageError` if each was not seen once."""
+        """The order in which the bytes of `files` came; raises `StorageError` unless each came once."""
         numbers = {key: number for number, key in enumerate(keys)}
         counts: Counter[str] = Counter()
         for key, length in self._extents:
@@ -250,7 +255,7 @@ class ByteFeed:
 
 
 class _FedStorage(WrappedStorage):
-    """A storage that shows a feed the bytes of new objects, and of objects that are read once."""
+    """A storage that passes to a feed the bytes of new objects, and of objects that are read once."""
 
     def __init__(self, inside: Storage, feed: ByteFeed) -> None:
         super().__init__(inside)
@@ -271,7 +276,7 @@ class _FedSink(WrappedSink):
     put: Callable[[memoryview], None]
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        # The feed first: afterwards the buffer may be another's.
+        # Feed first: once submitted, the buffer may be reused by others.
         self.put(flat(buffer))
         self.inside.submit(buffer, release)
 
@@ -285,9 +290,9 @@ class _FedSource(WrappedSource):
 
 
 class FirstFailure:
-    """The first error of a rank's part in an exchange with others.
+    """The first error in a rank's part of an exchange with others.
 
-    The rank goes on, with whatever bytes it has, so that the others are not left waiting for it.
+    After an error, the rank continues with whatever bytes it has, so that the others do not wait for it.
     """
 
     def __init__(self) -> None:
@@ -295,7 +300,7 @@ class FirstFailure:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note an error of the block, but for a rank that does not answer: nobody waits for it twice."""
+        """Note an error raised in the block, but not `WaitTimeout`: a silent rank is not awaited twice."""
         try:
             yield
         except WaitTimeout:
@@ -304,19 +309,19 @@ class FirstFailure:
             self._error = self._error or error
 
     def attempt(self, work: Callable[..., object], *arguments: object) -> None:
-        """Do this, unless something has failed before."""
+        """Call `work` unless something has failed before."""
         if self._error is None:
             with self.noted():
                 work(*arguments)
 
     def raise_noted(self) -> None:
-        """Raise the error, if there is one."""
+        """Raise the noted error, if any."""
         if self._error is not None:
             raise self._error
 
 
 class Protector:
-    """One rank's part in protecting and rebuilding steps; making and closing one is collective."""
+    """One rank's part in protecting and rebuilding steps. Creating and closing one is collective."""
 
     def __init__(self, storage: Storage, comm: Comm) -> None:
         self._storage = storage
@@ -342,11 +347,12 @@ class Protector:
     ) -> tuple[WrittenShare, Order, tuple[RecordedFile, ...]]:
         """Write this rank's files and, in step with its group, the parity or copy that it keeps for others.
 
-        `ranks` are the group's, and `sizes` the bytes that they will write. One rank alone is not protected.
+        `ranks` are those of the group, and `sizes` the number of bytes that each will write. A group of one
+        rank is not protected.
         """
         if layout.members == 1:
             return staged.write_to(storage, key, progress), (), ()
-        # Devices write from the huge pages of warm memory in fewer and larger requests.
+        # Devices write from the huge pages of warm memory with fewer and larger requests.
         num_blocks = NUM_FED + (NUM_SUMS + NUM_SPARE) * max(layout.parities, 1)
         memory = WarmMemory(num_blocks * layout.block_bytes)
         memory.touch()
@@ -360,7 +366,7 @@ class Protector:
             try:
                 encoding = thread.submit(encode)
             except RuntimeError as error:
-                # The others of the group wait for blocks of this rank, with any content.
+                # The rest of the group still waits for this rank's blocks, whatever their content.
                 feed.close()
                 with suppress(StorageError):
                     encode()
@@ -383,7 +389,7 @@ class Protector:
         sizes: Sequence[int],
         layout: Layout,
     ) -> RecordedFile:
-        """Send this member's blocks, add up the blocks that arrive, and write the sums by another thread."""
+        """Send this member's blocks, add up the blocks that arrive, and write the sums in another thread."""
         place, failure, zeros = ranks.index(self._comm.rank), FirstFailure(), bytearray(layout.block_bytes)
         tag = self._next_tag()
         width = max(layout.parities, 1)
@@ -393,7 +399,8 @@ class Protector:
             free.put(each)
         kept_bytes = layout.parities * layout.chunk_bytes if layout.parities else sizes[place - 1]
         name = parity_file_name(self._comm.rank)
-        # The members that get a block of each chunk, and whose blocks arrive: one for each parity.
+        # For each chunk, the members that receive this member's block, and those whose blocks arrive: one per
+        # parity.
         routes = [_route(layout, place, chunk) for chunk in range(layout.num_chunks)]
 
         def receive(step: int, sums: Sequence[memoryview]) -> list[PendingTransfer]:
@@ -425,7 +432,7 @@ class Protector:
                 self._wait(arriving, "blocks for parity", failure)
                 is_last = step % len(routes) == len(routes) - 1
                 following = free.get() if is_last and step + 1 < num_steps else sums
-                # Before others send it, so that what arrives needs no buffer of the transport.
+                # Before others send, so that arriving blocks need no buffer in the transport.
                 arriving = receive(step + 1, following) if step + 1 < num_steps else []
                 if step % len(routes):
                     # The first chunk has the largest weight, so Horner's rule gives the others theirs.
@@ -460,11 +467,11 @@ class Protector:
         to_key: KeyOf,
         failure: FirstFailure,
     ) -> None:
-        """Take part in writing shares of a group: the shares that are `lost`, and the shares that move.
+        """Take part in writing the shares of a group that are `lost` or are relocated.
 
-        A share of `targets` is written by that rank: from sums of what the `holders` of the group's other
-        shares have if it is lost, else from its own holder. `from_key` gives the keys of files on this node,
-        `to_key` the keys of files that are written.
+        `targets` maps each share to be written to the rank that writes it. A lost share is computed as sums
+        of what the `holders` of the group's other shares have; any other share is copied from its holder.
+        `from_key` gives the keys of existing files on this node, `to_key` the keys of files to write.
         """
         tag, layout, rank = self._next_tag(), record.layout, self._comm.rank
         missing = [place for place, each in enumerate(record.ranks) if each in lost]
@@ -473,7 +480,8 @@ class Protector:
             return
         total, part = aligned_buffer(layout.block_bytes), aligned_buffer(layout.block_bytes)
         with ExitStack() as opened:
-            # By member whose share is here, the bytes of its own files, and those that it keeps for others.
+            # For each member whose share is on this node, the bytes of its own files and those that it keeps
+            # for others.
             readers = {
                 place: [
                     opened.enter_context(closing(MemberReader(files, self._storage, from_key, order)))
@@ -520,7 +528,7 @@ class Protector:
         tag: int,
         failure: FirstFailure,
     ) -> list[PendingTransfer]:
-        """Begin to send or receive a block for each parity."""
+        """Begin to send or receive one block for each parity."""
         pending = []
         for number, (rank, block) in enumerate(peers):
             with failure.noted():
@@ -542,13 +550,13 @@ class Protector:
 
 
 def _parts_of_share(record: GroupRecord, place: int) -> list[tuple[tuple[RecordedFile, ...], Order]]:
-    """The files of a member with their order, then what it keeps for its group."""
+    """The files of a member with their order, then what the member keeps for its group."""
     member = record.members[place]
     return [(member.files, member.order), (record.kept[place : place + 1], ())]
 
 
 def _route(layout: Layout, place: int, chunk: int) -> tuple[list[int], list[int]]:
-    """The members that get a member's block of a chunk, and whose blocks it gets meanwhile."""
+    """The members that receive a member's block of a chunk, and those whose blocks it receives meanwhile."""
     if not layout.parities:
         return [(place + 1) % layout.members], [(place - 1) % layout.members]
     stripe = layout.stripe_of(place, chunk)
@@ -560,10 +568,10 @@ def _route(layout: Layout, place: int, chunk: int) -> tuple[list[int], list[int]
 def list_blocks(
     record: GroupRecord, layout: Layout, place: int, missing: Collection[int]
 ) -> Iterator[tuple[bool, int, list[tuple[int, bool, int, int]]]]:
-    """The blocks of a member's share: whether each is kept for others, its length, and the sum it equals.
+    """The blocks of a member's share: whether each is kept for others, its length, and its bytes as a sum.
 
-    A term is a member, whether its bytes are kept for others, their offset there, and the factor. The share
-    of a member that is not missing is one term, itself.
+    A sum is a list of terms: a member, whether the term's bytes are among those it keeps for others, their
+    offset, and a factor. If the member itself is not missing, each sum has a single term: the member.
     """
     own_bytes = record.members[place].size_bytes
     kept_bytes = sum(file.size_bytes for file in record.kept[place : place + 1])

@@ -1,8 +1,8 @@
-"""Who protects whom, where each piece of parity is, what is lost of a step, and how to compute it again.
+"""Groups of ranks that protect each other, the places of parity, and how to recompute what a step has lost.
 
-Ranks form groups of which no two members share a failure domain. Each member's bytes are dealt in blocks to
-chunks, one for each stripe in which it has no parity, so that all members do the same work and keep the same
-share:
+Ranks form groups in which no two members share a failure domain. Each member's bytes are dealt out in blocks
+to chunks, one chunk for each stripe in which the member has no parity, so that all members do the same work
+and keep equal shares:
 
     4 members, 1 parity     member 0   1   2   3        P: plain parity of the stripe
                stripe 0            P   a   b   c
@@ -11,15 +11,15 @@ share:
                stripe 3            a   b   c   P
 
 Each member has exactly one piece of each stripe, so a piece is named by its member. Arithmetic is in GF(2^8),
-the field of RAID 6: bytes are polynomials modulo x^8 + x^4 + x^3 + x^2 + 1, adding is XOR, and 2 generates
-all elements but zero.
+the field of RAID 6: bytes are polynomials modulo x^8 + x^4 + x^3 + x^2 + 1, addition is XOR, and the powers
+of 2 are all elements but zero.
 
 The record of a group is in the cache of every member, so it survives whatever the group survives. Rank 0
-assesses a step from what each node lists. The job that restores may have other ranks than the one that saved:
-each rank that saved has a share (its files, and what it keeps for its group), on whichever node. Everything
-is pure, but `add`, `double_and_add` and `add_scaled` change their first buffer. Invariants: every piece can
-be recovered unless its group lost more members than it has parities; a record has the names, sizes and
-checksums of all files that a rebuild must give back.
+assesses a step from what each node lists. The job that restores may have a different number of ranks from the
+job that saved: each rank that saved has a share (its files, and what it keeps for its group) on some node.
+Everything is pure, except that `add`, `double_and_add` and `add_scaled` change their first buffer.
+Invariants: every piece can be recovered unless its group lost more members than it has parities; a record has
+the names, sizes and checksums of all files that a rebuild must produce.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from penstock.errors import UsageError, name_some
 
 MODULUS: Final = 0x11D
 CACHED_BYTES: Final = 64 << 10
-"""Doubling takes several passes over a block: smaller ones cost calls, larger ones leave the L1 cache."""
+"""The block size for doubling, which takes several passes: smaller blocks cost calls, larger ones leave the
+L1 cache.
+"""
 
 
 @cache
 def _powers() -> tuple[list[int], list[int]]:
-    """2 to the powers 0 to 509, which repeat after 255, and the logarithm of each element to the base 2."""
+    """The powers of 2 from 0 to 509, which repeat after 255, and the logarithm of each element to base 2."""
     powers, logarithms, element = [0] * 510, [0] * 256, 1
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = element
@@ -54,7 +56,7 @@ def _powers() -> tuple[list[int], list[int]]:
 
 
 def multiply(left: int, right: int) -> int:
-    """The product of two elements."""
+    """The product of two elements of the field."""
     powers, logarithms = _powers()
     return powers[logarithms[left] + logarithms[right]] if left and right else 0
 
@@ -86,7 +88,7 @@ def double_and_add(weighted: memoryview, piece: memoryview) -> None:
 
 
 def add_scaled(total: memoryview, piece: memoryview, factor: int) -> None:
-    """Add `factor` times `piece` to `total`, by a table that multiplies two bytes at a time."""
+    """Add `factor` times `piece` to `total`, with a table that multiplies two bytes at a time."""
     if factor == 1:
         add(total, piece)
         return
@@ -96,18 +98,18 @@ def add_scaled(total: memoryview, piece: memoryview, factor: int) -> None:
 
 @cache
 def _multiples(factor: int) -> NDArray[np.uint16]:
-    """The product with `factor` of every pair of bytes: 128 KiB, which stay in the L2 cache."""
+    """The product of `factor` with every pair of bytes: 128 KiB, which stay in the L2 cache."""
     single = np.array([multiply(factor, element) for element in range(256)], np.uint16)
     return np.asarray(single[np.newaxis, :] | single[:, np.newaxis] << 8).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the pieces of a group are; without `parities`, each member keeps a copy of the one before.
+    """The positions of a group's pieces. Without `parities`, each member keeps a copy of the previous member.
 
-    With parity there are as many stripes as members: each member has the plain parity of one. A member's
-    bytes are `num_chunks` chunks of `chunk_bytes`, of which blocks of `block_bytes` take turns, so that they
-    can be summed as they are written.
+    With parity, there are as many stripes as members: each member has the plain parity of one. A member's
+    bytes form `num_chunks` chunks of `chunk_bytes`. Blocks of `block_bytes` go to the chunks in turn, so that
+    parity can be computed while they are written.
     """
 
     members: int
@@ -117,36 +119,36 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Into how many chunks the bytes of one member are cut."""
+        """The number of chunks into which the bytes of one member are divided."""
         return self.members - self.parities if self.parities else 1
 
     def blocks(self, total_bytes: int | None = None) -> Iterator[tuple[int, int]]:
-        """Start and length of each block of a chunk, or of `total_bytes`."""
+        """The start and length of each block of a chunk, or of `total_bytes`."""
         total_bytes = self.chunk_bytes if total_bytes is None else total_bytes
         for start in range(0, total_bytes, self.block_bytes):
             yield start, min(self.block_bytes, total_bytes - start)
 
     def position(self, chunk: int, start: int, length: int) -> int:
-        """The place, among the bytes of its member, of the block of `length` bytes at `start` of a chunk."""
+        """The offset, among the bytes of its member, of the block of `length` bytes at `start` of a chunk."""
         return start * self.num_chunks + chunk * length
 
     def stripe_of(self, member: int, chunk: int) -> int:
-        """The stripe that a chunk of a member belongs to."""
+        """The stripe to which a chunk of a member belongs."""
         return (member - self.parities - chunk) % self.members
 
     def kept_stripes(self, member: int) -> list[int]:
-        """The stripes whose parity a member keeps: the plain one, then the weighted one."""
+        """The stripes whose parity a member keeps: first the plain, then the weighted one."""
         return [member, (member - 1) % self.members][: self.parities]
 
     def locate(self, member: int, stripe: int, start: int, length: int) -> tuple[bool, int]:
-        """The place of a block in a member's piece of a stripe; and True if that piece is kept for others."""
+        """A pair: True if a member keeps its piece of a stripe for others; a block's offset in that piece."""
         offset = (member - stripe) % self.members
         if offset < self.parities:
             return True, self.parities * start + offset * length
         return False, self.position(offset - self.parities, start, length)
 
     def equations(self, stripe: int) -> list[list[int]]:
-        """Factors of the members' pieces whose weighted sum is zero: one equation for each parity.
+        """The equations of a stripe, one for each parity: factors with which the pieces add up to zero.
 
         Plain parity: P + a + b + c = 0. Weighted parity: Q + 4a + 2b + c = 0.
         """
@@ -160,7 +162,7 @@ class Layout:
         return [plain, weighted][: self.parities]
 
     def recover(self, stripe: int, lost: Collection[int], member: int) -> dict[int, int]:
-        """The factors of surviving members' pieces whose sum is the piece that the lost `member` had.
+        """For each surviving member, the factor of its piece in the sum that is the lost `member`'s piece.
 
         Raises `ValueError` if more members are lost than there are parities.
         """
@@ -192,7 +194,7 @@ ALIGN_BYTES: Final = 4096
 def build_layout(
     members: int, parities: int, largest_bytes: int, *, block_bytes: int = BLOCK_BYTES
 ) -> Layout:
-    """The layout for a largest member of `largest_bytes`, in equal blocks of at most about `block_bytes`."""
+    """The layout for a largest member of `largest_bytes`, in equal blocks of about `block_bytes` at most."""
     chunk_bytes = -(-largest_bytes // (members - parities if parities else 1))
     rows = -(-chunk_bytes // block_bytes)
     block = -(-chunk_bytes // max(rows, 1) // ALIGN_BYTES) * ALIGN_BYTES if rows else ALIGN_BYTES
@@ -200,23 +202,24 @@ def build_layout(
 
 
 Group = tuple[int, ...]
-"""Ranks, in the order of the group's members."""
+"""The ranks of a group, in the order of its members."""
 
 
 def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) -> tuple[Group, ...]:
-    """Groups of about `members` ranks; `domains[rank]` is what fails together with that rank.
+    """Groups of about `members` ranks. Ranks with equal `domains` fail together.
 
-    Groups are as equal as possible and never larger than requested. If a domain has many ranks they are
-    smaller, because each of its ranks needs a group of its own. Raises `UsageError` if one would have fewer
-    members than `smallest`.
+    Groups have nearly equal sizes, never larger than requested. They are smaller if a domain has many ranks,
+    because each of its ranks needs a group of its own. Raises `UsageError` if a group would have fewer than
+    `smallest` members.
     """
     if members == 1:
         return tuple((rank,) for rank in range(len(domains)))
     crowds = Counter(domains)
     num_groups = max(-(-len(domains) // members), max(crowds.values(), default=0))
     by_domain = sorted(range(len(domains)), key=lambda rank: (-crowds[domains[rank]], domains[rank], rank))
-    # Sorted by domain, the ranks of one domain are neighbours, and dealing out puts neighbours into different
-    # groups: of a a b c, with two groups, 0 and 2 get together, 1 and 3.
+    # Sorting by domain puts the ranks of a domain next to each other, and dealing them out puts adjacent
+    # ranks into different groups. With the domains a a b c and two groups, ranks 0 and 2 form one, and 1 and
+    # 3 the other.
     groups = tuple(tuple(sorted(by_domain[first::num_groups])) for first in range(num_groups))
     if min((len(group) for group in groups), default=smallest) < smallest:
         crowd, num_ranks = crowds.most_common(1)[0]
@@ -229,10 +232,10 @@ def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) ->
 
 
 def fit_scheme(wanted: Scheme, domains: Sequence[str]) -> tuple[Scheme, tuple[Group, ...], str]:
-    """The chosen scheme if it fits the ranks' failure domains, else the best of its substitutes.
+    """The chosen scheme if it fits the ranks' failure domains; otherwise the best substitute that does.
 
-    Returns also its groups and, if it is a substitute, the reason and what it survives. Raises `UsageError`
-    if nothing fits, for the chosen one.
+    Also returns the scheme's groups and, for a substitute, the reason and which losses it survives. If
+    nothing fits, raises `UsageError` with the reason why the chosen scheme does not.
     """
     misfit: UsageError | None = None
     for scheme in (wanted, *wanted.substitutes()):
@@ -260,7 +263,7 @@ def fit_scheme(wanted: Scheme, domains: Sequence[str]) -> tuple[Scheme, tuple[Gr
 
 
 class RecordedFile(StoredRecord):
-    """One file: its name below the step's folder, its size, and the XXH3-128 of its bytes in hexadecimal."""
+    """A file: its name within the step's folder, its size, and the XXH3-128 of its bytes in hexadecimal."""
 
     name: str
     size_bytes: int
@@ -268,9 +271,11 @@ class RecordedFile(StoredRecord):
 
 
 Order = tuple[tuple[int, int], ...]
-"""How parity sees the bytes of a member's files, which are written several at a time: the number of a file
-and how many of its next bytes follow, again and again. ((0, 4), (1, 4), (0, 2)) is four bytes of the first
-file, four of the second, two more of the first. Empty: one file after another."""
+"""The order in which parity sees the bytes of a member's files, several of which are written at a time.
+
+Each pair is the number of a file and how many of its next bytes follow: ((0, 4), (1, 4), (0, 2)) is four
+bytes of the first file, four of the second, and two more of the first. If empty, the files follow each other.
+"""
 
 
 class GroupMember(StoredRecord):
@@ -283,17 +288,17 @@ class GroupMember(StoredRecord):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all its files."""
+        """The total size of the member's files."""
         return sum(file.size_bytes for file in self.files)
 
 
 class GroupRecord(StoredRecord):
-    """The protection of one group in one step. JSON on disk."""
+    """The protection of one group in one step. Stored as JSON."""
 
     format: Literal[3] = 3
     step: str
     save_id: str
-    """The save that wrote this: a step may have been saved twice, and one node may have missed the second."""
+    """The save that wrote this record: a step may be saved twice, and a node may miss the second save."""
     domains: tuple[str, ...]
     """The failure domains of all ranks of the job that saved, in rank order."""
     scheme: str
@@ -302,11 +307,11 @@ class GroupRecord(StoredRecord):
     block_bytes: int
     members: tuple[GroupMember, ...]
     kept: tuple[RecordedFile, ...]
-    """What each member keeps for the others: parity, or a copy of its neighbour's files."""
+    """What each member keeps for the others: parity, or a copy of the previous member's files."""
 
     @property
     def layout(self) -> Layout:
-        """Where the pieces of parity are, or the copies."""
+        """The positions of the pieces of parity, or of the copies."""
         is_copied = self.scheme == "partner"
         return Layout(
             members=len(self.members),
@@ -328,7 +333,7 @@ class GroupRecord(StoredRecord):
 def list_members(
     records: Mapping[int, GroupRecord], ranks: Collection[int] | None = None
 ) -> Iterator[tuple[GroupRecord, int]]:
-    """The places of some ranks, or of all, in their groups; in the same order on all ranks."""
+    """The group of each of `ranks` (None: all), and its place there; in the same order on all ranks."""
     for _, record in sorted(records.items()):
         for place, rank in enumerate(record.ranks):
             if ranks is None or rank in ranks:
@@ -339,51 +344,53 @@ def list_members(
 class NodeShares:
     """The part of a step that one node's cache has; `sizes` is empty if it has not committed a share.
 
-    `records` come without their `domains`, which are the same in all of them and long: here they are once.
+    `records` come without their `domains`, which are long and the same in all of them; they are here once.
     """
 
     ranks: tuple[int, ...]
-    """The ranks that use this cache now; the lowest acts for it."""
+    """The ranks of this job that use the cache; the lowest acts for it."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     records: Mapping[int, GroupRecord] = field(default_factory=dict)
-    """By the group's number."""
+    """By the number of the group."""
     domains: tuple[str, ...] = ()
     room_bytes: int = 0
-    """How much more fits into the cache."""
+    """The number of bytes that still fit into the cache."""
     unread: str = ""
-    """Why it could not be seen what this cache has; empty if it could."""
+    """The reason why the cache could not be read; empty if it could."""
 
     @property
     def save_id(self) -> str:
-        """The save of the step that this is; empty if there is none."""
+        """The save of the step that this node has; empty if it has none."""
         return next((record.save_id for record in self.records.values()), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """The state of a step in all caches. `lost` are the ranks that saved and whose share no node has."""
+    """The state of a step in all caches. `lost` are the ranks that saved and whose shares no node has."""
 
     records: Mapping[int, GroupRecord] = field(default_factory=dict)
-    """By the group's number, without `domains`."""
+    """By the number of the group, without `domains`."""
     domains: tuple[str, ...] = ()
     save_id: str = ""
     shares: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    """By the lowest rank of a node now: the ranks that saved whose shares are there."""
+    """The ranks whose saved shares are on each node, by the lowest rank that uses the node now."""
     holders: Mapping[int, int] = field(default_factory=dict)
-    """By rank that saved: the rank that has its share now, or will get it if it is lost."""
+    """For each rank that saved, the rank that has its share now, or will receive it if it is lost."""
     homes: Mapping[int, int] = field(default_factory=dict)
-    """By rank that saved: the rank that needs its share now, on whose node it should be."""
+    """For each rank that saved, the rank that needs its share now, and on whose node it should be."""
     lost: tuple[int, ...] = ()
     moved: Mapping[int, int] = field(default_factory=dict)
-    """By lost rank whose own cache is too full for its share: the rank of another node that gets it."""
+    """For each lost rank whose cache is too full for its share, the rank of another node that receives it."""
     reason: str = ""
-    """Why it cannot be restored from caches; empty if it can."""
+    """The reason why the step cannot be restored from caches; empty if it can."""
     unread: str = ""
-    """If it cannot: why it may still be whole, because the storage of a cache failed."""
+    """If it cannot: why the step may be intact after all, because the storage of a cache failed. Otherwise
+    empty.
+    """
 
     @property
     def is_rebuildable(self) -> bool:
-        """True if something is lost that can be computed from the rest."""
+        """True if shares are lost, and all of them can be computed from the rest."""
         return bool(self.lost) and not self.reason
 
     def files_of(self, rank: int) -> tuple[RecordedFile, ...]:
@@ -394,7 +401,8 @@ class Assessment:
 def assess(nodes: Sequence[NodeShares], *, damaged: Collection[int] = ()) -> Assessment:
     """Assess one step from what all nodes have; the files of `damaged` ranks count as lost.
 
-    If nodes have different saves of the step, the one that can be restored and of which most is left counts.
+    If nodes have different saves of the step, one that can be restored is preferred, then the one with the
+    fewest lost shares.
     """
     save_ids = sorted({node.save_id for node in nodes} - {""})
     found = [_assess_save(save_id, nodes, damaged) for save_id in save_ids]
@@ -405,7 +413,7 @@ def assess(nodes: Sequence[NodeShares], *, damaged: Collection[int] = ()) -> Ass
 
 
 def find_complete_shares(node: NodeShares, records: Mapping[int, GroupRecord]) -> frozenset[int]:
-    """The ranks whose files and parity are all in this cache, by names and sizes."""
+    """The ranks whose files and parity are all in this cache, judging by names and sizes."""
     return frozenset(
         record.ranks[place]
         for record, place in list_members(records)
@@ -414,7 +422,7 @@ def find_complete_shares(node: NodeShares, records: Mapping[int, GroupRecord]) -
 
 
 def choose_home_rank(rank: int, num_saved: int, num_present: int) -> int:
-    """The rank that takes over what `rank` saved: itself, or its proportional place among other numbers."""
+    """The rank that needs the share of `rank`: the same, or its counterpart among another number."""
     return rank if num_saved == num_present else rank * num_present // num_saved
 
 
@@ -429,7 +437,8 @@ def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[
     for rank, home in homes.items():
         here = [ranks for ranks, found in complete.items() if rank in found]
         if here:
-            # A damaged share is rebuilt where it was read: a node that kept it would go on reading it.
+            # A damaged share is rebuilt where it was read; otherwise its node would continue to read the
+            # damaged one.
             at = next((ranks for ranks in here if home in ranks), here[0])
             holders[rank] = home if home in at else at[rank % len(at)]
         if not here or rank in damaged:
@@ -449,7 +458,7 @@ def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[
 
 
 def _find_room(found: Assessment, nodes: Sequence[NodeShares]) -> dict[int, int]:
-    """By lost share that does not fit into its own cache: the rank of the node with most room."""
+    """For each lost share that does not fit into its own cache, the rank of the node with the most room."""
     node_of = {rank: node.ranks for node in nodes for rank in node.ranks}
     left = {node.ranks: node.room_bytes for node in nodes}
     moved = {}
@@ -471,7 +480,8 @@ def _explain_loss(records: Mapping[int, GroupRecord], domains: Sequence[str], lo
         )
     for record in records.values():
         missing = [place for place, rank in enumerate(record.ranks) if rank in lost]
-        # Copies survive any loss except two neighbours, as each member keeps a copy of the one before.
+        # Each member keeps a copy of the previous one, so copies survive any loss except that of two adjacent
+        # members.
         neighbours = any((place + 1) % len(record.members) in missing for place in missing)
         if len(missing) > record.losses and (record.scheme != "partner" or neighbours):
             members = [record.members[place] for place in missing]

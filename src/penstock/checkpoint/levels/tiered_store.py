@@ -1,7 +1,7 @@
 """The steps of a run with caches: saved to the caches, flushed to durable storage, restored from either.
 
-The `StepStore` of a manager with `cache=`. Invariant: a step that is damaged on one level is tried on the
-next before an older step is; a step that is to become durable stays in the caches until it is.
+The `StepStore` of a manager with `cache=`. Invariants: if a step is damaged on one level, the next level is
+tried before an older step; a step that is to become durable stays in the caches until it is.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def open_tiered_store(
 ) -> TieredStore:
     """The step store of a run with caches in front of its durable steps. Collective.
 
-    `uri` is the durable level's, if it was given as one: a detached process opens it again.
+    `uri` is the URI of the durable level, or None if a storage was given: a detached process opens it again.
     """
     comm = durable.comm
     level = CacheLevel(cache, comm, schemes=schemes, domain=domain)
 
     def look() -> str:
-        """Refuse a cache that exists and is the durable folder: old steps would leave both at once."""
+        """Refuse a cache that is the durable folder itself: old steps would disappear from both at once."""
         own, shared = find_local_root(cache), find_local_root(durable.catalog.storage)
-        # What cannot be looked at is another folder than the cache, which could.
+        # A path that cannot be examined is not the cache's folder, which could be.
         with suppress(OSError):
             if own is not None and shared is not None and own.samefile(shared):
                 raise UsageError(
@@ -96,8 +96,8 @@ def open_tiered_store(
 class TieredStore(step_store.StepStore):
     """A store with caches in front of its durable level; without `flush`, nothing becomes durable.
 
-    The lead rank of each node starts the flusher of its cache: a thread of its own, or a detached process.
-    The newest `keep_cached` steps stay in the caches; None keeps all.
+    The lead rank of each node starts the flusher of its cache, in a thread or in a detached process. The
+    newest `keep_cached` steps are kept in the caches; None keeps all.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class TieredStore(step_store.StepStore):
         self._is_open = True
 
     def steps(self) -> list[int]:
-        """The durable steps and the steps in this node's cache."""
+        """The durable steps, and the steps in this node's cache."""
         return sorted({*self.catalog.committed(), *self.cache.node.steps()})
 
     def open(self, name: str) -> SaveTransaction:
-        """A draft in all caches; results, which are not steps, go to the durable level at once."""
+        """Begin a draft in all caches. Results, which are not steps, go directly to the durable level."""
         if parse_step(name) is None:
             return super().open(name)
         run_on_all_ranks(
@@ -149,7 +149,7 @@ class TieredStore(step_store.StepStore):
         *,
         is_last: bool,
     ) -> step_store.Completed:
-        """Commit a step with the redundancy for this save's number, and flush it if its turn has come."""
+        """Commit a step with the scheme due for this save's number, and flush it if its turn has come."""
         draft, step = transaction.draft, parse_step(transaction.draft.name)
         if step is None:
             return super().complete(transaction, prepared, staged, progress, is_last=is_last)
@@ -166,7 +166,7 @@ class TieredStore(step_store.StepStore):
                     self.comm, lambda: self._await_durable(step), awaiting=f"step {step} to be durable"
                 )
         elif self.cache.is_lead and step in self._flushes.notes():
-            # An older save of this step was to become durable, and is gone.
+            # An older save of this step was to become durable, but no longer exists.
             self._flushes.remove(step, self._flushes.notes()[step].save_id)
         clear_up = partial(remove_leftovers, step, self.hide_surplus())
         return f"{self.cache.storage.uri}/{draft.name}", stats, clear_up
@@ -178,7 +178,7 @@ class TieredStore(step_store.StepStore):
         return sorted(cached.union(run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)))
 
     def copies(self, step: int) -> Iterator[step_store.StepCopy | StorageError]:
-        """The caches' copy, rebuilt if files are lost or damaged; then the one of the durable level."""
+        """The caches' copy, rebuilt if files are lost or damaged; then the durable one."""
         name = step_dirname(step)
         found = self.cache.assess(name)
         is_cached = bool(found.records or found.unread)
@@ -186,7 +186,8 @@ class TieredStore(step_store.StepStore):
             found = self._repaired(name, found)
             if not found.reason:
                 yield self._cached_copy("cache", name, found)
-                # Resumed, because the first copy could not be loaded: damaged shares now count as lost.
+                # Execution resumes here because the first copy could not be loaded: damaged shares now count
+                # as lost.
                 if damaged := self.cache.find_damaged(name, found):
                     unread = next(filter(None, damaged.values()), "")
                     found = self._repaired(name, self.cache.assess(name, damaged=damaged))
@@ -214,7 +215,7 @@ class TieredStore(step_store.StepStore):
             yield ObjectNotFound("no level has it")
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """Failed flushes: their steps are still in the caches. Failures of an earlier job are only logged."""
+        """Failed flushes, whose steps are still in the caches. Failures of an earlier job are only logged."""
         new_failures: dict[int, BaseException] = {}
         if self._flush is None or not self.cache.is_lead:
             return new_failures
@@ -228,10 +229,10 @@ class TieredStore(step_store.StepStore):
         return new_failures
 
     def resume(self) -> None:
-        """Let this job flush what an earlier one did not, rebuilt first where files are lost. Collective.
+        """Let this job flush what an earlier one did not, after rebuilding files that are lost. Collective.
 
-        A kill may have left the note of a step on some nodes only, and the nodes that had its files may be
-        gone: all nodes that have a share now get the note.
+        If a job is killed, the note of a step may be on some nodes only, and the nodes that had its files may
+        be gone. All nodes that have a share therefore receive the note.
         """
         answers = all_gather_results(
             self.comm,
@@ -256,7 +257,7 @@ class TieredStore(step_store.StepStore):
             self._start_flusher()
 
     def close(self) -> None:
-        """Wait until everything that is to become durable is, then release everything."""
+        """Wait until every step that is to become durable is, then release everything."""
         if not self._is_open:
             return
         self._is_open = False
@@ -265,7 +266,7 @@ class TieredStore(step_store.StepStore):
                 if self._thread:
                     self._thread.shutdown()
                 self._run_flusher(self.comm.timeout_s)
-                # The last save kept what was still to be flushed.
+                # The last save kept steps that still had to be flushed.
                 remove_leftovers(self._saved or 0, self.hide_surplus())
         finally:
             self.cache.close()
@@ -273,9 +274,12 @@ class TieredStore(step_store.StepStore):
             super().close()
 
     def hide_surplus(self) -> list[Callable[[], None]]:
-        """Hide the oldest steps of this node's cache, except pending ones; the calls remove their files.
+        """Hide the oldest steps of this node's cache, except pending ones.
 
-        As on the durable level, steps beyond the one saved last do not count; who saved none removes none.
+        The returned calls remove their files.
+
+        As on the durable level, steps newer than the one saved last do not count. A job that saved none
+        removes none.
         """
         saved = self._saved
         if saved is None or self._keep_cached is None or not self.cache.is_lead:
@@ -290,9 +294,9 @@ class TieredStore(step_store.StepStore):
         return hidden
 
     def _hand_over(self, step: int, save_id: str) -> None:
-        """Note that this node's share is to become durable, and see to it that a flusher works.
+        """Note that this node's share is to become durable, and make sure that a flusher is running.
 
-        A failure is reported with others of the background: raised here, on one rank alone, it would claim
+        A failure here is reported like other background failures. Raised on one rank alone, it would suggest
         that the step was not saved.
         """
         assert self._flush is not None, "something is flushed"
@@ -340,7 +344,7 @@ class TieredStore(step_store.StepStore):
             )
 
     def _repaired(self, name: str, found: Assessment) -> Assessment:
-        """Rebuild the step if that is needed and possible; on failure, `reason` gives the cause."""
+        """Rebuild the step if that is necessary and possible; on failure, set `reason` to the cause."""
         if not found.is_rebuildable:
             return found
         ranks = ", ".join(map(str, found.lost))
@@ -377,9 +381,9 @@ class TieredStore(step_store.StepStore):
 
 
 class _FetchedFiles(FinishedFiles):
-    """Copies a durable step of user files to the caches, in place of a save, with the same manifest.
+    """Stands in for a save: copies a durable step of user files to the caches, under the same manifest.
 
-    What is copied is not verified here: a restart verifies all files.
+    The copied files are not verified here, because a restart verifies all files.
     """
 
     def __init__(self, stored: CheckpointRef, *, rank: int, num_ranks: int) -> None:
@@ -393,7 +397,7 @@ class _FetchedFiles(FinishedFiles):
         ]
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:  # noqa: ARG002 - as saved
-        """The sizes of this rank's files."""
+        """The total size of this rank's files."""
         return sum(file.size_bytes for file in self._mine)
 
     def write_to(
