@@ -5,17 +5,15 @@ forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects the tas
 `TaskReport` returns the result. The frameworks own the folder and put their own files next to the engine's,
 so nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
 files of all ranks are durable, and is removed before any of them is overwritten. The trainer always learns
-how the writing ended; if a forked process was killed, the error names the signal.
+how the writing ended, also if the process was killed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import pickle
 import re
-import signal
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import _wrap_exception
@@ -86,8 +84,6 @@ class WriteTask:
     writers: int
     staging_bytes: int
     transforms: tuple[str, ...]
-    planner_pid: int
-    """The process that created this task."""
     plan_s: float
     was_sent: bool = False
     """Whether the task was pickled for another process. That process then has copies of all tensors in main
@@ -243,43 +239,9 @@ def write(rank: int, task: WriteTask, report: TaskReport) -> None:  # noqa: ARG0
     tensors.
     """
     with paused_garbage_collection():
-        # A process forked for this task ends when the task does.
-        if not task.was_sent and os.getpid() != task.planner_pid:
-            _write_in_fork(task, report)
-        else:
-            report.store(_write_or_fail(task))
+        report.store(_write_or_fail(task))
     if task.was_sent:
         release(task)
-
-
-def _write_in_fork(task: WriteTask, report: TaskReport) -> None:
-    """Write in another process, so that this one can report what killed it."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            # The kernel ends this process together with its parent, which frameworks kill to abort a save.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-            report.store(_write_or_fail(task))
-            code = 0
-        finally:
-            # Skip whatever the trainer runs when it exits.
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    if report.read() is not None:
-        return
-    death = f"ended with exit code {os.waitstatus_to_exitcode(status)}"
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        hint = ", as the kernel does when memory runs out (see dmesg)" if name == "SIGKILL" else ""
-        death = f"was killed by {name}{hint}"
-    report.store(StorageError(f"The process that writes (pid {pid}) {death}", uri=task.folder))
-
-
-PR_SET_PDEATHSIG: Final = 1
 
 
 def _write_or_fail(task: WriteTask) -> WrittenShare | PenstockError:
@@ -403,7 +365,6 @@ class AsyncWriter(FileSystemWriter):
             writers=self._writers,
             staging_bytes=self._staging_bytes,
             transforms=self._transforms,
-            planner_pid=os.getpid(),
             plan_s=time.perf_counter() - start_s,
         )
         self._copy = HostCopy(task)
