@@ -1,8 +1,8 @@
 """The listing of an external data set: sorted names in one file per node that every rank maps.
 
-50 million names do not fit into the memory of every rank, and barely into that of one: names are sorted in
-runs on disk and merged; ranks find a name by its number in the mapped file. The file lives only while ranks
-start, so it has no version; its size shows a copy that reached another node incompletely.
+50 million names do not fit into the memory of every rank: one sorts them, and all find a name by its number
+in the mapped file. The file lives only while ranks start, so it has no version; its size shows a copy that
+reached another node incompletely.
 
     names    in UTF-8, without separators, sorted by their bytes
     ends     for each file, where its name ends in `names`: 8 bytes, native
@@ -11,17 +11,15 @@ start, so it has no version; its size shows a copy that reached another node inc
 
 from __future__ import annotations
 
-import heapq
 import mmap
 import os
-import shutil
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from itertools import islice
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Final, Self
+from typing import Final, Self
+
+import numpy as np
 
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.files.system_calls import translate_os_errors
@@ -29,9 +27,6 @@ from penstock.storage.protocol import ObjectInfo
 
 _TAIL: Final = struct.Struct("=QQ")
 _END: Final = struct.Struct("=Q")
-_LENGTH: Final = struct.Struct("=I")
-_RUN_ENTRIES: Final = 1 << 20
-"""Names sorted in memory at once, about 200 MB of them: a run, which is an open file while all are merged."""
 
 
 class Listing:
@@ -81,45 +76,23 @@ class Listing:
         )
 
 
-def list_files(objects: Iterable[ObjectInfo], path: Path, *, run_entries: int = _RUN_ENTRIES) -> Listing:
+def list_files(objects: Iterable[ObjectInfo], path: Path) -> Listing:
     """Write the listing of `objects` to `path`, a local file, and open it.
 
-    Needs twice the room of the names next to `path` while it works. A name that comes twice is a
-    `StorageError`: no storage has two objects of one name, so the stream is not one listing.
+    A name that comes twice is a `StorageError`: no storage has two objects of one name, so the stream is not
+    one listing.
     """
-    with (
-        translate_os_errors("Sorting names", str(path)),
-        TemporaryDirectory(dir=path.parent, prefix=".listing-") as folder,
-        ExitStack() as files,
-    ):
-        runs: list[Iterator[bytes]] = []
-        names = (found.key.encode("utf-8", "surrogateescape") for found in objects)
-        while batch := sorted(islice(names, run_entries)):
-            run = files.enter_context(TemporaryFile(dir=folder))
-            for name in batch:
-                run.write(_LENGTH.pack(len(name)) + name)
-            run.seek(0)
-            runs.append(_read_run(run))
-        draft, num_files, end, last = Path(folder) / "listing", 0, 0, None
-        # The ends wait in a file of their own until all names are written.
-        with draft.open("wb") as out, TemporaryFile(dir=folder) as ends:
-            for name in heapq.merge(*runs):
-                if name == last:
-                    raise StorageError(
-                        f"{name.decode(errors='replace')!r} comes twice",
-                        uri=str(draft),
-                        fix="Did something write to the data set meanwhile? List it again.",
-                    )
-                num_files, end, last = num_files + 1, end + len(name), name
-                out.write(name)
-                ends.write(_END.pack(end))
-            ends.seek(0)
-            shutil.copyfileobj(ends, out)
-            out.write(_TAIL.pack(num_files, end))
-        draft.replace(path)
+    names = sorted(found.key.encode("utf-8", "surrogateescape") for found in objects)
+    for name, following in pairwise(names):
+        if name == following:
+            raise StorageError(
+                f"{name.decode(errors='replace')!r} comes twice",
+                uri=str(path),
+                fix="Did something write to the data set meanwhile? List it again.",
+            )
+    ends = np.cumsum([len(name) for name in names], dtype=np.uint64)
+    with translate_os_errors("Writing a listing", str(path)), path.open("wb") as out:
+        out.writelines(names)
+        out.write(ends.tobytes())
+        out.write(_TAIL.pack(len(names), int(ends[-1]) if names else 0))
     return Listing(path)
-
-
-def _read_run(file: IO[bytes]) -> Iterator[bytes]:
-    while length := file.read(_LENGTH.size):
-        yield file.read(*_LENGTH.unpack(length))

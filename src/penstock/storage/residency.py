@@ -12,7 +12,6 @@ import ctypes
 import errno
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -148,13 +147,11 @@ def _count_pages(
 
 
 NUM_SAMPLED = 16
-"""Files, and pieces of each: the kernel looks at every page that it is asked for."""
-PIECE_PAGES = 1024
 RESIDENT_SHARE = 0.99
 
 
 def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
-    """True if these files can be read from this machine's page cache alone, judged by pieces of a few.
+    """True if these files can be read from this machine's page cache alone, judged by a few of them.
 
     False where that cannot be known, and for storages that read past the page cache.
     """
@@ -163,26 +160,12 @@ def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
         return False
     try:
         for key in keys[:: -(-len(keys) // NUM_SAMPLED)]:
-            found = measure_file_residency(paths.local_path(key), _SAMPLERS)
+            found = measure_file_residency(paths.local_path(key))
             if found.resident_bytes < RESIDENT_SHARE * found.total_bytes:
                 return False
     except (StorageError, Unavailable):
         return False
     return True
-
-
-def _count_by_pieces(descriptor: int, size_bytes: int) -> tuple[int, int]:
-    """Pages by cachestat(2) if all of the file is as some pieces of it, the first and the last among them."""
-    num_pages = -(-size_bytes // mmap.PAGESIZE)
-    if num_pages <= NUM_SAMPLED * PIECE_PAGES:
-        return count_by_cachestat(descriptor, size_bytes)
-    piece_bytes = PIECE_PAGES * mmap.PAGESIZE
-    begins = np.linspace(0, num_pages - PIECE_PAGES, NUM_SAMPLED, dtype=np.int64) * mmap.PAGESIZE
-    found = sum(count_by_cachestat(descriptor, piece_bytes, begin)[0] for begin in begins.tolist())
-    return found * num_pages // (NUM_SAMPLED * PIECE_PAGES), 0
-
-
-_SAMPLERS: Mapping[Method, PageCounter] = MappingProxyType({**COUNTERS, "cachestat": _count_by_pieces})
 
 
 def evict_file(path: str) -> Eviction:
@@ -204,25 +187,19 @@ def evict_file(path: str) -> Eviction:
 
 _CHUNK: Final = 256
 _THREADS: Final = 16
-_WAITING_SHARE: Final = 3.0
-"""Calls that take this many times their CPU time wait for something else."""
 
 
 def evict_files(paths: Iterable[str], advance: Callable[[int], None] = lambda _files: None) -> Eviction:
     """Drop the pages of these files; `advance` is called after every few hundred.
 
-    Files without unwritten pages are not synced. Threads are used once the calls turn out to wait, for a
-    server or a device: those that only compute would wait for each other instead.
+    Files without unwritten pages are not synced. In threads, as the calls may wait for a server or a device.
     """
-    left, are_waiting = iter(paths), False
+    left = iter(paths)
     total = Eviction(before=_residency(0, 0, "cachestat"), after=_residency(0, 0, "cachestat"))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-evict") as threads:
         while chunk := tuple(islice(left, _CHUNK)):
-            began_s, began_cpu_s = time.monotonic(), time.thread_time()
-            total = sum(threads.map(evict_file, chunk) if are_waiting else map(evict_file, chunk), total)
+            total = sum(threads.map(evict_file, chunk), total)
             advance(len(chunk))
-            elapsed_s, cpu_s = time.monotonic() - began_s, time.thread_time() - began_cpu_s
-            are_waiting = are_waiting or elapsed_s > _WAITING_SHARE * cpu_s
     return total
 
 

@@ -6,7 +6,6 @@ per thread, and one block per thread where blocks are decoded, whatever the size
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from penstock.bench.loader.loader_protocol import (
     ReadRequest,
 )
 from penstock.dataset.formats.format_protocol import Extent
-from penstock.errors import PenstockError, ShortTransfer, UsageError
+from penstock.errors import ShortTransfer, UsageError
 from penstock.storage import Counters, Source, Storage, aligned
 from penstock.transfer.buffers import WarmMemory
 
@@ -168,7 +167,6 @@ class NativeLoader:
             for number in range(options.threads)
         ]
         self._is_open = True
-        self._defect: BaseException | None = None
         for thread in self._threads:
             thread.start()
 
@@ -211,8 +209,6 @@ class NativeLoader:
         pending = _PendingBatch(request.num_samples, works)
         for _ in range(min(len(works), len(self._threads))):
             self._tasks.put(pending)
-        if self._defect is not None:
-            self._fail_tasks(self._defect)
         return pending
 
     def _split(self, preprocess_ns: tuple[int, ...]) -> list[int]:
@@ -227,16 +223,6 @@ class NativeLoader:
                 batch.work_on(reader)
         finally:
             reader.close()
-            if (defect := sys.exception()) is not None:
-                # Only a defect ends a thread early. What it would have read must fail, or its epoch hangs.
-                self._defect = defect
-                self._fail_tasks(defect)
-
-    def _fail_tasks(self, reason: BaseException) -> None:
-        while not self._tasks.empty():
-            batch = self._tasks.get()
-            if batch is not None:
-                batch.fail(reason)
 
 
 class _PendingBatch:
@@ -250,35 +236,23 @@ class _PendingBatch:
         self._left = deque(works)
         self._missing = len(works)
         self._totals = Batch(num_samples)
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._changed = threading.Condition()
         self._is_cancelled = False
 
     def work_on(self, reader: RangeReader) -> None:
         """Work until nothing is left to begin; always report the end, or the batch is awaited forever."""
         done, totals, error = 0, Batch(), None
-        try:
-            while (work := self._take()) is not None:
-                done += 1
-                try:
-                    if isinstance(work, int):
-                        _preprocess(work, totals)
-                    else:
-                        reader.serve(work, totals)
-                except PenstockError as failure:  # it is raised where the batch is awaited
-                    error = error or failure
-        finally:
-            defect = sys.exception()
-            self._report(done, totals, error or defect)
-            if defect is not None:
-                self.fail(defect)
-
-    def fail(self, reason: BaseException) -> None:
-        """End all work that has not begun."""
-        done = 0
-        while self._take() is not None:
+        while (work := self._take()) is not None:
             done += 1
-        self._report(done, Batch(), reason)
+            try:
+                if isinstance(work, int):
+                    _preprocess(work, totals)
+                else:
+                    reader.serve(work, totals)
+            except Exception as failure:  # noqa: BLE001 - it is raised where the batch is awaited
+                error = error or failure
+        self._report(done, totals, error)
 
     def wait(self) -> Batch:
         """The complete batch; storage bounds each read, so this needs no time limit of its own."""
@@ -306,7 +280,7 @@ class _PendingBatch:
                 return work
             self._report(1, Batch(), None)
 
-    def _report(self, done: int, totals: Batch, error: BaseException | None) -> None:
+    def _report(self, done: int, totals: Batch, error: Exception | None) -> None:
         with self._changed:
             self._totals.add(totals)
             self._error = self._error or error
