@@ -1,10 +1,10 @@
 """The layout of a data file before it is written, and how tensors and objects are copied into it.
 
-The hot loop of a save: each copy runs in the thread that asks for it, with the GIL released, because torch's
-own thread pool would take the cores that other streams need. Invariants: large payloads begin at multiples
-of 4 KiB, items follow in the order of the bucket, every other byte is zero, and an item's checksum is over
-the very bytes that are written; a copy from a device sees what the caller's stream had queued when its
-`DeviceStream` was made, and nothing queued later.
+This is the hot loop of a save. Each copy runs in the thread that asks for it, with the GIL released, because
+torch's own thread pool would occupy the cores that other streams need. Invariants: large payloads begin at
+multiples of 4 KiB, items follow each other in the order of the bucket, every byte between them is zero, and
+an item's checksum covers exactly the bytes that are written; a copy from a device sees what the caller's
+stream had queued when its `DeviceStream` was created, and nothing queued later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 HOT_BLOCK_BYTES = 512 * 1024
-"""Fits into the second-level cache of a core, and takes far longer to copy than Python needs for the call."""
+"""Fits into a core's second-level cache, and takes far longer to copy than Python takes to make the call."""
 
 
 class HostPayload:
@@ -44,7 +44,7 @@ class HostPayload:
         self._elements = elements
 
     def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:  # noqa: ARG002 - no device
-        """Fill `target` with the bytes from `start` on, in row-major order."""
+        """Fill `target` with the bytes from offset `start` on, in row-major order."""
         row = np.frombuffer(target, dtype=self._elements.dtype)
         begin = start // row.itemsize
         if self._elements.ndim == 1:
@@ -56,7 +56,7 @@ class HostPayload:
 
 
 class TorchPayload:
-    """A tensor that torch has to fetch or convert: on a device, or saved with another dtype."""
+    """A tensor that torch has to fetch or convert: it is on a device, or is saved with another dtype."""
 
     def __init__(self, memory: torch.Tensor, dtype: torch.dtype) -> None:
         self.device = memory.device
@@ -64,7 +64,7 @@ class TorchPayload:
         self._dtype = dtype
 
     def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:
-        """Fill `target` with the bytes from `start` on; with a `stream`, only begin to."""
+        """Fill `target` with the bytes from offset `start` on; with a `stream`, only begin to."""
         row = torch.frombuffer(target, dtype=self._dtype)
         begin = start // self._dtype.itemsize
         for piece, place in split_range(tuple(self._memory.shape), begin, begin + row.numel()):
@@ -82,7 +82,7 @@ def payload_of_bytes(content: bytes) -> Payload:
 
 
 def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
-    """The payload of a region: its elements in row-major order, converted to `dtype` if that is given."""
+    """The payload of a region: its elements in row-major order, converted to `dtype` unless that is None."""
     if memory.requires_grad:
         memory = memory.detach()
     if memory.is_conj() or memory.is_neg():
@@ -98,10 +98,11 @@ def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) ->
 
 
 def split_range(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int | slice, ...], slice]]:
-    """Elements `begin` to `end` of a row-major array as few rectangular pieces.
+    """Divide elements `begin` to `end` of a row-major array into a few rectangular pieces.
 
-    Each has the index that selects it and its place among the elements from `begin` on. There are at most two
-    pieces for each dimension, plus one: the rest of a row, whole rows, the beginning of a row.
+    Each piece has the index that selects it in the array, and its place among the elements from `begin` on.
+    There are at most two pieces for each dimension, plus one: the rest of a row, whole rows, the beginning of
+    a row.
     """
     pieces: list[tuple[tuple[int | slice, ...], slice]] = []
     _collect_pieces(pieces, (), shape, (begin, end), 0)
@@ -124,7 +125,7 @@ def _collect_pieces(
     inner = int(np.prod(shape[1:], dtype=np.int64))
     first, last = -(-begin // inner), end // inner
     if first > last:
-        # The range is within one row.
+        # The range is within a single row.
         row = begin // inner
         _collect_pieces(pieces, (*outer, row), shape[1:], (begin - row * inner, end - row * inner), place)
         return
@@ -140,28 +141,33 @@ def _collect_pieces(
 
 
 ASYNCHRONOUS = "cuda"
-"""Devices of this type, AMD's included, copy asynchronously in a separate stream."""
+"""The device type, which includes AMD's, that copies asynchronously in a separate stream."""
 SYNCHRONIZED = "xpu"
-"""Work on devices of this type is waited for, because threads copy in their own streams. Others have none."""
+"""A device type on which work is awaited, because threads copy in streams of their own. No other type needs
+this.
+"""
 
 
 class DeviceStream:
-    """A side stream of one device. Made in the caller's thread; any thread may fetch through it."""
+    """A side stream of one device. Created in the caller's thread; any thread may fetch through it."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
-        """`module` is `torch.cuda`, or torch's module for the device."""
+        """Create the stream. `module` is `torch.cuda`, or torch's module for another type of device."""
         self._module = module
         self._stream = module.Stream(device)
-        # The device waits, not this thread: what is queued there may take as long as a training step.
+        # The device waits, not this thread: the work queued there may take as long as a training step.
         self._stream.wait_stream(module.current_stream(device))
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy, converting to the target's dtype on the device. Both stay alive until `catch_up`."""
+        """Begin to copy, converting to the target's dtype on the device.
+
+        Keep both tensors alive until `catch_up`.
+        """
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def catch_up(self) -> None:
-        """Return when all copies begun so far are done."""
+        """Wait until all copies begun so far are done."""
         # A blocking event lets this thread sleep, so that others can compute checksums and write.
         event = self._module.Event(blocking=True)
         event.record(self._stream)
@@ -175,7 +181,7 @@ DeviceStreams = Mapping[torch.device | None, DeviceStream]
 def open_device_streams(
     payloads: Iterable[Payload], module_of: Callable[[torch.device], Any] = torch.get_device_module
 ) -> DeviceStreams:
-    """A stream for each device that has payloads, ordered after the calling thread's work on the device."""
+    """Open a stream for each device with payloads, ordered after the calling thread's work on the device."""
     devices = dict.fromkeys(payload.device for payload in payloads if payload.device is not None)
     for device in devices:
         if device.type == SYNCHRONIZED:
@@ -187,7 +193,7 @@ def open_device_streams(
 
 @dataclass(slots=True)
 class FileItem:
-    """One item in its file: `prefix`, `payload_bytes` from elsewhere, `suffix`, from `offset` on."""
+    """One item in its file, from `offset` on: `prefix`, `payload_bytes` from elsewhere, `suffix`."""
 
     offset: int
     prefix: bytes
@@ -197,7 +203,7 @@ class FileItem:
     payload_end: int = field(init=False)
     """The beginning of the suffix."""
     end: int = field(init=False)
-    """The first place for the next item."""
+    """The first offset at which another item can begin."""
 
     def __post_init__(self) -> None:
         self.payload_offset = self.offset + len(self.prefix)
@@ -214,12 +220,13 @@ class FileLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """The size of the whole file."""
         return self.items[-1].end if self.items else 0
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
-        """Offset, size and payload's offset of every item."""
-        # Numbers alone: a tuple for each of a hundred thousand items makes Python collect garbage among them.
+        """The offset, size and payload offset of every item."""
+        # Plain numbers: with a tuple for each of a hundred thousand items, Python would start collecting
+        # garbage.
         offset, end, payload = (
             np.fromiter(map(attrgetter(name), self.items), dtype=np.int64, count=len(self.items))
             for name in ("offset", "end", "payload_offset")
@@ -228,7 +235,7 @@ class FileLayout:
 
 
 def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
-    """The layout of a bucket's file: its objects one after another, then each region in its envelope."""
+    """Lay out a bucket's file: its objects one after another, then each region in its envelope."""
     items: list[FileItem] = []
     position = 0
     for placed in bucket.objects:
@@ -238,7 +245,7 @@ def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
     for number, sizes in zip(bucket.regions.tensor.tolist(), all_sizes, strict=True):
         facts = tensors[number]
         around = envelope(facts.dtype, tuple(sizes[: len(facts.shape)]))
-        # Payloads, not items, are aligned, so that a reader with direct I/O needs no copy of them.
+        # Payloads rather than items are aligned, so that a reader with direct I/O need not copy them.
         start = item_start(position, around)
         items.append(FileItem(start, around.prefix, around.payload_bytes, around.suffix))
         position = items[-1].end
@@ -248,7 +255,7 @@ def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
 def pack_file(
     layout: FileLayout, payloads: Sequence[Payload], transforms: Sequence[str]
 ) -> tuple[FileLayout, list[Payload]]:
-    """The file with each item transformed, one after another without gaps, and their payloads."""
+    """Transform each item and lay the results out without gaps; return the new layout and its payloads."""
     items: list[FileItem] = []
     packed: list[Payload] = []
     position = 0
@@ -273,7 +280,7 @@ class _ItemChecksums:
         self._done: list[bytes] = []
 
     def add(self, offset: int, content: memoryview) -> None:
-        """Add the next bytes of the file; those in gaps belong to no item."""
+        """Add the next bytes of the file, at `offset`. Bytes in gaps belong to no item."""
         end = offset + len(content)
         while len(self._done) < len(self._items) and (item := self._items[len(self._done)]).offset < end:
             begin, stop = max(offset, item.offset), min(end, item.end)
@@ -283,9 +290,9 @@ class _ItemChecksums:
             self._finish_item()
 
     def all(self) -> bytes:
-        """All checksums, once the whole file was added."""
+        """All checksums, once the whole file has been added."""
         while len(self._done) < len(self._items):
-            # Empty items at the end of a file get no bytes that would finish them.
+            # Empty items at the end of a file receive no bytes that would finish them.
             self._finish_item()
         return b"".join(self._done)
 
@@ -295,10 +302,10 @@ class _ItemChecksums:
 
 
 class LayoutFiller(DeferringProducer):
-    """A `Producer` of laid out files: `payloads` has one for each item of each file, by file name.
+    """A `Producer` of laid out files. `payloads` has, by file name, the payload of each item.
 
-    With `sums_hot`, checksums are computed block by block while copying, and otherwise by `settle`; always by
-    `settle` with payloads on devices, whose bytes arrive later.
+    With `sums_hot`, checksums are computed block by block while copying, and otherwise by `settle`. For
+    payloads on devices, whose bytes arrive later, `settle` always computes them.
     """
 
     def __init__(
@@ -326,7 +333,7 @@ class LayoutFiller(DeferringProducer):
                 self._sums[planned.key].add(offset + start, block)
 
     def catch_up(self) -> None:
-        """Return when payloads from devices have arrived."""
+        """Wait until payloads from devices have arrived."""
         for stream in self._device_streams.values():
             stream.catch_up()
 
@@ -337,11 +344,11 @@ class LayoutFiller(DeferringProducer):
             self._sums[planned.key].add(offset, buffer)
 
     def sums(self, name: str) -> bytes:
-        """The checksums of a file's items, once it is filled and settled to its end."""
+        """The checksums of a file's items, once the whole file has been filled and settled."""
         return self._sums[name].all()
 
     def _copy(self, name: str, begin: int, block: memoryview) -> None:
-        """Fill `block` with the file's bytes from `begin` on: the gaps, and the items' three parts."""
+        """Fill `block` with the file's bytes from offset `begin` on: gaps, and each item's three parts."""
         items, end, filled = self._items[name], begin + len(block), begin
 
         def put(at: int, content: bytes) -> None:

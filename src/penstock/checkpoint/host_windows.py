@@ -1,11 +1,12 @@
 """Shared memory within a host: a rank shows the blocks it reads to the others, which copy from its window.
 
-A window is a memfd, so no size limit of /dev/shm applies to it, and it vanishes with the last process that
-uses it, however that ends. A reader reads into its window if that is in huge pages; otherwise it copies each
-block that others want into it. It announces the place; the others copy what they want and return it, and the
-reader uses the place again when all have. Invariants: a block's place does not change before all have
-returned it, and the reader has passed it on; copying out of a window never waits for another rank, so ranks
-cannot deadlock; a rank that fails announces that, and a connection that ends without it is a rank that died.
+A window is a memfd, so no size limit of /dev/shm applies, and it vanishes with the last process that uses it,
+however that process ends. If the window is in huge pages, its rank reads directly into it; otherwise the rank
+copies each block that others want into it. The rank announces the block's place; the others copy what they
+want and return the place, which is reused once all have returned it. Invariants: the content of a place does
+not change until all ranks have returned it and the reader has finished with it; copying out of a window never
+waits for another rank, so ranks cannot deadlock; a rank that fails announces it, so a connection that ends
+without an announcement means that the rank died.
 """
 
 from __future__ import annotations
@@ -39,22 +40,25 @@ logger = logging.getLogger(__name__)
 
 
 SHARED_BYTES = 128 << 20
-"""Of the windows of all ranks of a host together."""
+"""The size of the windows of all ranks of a host together."""
 
 
 MOST_BLOCK_BYTES = 4 << 20
-"""Of a window in huge pages: larger blocks save messages, smaller ones stay in the processor's cache."""
+"""The largest block in huge pages: larger blocks save messages, smaller ones stay in the processor's cache.
+"""
 
 
 MOST_COPIED_BLOCK_BYTES = 2 << 20
-"""Of a window in small pages: new ones cost as much as a copy of as many bytes."""
+"""The largest block in small pages: a new page costs as much as copying its bytes."""
 
 
 LEAST_STREAMS = 2
 
 
 COLLAPSE = 25
-"""MADV_COLLAPSE of Linux 6.1: huge pages, also where the system gives shared memory none by itself."""
+"""MADV_COLLAPSE of Linux 6.1. It provides huge pages even if the system's settings give none to shared
+memory.
+"""
 
 
 _MAP_FIXED = 0x10
@@ -71,7 +75,10 @@ _PEER_CREDENTIALS: Final = struct.Struct("<iII")
 
 
 def count_streams(settings: ReadSettings, num_ranks: int) -> int:
-    """The streams of each of a host's ranks, which read for each other: together twice those of one alone."""
+    """The number of streams of each rank.
+
+    All ranks of a host together have twice as many as one rank alone.
+    """
     return max(LEAST_STREAMS, min(settings.streams, 2 * settings.streams // num_ranks))
 
 
@@ -82,11 +89,11 @@ class Window:
     descriptor: int
     view: memoryview
     is_huge: bool = False
-    """True if it is in huge pages, so that devices read into it as fast as into any memory."""
+    """True if the memory is in huge pages, so that devices read into it as fast as into any other memory."""
 
     @classmethod
     def make(cls, size_bytes: int, *, is_huge: bool) -> Window:
-        """New memory; `OSError` where there is not as much, or none in huge pages."""
+        """Allocate new memory; raise `OSError` if there is not enough, or none in huge pages."""
         with ExitStack() as undo:
             descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
             undo.callback(os.close, descriptor)
@@ -94,14 +101,14 @@ class Window:
                 mapped_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
                 os.ftruncate(descriptor, mapped_bytes)
                 for begin in range(0, mapped_bytes, HUGE_PAGE_BYTES):
-                    # Where there is nothing yet, nothing is collapsed.
+                    # Pages that do not exist yet are not collapsed.
                     os.pwrite(descriptor, b"\0", begin)
                 view = _map_shared(descriptor, mapped_bytes)
                 address, size = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
                 raise_on_failure(ctypes.CDLL(None, use_errno=True).madvise(address, size, COLLAPSE))
             else:
-                # Provides the pages, so that no touch of them can end the process. They are cleared when they
-                # are first written, which is while the device reads.
+                # Allocates the pages, so that touching them can never end the process. They are cleared on
+                # first write, while the device is reading.
                 os.posix_fallocate(descriptor, 0, size_bytes)
                 view = _map_shared(descriptor, size_bytes)
             undo.pop_all()
@@ -109,7 +116,7 @@ class Window:
 
     @classmethod
     def open(cls, descriptor: int, size_bytes: int) -> Window:
-        """The memory of another rank."""
+        """Map another rank's memory."""
         return cls(descriptor, _map_shared(descriptor, size_bytes))
 
     def close(self) -> None:
@@ -118,7 +125,7 @@ class Window:
 
 
 def _map_shared(descriptor: int, size_bytes: int) -> memoryview:
-    """A file's memory, beginning at a huge page: with small pages, mapping it costs as much as copying it."""
+    """Map a file at a huge page boundary. With small pages, mapping memory costs as much as copying it."""
     whole = memoryview(mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE))
     lead = -address_of(whole) % HUGE_PAGE_BYTES
     view = whole[lead : lead + size_bytes]
@@ -139,13 +146,13 @@ def _map_shared(descriptor: int, size_bytes: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """A rank's connection to another one of its host, and that one's window."""
+    """A rank's connection to another rank of its host, and the other rank's window."""
 
     connection: socket.socket
     window: Window
 
     def close(self) -> None:
-        """End the connection, and read the rest first: otherwise what was sent would be lost."""
+        """End the connection after reading what is left in it: otherwise, sent messages would be lost."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
             while self.connection.recv(64):
@@ -156,19 +163,19 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLinks:
-    """One rank's window, which is divided into blocks, and its links by rank."""
+    """One rank's window, which is divided into blocks, and its links to other ranks by number."""
 
     window: Window
     block_bytes: int
     links: Mapping[int, HostLink]
 
     def places(self) -> list[memoryview]:
-        """The window's parts for one block each."""
+        """The parts of the window, one for each block."""
         starts = range(0, len(self.window.view), self.block_bytes)
         return [self.window.view[start : start + self.block_bytes] for start in starts]
 
     def close(self) -> None:
-        """Leave. What the others have mapped stays theirs."""
+        """Close the links and the window. What other ranks have mapped remains valid for them."""
         for link in self.links.values():
             link.close()
         self.window.close()
@@ -179,8 +186,9 @@ def connect_host(
 ) -> HostLinks | None:
     """Connect this rank with all others of its host, `ranks`. Collective over all ranks of `comm`.
 
-    `read_bytes` is what this rank reads itself. None for a rank that is alone on its host, or where ranks
-    cannot be connected, which the log explains. Either all ranks of a host are connected, or none is.
+    `read_bytes` is the amount that this rank reads itself. Returns None if the rank is alone on its host, or
+    if the host's ranks cannot be connected, in which case the log gives the reason. Either all ranks of a
+    host are connected, or none is.
     """
     address, refusal, links = f"penstock-{secrets.token_hex(16)}", "", None
     with ExitStack() as closing, ExitStack() as undo:
@@ -222,9 +230,9 @@ def connect_host(
 def _connect(
     listening: socket.socket, rank: int, addresses: Mapping[int, str], window: Window
 ) -> dict[int, HostLink]:
-    """Connect to the ranks below this one, wait for those above, and swap windows with each.
+    """Connect to the ranks below this one, accept those above, and exchange windows with each.
 
-    `Unavailable` or `OSError` if that fails.
+    Raises `Unavailable` or `OSError` on failure.
     """
     found: dict[int, HostLink] = {}
     hello = _HELLO.pack(rank, len(window.view))
@@ -261,7 +269,10 @@ def _connect(
 
 
 def _make_window(num_ranks: int, settings: ReadSettings, read_bytes: int) -> tuple[Window, int]:
-    """Room for two blocks of each stream if it reads into the window, for one if it copies; their size."""
+    """Make a window, and return it with the size of its blocks.
+
+    Each stream has two blocks if blocks are read into the window, or one if they are copied into it.
+    """
     room, streams = SHARED_BYTES // num_ranks, count_streams(settings, num_ranks)
 
     def divide(most_bytes: int, num_blocks: int) -> tuple[int, int]:
@@ -287,13 +298,13 @@ _SHOWN, _RETURNED, _GAVE_UP = range(3)
 
 
 def settings_for_sharing(links: HostLinks, settings: ReadSettings) -> ReadSettings:
-    """For reads that are shown to the ranks of this host: blocks fit into windows."""
+    """Settings for reads that are shown to the ranks of this host: blocks fit into windows."""
     streams = count_streams(settings, len(links.links) + 1)
     return ReadSettings(streams=streams, block_bytes=links.block_bytes)
 
 
 class HostSharing(BlockViewers):
-    """Shows this rank's blocks to the others of its host and copies from theirs, during one load."""
+    """Shows this rank's blocks to the other ranks of its host and copies from theirs, during one load."""
 
     def __init__(
         self,
@@ -313,14 +324,14 @@ class HostSharing(BlockViewers):
         self._sink = sink
         self._timeout_s = timeout_s
         self._seen: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """By rank and file, the spans in order that this rank wants of what that one reads."""
+        """By reading rank and file, the spans, in order, that this rank wants of what that rank reads."""
         self._missing = Counter[int]()
         for number in range(plan.num_own, len(spans)):
             rank = int(plan.reader[number])
             self._seen[rank, spans[number].file].append(number)
             self._missing[rank] += spans[number].end - spans[number].begin
         self.seen_bytes = self._missing.total()
-        """Bytes that other ranks read for this one."""
+        """The number of bytes that other ranks read for this one."""
         self._viewers_of_read: dict[int, set[int]] = defaultdict(set)
         for read, rank in zip(plan.shown_read.tolist(), plan.shown_to.tolist(), strict=True):
             self._viewers_of_read[read].add(rank)
@@ -337,7 +348,10 @@ class HostSharing(BlockViewers):
     def expect_blocks(
         self, blocks: Sequence[Block], reuse: Callable[[int], None]
     ) -> Sequence[memoryview] | None:
-        """Prepare for the blocks that this rank will read. Returns the window, if blocks are read into it."""
+        """Prepare for the blocks that this rank will read.
+
+        Return the window's places if blocks are read into it.
+        """
         self._reuse = reuse
         self._viewers = {
             number: tuple(sorted(ranks))
@@ -349,7 +363,7 @@ class HostSharing(BlockViewers):
         return self._places if self._reads_into_window else None
 
     def show(self, number: int, block: Block, buffer: int, content: memoryview) -> None:
-        """Copy a block into the window, unless it is there, and announce it to the ranks that want it."""
+        """Copy a block into the window unless it is there, and announce it to the ranks that want it."""
         viewers = self._viewers.get(number, ())
         if self._reads_into_window:
             place: int | None = buffer
@@ -365,14 +379,14 @@ class HostSharing(BlockViewers):
             self._send(rank, _SHOWN, place * self._links.block_bytes, block)
 
     def release(self, buffer: int) -> None:
-        """Take back a buffer of the reader, which may be a place of the window."""
+        """Take back a buffer from the reader; it may be a place in the window."""
         if self._reads_into_window:
             self._return_place(buffer)
         else:
             self._reuse(buffer)
 
     def _take_place(self, num_viewing: int) -> int | None:
-        """A free place of the window, which `num_viewing` ranks will return; None after `stop`."""
+        """Take a free place in the window, which `num_viewing` ranks will return; None after `stop`."""
         with self._room:
             self._room.wait_for(lambda: self._free_places or self._stopped.is_set())
             if self._stopped.is_set():
@@ -393,14 +407,14 @@ class HostSharing(BlockViewers):
         self._reuse(place)
 
     def start(self, threads: Executor) -> list[Future[None]]:
-        """Begin to copy what others show, in a thread for each of them."""
+        """Begin to copy what other ranks show, in one thread for each of them."""
         try:
             return [threads.submit(self._serve, rank) for rank in self._links.links]
         except RuntimeError as error:
             raise no_thread(error) from error
 
     def stop(self) -> None:
-        """Announce to the others that this rank gives up, unless it is done, and end all threads."""
+        """End all threads and, unless this rank is done, announce to the others that it gives up."""
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -432,15 +446,16 @@ class HostSharing(BlockViewers):
                 self._return_place(position // self._links.block_bytes)
                 self._unreturned[rank] -= 1
                 continue
-            # Its failure is known to all with the next heartbeat, which stops this rank as well.
+            # All ranks learn of the failure with the next heartbeat, which stops this rank as well.
             if not self._stopped.wait(self._timeout_s):
                 raise WaitTimeout(f"the failure of rank {rank} to be reported", self._timeout_s)
 
     def _receive(self, rank: int) -> bytes:
-        """The next message; nothing if there is none to come."""
+        """Receive the next message; b"" once there are no more."""
         connection = self._links.links[rank].connection
         with suppress(ConnectionError):
-            # Waits without the lock, in which a message is taken: `stop` sees it before or after that.
+            # Waits without holding the lock. The message is taken under the lock, so `stop` runs entirely
+            # before or after.
             connection.recv(1, socket.MSG_PEEK)
             with self._lock:
                 message = connection.recv(_MESSAGE.size)
@@ -477,6 +492,6 @@ class HostSharing(BlockViewers):
 
     def _send(self, rank: int, kind: int, position: int = 0, block: Block | None = None) -> None:
         span = (0, 0, 0) if block is None else (block.file, block.begin, block.end)
-        # Whoever is gone is noticed by the thread that serves it.
+        # If the other rank is gone, the thread that serves it will notice.
         with suppress(ConnectionError):
             self._links.links[rank].connection.send(_MESSAGE.pack(kind, position, *span))

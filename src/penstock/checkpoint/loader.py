@@ -1,19 +1,19 @@
-"""A load from a checkpoint into the tensors of a state, all ranks together.
+"""A load from a checkpoint into the tensors of a state, by all ranks together.
 
 The steps of a load, in order:
 
 1. Open: rank 0 reads the checkpoint's description for all ranks.
-2. Match: each rank decides which name of the checkpoint goes to which leaf of its state (`match`), and what
-   bytes it wants for that. The ranks agree that nothing is left over which a part should take.
-3. Plan: `plan.load_plan` decides which rank reads what and sends it to whom.
-4. Move: threads read blocks (`transfer.reader`) and put them in place (`place`); next to them, ranks of one
-   host copy from each other's memory (`host_windows`), and ranks of other hosts exchange messages
-   (`place`). A heartbeat ends the work on all ranks when one fails.
-5. Unpack: compressed items and objects are unpacked, and objects are put into the state last.
+2. Match: each rank decides which name of the checkpoint goes to which leaf of its state (`match`), and which
+   bytes it needs. The ranks check that no name that a part should take is left over.
+3. Plan: `plan.load_plan` decides which rank reads what, and to which ranks it sends it.
+4. Transfer: threads read blocks (`transfer.reader`) and put them in place (`place`). At the same time, ranks
+   of one host copy from each other's memory (`host_windows`), and ranks of different hosts exchange messages
+   (`place`). If one rank fails, a heartbeat ends the work on all of them.
+5. Unpack: compressed items and objects are unpacked; objects are put into the state last.
 
 Invariants: a load returns on all ranks with everything loaded and verified, or raises on all of them. After
-an error the values of tensors are undefined, and no object of the state has been replaced. A rank whose reads
-fail still sends and receives everything, so that no other rank waits for it forever.
+an error, the values of tensors are undefined, and no object of the state has been replaced. A rank whose
+reads fail still sends and receives everything, so that no other rank waits for it forever.
 """
 
 from __future__ import annotations
@@ -120,26 +120,29 @@ NUM_VERIFYING_THREADS = 2
 class LoadReport:
     """The result of a load on this rank.
 
-    `loaded` has the names that were filled; planning took `plan_s` seconds, moving bytes `move_s`.
+    `loaded` has the names that were filled; planning took `plan_s` seconds, transferring bytes `move_s`
+    seconds.
     """
 
     loaded: tuple[str, ...]
     left: tuple[str, ...]
-    """Parts of the state that were not changed: not chosen, or missing where that is allowed."""
+    """Parts of the state that were left unchanged: not selected, or missing from the checkpoint where that is
+    allowed.
+    """
     unused: tuple[str, ...]
-    """Names of the checkpoint that this rank did not request."""
+    """Names in the checkpoint that this rank did not request."""
     read_bytes: int
-    """From storage, on this rank."""
+    """Bytes that this rank read from storage."""
     received_bytes: int
-    """From other ranks."""
+    """Bytes that this rank received from other ranks."""
     num_verified: int
-    """Items whose checksum this rank has verified."""
+    """The number of items whose checksum this rank has verified."""
     plan_s: float
     move_s: float
 
 
 class CheckpointLoader:
-    """Loads states, one at a time. Its warm buffers are kept from load to load."""
+    """Loads states, one at a time. Its buffers are kept from load to load."""
 
     def __init__(self, settings: ReadSettings | None = None, options: LoadOptions | None = None) -> None:
         self._buffers = ReadBuffers(settings or ReadSettings())
@@ -174,8 +177,8 @@ class CheckpointLoader:
     ) -> LoadReport:
         """Fill `state` from a checkpoint that all ranks have opened. Collective.
 
-        `readable` names the files that this rank can open, if not every rank can open all of them; it is
-        given on all ranks or on none.
+        If not every rank can open all files, `readable` names those that this rank can open; it is given
+        either on all ranks or on none.
         """
         start_s, comm = time.perf_counter(), group.comm
         require_dict(state)
@@ -187,7 +190,7 @@ class CheckpointLoader:
             choice,
             rank=comm.rank,
             key_types=opened.key_types,
-            # Which rank lacked what means something only if as many ranks load as have saved.
+            # Which entries a rank lacked is meaningful only if as many ranks load as have saved.
             lacking=opened.lacking.get(comm.rank, ()) if num_saved == comm.size else (),
         )
         lacking = sorted(set().union(*opened.lacking.values()))
@@ -216,7 +219,7 @@ class CheckpointLoader:
 
             def unpack_all() -> dict[str, Any]:
                 if comm.rank == 0:
-                    # Not all bytes can be verified: regions that nobody wants whole have no sums.
+                    # Not all bytes can be verified: a region that no rank needs as a whole has no checksum.
                     checkpoint.require_unmixed()
                 return _unpack(checkpoint, matched, targets, choice, parts)
 
@@ -226,7 +229,7 @@ class CheckpointLoader:
                 if leaf.name in values:
                     leaf.put(values[leaf.name])
             if selection.missing and comm.rank == 0:
-                # Ranks hardly differ in this, so one reports it.
+                # Ranks hardly differ in this, so only one reports it.
                 missing = name_some(selection.missing, 10)
                 logger.warning("Missing from the checkpoint, left unchanged: %s", missing)
             parts.filled, parts.left = selection.stored_names.keys(), selection.left
@@ -254,12 +257,13 @@ class CheckpointLoader:
         progress: Progress | None = None,
         readable: Sequence[str] | None = None,
     ) -> tuple[float, int, int, int]:
-        """Plan who reads what; read, exchange, place and verify this rank's part. Collective.
+        """Plan which rank reads what; then read, exchange, place and verify this rank's part. Collective.
 
-        `targets` are the memory of the requested regions, row by row. Returns when planning ended, the bytes
-        read and received, and the number of items verified; raises on all ranks if one fails.
+        `targets` are the memory of the requested regions, row by row. Returns the time when planning ended,
+        the bytes read and received, and the number of items verified; raises on all ranks if any of them
+        fails.
         """
-        # Whoever finds everything in its page cache takes it from there: each exchange costs more.
+        # A rank that finds everything in its page cache takes it from there: every exchange costs more.
         wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
         files = [checkpoint.index.files[number] for number in np.unique(items.stored.file[wanted])]
         is_cached = readable is None and are_resident(checkpoint.storage, [*map(checkpoint.key, files)])
@@ -268,7 +272,8 @@ class CheckpointLoader:
         )
         planned_s = time.perf_counter()
 
-        # Not every rank can open the same files, so the best access is asked of one that this rank reads.
+        # Not every rank can open the same files, so the best access is determined for a file that this rank
+        # reads.
         rows = plan.row[: plan.num_own]
         file = int(items.stored.file[rows[0]]) if len(rows) else 0
         buffers, storage = self._buffers, checkpoint.storage_of_files(file)
@@ -307,7 +312,7 @@ class CheckpointLoader:
         *,
         is_cached: bool,
     ) -> tuple[LoadPlan, HostLinks | None, int]:
-        """Plan what this rank does, and connect it to the ranks of its host if they share bytes. Collective.
+        """Plan this rank's part, and connect it to the ranks of its host if they share bytes. Collective.
 
         Also returns how many ranks this host has.
         """
@@ -338,14 +343,14 @@ class CheckpointLoader:
                 settings = self._buffers.settings
                 links = connect_host(comm, host, settings=settings, read_bytes=int(own_bytes.sum()))
         if is_cached or part is None:
-            # This rank takes everything from its page cache, or nobody wants anything.
+            # This rank takes everything from its page cache, or no rank needs anything.
             alone = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
             return plan_with(plan_load(items.stored, element_bytes, alone, self._options)), links, num_near
         return plan if plan is not None and links is not None else plan_with(part), links, num_near
 
 
 def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource:
-    """Open a checkpoint at any path or URI, of any format. Collective."""
+    """Open a checkpoint of any format, given by path or URI. Collective."""
     return run_on_all_ranks(
         comm,
         lambda: open_checkpoint(path, rank=comm.rank),
@@ -362,10 +367,12 @@ class _MatchedState:
     selection: LeafSelection
     requests: LoadRequests
     names: Sequence[str]
-    """By target the name of its leaf."""
+    """For each target, the name of its leaf."""
     targets: Sequence[Target]
     tied: Sequence[tuple[int, int]]
-    """Rows of targets that are one memory in the state: the second is loaded next to it, to be compared."""
+    """Pairs of targets that share memory in the state: the second is loaded elsewhere, to be compared with
+    the first.
+    """
 
 
 def _match_on_all_ranks(
@@ -375,7 +382,7 @@ def _match_on_all_ranks(
     choice: LoadChoice,
     comm: Comm,
 ) -> _MatchedState:
-    """Match, and ensure that some rank takes each name of the parts that were asked for. Collective."""
+    """Match, and ensure that some rank takes each name that the requested parts should take. Collective."""
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():
@@ -389,11 +396,11 @@ def _match_on_all_ranks(
     untaken = parts.untaken(matched.selection.unused)
     of_ranks = comm.gather((idle, bool(untaken or adopted)), awaiting=awaiting)
     require_matches(choice, [each for each, _ in of_ranks], stored.names, comm.rank)
-    # Nearly always all ranks take everything, and nothing else has to be compared.
+    # Nearly always, all ranks take everything, and nothing else has to be compared.
     if not any(is_open for _, is_open in of_ranks):
         return matched
 
-    # Pipeline stages take different names, so what one rank leaves may be what another one takes.
+    # Pipeline stages take different names, so another rank may take what this one leaves.
     names = np.array([name for name in stored.names if not stored.is_of_one_rank(name)], dtype=np.object_)
     taken = set(matched.selection.stored_names.values()) - adopted
     required = {name for name in untaken if parts.is_whole(name)}
@@ -453,14 +460,14 @@ LARGE_BYTES = 256 << 20
 
 
 def require_lengths(checkpoint: CheckpointSource, items: ByteItemIndex, wanted: Sequence[int]) -> None:
-    """Raise `DataDamaged` for a large item that goes beyond its file, before memory is taken for it."""
+    """Raise `DataDamaged` if a large item extends beyond its file, before memory is allocated for it."""
     for number in wanted:
         facts = items.tensors[number]
         if facts.shape[0] < LARGE_BYTES:
             continue
         row = len(items.stored) - len(items.tensors) + number
         key = checkpoint.key(checkpoint.index.files[int(items.stored.file[row])])
-        # A file that is only on another rank's node is read there, and its length is looked at there.
+        # A file that is only on another rank's node is read there, and its length is checked there.
         with suppress(ObjectNotFound):
             size_bytes = checkpoint.storage.stat(key).size_bytes
             end = int(items.stored.item_offset[row]) + facts.shape[0]
@@ -488,7 +495,7 @@ def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadContext:
-    """The surroundings in which a plan is executed."""
+    """The context in which a plan is executed."""
 
     checkpoint: CheckpointSource
     items: ByteItemIndex
@@ -496,16 +503,17 @@ class LoadContext:
     buffers: ReadBuffers
     progress: Progress
     storage: Storage
-    """The checkpoint's, or faster access to the same files."""
+    """The storage of the checkpoint, or faster access to the same files."""
     links: HostLinks | None = None
-    """To the ranks of this host whose reads this rank sees according to the plan; None if it sees none."""
+    """Links to the ranks of this host whose reads this rank sees according to the plan; None if it sees none.
+    """
 
     def open_file(self, number: int) -> Source:
-        """Open one of the checkpoint's files."""
+        """Open one of the checkpoint's files, by number."""
         return self.storage.open(self.checkpoint.key(self.checkpoint.index.files[number]))
 
     def checksummed_items(self, rows: Ints) -> dict[int, ChecksummedItem]:
-        """The items of rows of `items` with their checksums; empty if these are not known."""
+        """The items of these rows of `items` with their checksums; empty if the checksums are not known."""
         index = self.checkpoint.index
         if index.sums is None:
             return {}
@@ -526,12 +534,12 @@ class LoadContext:
 def _move(
     plan: LoadPlan, targets: Sequence[Target], context: LoadContext, cancelled: Future[None]
 ) -> tuple[int, int, int]:
-    """Read, exchange and place. After a cancellation nothing more is read.
+    """Read, exchange and place. After a cancellation, nothing more is read.
 
-    What other ranks wait for is then sent with whatever content it has, so that they end as well.
+    Messages that other ranks wait for are then sent with arbitrary content, so that those ranks end as well.
     """
     timeout_s, tensors, stored = context.group.comm.timeout_s, context.items.tensors, context.items.stored
-    # Where each read's payload begins and ends in its file.
+    # The beginning and end of each read's payload in its file.
     starts = payload_starts(plan.regions, stored.regions.take(plan.row))
     begin = stored.payload_offset[plan.row] + starts * context.items.element_bytes[plan.regions.tensor]
     end = begin + plan.regions.num_bytes(context.items.element_bytes)
@@ -546,7 +554,7 @@ def _move(
         tensors=tensors,
         outbox=outbox,
         messages=message_places,
-        # Direct I/O needs aligned memory, and is slower into small pages than into our huge ones.
+        # Direct I/O needs aligned memory, and is slower into small pages than into the reader's huge ones.
         takes_any_address=paths is None or paths.uses_page_cache,
     )
     incoming = incoming_messages(plan.receives, tensors, targets)
@@ -559,7 +567,7 @@ def _move(
         if context.links is not None:
             settings = settings_for_sharing(context.links, settings)
         if paths is not None:
-            # Services are asked for few and large ranges, whatever the size of a load.
+            # Object storage is asked for few, large ranges, whatever the size of the load.
             settings = settings.fit(sum(span.end - span.begin for span in own_spans))
         blocks = plan_blocks(
             own_spans,
@@ -569,7 +577,7 @@ def _move(
         )
         sharing = None
         if context.links is not None:
-            # Devices copy from pinned memory, which the reader's buffers are and the window is not.
+            # Devices copy from pinned memory; the reader's buffers are pinned, but the window is not.
             sharing = HostSharing(
                 context.links,
                 plan,
@@ -624,7 +632,10 @@ def _move(
 def _exchanging(
     outbox: Outbox, incoming: Sequence[Incoming], context: LoadContext
 ) -> Iterator[list[Future[None]]]:
-    """Send and receive while others read. Other ranks wait for what is sent, even if reading never begins."""
+    """Send and receive while others read.
+
+    Messages are sent even if reading never begins: other ranks wait for them.
+    """
     if context.group.torch_group is None or not (outbox.messages or incoming):
         yield []
         return
@@ -644,10 +655,11 @@ def _exchanging(
 def _find_whole_items(
     plan: LoadPlan, begin: Ints, end: Ints, context: LoadContext
 ) -> dict[int, ChecksummedItem]:
-    """Items that this rank reads from end to end, by row of `ByteItemIndex`: they are verified while read."""
+    """The items that this rank reads completely, by row of `ByteItemIndex`; they are verified on the way."""
     num_own, num_items = plan.num_own, len(context.items.stored)
     row, begin, end = plan.row[:num_own], begin[:num_own], end[:num_own]
-    # Reads of one item follow each other; they have all of it if they leave no gaps and add up to it.
+    # The reads of one item are consecutive. They cover it if there is no gap between them and their sizes add
+    # up to it.
     has_gap = (row[1:] == row[:-1]) & (begin[1:] != end[:-1])
     num_gaps = np.bincount(row[1:][has_gap], minlength=num_items)
     num_bytes = np.bincount(row, weights=end - begin, minlength=num_items)
@@ -658,7 +670,7 @@ def _find_whole_items(
 def _plan_spans(
     plan: LoadPlan, file: Ints, begin: Ints, end: Ints, whole_items: dict[int, ChecksummedItem]
 ) -> list[Span]:
-    """The bytes that each read needs: its payload and, of an item to verify, also the envelope around it."""
+    """The bytes that each read needs: its payload and, if the item is to be verified, its envelope."""
     spans = []
     rows = plan.row.tolist()
     neighbours = zip(rows, [-1, *rows][:-1], [*rows, -1][1:], strict=True)
@@ -676,10 +688,10 @@ def _plan_spans(
 def _verify_cut_items(
     plan: LoadPlan, wanted: Regions, targets: Sequence[Target], context: LoadContext
 ) -> int:
-    """Verify items that several ranks have read in parts; returns how many this rank verified.
+    """Verify items that several ranks have read in parts; return how many this rank verified.
 
-    The rank that read the beginning of an item verifies it, if the item ended up whole in its memory.
-    `DataDamaged` names the first bad one.
+    The rank that read the beginning of an item verifies it, if its memory now contains the whole item. Raises
+    `DataDamaged` that names the first damaged one.
     """
     stored = context.items.stored
     row, regions = plan.row[: plan.num_own], plan.regions.take(slice(plan.num_own))
@@ -701,7 +713,7 @@ def _verify_cut_items(
                 break
 
     def verify(number: int, item: ChecksummedItem, payload: ByteArray) -> None:
-        # The payload is in memory, and the two parts of the envelope around it are read from the file.
+        # The payload is in memory; the two parts of the envelope around it are read from the file.
         begin = int(stored.payload_offset[number])
         prefix, suffix = bytearray(begin - item.begin), bytearray(item.end - begin - payload.nbytes)
         with closing(context.open_file(int(stored.file[number]))) as source:
@@ -722,7 +734,7 @@ def _unpack(
     choice: LoadChoice,
     parts: LoadedParts,
 ) -> dict[str, Any]:
-    """Return new values of leaves, when all bytes are there and known to be of one save."""
+    """Return new values of leaves. Called when all bytes have arrived and are known to come from one save."""
     values = unpack(checkpoint, matched.requests, targets, trust=choice.trust)
     copied = {leaf.name for leaf in matched.leaves if parts.gets_copies(leaf)} if matched.tied else set()
     untied, split = untie(targets, matched.names, matched.tied, copied)
@@ -741,7 +753,9 @@ Result = TypeVar("Result")
 
 
 HEARTBEAT_S = 1.0
-"""The most that a rank may learn late of another's failure. A small message at this rate costs nothing."""
+"""The longest that a failure of one rank can stay unknown to another. Such small messages, sent at this rate,
+are free.
+"""
 
 
 INTERRUPTED = "it was interrupted (Ctrl-C) while loading"
@@ -754,9 +768,9 @@ def run_with_heartbeat(
 
     Collective.
 
-    `work` runs in a thread and must end soon after the future that it gets is done, which means that this
-    load is cancelled. No other thread may use `comm` meanwhile. A rank that is done waits at most `limit_s`
-    for the others, by default the limit of `comm`. On a single rank, the error is raised as it is.
+    `work` runs in a thread. It receives a future, which is done once this load is cancelled; `work` must end
+    soon after that. No other thread may use `comm` in the meantime. A rank that is done waits at most
+    `limit_s` for the others (default: the limit of `comm`). On a single rank, the original error is raised.
     """
     limit_s = comm.timeout_s if limit_s is None else limit_s
     cancelled: Future[None] = Future()
@@ -773,13 +787,13 @@ def run_with_heartbeat(
     working: list[Future[Result]] = []
 
     def beat() -> list[tuple[str, str | None]]:
-        """Start the work; returns the host and last status of each rank."""
+        """Start the work; return the host and the last status of each rank."""
         with ExitStack() as undo:
             undo.callback(cancel)
             try:
                 working.append(workers.submit(work, cancelled))
             except RuntimeError as error:
-                # Cancelled, the work ends at once, after what other ranks wait for.
+                # Once cancelled, the work ends after sending what other ranks wait for.
                 cancel()
                 with suppress(PenstockError):
                     work(cancelled)
@@ -803,12 +817,12 @@ def run_with_heartbeat(
         ThreadPoolExecutor(1, thread_name_prefix="penstock-heartbeat") as heartbeats,
         ExitStack() as undo,
     ):
-        # An interrupt leaves this block, too: the heartbeat then informs the other ranks, and ends.
+        # An interrupt leaves this block as well: the heartbeat then informs the other ranks, and ends.
         undo.callback(cancel)
         undo.callback(interrupted.set)
-        # The heartbeat's thread starts the work, so that an interrupt finds both running or neither.
+        # The heartbeat's thread starts the work, so that an interrupt finds either both running or neither.
         beating = submit_or_run(heartbeats, beat)
-        # With time limits, because Ctrl-C does not end a wait that it precedes by an instant.
+        # With time limits, because Ctrl-C does not end a wait that begins just after it.
         while wait([beating], timeout=HEARTBEAT_S).not_done:
             pass
         undo.pop_all()
@@ -816,7 +830,7 @@ def run_with_heartbeat(
         try:
             statuses = beating.result()
         except RankError as error:
-            # Where ranks lost each other, the work may know which one died.
+            # If ranks lost contact with each other, the work may know which of them died.
             cause = working[0].exception() if working else None
             if isinstance(cause, RankError):
                 raise cause from error
@@ -829,7 +843,7 @@ def run_with_heartbeat(
 
 
 def _status(working: Future[Any], done_s: float | None, awaiting: str, limit_s: float) -> str | None:
-    """None while this rank is busy, "" once it is done, and otherwise the cause of its failure."""
+    """None while this rank is busy, "" once it is done, or the cause of its failure."""
     if done_s is None:
         return None
     if (error := working.exception()) is not None:

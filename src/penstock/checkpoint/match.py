@@ -1,18 +1,19 @@
-"""Matches names of a checkpoint with leaves of a state, and makes places for what a load brings.
+"""Matches names in a checkpoint with leaves of a state, and creates the places that a load fills.
 
-Three steps lead from a name of the state to bytes of the checkpoint:
+Three steps lead from a name in the state to bytes of the checkpoint:
 
-1. `loading_into` gives each part of the state a place for everything that the checkpoint has of it and the
-   load takes. A fresh optimizer has no state yet, and a data loader may have had another structure when it
-   was saved: their own state has no place for most of it. Afterwards each part loads what arrived.
-2. `select_leaves` finds the stored name of each leaf: `only=` and `exclude=` choose, `rename=` translates,
-   and a value that one rank had of its own comes before the common one.
+1. `loading_into` gives each part of the state a place for everything that the checkpoint has for the part and
+   the load takes. Without this, a fresh optimizer, whose state is still empty, or a data loader whose
+   structure has changed since the save would lack places for most of it. Afterwards, each part loads what has
+   arrived.
+2. `select_leaves` finds the stored name of each leaf: `only=` and `exclude=` select, `rename=` translates,
+   and a value that belonged to this rank alone takes precedence over the common one.
 3. `find_wanted` compares each leaf with what is stored under its name: shape, dtype, tensor or object.
 
 Optimizers number their parameters, torch's helpers name them: a checkpoint of either form is loaded into
-both. Invariants: a place has no value before the load; no part changes before all of it has arrived, or if
-nothing of it is loaded; no parameter gets the state of another one where groups, names or shapes tell them
-apart.
+both. Invariants: a place has no value before the load; a part changes only after everything for it has
+arrived, and not at all if nothing for it is loaded; no parameter receives another parameter's state, as far
+as groups, names or shapes distinguish them.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafSelection:
-    """`stored_names` by leaf name.
+    """The stored name of each selected leaf, by the leaf's name.
 
-    `left` leaves are not changed, `unused` names of the checkpoint not read.
+    `left` leaves are not changed, and `unused` names in the checkpoint are not read.
     """
 
     stored_names: Mapping[str, str]
     left: tuple[str, ...]
     unused: tuple[str, ...]
     missing: tuple[str, ...]
-    """The `left` leaves that the checkpoint lacks."""
+    """Those of the `left` leaves that the checkpoint lacks."""
 
 
 def select_leaves(
@@ -83,9 +84,9 @@ def select_leaves(
     rank: int,
     paths: Mapping[str, Path] = MappingProxyType({}),
 ) -> LeafSelection:
-    """Match the leaves of a state with the names in a checkpoint, whose places in its state are `paths`.
+    """Match the leaves of a state with the names in a checkpoint. `paths` has the places of those names.
 
-    Raises `UsageError` for a chosen leaf that the checkpoint lacks, unless the choice is not strict.
+    Raises `UsageError` if the checkpoint lacks a selected leaf, unless the choice is not strict.
     """
     stored_names: dict[str, str] = {}
     left = []
@@ -105,7 +106,7 @@ def select_leaves(
     used = set(stored_names.values())
 
     def is_known(name: str) -> bool:
-        # What another rank had of its own belongs to what this rank takes.
+        # Another rank's own value belongs to the name that this rank takes.
         return name in used or (is_of_one_rank(name, paths) and name.partition(RANK_MARK)[0] in used)
 
     unused = (name for name in stored if not is_known(name))
@@ -115,7 +116,7 @@ def select_leaves(
 
 
 def apply_rename(name: str, rename: Mapping[str, str]) -> str:
-    """The checkpoint's name for the leaf `name`: `{"model.*": "module.*"}` replaces its beginning."""
+    """Translate a leaf's name to the checkpoint's: `{"model.*": "module.*"}` replaces its beginning."""
     if name in rename:
         return rename[name]
     for pattern, target in rename.items():
@@ -125,7 +126,7 @@ def apply_rename(name: str, rename: Mapping[str, str]) -> str:
 
 
 def asked_name(name: str, choice: LoadChoice) -> str | None:
-    """The checkpoint's name for this name of the state; None if it is not to be loaded."""
+    """The checkpoint's name for `name` in the state; None if it is not to be loaded."""
     is_skipped = (choice.only is not None and not matches_pattern(name, choice.only)) or (
         choice.exclude is not None and matches_pattern(name, choice.exclude)
     )
@@ -139,7 +140,8 @@ Pattern = tuple[str, str]
 def find_idle(choice: LoadChoice, names: Iterable[str], stored: Iterable[str]) -> list[Pattern]:
     """List the patterns that match none of the `names` of this rank's state.
 
-    To exclude what only the checkpoint has is common, where some programs have a part and others not.
+    A pattern of `exclude` that matches only `stored` names is not idle: some programs have a part that others
+    lack.
     """
     own = list(names)
     all_names = [*own, *stored]
@@ -156,9 +158,9 @@ def find_idle(choice: LoadChoice, names: Iterable[str], stored: Iterable[str]) -
 def require_matches(
     choice: LoadChoice, of_ranks: Sequence[Sequence[Pattern]], stored: Sequence[str], rank: int
 ) -> None:
-    """Raise `UsageError` if nothing would be loaded; warn on rank 0 of patterns that are idle on all ranks.
+    """Raise `UsageError` if nothing would be loaded; on rank 0, warn of patterns that are idle on all ranks.
 
-    A job may exclude or rename what only some of its checkpoints have, so that is no error.
+    Idle patterns are no error, because a job may exclude or rename what only some of its checkpoints have.
     """
     idle = [pattern for pattern in of_ranks[0] if all(pattern in other for other in of_ranks)]
     only = (choice.only,) if isinstance(choice.only, str) else choice.only
@@ -175,7 +177,7 @@ def require_matches(
 
 
 class Skipped(Enum):
-    """Stands for what the checkpoint has, but the load does not take: it gets no place."""
+    """Marks what the checkpoint has but the load does not take: it gets no place."""
 
     SKIPPED = "skipped"
 
@@ -184,11 +186,11 @@ SKIPPED = Skipped.SKIPPED
 
 
 StoredPlaces = Mapping[Path, TensorFacts | Skipped | None]
-"""By place what is stored there; None: an object."""
+"""What is stored at each place; None stands for an object."""
 
 
 class StoredNames:
-    """The names in a checkpoint, with their places in the nested state, as one load asks for them.
+    """The names in a checkpoint as one load sees them, with their places in the nested state.
 
     With `rename={"model.*": "net.*"}`, `asked("model.bias")` is "net.bias"; it is None for a name that the
     load leaves out. `lacking` are the names that this rank did not have when the checkpoint was saved.
@@ -217,32 +219,32 @@ class StoredNames:
         self.names = tuple(self._facts)
 
     def prefix(self, key: str) -> str:
-        """The beginning of the names in the checkpoint that belong to one part of the state."""
+        """The prefix, in the checkpoint, of the names that belong to the part `key` of the state."""
         return apply_rename(f"{key}.", self._rename)
 
     def lacks(self, prefix: str) -> bool:
-        """True if this rank had nothing below `prefix` when others had."""
+        """True if this rank had nothing below `prefix` when the checkpoint was saved, but others had."""
         return any(name.startswith(prefix) for name in self._lacking)
 
     def is_of_one_rank(self, name: str) -> bool:
-        """True for a value that one rank had of its own."""
+        """True if the value belonged to one rank alone."""
         return is_of_one_rank(name, self._paths)
 
     def is_of_others(self, name: str) -> bool:
-        """True if this rank has no place for it: a rank's own value, or an entry that only others had."""
+        """True if the name is a single rank's own value, or an entry that only other ranks had."""
         return name in self._lacking or self.is_of_one_rank(name)
 
     def facts(self, name: str) -> TensorFacts | Skipped | None:
-        """The facts of what is stored under a name, as this rank had it; skipped if there is nothing."""
+        """The facts of what is stored under `name` for this rank; SKIPPED if nothing is."""
         if name in self._lacking:
             return SKIPPED
         own = rank_object_name(name, self._rank)
         return self._facts.get(own, self._facts.get(name, SKIPPED))
 
     def below(self, stored_prefix: str, own_key: str) -> StoredPlaces:
-        """The places that the checkpoint has below `stored_prefix`, as "opt.", for the part `own_key`.
+        """The places that the checkpoint has below `stored_prefix`, such as "opt.", for the part `own_key`.
 
-        Other ranks' own values are left out: they have the same places as the common ones.
+        Values of single ranks are left out, because they have the same places as the common ones.
         """
         found: dict[Path, TensorFacts | Skipped | None] = {}
         for name in self.names:
@@ -251,14 +253,18 @@ class StoredNames:
             while rest and above != stored_prefix:
                 above, rest = f"{above}{rest[0]}.", rest[1:]
             if rest and not self.is_of_others(name):
-                # Patterns are about names of the state, which rename= may tell from those of the checkpoint.
+                # Patterns match names in the state, which may differ from those in the checkpoint because of
+                # rename=.
                 is_chosen = self.asked(f"{own_key}.{name[len(stored_prefix) :]}") == name
                 found[rest] = self.facts(name) if is_chosen else SKIPPED
         return found
 
 
 class MissingName(UsageError, RuntimeError):
-    """The checkpoint lacks a name that the state has. Torch's planners raise a `RuntimeError` for this."""
+    """The checkpoint lacks a name that the state has.
+
+    Also a `RuntimeError`, which torch's planners raise for this.
+    """
 
 
 def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) -> MissingName:
@@ -280,19 +286,22 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
 
 
 def new_place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
-    """A place to load into: for a tensor memory, like its parameter's where the shape is the same."""
+    """A place to load into: None for an object, memory for a tensor.
+
+    The memory is like that of the `parameter` if the shape is the same.
+    """
     if facts is None:
         return None
     dtype = getattr(torch, facts.dtype)
     if parameter is not None and facts.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    # Optimizers keep single numbers, as the count of steps, in host memory unless they load them elsewhere.
+    # Optimizers keep scalars, such as step counts, in host memory unless loading puts them elsewhere.
     device = parameter.device if parameter is not None and facts.shape else "cpu"
     return torch.empty(facts.shape, dtype=dtype, device=device)
 
 
 def copied(value: Any) -> Any:
-    """New dicts and lists around the same leaves: the part keeps its own until it loads."""
+    """Copy dicts and lists but not their leaves, so that a part keeps its own containers until it loads."""
     if isinstance(value, Mapping):
         again: Any = copy(value) if isinstance(value, MutableMapping) else dict(value)
         for key, inner in value.items():
@@ -303,20 +312,20 @@ def copied(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Places:
-    """Makes containers, tensors and other places where the checkpoint has something of a part."""
+    """Creates containers, tensors and other places for what the checkpoint has of a part."""
 
     key_types: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
-    """Before the names of the part's dicts in `key_types`."""
+    """The prefix of the part's dicts in `key_types`."""
     parameter: torch.Tensor | None = None
-    """Of which this is the state in an optimizer: there, all places are made at once."""
+    """The parameter whose optimizer state this is. For such a state, all places are created at once."""
     emptied: Emptied = field(default_factory=list)
 
     def fit(self, own: Any, stored: StoredPlaces, at: Path = ()) -> None:
-        """Let `own` have the containers and places that are stored and not skipped.
+        """Give `own` the containers and places that are stored and not skipped.
 
-        What lists and numbered entries have beyond the stored ones goes; what else a dict has more is missing
-        in the checkpoint.
+        Surplus list items and numbered entries are removed. Surplus entries of other dicts are kept: the
+        checkpoint lacks them.
         """
         below: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
         for path, facts in stored.items():
@@ -354,11 +363,11 @@ class Places:
     def _keys(
         self, holder: Mapping[Any, Any], steps: Collection[str | int], at: Path
     ) -> dict[str | int, Any]:
-        """The keys of those steps that are text in the checkpoint, but another key in the state."""
+        """Map those steps that are text in the checkpoint but of another type in the state to its keys."""
         unknown = [step for step in steps if isinstance(step, str) and step not in holder]
         own = {str(key): key for key in holder if not isinstance(key, str)}
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
-        # Keys that look like integers are some, unless others that look so are text.
+        # Text that looks like an integer is taken for one, unless other such keys in the state are text.
         decimal = [key for key in (*holder, *unknown) if isinstance(key, str) and key.isdecimal()]
         counts = kind is None and all(key not in holder and _INTEGER.fullmatch(key) for key in decimal)
         return {
@@ -374,45 +383,54 @@ class Places:
 
 
 _INTEGER = re.compile("0|[1-9][0-9]{0,4299}")
-"""Python writes and reads no longer ones."""
+"""Python does not convert longer integers to or from text."""
 
 NOTHING = object()
 """Stands for the value of a key that a dict lacks."""
 
 Emptied = list[tuple[Any, Any, Any]]
-"""Holders and keys of what was empty, or emptied for a load, and what was there."""
+"""Holders, keys and original values of what was empty, or was emptied for a load."""
 
 
 def restore_empty(emptied: Emptied) -> None:
-    """After the load: let dicts that are empty now be the ones that were, which may be of another kind."""
+    """After the load, put back the original dicts, perhaps of other types, where a dict is still empty."""
     for holder, key, value in emptied:
         if isinstance(value, MutableMapping) and type(holder[key]) is dict and not holder[key]:
             holder[key] = value
 
 
 def set_entry(holder: Any, key: Any, value: Any) -> None:
-    """Set an entry. Lists whose entries have names are entered for a value that is to come, too."""
+    """Set an entry.
+
+    In a list, a value that is still to come gets a `Room`, so that names lead into the list.
+    """
     holder[key] = Room() if value is None and isinstance(holder, list) else value
 
 
 def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
-    """True if what is stored can be loaded here. Lists of plain values are one value, which was not saved."""
+    """True if the stored value can be loaded here.
+
+    A list of plain values is one value, which was not saved.
+    """
     if facts is None:
         return not isinstance(holder, list) and not isinstance(value, Mapping | list | torch.Tensor)
     if type(value) is not torch.Tensor:
-        # Sharded tensors are checked against the checkpoint when they are requested, as those of modules.
+        # Sharded tensors are checked against the checkpoint when they are requested, like those of modules.
         return isinstance(value, torch.Tensor)
     return tuple(value.shape) == facts.shape and str(value.dtype) == f"torch.{facts.dtype}"
 
 
 @dataclass(slots=True)
 class _Part:
-    """One entry of a state while it is loaded into `inner`; of this class are values without a state."""
+    """One entry of a state while it is loaded into `inner`.
+
+    Values without a state have exactly this class.
+    """
 
     inner: Any
 
     def take(self, loaded: Any) -> Any:
-        """Load what arrived in `inner`, or in place of it; returns what then stands in the state."""
+        """Load what has arrived, and return the value that the state has from now on."""
         return loaded
 
 
@@ -420,15 +438,15 @@ class _Part:
 class _StatefulPart(_Part):
     """A part with `load_state_dict`.
 
-    A module knows the names of its tensors, but not what its extra state was. Any other part gets the
-    structure that was saved.
+    A module knows the names of its tensors, but not the structure of its saved extra state. Any other part
+    receives the structure that was saved.
     """
 
     part: Stateful
     emptied: Emptied
 
     def take(self, loaded: Any) -> Any:
-        """Load the state."""
+        """Load the state that has arrived into the part."""
         restore_empty(self.emptied)
         self.part.load_state_dict(loaded)
         return self.part
@@ -436,23 +454,23 @@ class _StatefulPart(_Part):
 
 @dataclass(slots=True)
 class _OptimizerState(_Part):
-    """An optimizer, whose state has the entries of the checkpoint, numbered or named as they are there."""
+    """An optimizer, loaded with the checkpoint's entries, which are numbered or named as they were saved."""
 
     key: str
     part: torch.optim.Optimizer
     numbers: Mapping[int | str, int]
-    """By number and, where it is known, by name the number of each parameter."""
+    """The number of each parameter, by number and, if it is known, by name."""
     groups: Sequence[Sequence[int]]
-    """The numbers of each group's parameters."""
+    """The numbers of the parameters in each group."""
 
     def take(self, loaded: Any) -> Any:
-        """Load the state under the optimizer's own numbers."""
+        """Load the state that has arrived, under the optimizer's own numbers."""
         name_of = {number: name for name, number in self.numbers.items() if isinstance(name, str)}
         groups = []
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
             entries = list(group["params"])
             numbers = [self.numbers.get(entry) for entry in entries]
-            # Names are taken in their order if no module in the state tells what they mean.
+            # If no module in the state tells what the names mean, parameters are matched in order.
             if len(entries) != len(own) or (name_of and set(numbers) != set(own)):
                 raise UsageError(
                     f"Group {place} of {self.key!r} has other parameters than in the checkpoint",
@@ -462,7 +480,7 @@ class _OptimizerState(_Part):
             own_names = self.part.param_groups[place].get("param_names")
             names = own_names or [name_of[n] for n in own if n in name_of]
             _require_names(self.key, place, group, names, is_named=bool(own_names))
-            # Those of the checkpoint are in the order of its own parameters, which may be another one.
+            # The checkpoint's names are in the order of its own parameters, which may differ.
             option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
             groups.append({**group, "params": list(own), **option})
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
@@ -480,7 +498,7 @@ class _OptimizerState(_Part):
 
 
 def _converted(given: Any, taken: Any) -> Iterator[str]:
-    """Find the tensors of a state that have another dtype than was given."""
+    """Describe the tensors of a state whose dtype differs from the one they were given."""
     if isinstance(given, Mapping) and isinstance(taken, Mapping):
         for key in given.keys() & taken.keys():
             yield from (f".{key}{text}" for text in _converted(given[key], taken[key]))
@@ -496,7 +514,7 @@ class _NamedState(_Part):
     own: dict[str, Any]
 
     def take(self, loaded: Any) -> Any:
-        """Copy the options of the groups back; the rest was loaded in place."""
+        """Copy the options of the groups back; everything else was loaded in place."""
         groups = zip(self.own["param_groups"], loaded["param_groups"], strict=True)
         for place, (own, group) in enumerate(groups):
             if len(own["params"]) != len(group["params"]):
@@ -512,7 +530,7 @@ class _NamedState(_Part):
 def _begin_optimizer(
     key: str, part: torch.optim.Optimizer, stored: StoredNames, names: Mapping[int, str]
 ) -> _OptimizerState:
-    """Make places in an optimizer's state for what the checkpoint has of it."""
+    """Create places in an optimizer's state for what the checkpoint has of it."""
     raw, prefix = part.state_dict(), stored.prefix(key)
     groups = [list(group["params"]) for group in raw["param_groups"]]
     parameters = list(chain.from_iterable(group["params"] for group in part.param_groups))
@@ -521,7 +539,7 @@ def _begin_optimizer(
         names[id(parameter)]: number for number, parameter in by_number.items() if id(parameter) in names
     }
     for group in raw["param_groups"]:
-        # Optimizers that were made from named parameters have their names.
+        # Optimizers that were created from named parameters know their names.
         by_name.update(zip(group.get("param_names", ()), group["params"], strict=False))
     entries: dict[str, dict[Path, TensorFacts | Skipped | None]] = {}
     options: dict[str | int, dict[str, bool]] = {}
@@ -555,10 +573,10 @@ def _begin_optimizer(
             state.update({entry: own} if own else {})
         elif parameter.requires_grad and not stored.lacks(f"{prefix}state.{entry}."):
             without.append(entry)
-    # It keeps all of its state with its first parameter.
+    # LBFGS keeps all of its state with its first parameter.
     if entries and without and not isinstance(part, torch.optim.LBFGS):
         logger.warning("The checkpoint has no state of the parameters %s of %r", name_some(without), key)
-    # Groups may have further options, which schedulers and newer versions of torch add.
+    # Groups may have additional options, which schedulers and newer versions of torch add.
     all_options = [
         {name: None for name, is_chosen in options.get(place, {}).items() if is_chosen}
         | {**group, "params": [shown.get(number, number) for number in group["params"]]}
@@ -573,9 +591,10 @@ def _begin_optimizer(
 def _require_names(
     key: str, place: int, group: Mapping[str, Any], own: Sequence[str], *, is_named: bool
 ) -> None:
-    """Raise `UsageError` if a group that numbers its parameters has other ones, or in another order.
+    """Raise `UsageError` if a group that numbers its parameters has different ones, or a different order.
 
-    Other names are other parameters only if the optimizer `is_named`, made from named parameters.
+    Different names mean different parameters only if the optimizer `is_named`, i.e. was created from named
+    ones.
     """
     saved = group.get("param_names")
     if not (saved and own) or isinstance(group["params"][0], str):
@@ -601,10 +620,10 @@ def _require_names(
 def _require_same_optimizer(
     key: str, part: torch.optim.Optimizer, options: Mapping[str | int, Mapping[str, bool]]
 ) -> None:
-    """Raise `UsageError` for an optimizer with other groups, or of another class, than was saved.
+    """Raise `UsageError` if the saved optimizer had different groups or was of a different class.
 
-    Its parameters would get the state of others, or a state that it does not know. `options` has by group the
-    options of the checkpoint, and whether each is to be loaded.
+    Otherwise, parameters would receive the state of others, or a state that the optimizer does not know.
+    `options` has, for each group, the options in the checkpoint and whether each is to be loaded.
     """
     taken = [names for names in options.values() if any(names.values())]
     if taken and len(options) != len(part.param_groups):
@@ -616,7 +635,8 @@ def _require_same_optimizer(
     for names, group in zip(taken, part.param_groups, strict=False):
         lacking = sorted(part.defaults.keys() - names.keys())
         unknown = sorted(name for name, is_taken in names.items() if is_taken and name not in group)
-        # Schedulers add options, and so do newer versions of torch: only both together tell another class.
+        # Schedulers add options, and so do newer versions of torch: only both together indicate another
+        # class.
         if lacking and set(unknown) - _OPTIONS_OF_SCHEDULERS:
             raise UsageError(
                 f"{key!r} is {type(part).__name__}, and was saved from another optimizer: it has"
@@ -631,10 +651,10 @@ _OPTIONS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "ma
 def _require_same_order(
     key: str, entries: Mapping[str, StoredPlaces], parameters: Mapping[int, torch.Tensor]
 ) -> None:
-    """Raise `UsageError` for an optimizer that numbers its parameters in another order than was saved.
+    """Raise `UsageError` if an optimizer numbers its parameters in a different order from the saved one.
 
-    Shapes tell it where a slot's shapes over all parameters are those of the parameters, but not one by one.
-    States of any other shape, as factored ones and single numbers, do not have the sizes of their parameters.
+    Shapes prove this if a slot has the shapes of all parameters, but not of each parameter its own. States of
+    other shapes, such as factored ones and scalars, prove nothing.
     """
     slots: dict[Path, list[tuple[Path, Path, int]]] = {}
     for number, parameter in parameters.items():
@@ -655,7 +675,7 @@ def _require_same_order(
 
 
 def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
-    """The dict of `get_optimizer_state_dict` with numbers, if the checkpoint numbers the parameters."""
+    """The dict of `get_optimizer_state_dict` with numbers for names; None if the checkpoint has names."""
     names = list(chain.from_iterable(group.get("params", ()) for group in part["param_groups"]))
     entries = {str(path[1]) for path in places if path[0] == "state" and len(path) > 2}
     numbers = {name: number for number, name in enumerate(names)}
@@ -670,20 +690,20 @@ def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class _EmptyPlaces:
-    """Fills what is empty in a plain state with places for what is stored there: dicts, lists and None."""
+    """Fills empty dicts, lists and Nones in a plain state with places for what is stored there."""
 
     stored: StoredNames
     emptied: Emptied = field(default_factory=list)
     _adopting: list[tuple[MutableMapping[Any, Any], set[str]]] = field(default_factory=list)
-    """The dicts that were empty, with the stored names that got places in them."""
+    """The dicts that were empty, and the stored names that got places in each."""
 
     def fill(self, state: MutableMapping[str, Any]) -> None:
-        """Fill what is empty, wherever it is in `state`."""
+        """Fill the empty places anywhere in `state`."""
         empty: list[tuple[Any, Any, str, str]] = []
         for key in state:
             if prefix := self.stored.prefix(key):
                 self._find(empty, state, key, key, prefix)
-        # One empty dict may be in several places, so all are found before any is filled.
+        # An empty dict may occur in several places, so all places are found before any is filled.
         for holder, key, name, prefix in empty:
             value, places = holder[key], self.stored.below(prefix, name)
             taken = {path: facts for path, facts in places.items() if facts is not SKIPPED}
@@ -699,7 +719,7 @@ class _EmptyPlaces:
     def _find(
         self, empty: list[tuple[Any, Any, str, str]], holder: Any, key: Any, name: str, prefix: str
     ) -> None:
-        """Add what is empty at a place or below it, and may have something stored below it, to `empty`."""
+        """Add to `empty` the empty places, at `key` or below, under which something may be stored."""
         value, stored_name = holder[key], prefix.removesuffix(".")
         is_container = isinstance(value, MutableMapping | list)
         if is_container and value:
@@ -709,7 +729,7 @@ class _EmptyPlaces:
             facts = self.stored.facts(stored_name)
             if facts is SKIPPED:
                 empty.append((holder, key, name, prefix))
-            # An empty list is a place for any object, as None is.
+            # Like None, an empty list is a place for any object.
             elif (
                 isinstance(value, MutableMapping) or (facts is not None and value is None)
             ) and self.stored.asked(name) == stored_name:
@@ -717,17 +737,17 @@ class _EmptyPlaces:
 
     @property
     def adopted(self) -> set[str]:
-        """The stored names that got places in dicts which were empty."""
+        """The stored names that got places in formerly empty dicts."""
         return set().union(*(names for _, names in self._adopting))
 
     def leave_empty(self, names: Collection[str]) -> None:
-        """Empty the dicts again that would get one of these names, which other ranks have in their dict."""
+        """Empty the dicts again that took any of these names, because the dicts of other ranks take them."""
         for adopting, adopted in self._adopting:
             if not adopted.isdisjoint(names):
                 adopting.clear()
 
     def undo(self) -> None:
-        """Let everything be as empty as before."""
+        """Restore everything that was empty."""
         for holder, key, value in reversed(self.emptied):
             if value is not None:
                 value.clear()
@@ -741,37 +761,40 @@ class _EmptyPlaces:
 
 @dataclass(slots=True)
 class LoadedParts:
-    """The state that is loaded into: `state` has the places of all leaves."""
+    """The state that a load fills: `state` has the places of all leaves."""
 
     parts: Mapping[str, _Part]
     prefixes: Mapping[str, str]
-    """By key of a part that has names below it, the beginning of these names in the checkpoint."""
+    """For each part with names below it, the prefix of these names in the checkpoint."""
     stored: StoredNames
     places: _EmptyPlaces
     """The empty places of plain parts."""
     state: dict[str, Any]
     filled: Collection[str] = ()
-    """The names in the state of what the load has filled; set when it ends."""
+    """The names, in the state, of what the load has filled; set when it ends."""
     left: Collection[str] = ()
-    """The names of what it has left unchanged."""
+    """The names, in the state, of what the load has left unchanged."""
 
     def gets_copies(self, leaf: Leaf) -> bool:
-        """True if a leaf's part takes values from any memory, as `load_state_dict` of no module does."""
+        """True if the part of `leaf` copies values from any memory.
+
+        `load_state_dict` of a module does not.
+        """
         part = self.parts.get(str(leaf.path[0]))
         is_copied = isinstance(part, _StatefulPart) and not isinstance(part.part, torch.nn.Module)
         return is_copied and type(leaf.value) is torch.Tensor
 
     def is_left(self, key: str) -> bool:
-        """True if nothing of a part was filled, though it has something."""
+        """True if a part has leaves but none of them was filled."""
         begin = f"{key}."
         has_left = any(name.startswith(begin) for name in self.left)
         return has_left and not any(name.startswith(begin) for name in self.filled)
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
-        """The `unused` names of the checkpoint that are below these parts, and chosen."""
+        """The `unused` names in the checkpoint that are below these parts and selected."""
         owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
         found = [name for name, own in owned if own is not None and self.stored.asked(own) is not None]
-        # A dict that was empty on some ranks alone is taken with what other ranks had in it.
+        # A dict that was empty on some ranks only is taken together with what other ranks had in it.
         above = (
             {each[: dot.start()] for each in self.stored.names for dot in re.finditer(r"\.", each)}
             if found
@@ -780,12 +803,15 @@ class LoadedParts:
         return [name for name in found if name not in above]
 
     def own_name(self, stored_name: str) -> str | None:
-        """The name in this state of a name of the checkpoint; None if it belongs to no part of the state."""
+        """The name in this state for a name in the checkpoint; None if it belongs to no part of the state."""
         key = self._owner(stored_name)
         return None if key is None else f"{key}.{stored_name[len(self.prefixes[key]) :]}"
 
     def is_whole(self, stored_name: str) -> bool:
-        """True if a name belongs to a part that is loaded as a whole. Any other dict names what it wants."""
+        """True if a name belongs to a part that is loaded as a whole.
+
+        Any other dict selects what it needs.
+        """
         key = self._owner(stored_name)
         part = None if key is None else self.parts[key]
         if type(part) is not _Part:
@@ -797,9 +823,10 @@ class LoadedParts:
         return next(matching, None)
 
     def require_as_many_ranks(self, num_saved: int, num_ranks: int, lacking: Collection[str]) -> None:
-        """Raise `UsageError` for parameters, or their state in optimizers, that were other ones on each rank.
+        """Raise `UsageError` for parameters or optimizer states that differed between the ranks that saved.
 
-        These are shards, and another number of ranks would have others. `lacking` are names that not all had.
+        Such values are shards, and a different number of ranks would have different shards. `lacking` are
+        names that not all ranks had.
         """
         of_ranks = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in self.of_other_ranks(0))
         found = [name for name in (*of_ranks, *lacking) if self._is_of_parameter(name)]
@@ -823,7 +850,7 @@ class LoadedParts:
         return isinstance(module, torch.nn.Module) and inner in dict(module.named_parameters())
 
     def warn_of_other_ranks(self, num_saved: int, num_ranks: int) -> None:
-        """Name the values of single ranks that are lost, or that others get, with another number of ranks."""
+        """Warn of single ranks' values that a different number of ranks loses or gives to other ranks."""
         if lost := self.of_other_ranks(num_ranks):
             logger.warning(
                 "Saved by more ranks: not loaded, as they were of ranks that this job lacks: %s",
@@ -838,7 +865,7 @@ class LoadedParts:
             )
 
     def warn_of_all_entries(self, num_saved: int, names: Collection[str]) -> None:
-        """Name the parts of which ranks had different entries, when they were not as many as now."""
+        """Warn of parts in which ranks had different entries, if a different number of ranks loads them."""
         if owners := {owner for name in names if (owner := self._owner(name) or name) in self.parts}:
             logger.warning(
                 "Saved by %d ranks, which had different entries in %s: what is new there gets those of all",
@@ -847,7 +874,7 @@ class LoadedParts:
             )
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
-        """The names of values that only ranks beyond those of this job had."""
+        """The names of values that belonged to ranks with numbers from `num_ranks` on."""
         marked = filter(self.stored.is_of_one_rank, self.stored.names)
         return [
             f"{name}{mark}{rank}"
@@ -858,7 +885,9 @@ class LoadedParts:
 
 @contextmanager
 def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[LoadedParts]:
-    """Yield the state to load into; afterwards parts with `load_state_dict` load theirs, others are replaced.
+    """Yield the state to load into.
+
+    Afterwards, parts with `load_state_dict` load theirs; others are replaced.
 
     Raises `UsageError` for a part that cannot be loaded. If the body raises, no part is changed.
     """
@@ -896,14 +925,14 @@ def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[Load
 
 
 _FLOATS_CHANGE: ContextVar[bool | None] = ContextVar("floats change", default=None)
-"""While parts of this thread load: true if states of floats get the dtype of their parameter."""
+"""None unless this thread loads parts; True if floating-point states take the dtype of their parameter."""
 
 
 @contextmanager
 def _optimizers_keep_dtypes(*, but_floats: bool) -> Iterator[None]:
-    """Let torch's optimizers take states with the dtypes that these have, wherever a part keeps them.
+    """Let torch's optimizers keep the dtypes of the states that they load, in whichever part they are.
 
-    What hooks and optimizers of other packages convert stays converted.
+    Conversions by hooks and by optimizers of other packages remain.
     """
     before = _FLOATS_CHANGE.set(but_floats)
     try:
@@ -914,9 +943,9 @@ def _optimizers_keep_dtypes(*, but_floats: bool) -> Iterator[None]:
 
 
 class _KeptDtypes:
-    """Replaces, while any thread loads, what gives all of a state the dtype of its parameter.
+    """While any thread loads, replaces torch's method that converts a state to the dtype of its parameter.
 
-    torch does so to quantized values and counters too. In threads that load nothing, it works as ever.
+    torch converts even quantized values and counters. In threads that do not load, the method works as usual.
     """
 
     _NAME = "_process_value_according_to_param_policy"
@@ -953,7 +982,7 @@ def _move(convert: Any, parameter: torch.Tensor, value: torch.Tensor, *more: Any
 
 
 def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -> _Part | None:
-    """Give a part with a state, or the dict of `get_optimizer_state_dict`, the places that it needs."""
+    """Create the places that a part needs, if it has a state or is the dict of `get_optimizer_state_dict`."""
     prefix = stored.prefix(key)
     making = Places(stored.key_types, prefix)
     if isinstance(part, torch.nn.Module):
@@ -981,9 +1010,9 @@ def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -
 def find_wanted(
     local_state: LocalState, selection: LeafSelection, index: CheckpointIndex, *, converts: bool
 ) -> tuple[Regions, list[tuple[str, LocalShard]], dict[str, int]]:
-    """The stored regions that this rank wants, for each the leaf and its shard; and the objects by leaf.
+    """The stored regions that this rank needs, the leaf and shard for each, and the objects by leaf.
 
-    Raises `UsageError` where state and checkpoint do not match; `converts` allows other dtypes.
+    Raises `UsageError` if state and checkpoint do not match; `converts` allows dtypes to differ.
     """
     numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
     objects = {stored.name: number for number, stored in enumerate(index.objects)}

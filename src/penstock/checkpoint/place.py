@@ -1,10 +1,10 @@
-"""Puts what was read where it belongs: in tensors of this rank, and in messages to other ranks.
+"""Puts the bytes that were read where they belong: into this rank's tensors and messages to other ranks.
 
-A share that is one contiguous part of a tensor in host memory is read right into it; any other share passes
-through a buffer. A share is passed on once, when its last byte has arrived, by the thread that read that
-byte. Both ends know every message from the plan, so no sizes are negotiated. Invariant: a rank finishes a
-round of messages before it begins the next, and what it reads for one round waits for no later one, so ranks
-cannot deadlock. A rank that fails still sends.
+A share that is one contiguous part of a tensor in host memory is read directly into it; any other share
+passes through a buffer. A share is passed on once, when its last byte has arrived, by the thread that read
+that byte. Both ends know every message from the plan, so no sizes are negotiated. Invariant: a rank finishes
+one round of messages before it begins the next, and its reads for one round never wait for a later one, so
+ranks cannot deadlock. A rank that fails still sends its messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.transfer.reader import Part
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Memory of this rank that a wanted region is loaded into; `facts` are those of the stored tensor."""
+    """Memory of this rank into which a wanted region is loaded; `facts` are those of the stored tensor."""
 
     offsets: tuple[int, ...]
     memory: torch.Tensor
@@ -60,19 +60,19 @@ class Target:
         return self.memory.dtype == getattr(torch, self.facts.dtype) and not has_other_bits
 
     def contiguous_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> ByteArray | None:
-        """The bytes of a region inside, if they are in host memory, contiguous and as stored."""
+        """The bytes of a region within the target, if they are in host memory, contiguous and as stored."""
         view = narrow_region(self.memory, self.offsets, offsets, sizes)
         is_direct = view.is_cpu and view.is_contiguous() and self.has_stored_bytes
         return contiguous_bytes(view) if is_direct else None
 
     def contiguous_bytes_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
-        """The bytes of a region inside, if they are on a device, contiguous and as stored."""
+        """The bytes of a region within the target, if they are on a device, contiguous and as stored."""
         view = narrow_region(self.memory, self.offsets, offsets, sizes)
         is_direct = not view.is_cpu and view.is_contiguous() and self.has_stored_bytes
         return flatten_bytes(view) if is_direct else None
 
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], content: NDArray[Any]) -> None:
-        """Copy a region from words of the stored element size."""
+        """Copy a region from `content`, in words of the stored element size."""
         view = narrow_region(self.memory, self.offsets, offsets, sizes)
         if view.is_cpu and self.has_stored_bytes:
             own_words = as_words(view).numpy()
@@ -83,7 +83,7 @@ class Target:
 
 
 def item_targets(requests: LoadRequests, tensors: Sequence[TensorFacts]) -> list[Target]:
-    """New memory for the whole items that are requested; their targets follow those of the wanted regions."""
+    """Allocate memory for the requested whole items. Their targets follow those of the wanted regions."""
     items = [tensors[number] for number in requests.items]
     return [Target((0,), torch.empty(facts.shape, dtype=torch.uint8, device="cpu"), facts) for facts in items]
 
@@ -97,7 +97,7 @@ def unpack(
         facts = targets[want].facts
         elements = checkpoint.tensor_bytes(row, items[place])
         outer = checkpoint.index.stored.regions.region(row, len(facts.shape))
-        # The copy is aligned, as torch expects its memory to be.
+        # The copy is aligned, as torch requires of its memory.
         aligned = np.frombuffer(bytes(elements), dtype=np.uint8)
         targets[want].fill(*inner, cut_region(aligned, facts.element_bytes, outer, inner))
     values = {}
@@ -117,10 +117,10 @@ def unpack(
 
 
 def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """Pairs of targets that are the same memory and are loaded from different places, as tied weights are.
+    """Pairs of targets that are the same memory but are loaded from different places, as tied weights are.
 
-    Raises `UsageError` for memory of which two targets share only a part. Views with gaps, such as columns
-    of one matrix, are taken to share none.
+    Raises `UsageError` if two targets share only a part of their memory. Views with gaps, such as columns of
+    one matrix, are assumed to share nothing.
     """
 
     def span(memory: torch.Tensor) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
     order = order[np.argsort(begins[order], kind="stable")]
     so_far = np.maximum.accumulate(ends[order])
     tied = []
-    # Nearly always there is none: a state of many tensors has no time for more than this.
+    # Nearly always there is none: with many tensors in a state, there is no time for more than this loop.
     for place in 1 + np.flatnonzero(begins[order[1:]] < so_far[:-1]):
         before = int(order[int(np.searchsorted(so_far, so_far[place - 1]))])
         number = int(order[place])
@@ -158,9 +158,10 @@ def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
 def untie(
     targets: Sequence[Target], names: Sequence[str], tied: Iterable[tuple[int, int]], copied: Container[str]
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
-    """Tensors for leaves that were loaded into one memory with others, and the pairs that cannot be untied.
+    """Tensors for leaves that were loaded into shared memory, and the pairs that cannot be separated.
 
-    Leaves that are `copied` when their part loads its state may have any memory; `names` are of the targets.
+    Leaves that are `copied` when their part loads its state may have any memory; `names` are those of the
+    targets.
     """
     untied, split = {}, []
     for first, second in tied:
@@ -179,9 +180,9 @@ def untie(
 
 
 def _overlaps_itself(memory: torch.Tensor) -> bool:
-    """True if two elements may have one address, as in expanded tensors and sliding windows."""
+    """True if two elements may have the same address, as in expanded tensors and sliding windows."""
     reach = 0
-    # From the innermost dimension on, each step must lead beyond all elements so far.
+    # Starting with the innermost dimension, each step must lead beyond all elements so far.
     for stride, size in sorted(zip(memory.stride(), memory.size(), strict=True)):
         if size > 1 and stride <= reach and memory.numel():
             return True
@@ -197,16 +198,16 @@ def wait_for_devices(targets: Sequence[Target]) -> None:
 
 
 def cut_region(memory: ByteArray, element_bytes: int, outer: Region, inner: Region) -> NDArray[Any]:
-    """The elements of the region `inner` as words, from the contiguous bytes of the region `outer`."""
+    """View the elements of the region `inner`, as words, in the contiguous bytes of the region `outer`."""
     words: NDArray[Any] = memory.view(np.dtype(f"V{element_bytes}")).reshape(outer[1])
     bounds = zip(outer[0], *inner, strict=True)
     inside: tuple[Any, ...] = tuple(slice(begin - own, begin - own + size) for own, begin, size in bounds)
-    # The dots keep a 0-d array from becoming a scalar.
+    # The ellipsis keeps a 0-d array from becoming a scalar.
     return words[(*inside, ...)]
 
 
 def list_regions(regions: Regions, tensors: Sequence[TensorFacts]) -> list[Region]:
-    """Offsets and sizes of each region, without padding."""
+    """The offsets and sizes of each region, without padding."""
     columns = (regions.tensor, regions.offsets, regions.sizes)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     ranks = [len(facts.shape) for facts in tensors]
@@ -215,26 +216,26 @@ def list_regions(regions: Regions, tensors: Sequence[TensorFacts]) -> list[Regio
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """One read of the plan in progress; `memory` is allocated when its first byte arrives."""
+    """One read of the plan while it is in progress; `memory` is allocated when its first byte arrives."""
 
     begin: int
-    """Of its payload in the file."""
+    """The offset of the payload in the file."""
     num_bytes: int
     num_missing: int
     region: Region
     facts: TensorFacts
     local: list[int]
-    """Rows of the plan's local transfers that this read is for."""
+    """Rows of the plan's local transfers that take bytes from this read."""
     sends: list[int]
     memory: ByteArray | None = None
     own_row: int | None = None
-    """The local transfer whose tensor `memory` is."""
+    """The row of the local transfer whose tensor provides `memory`; None if `memory` is a buffer."""
     on_device: torch.Tensor | None = None
-    """A tensor's bytes on a device, to which each part is copied as it arrives, without a host buffer."""
+    """A tensor's bytes on a device, to which each part is copied on arrival, without a host buffer."""
 
 
 class Destinations:
-    """Where the spans of a load plan go: `begins` says where each read's payload begins in its file."""
+    """The destinations of a load plan's spans. `begins` has the offset of each read's payload in its file."""
 
     def __init__(
         self,
@@ -272,7 +273,7 @@ class Destinations:
                     share.on_device = target.contiguous_bytes_on_device(*region)
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
-        """The share's memory, if the storage can read to any address."""
+        """The memory for a part of a span, if the storage can read to any address; otherwise None."""
         share = self._shares[span]
         is_inside = share.begin <= begin and end <= share.begin + share.num_bytes
         if not self._takes_any_address or not is_inside or share.on_device is not None:
@@ -280,7 +281,7 @@ class Destinations:
         return memoryview(self._memory(share).data)[begin - share.begin : end - share.begin]
 
     def take(self, span: int, begin: int, content: memoryview) -> None:
-        """Copy the part that is payload; the rest of an item was only needed for its checksum."""
+        """Copy the payload in `content`; the rest of an item was only needed for its checksum."""
         share = self._shares[span]
         first = max(share.begin, begin)
         last = min(begin + len(content), share.begin + share.num_bytes)
@@ -293,7 +294,7 @@ class Destinations:
             copy_bytes(memoryview(self._memory(share).data)[inside], copied)
 
     def arrived(self, part: Part) -> None:
-        """Pass the share on once all of its payload has arrived."""
+        """Note that `part` has arrived, and pass its share on once all of the payload has."""
         share = self._shares[part.span]
         num_bytes = min(share.begin + share.num_bytes, part.end) - max(share.begin, part.begin)
         with self._lock:
@@ -304,7 +305,7 @@ class Destinations:
             share.memory = None
 
     def _memory(self, share: _Share) -> ByteArray:
-        """A tensor's own memory if it has all of the share, else a buffer."""
+        """The memory of a tensor that takes the whole share, or else a buffer."""
         with self._lock:
             for row in share.local if share.memory is None else ():
                 target, region = self._local[row]
@@ -315,7 +316,7 @@ class Destinations:
             return share.memory
 
     def _pass_on(self, share: _Share, memory: ByteArray) -> None:
-        # Own tensors first: the share may lie in one of them, from which messages are then sent unbuffered.
+        # Own tensors first: if the share is in one of them, messages can be sent from it without a buffer.
         for row in share.local:
             target, region = self._local[row]
             if row != share.own_row:
@@ -335,7 +336,7 @@ class Destinations:
 def outgoing_messages(
     transfers: Transfers, tensors: Sequence[TensorFacts]
 ) -> tuple[list[Outgoing], list[tuple[Outgoing, int]]]:
-    """The messages of some sends, and for each send its message and its offset in it."""
+    """The messages that consist of these sends and, for each send, its message and the offset in it."""
     messages: dict[tuple[int, int], Outgoing] = {}
     places: list[tuple[Outgoing, int]] = []
     sizes = transfers.regions.num_bytes(element_sizes(tensors))
@@ -351,7 +352,10 @@ def outgoing_messages(
 def incoming_messages(
     transfers: Transfers, tensors: Sequence[TensorFacts], targets: Sequence[Target]
 ) -> list[Incoming]:
-    """The messages of some receives, each with its place or the function that copies it there."""
+    """The messages that consist of these receives.
+
+    Each has its memory, or a function that copies it to its places.
+    """
     regions = list_regions(transfers.regions, tensors)
     sizes = transfers.regions.num_bytes(element_sizes(tensors)).tolist()
     rows: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -369,7 +373,7 @@ def incoming_messages(
 
 
 def _unpack_message(parts: Sequence[tuple[Target, Region, int]], memory: ByteArray) -> None:
-    """Copy the parts of a message, which lie one after another, to their tensors."""
+    """Copy the parts of a message, which are stored one after another, to their tensors."""
     begin = 0
     for target, region, size in parts:
         content = memory[begin : begin + size]
@@ -380,30 +384,30 @@ def _unpack_message(parts: Sequence[tuple[Target, Region, int]], memory: ByteArr
 
 
 UNSENT_BYTES = 256 << 20
-"""Reading pauses while more than this waits to be sent."""
+"""Reading pauses while more than this is waiting to be sent."""
 
 FIRST_TAG = 1 << 20
-"""Our tags begin here, above those that programs choose for their own messages."""
+"""The first of the tags used here, above those that programs choose for their own messages."""
 
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """A message to be sent once all of its transfers have been read."""
+    """A message that is sent once all of its transfers have been read."""
 
     peer: int
     number: int
     in_round: int
     size_bytes: int
     num_missing: int
-    """Transfers that have not been read yet."""
+    """The number of transfers that have not been read yet."""
     memory: ByteArray | None = None
-    """A tensor's memory, or a buffer that is freed once it is sent."""
+    """A tensor's memory, or a buffer that is freed once the message is sent."""
     is_buffered: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """A message to receive, into `memory`, or if that is None into a buffer that `place` copies."""
+    """A message to receive into `memory` or, if that is None, into a buffer whose content `place` copies."""
 
     peer: int
     number: int
@@ -414,7 +418,7 @@ class Incoming:
 
 
 class Outbox:
-    """Messages that reading threads make ready and one thread sends."""
+    """Messages that reading threads prepare and one thread sends."""
 
     def __init__(self, messages: Sequence[Outgoing], timeout_s: float) -> None:
         self.messages = tuple(messages)
@@ -424,7 +428,7 @@ class Outbox:
         self._has_failed = False
 
     def wait_for_room(self) -> None:
-        """Wait before reading more, until little is left to be sent."""
+        """Wait, before reading more, until little is left to send."""
         with self._lock:
             self._lock.wait_for(lambda: self._has_failed or self._buffered_bytes <= UNSENT_BYTES)
 
@@ -438,7 +442,7 @@ class Outbox:
             return message.memory
 
     def lend(self, message: Outgoing, memory: ByteArray, *, counts: bool) -> None:
-        """Send `message` from `memory` itself. `counts` if that is a buffer, which is freed once sent."""
+        """Send `message` directly from `memory`. `counts` is True for a buffer, which is freed once sent."""
         with self._lock:
             message.memory = memory
             message.is_buffered = counts
@@ -451,7 +455,10 @@ class Outbox:
             self._lock.notify_all()
 
     def wait_filled(self, message: Outgoing) -> ByteArray:
-        """Return the memory of `message` when it may be sent: filled, or with any content after a failure."""
+        """Wait until `message` may be sent, and return its memory.
+
+        The memory is filled or, after a failure, has arbitrary content.
+        """
         with self._lock:
             if not self._lock.wait_for(
                 lambda: self._has_failed or message.num_missing == 0, timeout=self._timeout_s
@@ -469,16 +476,16 @@ class Outbox:
             self._lock.notify_all()
 
     def give_up(self) -> None:
-        """Send the rest without waiting for its content, because other ranks wait for it."""
+        """Send the remaining messages without waiting for content, because other ranks wait for them."""
         with self._lock:
             self._has_failed = True
             self._lock.notify_all()
 
 
 def run_rounds(line: PointToPoint, outbox: Outbox, incoming: Sequence[Incoming], timeout_s: float) -> None:
-    """Send and receive everything, in a separate thread next to the reading ones.
+    """Send and receive everything. Runs in a separate thread alongside the reading threads.
 
-    Raises `RankError` and its subclasses if the connection breaks or nothing arrives for `timeout_s`.
+    Raises `RankError` or a subclass if the connection breaks or nothing arrives for `timeout_s`.
     """
     out: dict[int, list[Outgoing]] = defaultdict(list)
     into: dict[int, list[Incoming]] = defaultdict(list)
@@ -487,8 +494,8 @@ def run_rounds(line: PointToPoint, outbox: Outbox, incoming: Sequence[Incoming],
     for awaited in incoming:
         into[awaited.in_round].append(awaited)
     for number in sorted(out.keys() | into.keys()):
-        # All receives are posted before the first send is waited for: even if ranks send around a ring, each
-        # send finds its receive, and messages need no memory beyond that of their round.
+        # All receives are posted before any send is awaited. Even if ranks send around a ring, each send
+        # finds its receive, and messages need no memory beyond that of their round.
         receiving = []
         for awaited in sorted(into[number], key=lambda message: message.number):
             memory = (

@@ -1,10 +1,10 @@
 """Compares what several ranks hold of the same region, before each of them writes a part of it.
 
-Ranks share the writing of what they all hold, so values that differ would make a checkpoint that is a mix of
-them. `add_digests` sums, for every save, the tensors that nothing proves to be replicas: the plan keeps each
-rank's own where they differ. `compare_replicas` also compares what is proven, and refuses what differs: ranks
-first compare one digest of all that they hold; then one rank of each set with equal digests sends rank 0 the
-sums of its regions. Invariant: all ranks raise the same error, or none does.
+Ranks share the writing of regions that all of them hold, so if their values differed, the checkpoint would be
+a mix of them. For every save, `add_digests` sums the tensors that nothing proves to be replicas; if they
+differ, the plan saves each rank's own. `compare_replicas` also compares proven replicas, and refuses a save
+if they differ: ranks first compare one digest of all that they hold; then one rank of each set with equal
+digests sends rank 0 the sums of its regions. Invariant: all ranks raise the same error, or none does.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint.state.tensors import LocalState
 
 NUM_WORDS: Final = 1 << 22
-"""Words of 4 bytes that a device sums at a time, which takes 64 MiB of its memory."""
+"""The number of 4-byte words that a device sums at a time, which takes 64 MiB of its memory."""
 FEW_BYTES: Final = 64 * 1024
-"""A tensor of at most this size is copied from its device sooner than it is summed there."""
+"""A tensor of at most this size takes less time to copy from its device than to sum there."""
 NUM_NAMED: Final = 3
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 def add_digests(
     state: LocalState, parts: Mapping[str, Any], ranks: Collection[int], *, only_expected: bool = False
 ) -> LocalState:
-    """Add digests of the tensors of `parts` that nothing proves to be equal on these ranks of the job.
+    """Add digests of those tensors of `parts` that nothing proves to be equal on these ranks of the job.
 
-    With `only_expected`, of those alone that are expected to differ.
+    With `only_expected`, add only digests of tensors that are expected to differ.
     """
     is_proven = _find_proof(parts, ranks)
     memories: dict[str, torch.Tensor] = {}
@@ -74,10 +74,10 @@ def is_expected_to_differ(leaf: Leaf) -> bool:
 
 
 def _find_proof(parts: Mapping[str, Any], ranks: Collection[int]) -> Callable[[Leaf], bool]:
-    """Return what knows if the kind of a leaf proves that it is equal on all these ranks.
+    """Return a function that tells whether the kind of a leaf proves it to be equal on all these ranks.
 
-    DDP keeps parameters equal, and so are what optimizers keep for these, if it has their shape: a part of
-    it would have another one. Single numbers that an optimizer keeps for a DTensor count its steps.
+    DDP keeps parameters equal, and hence their optimizer states if these have the parameter's shape; a mere
+    part would have another shape. Scalars that an optimizer keeps for a DTensor count its steps.
     """
     synced: set[int] = set()
     names: set[str] = set()
@@ -121,7 +121,7 @@ def warn_of_own_values(
     state: LocalState,
     warned: set[str],
 ) -> None:
-    """On rank 0: name once what is saved of each rank, unless such tensors are expected to differ."""
+    """On rank 0, warn once of tensors that are saved for each rank, unless they are expected to differ."""
     held = [leaf for leaf in state.leaves if leaf.name in state.shards]
     silent = {leaf.name for leaf in held if is_expected_to_differ(leaf)} | warned
     of_ranks = [facts for facts in tensors if is_of_one_rank(facts.name, paths)]
@@ -141,9 +141,9 @@ def warn_of_own_values(
 
 
 def compare_replicas(state: LocalState, comm: Comm) -> float:
-    """Raise the same `RankError` on all ranks if any region differs among them; else the seconds it took.
+    """Raise the same `RankError` on all ranks if any region differs among them; return the seconds taken.
 
-    Only regions with equal bounds are compared, and not the tensors of which each rank's own is saved.
+    Only regions with equal bounds are compared, and no tensors that are saved separately for each rank.
     """
     start_s = time.perf_counter()
     if comm.size == 1:
@@ -172,7 +172,7 @@ def compare_replicas(state: LocalState, comm: Comm) -> float:
 
 
 def _find_differences(received: Sequence[dict[str, int] | None], digests: Sequence[bytes]) -> list[str]:
-    """Describe what differs among which ranks; a rank stands for all that have its digest."""
+    """Describe which regions differ among which ranks; a rank stands for all that have its digest."""
     ranks_by_sum: dict[str, dict[int, list[int]]] = {}
     for digest, sums in zip(digests, received, strict=True):
         alike = [rank for rank, other in enumerate(digests) if other == digest]
@@ -192,7 +192,7 @@ def _name_groups(groups: Sequence[Sequence[int]]) -> str:
 
 
 def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
-    """The memory of each region, by a name that tells equal bounds, `w[0:4, 0:8]`."""
+    """The memory of each region, by a name that includes the bounds, such as `w[0:4, 0:8]`."""
     holdings = state.holdings
     apart = {held.name for held in holdings.compared}
     found: dict[str, torch.Tensor] = {}
@@ -205,13 +205,13 @@ def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
         if sizes != facts.shape:
             ranges = (f"{begin}:{begin + extent}" for begin, extent in zip(offsets, sizes, strict=True))
             name = f"{name}[{', '.join(ranges)}]"
-        # Sums on devices are of another kind, and never equal those on processors.
+        # Devices compute a different kind of sum, which never equals that of a processor.
         found[name if memory.is_cpu else f"{name} on devices"] = memory
     return found
 
 
 def sum_tensors(memories: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """By name, a sum of each tensor's elements."""
+    """The sum of each tensor's elements, by name."""
     sums: dict[str, int] = {}
     apart: dict[torch.device, list[str]] = {}
     with torch.no_grad():
@@ -226,15 +226,16 @@ def sum_tensors(memories: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def sum_bytes(memory: torch.Tensor) -> int:
-    """XXH3-64 of a tensor's elements in main memory, in row-major order."""
+    """The XXH3-64 of a tensor's elements in main memory, in row-major order."""
     return xxhash.xxh3_64_intdigest(_content_of(memory).numpy().data)
 
 
 def sum_on_device(memories: Sequence[torch.Tensor]) -> list[int]:
     """Sums of the elements of tensors on one device, computed there, with a single copy to main memory.
 
-    Weights of `NUM_WORDS` at a time are odd, so that no single word can change unnoticed, and differ from
-    place to place; the weighted sums, or the bytes themselves if they are few, go through XXH3-64.
+    Blocks of `NUM_WORDS` are multiplied by weights and added up. The weights are odd, so that no change of a
+    single word goes unnoticed, and differ between positions. The weighted sums, or the bytes themselves if
+    there are few, go through XXH3-64.
     """
     sizes, copied = [], []
     for memory in memories:
@@ -253,7 +254,7 @@ def _content_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _weigh(content: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of `NUM_WORDS` words at a time."""
+    """The weighted sums of `NUM_WORDS` words at a time."""
     words = torch.nn.functional.pad(content, (0, -content.numel() % 4)).view(torch.int32)
     places = torch.arange(min(NUM_WORDS, words.numel()), dtype=torch.int64, device=words.device)
     weights = (places * 0x9E3779B97F4A7C1 ^ (places >> 7)) * 2 + 1

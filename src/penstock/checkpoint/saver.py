@@ -1,14 +1,14 @@
 """A save from the tensors of a state to files that are ready to commit: prepare, stage, write, seal.
 
-1. `Saver.prepare`: each rank lists its tensors and objects (`state.tensors`), and all ranks agree who writes
-   what (`plan.save_plan`).
+1. `Saver.prepare`: each rank lists its tensors and objects (`state.tensors`), and all ranks agree which of
+   them writes what (`plan.save_plan`).
 2. `PreparedTensors.stage`: each rank lays out its files (`file_layout`), and copying to staging memory
    begins.
 3. `StagedFiles.write_to`: buffers go to storage, each file is made durable, and each item gets a checksum.
-4. `PreparedTensors.seal`: rank 0 describes what all ranks wrote, in `.metadata` and in our manifest.
+4. `PreparedTensors.seal`: rank 0 describes what all ranks wrote, in `.metadata` and in Penstock's manifest.
 
-`commit.checkpoints` then makes all of it visible at once. Invariant: an error on any rank, for example an
-object that cannot be pickled, is raised on all ranks before anything is written.
+`commit.checkpoints` then makes everything visible at once. Invariant: if any rank fails before writing, for
+example because an object cannot be pickled, all ranks raise the error and nothing is written.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ if TYPE_CHECKING:
     import torch
 
 WAITING_BUFFER_BYTES = 128 << 20
-"""More buffers make a save that is waited for no faster; object stores need some for parts in flight."""
+"""More buffers do not speed up a save that is waited for. Object storage needs some for parts in flight."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
-"""A share larger than this blocks `save_async` until the rest of it is written."""
+"""If a rank's share is larger, `save_async` blocks until the rest is written."""
 
 
 class Saver:
     """Prepares the saves of one trainer; plans and memory are kept from save to save.
 
     `staging_bytes` limits the memory of all saves in flight together, in addition to the state itself. With
-    `transforms`, as in `("stream.zstd/1",)`, items are compressed in memory before they are staged. For
-    `replicas` see `Replicas`.
+    `transforms`, such as `("stream.zstd/1",)`, items are compressed in memory before they are staged.
+    `replicas` is described at `Replicas`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Saver:
 
     @paused_garbage_collection()
     def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> PreparedTensors:
-        """Let all ranks agree who writes what of `state`. Collective."""
+        """Let all ranks agree which of them writes which part of `state`. Collective."""
         start_s = time.perf_counter()
         comm = group.comm
         planner = self._planners.setdefault(comm, JobPlanner(comm))
@@ -192,9 +192,9 @@ class PreparedTensors:
     plan: SavePlan
     layouts: tuple[FileLayout, ...]
     numbers: Ints
-    """By tensor of the plan, its number among the tensors of all ranks."""
+    """For each tensor of the plan, its number among the tensors of all ranks."""
     job: JobPlan | None
-    """The plan of all ranks, on rank 0."""
+    """The plan of all ranks; None except on rank 0."""
     local_state: LocalState
     dtype: torch.dtype | None
     compare_s: float
@@ -203,15 +203,15 @@ class PreparedTensors:
     comm: Comm
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
-        """Lay out this rank's share, and begin to copy it, unless only the commit is urgent."""
+        """Lay out this rank's share, and begin to copy it unless only the commit is urgent."""
         start_s, plan, state = time.perf_counter(), self.plan, self.local_state
-        # An object that differs on this rank has a name of its own, and must not replace the common one.
+        # An object that differs on this rank has its own name, and must not replace the common one.
         paths = {leaf.name: leaf.path for leaf in state.leaves}
         payloads: dict[str, list[Payload]] = {}
         regions, objects = [], []
         with paused_garbage_collection():
             for bucket in plan.buckets:
-                # Objects first, then regions, as they are laid out.
+                # Objects first, then regions, in the order of the layout.
                 payloads[bucket.file] = [
                     payload_of_bytes(state.objects[each.name]) for each in bucket.objects
                 ]
@@ -221,7 +221,7 @@ class PreparedTensors:
                     view = state.view(find_leaf_name(facts.name, state.shards), *region)
                     dtype = self.dtype if view.is_floating_point() else None
                     payloads[bucket.file].append(payload_of_tensor(view, dtype))
-                # Regions have the numbers of all ranks' tensors.
+                # Regions refer to tensors by their number among those of all ranks.
                 regions.append(replace(bucket.regions, tensor=self.numbers[bucket.regions.tensor]))
                 names = [(each.name, each.stored_name) for each in bucket.objects]
                 objects.append(
@@ -246,14 +246,15 @@ class PreparedTensors:
             needed_bytes = sum(round_up(layout.size_bytes, settings.chunk_bytes) for layout in share.layouts)
             copies = "before all else" if needed_bytes <= settings.buffer_memory_bytes else "at once"
         staged = StagedFiles(share, memory, settings, copies=copies, timeout_s=self.comm.timeout_s)
-        # While threads copy: training waits for these, and for nothing that could be done meanwhile.
+        # While threads copy: training waits for the copies, so everything else is done in the meantime.
         self.saver.warn(state, self.comm.rank)
         return staged
 
-    # A million items make millions of short-lived objects, and collecting among them doubles the time.
+    # A million items create millions of short-lived objects, and collecting garbage meanwhile doubles the
+    # time.
     @paused_garbage_collection()
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        """On rank 0: metadata and manifest of what all ranks have written."""
+        """On rank 0: the metadata and manifest of what all ranks have written."""
         job, transforms = self.job, self.saver.transforms
         assert job is not None, "rank 0 made the plan"
         written = [
@@ -315,17 +316,17 @@ class PreparedTensors:
 
 
 MOST_CHUNK_BYTES = 16 << 20
-"""Larger writes are no faster, and the last one of a file takes longer to wait for."""
+"""Larger writes are no faster, and the last write of a file takes longer to wait for."""
 
 FEW_CHUNKS_BYTES = 8 << 20
-"""Files below this are written in two chunks."""
+"""Files smaller than this are written in two chunks."""
 
 _NS_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveShare:
-    """One rank's files, and where their payloads come from."""
+    """One rank's files, and the sources of their payloads."""
 
     rank: int
     layouts: tuple[FileLayout, ...]
@@ -336,7 +337,7 @@ class SaveShare:
     plan_s: float = 0.0
 
     def transformed(self, transforms: Sequence[str]) -> SaveShare:
-        """The share with each item transformed, as in `("stream.zstd/1",)`."""
+        """The same share with each item transformed, as in `("stream.zstd/1",)`."""
         if not transforms:
             return self
         packed = [pack_file(layout, self.payloads[layout.name], transforms) for layout in self.layouts]
@@ -350,10 +351,10 @@ class SaveShare:
 def choose_pipeline_settings(
     layouts: Sequence[FileLayout], writers: int, buffer_bytes: int
 ) -> PipelineSettings:
-    """Settings that write these files with at most `buffer_bytes` of buffers, and no more than needed."""
+    """Settings to write these files with at most `buffer_bytes` of buffers, and no more than necessary."""
     streams = max(1, min(writers, len(layouts)))
     largest = max((layout.size_bytes for layout in layouts), default=0)
-    # Chunks of one size, so that none is small; several, so that the storage works while others are filled.
+    # Equal chunks, so that none is small; several, so that the storage works while others are filled.
     num_chunks = max(-(-largest // MOST_CHUNK_BYTES), 2 if largest < FEW_CHUNKS_BYTES else 4)
     wanted = round_up(max(-(-largest // num_chunks), 1), PAGE_BYTES)
     room = buffer_bytes // (MIN_BUFFERS_PER_STREAM * streams) // PAGE_BYTES * PAGE_BYTES
@@ -370,9 +371,9 @@ def choose_pipeline_settings(
 def copy_to_host(
     payloads: Sequence[Payload], sizes: Sequence[int], memory: WarmMemory, device_streams: DeviceStreams
 ) -> list[memoryview]:
-    """Copy payloads of these sizes in bytes to `memory`, each to a page of its own; done when this returns.
+    """Copy payloads, whose sizes are in bytes, to `memory`, and return when all are copied.
 
-    Devices copy to pinned memory in side streams.
+    Each payload begins at a new page. Devices copy to pinned memory in side streams.
     """
     if device_streams:
         pin_memory(memory)
@@ -388,11 +389,14 @@ def copy_to_host(
 
 
 CopyOrder = Literal["with the writes", "at once", "before all else"]
-"""When tensors are copied. "before all else", which needs memory for the whole share: no checksum is computed
-and nothing is written before everything is copied, because checksums and a busy disk take memory bandwidth
-from the copies, and training waits for these alone. "with the writes" leaves processor and memory alone until
-`write_to` has opened the files: a disk then waits for the first buffer and not for the last one. See
-docs/decisions/010-copy-or-write-first.md."""
+"""When tensors are copied.
+
+"before all else" needs memory for the whole share. No checksum is computed and nothing is written until
+everything is copied, because training waits for the copies alone, and checksums and a busy disk would take
+memory bandwidth from them. "with the writes" leaves processor and memory alone until `write_to` has opened
+the files, so that a disk waits for the first buffer rather than for the last. See
+docs/decisions/010-copy-or-write-first.md.
+"""
 
 
 class StagedFiles:
@@ -416,7 +420,8 @@ class StagedFiles:
             borrowed = memory.borrow(settings.buffer_memory_bytes, timeout_s)
             undo.callback(memory.give_back, borrowed)
             self._start_ns = now_ns()
-            # In the caller's thread: device streams wait for what this thread's stream has queued so far.
+            # In the caller's thread, because device streams wait for what this thread's stream has queued so
+            # far.
             device_streams = open_device_streams(chain.from_iterable(share.payloads.values()))
             if device_streams:
                 pin_memory(borrowed)
@@ -449,13 +454,13 @@ class StagedFiles:
             raise SaveCancelled from error
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:  # noqa: ARG002 - as laid out
-        """The sizes of all files."""
+        """The total size of the files."""
         return sum(layout.size_bytes for layout in self._share.layouts)
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
-        """Write all files durably; afterwards the memory is free for the next save."""
+        """Write all files durably; afterwards, the memory is free for the next save."""
         if self._claim():
             raise SaveCancelled
         with self._undo:
@@ -498,13 +503,16 @@ class StagedFiles:
         )
 
     def cancel(self) -> None:
-        """Stop the copies and writes. The memory is returned by `write_to` if it runs, else here."""
+        """Stop the copies and writes.
+
+        If `write_to` is running, it gives the memory back; otherwise, this call does.
+        """
         self._pipe.stop()
         if not self._claim():
             self._undo.close()
 
     def _claim(self) -> bool:
-        """Claim the duty to return the memory; whether it was claimed before."""
+        """Claim the duty to give the memory back; return whether it had been claimed before."""
         with self._lock:
             was_claimed, self._is_claimed = self._is_claimed, True
         return was_claimed

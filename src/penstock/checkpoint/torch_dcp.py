@@ -2,9 +2,9 @@
 
 `SavePlanner` lets replicas share the work and keeps each rank's own objects; `LoadPlanner` selects and
 renames. `Writer` and `Reader` bring direct I/O, checksums, one commit at the end, and reads that ranks share.
-Each works with torch's own counterparts, too. Invariants: each byte is written once, and bytes that several
-ranks want are read by one of them; nothing is visible at the path before `finish`, which the coordinator
-calls when all ranks have written; no code of a checkpoint runs without `trust`.
+Each also works with torch's own counterparts. Invariants: each byte is written once, and bytes that several
+ranks need are read by one of them; nothing is visible at the path before `finish`, which the coordinator
+calls when all ranks have written; no code from a checkpoint runs unless `trust` is set.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def own_rank() -> int:
 class LoadPlanner(DefaultLoadPlanner):
     """A drop-in for torch's `DefaultLoadPlanner`: `dcp.load(state, planner=pc.LoadPlanner(), ...)`.
 
-    `only`, `exclude`, `rename`, `strict`, `trust` and the others are those of `pc.load`; after the load,
-    `selection` says what was not loaded. Works with torch's storage readers as well as with `pc.Reader`.
+    The options are those of `pc.load`. After the load, `selection` tells what was not loaded. Works with
+    torch's storage readers as well as with `pc.Reader`.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """All ranks: find the memory to load into."""
+        """On all ranks: find the memory to load into."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._local_state = collect_for_load(state_dict)
 
     def create_local_plan(self) -> planning.LoadPlan:
-        """All ranks: plan which stored chunks go into which of this rank's shards."""
+        """On all ranks: plan which stored chunks go into which of this rank's shards."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         assert self.metadata is not None, "torch calls set_up_planner with it"
         stored = self.metadata.state_dict_metadata
@@ -155,13 +155,13 @@ class LoadPlanner(DefaultLoadPlanner):
         return planning.LoadPlan(items, planner_data=find_idle(self._choice, names, stored))
 
     def create_global_plan(self, global_plan: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        """Coordinator: refuse a choice that no rank has anything of."""
+        """On the coordinator: refuse the load if its selection matches nothing on any rank."""
         stored = list(self.metadata.state_dict_metadata) if self.metadata is not None else []
         require_matches(self._choice, [plan.planner_data for plan in global_plan], stored, 0)
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: planning.ReadItem, value: io.BytesIO) -> None:
-        """Unpickle an object, only as harmless data unless `trust` is set, and put it in place."""
+        """Unpickle an object, only as harmless data unless `trust` is set, and put it into the state."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         name = read_item.dest_index.fqn
         loaded = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
@@ -169,7 +169,7 @@ class LoadPlanner(DefaultLoadPlanner):
         leaf.put(loaded)
 
     def resolve_tensor(self, read_item: planning.ReadItem) -> torch.Tensor:
-        """The state's memory that a read goes to."""
+        """The memory of the state into which an item is read."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         index = read_item.dest_index
         corner = tuple(index.offset or (0,) * len(read_item.lengths))
@@ -206,7 +206,7 @@ class LoadPlanner(DefaultLoadPlanner):
 class SavePlanner(DefaultSavePlanner):
     """A drop-in for torch's `DefaultSavePlanner`: `dcp.save(state, planner=pc.SavePlanner(), ...)`.
 
-    `min_cut_bytes`: a replicated tensor below twice this size is written whole by one rank.
+    A replicated tensor smaller than twice `min_cut_bytes` is written by one rank as a whole.
     """
 
     def __init__(self, *, min_cut_bytes: int = 64 * 1024) -> None:
@@ -222,7 +222,7 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """All ranks: list what this rank holds."""
+        """On all ranks: list what this rank holds."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         # torch has replaced parts by their states, and has no names for empty dicts.
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -234,7 +234,7 @@ class SavePlanner(DefaultSavePlanner):
         warn_of_losses(self._local_state, own_rank(), self._told, set())
 
     def create_local_plan(self) -> planning.SavePlan:
-        """All ranks: send the coordinator what this rank holds."""
+        """On all ranks: return what this rank holds, for the coordinator."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         paths = {leaf.name: leaf.path for leaf in self._local_state.leaves}
         self.plan = planning.SavePlan([], planner_data=(self._local_state.holdings, paths))
@@ -243,7 +243,7 @@ class SavePlanner(DefaultSavePlanner):
     def create_global_plan(
         self, all_plans: list[planning.SavePlan]
     ) -> tuple[list[planning.SavePlan], Metadata]:
-        """Coordinator: decide which rank writes what."""
+        """On the coordinator: decide which rank writes what."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         facts: list[tuple[Holdings, dict[str, Path]]] = [plan.planner_data for plan in all_plans]
         shared, objects = plan_job([holdings for holdings, _ in facts], self._options)
@@ -251,7 +251,7 @@ class SavePlanner(DefaultSavePlanner):
             replace(
                 plan,
                 items=_write_items(shared, objects[rank].placed, rank),
-                # The leaf's name of each object that is stored under another name.
+                # For each object that is stored under another name, the leaf's name.
                 planner_data={
                     placed.stored_name: placed.name
                     for placed in objects[rank].placed
@@ -269,13 +269,13 @@ class SavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: planning.SavePlan) -> planning.SavePlan:
-        """All ranks: keep what the coordinator decided."""
+        """On all ranks: adopt what the coordinator decided."""
         self._plain_names = new_plan.planner_data
         self.plan = new_plan
         return new_plan
 
     def resolve_data(self, write_item: planning.WriteItem) -> torch.Tensor | io.BytesIO:
-        """The memory of a region, live and perhaps strided, or a packed object."""
+        """The memory of a region, live and possibly strided, or a packed object."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         name = write_item.index.fqn
         if write_item.type is planning.WriteItemType.BYTE_IO:
@@ -284,12 +284,12 @@ class SavePlanner(DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         leaf = find_leaf_name(name, self._local_state.shards)
         memory = self._local_state.view(leaf, tuple(chunk.offsets), tuple(chunk.sizes))
-        # Readers other than torch's own do not know views that stand for their conjugates.
+        # Readers other than torch's own do not understand views that represent their conjugates.
         return memory.resolve_conj().resolve_neg()
 
 
 def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int) -> list[planning.WriteItem]:
-    """One rank's part of the plan as torch's write items."""
+    """One rank's part of the plan in the form of torch's write items."""
     items = [
         planning.WriteItem(MetadataIndex(placed.stored_name), planning.WriteItemType.BYTE_IO)
         for placed in objects
@@ -310,7 +310,10 @@ def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int
 
 @dataclass(frozen=True, slots=True)
 class _Readers:
-    """The ranks that load together, numbered as in the job: each gives its own, the coordinator all."""
+    """The ranks that load together, numbered as in the job.
+
+    Each rank gives its own number, the coordinator all.
+    """
 
     ranks: tuple[int, ...]
 
@@ -318,9 +321,9 @@ class _Readers:
 class Reader(StorageReader):
     """A drop-in for torch's `FileSystemReader`: `dcp.load(state, storage_reader=pc.Reader("/pfs/step-1"))`.
 
-    At `path`, it reads torch's distributed checkpoints, archives of torch.save and safetensors. Checksums are
-    verified if the checkpoint has any. `trust` allows objects whose unpickling may run code; `convert_dtypes`
-    allows tensors of another dtype than the checkpoint's.
+    Reads torch distributed checkpoints, files of torch.save and safetensors at `path`. Checksums are verified
+    if the checkpoint has any. `trust` allows objects whose unpickling may run code; `convert_dtypes` allows
+    tensors whose dtype differs from the checkpoint's.
     """
 
     def __init__(self, path: AnyPath, *, trust: bool = False, convert_dtypes: bool = False) -> None:
@@ -332,25 +335,25 @@ class Reader(StorageReader):
         self._opened: CheckpointSource | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes: everything but memory, and a checkpoint that this process has opened."""
+        """Keep everything for another process, except memory and a checkpoint opened in this one."""
         return {**self.__dict__, "_loader": None, "_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _loader=CheckpointLoader())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, perhaps of another checkpoint."""
+        """Begin a new load, possibly from another checkpoint."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self.load_id = str(uuid4())
         self._opened = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
-        """All ranks, first: describe the checkpoint, whatever its format."""
+        """On all ranks, first: describe the checkpoint, whatever its format."""
         checkpoint = self._opened = open_checkpoint(self.checkpoint_id)
         if own_rank() == 0:
             checkpoint.tell_if_unchecked()
-        # torch's records are made of columns that were checked: no pickle of the checkpoint is loaded.
+        # torch's records are built from columns that were checked: no pickle from the checkpoint is loaded.
         metadata = torch_metadata(checkpoint.index)
         save_id = checkpoint.manifest.save_id if checkpoint.manifest else None
         metadata.storage_meta = StorageMeta(save_id=save_id, load_id=self.load_id)
@@ -363,17 +366,18 @@ class Reader(StorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """All ranks: nothing to do."""
+        """On all ranks: do nothing."""
 
     def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
-        """All ranks: name this rank."""
+        """On all ranks: add this rank's number to the plan."""
         return replace(plan, storage_data=_Readers((own_rank(),)))
 
     def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        """Coordinator: let all ranks load together.
+        """On the coordinator: let all ranks load together.
 
-        A planner may have put data of its own in the place of this reader's. It finds that when it finishes
-        its plan, and each rank reads alone all that it wants, as with torch's readers.
+        A planner may have replaced this reader's data in the plan with its own. When the plan is finished,
+        the planner finds its data there, and each rank reads alone everything it needs, as with torch's
+        readers.
         """
         of_ranks = [plan.storage_data for plan in plans]
         if not all(isinstance(readers, _Readers) for readers in of_ranks):
@@ -382,7 +386,7 @@ class Reader(StorageReader):
         return [replace(plan, storage_data=together) for plan in plans]
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        """All ranks: read, exchange, and fill what the planner resolves."""
+        """On all ranks: read, exchange, and fill what the planner resolves."""
         readers = plan.storage_data if isinstance(plan.storage_data, _Readers) else _Readers((own_rank(),))
         assert self._opened is not None, "torch calls read_metadata first"
         tensors = [item for item in plan.items if item.type is not planning.LoadItemType.BYTE_IO]
@@ -413,7 +417,8 @@ class Reader(StorageReader):
                 group.comm, request, awaiting="all ranks to name what they load"
             )
             self._loader.fetch(checkpoint, items, requests, targets, group)
-        # Objects are read here as well, so that one that would run code is refused before the planner does.
+        # Objects are read here as well, so that one that would run code is refused before the planner loads
+        # it.
         values = unpack(checkpoint, requests, targets, trust=self._trust)
         for item in plan.items:
             if item.type is planning.LoadItemType.BYTE_IO:
@@ -430,7 +435,7 @@ class Reader(StorageReader):
         return can_be_named(checkpoint_id)
 
     def _regions(self, wanted: Sequence[planning.ReadItem], tensors: Sequence[TensorFacts]) -> Regions:
-        """The regions that torch's plan wants, in the checkpoint's own numbers."""
+        """The regions that torch's plan needs, in the checkpoint's own numbers."""
         numbers = {facts.name: number for number, facts in enumerate(tensors)}
         rows = []
         for item in wanted:
@@ -452,7 +457,8 @@ class Reader(StorageReader):
 
 
 SHARE_NAME = "penstock.share"
-"""The name of one result of each rank that describes its files; torch passes results on to `finish`."""
+"""The name of one result of each rank that describes the rank's files. torch passes results on to `finish`.
+"""
 
 
 class RankItems:
@@ -476,7 +482,8 @@ class RankItems:
                 packed: Any = planner.resolve_data(item)
                 self._objects[name] = bytes(packed.getbuffer())
             elif data is not None and (data.chunk.sizes.numel() or not data.size.numel()):
-                # Empty shards of tensors that have elements are left out: others may begin at the same place.
+                # Empty shards of tensors that have elements are omitted, because other shards may begin at
+                # the same offset.
                 offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
                 dtype = data.properties.dtype
                 kind = str(dtype).removeprefix("torch.")
@@ -493,14 +500,14 @@ class RankItems:
         self._planner = planner
         self.payload_bytes = self._plan.num_bytes
         self.layouts = tuple(lay_out_file(bucket, self._plan.tensors) for bucket in self._plan.buckets)
-        """The layouts of the files; none if there is nothing to write."""
+        """The layouts of the files; empty if there is nothing to write."""
 
     def contents(
         self,
         of_object: Callable[[bytes], Any],
         of_tensor: Callable[[torch.Tensor, torch.dtype], Any],
     ) -> dict[str, list[Any]]:
-        """By file, what `of_object` and `of_tensor` make of its items, in order, with the plan's dtypes."""
+        """Each file's items in order, converted by `of_object` and `of_tensor`, with the plan's dtypes."""
         made: dict[str, list[Any]] = {}
         for bucket in self._plan.buckets:
             made[bucket.file] = [of_object(self._objects[placed.name]) for placed in bucket.objects]
@@ -519,7 +526,8 @@ class RankItems:
             indices += [item.index for item in self._boxes_of(bucket.regions)]
             for row, index in enumerate(indices):
                 place = file.name, int(file.item_offset[row]), int(file.item_bytes[row])
-                # Older versions of torch lack the field of transforms, and read what is not transformed.
+                # Older versions of torch lack the field for transforms, and read only what is not
+                # transformed.
                 further: dict[str, Any] = {"transform_descriptors": list(transforms)} if transforms else {}
                 results.append(WriteResult(index, place[2], _StorageInfo(*place, **further)))
         return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
@@ -533,7 +541,7 @@ class RankItems:
 
 
 def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta) -> Seal:
-    """The planner's metadata as torch pickles it, and our manifest, from what all ranks report."""
+    """The planner's metadata as torch pickles it, and the manifest, built from the reports of all ranks."""
     all_results = [result for rank_results in results for result in rank_results]
     shares = [result.storage_data for result in all_results if isinstance(result.storage_data, WrittenShare)]
     metadata.storage_data = {
@@ -548,7 +556,7 @@ def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], met
             metadata.state_dict_metadata[name] = replace(facts, chunks=chunks)
     metadata.storage_meta = meta
     metadata.version = VERSION
-    # This pickle is only written, never loaded: torch's readers expect this form.
+    # This pickle is only written, never loaded; torch's readers expect this form.
     content = pickle.dumps(metadata)
     files = [file for share in shares for file in share.files]
     manifest = build_manifest(
@@ -567,7 +575,7 @@ MEMORY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _WriteAssignment:
-    """The coordinator's message to each rank with its plan: where to write, and as which rank."""
+    """The coordinator's message to each rank, sent with its plan: where to write, and as which rank."""
 
     uri: str
     draft: Draft
@@ -578,8 +586,9 @@ class _WriteAssignment:
 
 
 _ARRIVED: dict[str, _WriteAssignment] = {}
-"""By path, what arrived last and was not used yet. Planners that cache plans give the writer one of an older
-save, and drop the one that came with the plan of this save."""
+"""By path, the assignment that arrived last and has not been used. Planners that cache plans pass the writer
+an assignment of an earlier save, and drop the one that came with the current plan.
+"""
 
 
 def _arrived(uri: str, draft: Draft, rank: int) -> _WriteAssignment:
@@ -590,12 +599,12 @@ def _arrived(uri: str, draft: Draft, rank: int) -> _WriteAssignment:
 class Writer(BlockingAsyncStager, StorageWriter):
     """A drop-in for torch's `FileSystemWriter`: `dcp.save(state, storage_writer=pc.Writer("/pfs/step-1"))`.
 
-    `writers` files of each rank are written in parallel, through at most `staging_bytes` of buffers; items
-    whose names begin with `separation_hint` go to separate files. With fsync=False, a power cut may destroy
-    the checkpoint. `transforms` are those of `save`. With overwrite=False, it is an error if the path has a
-    checkpoint already. One writer can make any number of them, with `dcp.save(..., checkpoint_id=path)`.
-    `dcp.async_save` copies the state with it as with torch's, to pinned memory that is kept for the next save
-    if `cache_staged_state_dict` is set.
+    Each rank writes `writers` files in parallel, through at most `staging_bytes` of buffers; items whose
+    names begin with `separation_hint` go to separate files. With fsync=False, a power failure may destroy the
+    checkpoint. `transforms` are those of `save`. With overwrite=False, a save is refused if a checkpoint
+    exists at the path. One writer can save any number of checkpoints, with `dcp.save(...,
+    checkpoint_id=path)`. As with torch's own writer, `dcp.async_save` copies the state to pinned memory,
+    which is kept for the next save if `cache_staged_state_dict` is set.
     """
 
     def __init__(
@@ -622,7 +631,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         self._transaction: SaveTransaction | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the process of `dcp.async_save`: everything but memory and a save that has begun here."""
+        """Keep everything for the process of `dcp.async_save`, except memory and a save begun here."""
         return {
             **self.__dict__,
             "_memory": self._memory.budget_bytes,
@@ -634,7 +643,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         self.__dict__.update(state, _memory=StagingMemory(state["_memory"]))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, perhaps at another path, and remove what an earlier one left unfinished."""
+        """Begin a new save, possibly at another path, and remove what an earlier one left unfinished."""
         self.save_id = str(uuid4())
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
@@ -646,7 +655,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         *args: Any,  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """All ranks, first: refuse saves without collectives, unless there is nobody to communicate with."""
+        """On all ranks, first: refuse saves without collectives if there are other ranks."""
         has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if has_others and kwargs.get("use_collectives", True) is False:
             raise UsageError(
@@ -655,13 +664,13 @@ class Writer(BlockingAsyncStager, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
-        """All ranks: refuse names that no file can hold, before anything is written."""
+        """On all ranks: refuse names that no file can have, before anything is written."""
         for item in plan.items:
             require_text(item.index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
-        """Coordinator: begin the save, and send each rank its draft."""
+        """On the coordinator: begin the save, and send each rank its draft."""
         self._abandon()
         storage, name = open_parent(self._uri())
         if not self._overwrites and name in open_catalog(storage).names():
@@ -677,7 +686,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         ]
 
     def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[WriteResult]]:
-        """All ranks: write this rank's items durably."""
+        """On all ranks: write this rank's items durably."""
         done: Future[list[WriteResult]] = Future()
         with ExitStack() as undo:
             undo.callback(self._abandon)
@@ -695,7 +704,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
             settings = choose_pipeline_settings(
                 share.layouts, self._options.writers, self._memory.budget_bytes
             )
-            # The memory is this writer's own, and its earlier saves have returned it.
+            # The memory belongs to this writer alone, and its earlier saves have given it back.
             staged = StagedFiles(
                 share, self._memory, settings, copies="with the writes", timeout_s=MEMORY_TIMEOUT_S
             )
@@ -707,7 +716,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: describe what all ranks have written, and commit it."""
+        """On the coordinator: describe what all ranks have written, and commit it."""
         assert self._transaction is not None, "torch calls prepare_global_plan first"
         meta = self.storage_meta()
         transaction, self._transaction = self._transaction, None
