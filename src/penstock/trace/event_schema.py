@@ -54,6 +54,8 @@ _BATCH_ROWS: Final = 1 << 15
 
 ALL_RANKS: Final = -1
 """The process of what a tracer has as sums of all ranks only: Darshan, of files that they share."""
+SUM: Final = '{"is_sum":'
+"""How the arguments begin of an event that stands for many calls: Darshan's, of what it did not trace."""
 RECORDING: Final = "recording"
 """The category of the event in which `trace record` notes the bytes that the system counted."""
 _SAMPLES_KEPT: Final = 5

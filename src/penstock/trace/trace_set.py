@@ -243,7 +243,7 @@ def _read_batches(
         rows = (
             darshan.read_darshan_log(file.path, account)
             if is_log
-            else darshan.read_darshan_text(split_lines(pieces), account)
+            else darshan.read_darshan_text(split_lines(pieces), account, file.path.name)
         )
         batches = batch_rows(rows, file)
     for batch in batches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -113,9 +114,13 @@ def test_logs_of_darshans_own_examples_have_the_bytes_that_its_library_tells() -
         expected, times = _library_sums(log)
         told = dict.fromkeys(expected, 0)
         for row in rows:
-            if row["name"] != "metadata":
+            if row["name"] in ("read", "write"):
                 told[row["cat"], row["name"]] += row["size_bytes"]
         assert told == expected, log.name
+        for cat, seconds in _library_seconds(log).items():
+            own = [row for row in rows if row["cat"] == cat]
+            us = sum(max(0, json.loads(row["args"]).get("time_us", row["dur_us"])) for row in own)
+            assert us / 1e6 == pytest.approx(seconds, abs=1e-6 * len(rows)), (log.name, cat)
         for (cat, verb), segments in times.items():
             own = [row for row in rows if (row["cat"], row["name"]) == (cat, verb)]
             assert len(own) == len(segments), log.name
@@ -145,6 +150,19 @@ def _library_sums(log: Path) -> tuple[dict[tuple[str, str], int], dict[tuple[str
                         made = times.setdefault((cat, verb), [])
                         made += list(segments["end_time"] - segments["start_time"])
     return sums, times
+
+
+def _library_seconds(log: Path) -> dict[str, float]:
+    """Seconds that each layer counted for reads, for writes with their syncs, and for metadata."""
+    report = importlib.import_module("darshan").DarshanReport(str(log), read_all=True)
+    return {
+        cat: sum(
+            float(report.records[module].to_df()["fcounters"][f"{cat}_F_{kind}_TIME"].clip(lower=0).sum())
+            for kind in ("READ", "WRITE", "META")
+        )
+        for module, cat in (("POSIX", "POSIX"), ("STDIO", "STDIO"), ("MPI-IO", "MPIIO"))
+        if module in report.records
+    }
 
 
 def test_log_without_extended_tracing_has_sums_and_says_so() -> None:
@@ -225,17 +243,72 @@ def test_log_of_a_job_without_io_says_so() -> None:
         )
 
 
-def test_calls_that_were_counted_and_not_traced_are_missing() -> None:
-    segments = {"write": [], "read": [[0, 100, 1.0, 1.5], [100, 100, 2.5, 2.0]]}
+def test_calls_that_were_counted_and_not_traced_are_a_sum() -> None:
+    segments = {"write": [], "read": [[0, 100, 1.0, 1.3], [100, 100, 2.5, 2.0]]}
     records = [
         {"cat": "POSIX", "path": "/d/a", "rank": 1, "host": "node1", "segments": segments},
         {"cat": "POSIX", "path": "/d/a", "rank": 1, "counters": COUNTERS},
     ]
-    with _parsing(records) as ((row,), account):
-        assert (row["ts_us"], row["dur_us"], row["host"]) == (START_US + 1_000_000, 500_000, "node1")
+    with _parsing(records) as ((row, rest), account):
+        assert (row["ts_us"], row["dur_us"], row["host"]) == (START_US + 1_000_000, 300_000, "node1")
+        assert (rest["name"], rest["size_bytes"], rest["dur_us"]) == ("read", 4096 - 100, 200_000)
+        assert json.loads(rest["args"])["calls"] == 9
         assert account.dropped_reasons == {"impossible numbers": 1}
-        assert account.missing == 8
-        assert account.faults == ["2 of 10 POSIX reads and writes are in its DXT data"]
+        assert "1 of 10 POSIX reads and writes are in its DXT data, the others in sums" in account.notes
+        assert account.faults == []
+
+
+def test_time_of_fsync_is_an_event_where_writes_have_their_own() -> None:
+    """Darshan adds it to the time of writes."""
+    counters = {
+        "POSIX_WRITES": 1, "POSIX_BYTES_WRITTEN": 100, "POSIX_FSYNCS": 3, "POSIX_F_WRITE_TIME": 0.75,
+        "POSIX_F_WRITE_START_TIMESTAMP": 1.0, "POSIX_F_WRITE_END_TIMESTAMP": 1.25,
+        "POSIX_F_CLOSE_END_TIMESTAMP": 2.0,
+    }  # fmt: skip
+    wrote = {
+        "cat": "POSIX",
+        "path": "/d/a",
+        "rank": 2,
+        "host": "n",
+        "segments": {"write": [[0, 100, 1.0, 1.25]]},
+    }
+    summed = {"cat": "POSIX", "path": "/d/a", "rank": 2, "counters": counters}
+    with _parsing([wrote, summed]) as ((write, fsync), _):
+        assert (write["name"], write["dur_us"]) == ("write", 250_000)
+        assert (fsync["name"], fsync["dur_us"], fsync["size_bytes"]) == ("fsync", 500_000, None)
+        assert json.loads(fsync["args"])["fsyncs"] == 3
+    with _parsing([summed]) as ((both,), _):
+        assert (both["name"], both["dur_us"], both["size_bytes"]) == ("write", 750_000, 100)
+
+
+def test_sums_have_what_was_counted_of_sizes_order_and_alignment() -> None:
+    counters = {
+        **COUNTERS, "POSIX_SIZE_READ_0_100": 4, "POSIX_SIZE_READ_1G_PLUS": 6, "POSIX_SEQ_READS": 5,
+        "POSIX_CONSEC_READS": 3, "POSIX_OPENS": 1, "POSIX_FILE_NOT_ALIGNED": 7, "POSIX_FILE_ALIGNMENT": 4096,
+    }  # fmt: skip
+    with _parsing([{"cat": "POSIX", "path": "/d/a", "rank": 0, "counters": counters}]) as (rows, _):
+        read, metadata = (json.loads(row["args"]) for row in rows)
+    assert (read["sequential"], read["consecutive"], read["num_ranks"]) == (5, 3, 4)
+    assert read["sizes"] == [4, 0, 0, 0, 0, 0, 0, 0, 0, 6]
+    assert (metadata["unaligned"], metadata["alignment_bytes"]) == (7, 4096)
+
+
+def test_logs_of_processes_without_mpi_are_told_apart_by_their_names() -> None:
+    account = FileAccount(file="x.darshan")
+    job = {"start_us": START_US, "nprocs": 1, "modules": ["POSIX"], "partial": []}
+    summed = {"cat": "POSIX", "path": "/d/a", "rank": 0, "counters": COUNTERS}
+    name = "jane_python_id4711-815_11-30-11842-3.darshan"
+    (row,) = rows_of_log([job, summed], account, name)
+    assert (row["pid"], row["tid"], row["rank"]) == (815, 815, None)
+    (row,) = rows_of_log([{**job, "nprocs": 2}, summed], account, name)
+    assert (row["pid"], row["tid"], row["rank"]) == (0, 0, 0)
+
+
+def test_text_of_a_process_without_mpi_has_the_process_of_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "jane_python_id4711-815_11-30-11842-3.darshan.txt"
+    path.write_text("# darshan log version: 3.41\n# nprocs: 1\n X_POSIX 0 read 0 0 10 0.1 0.2\n")
+    ((row,), _) = _read(path)
+    assert (row["pid"], row["tid"], row["rank"]) == (815, 815, None)
 
 
 def test_compressed_text_is_read_as_the_text(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from penstock.trace.dimensions import (
     check_keys,
     sql_literal,
 )
-from penstock.trace.event_schema import ALL_RANKS, RECORDING
+from penstock.trace.event_schema import ALL_RANKS, RECORDING, SUM
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.units import format_bytes
 
@@ -184,12 +184,15 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
     """The facts, with a note on each run that the events name, and a row for each function."""
     # The bytes of MPI-IO are traced again in the calls below it.
     counts = events.ask_one(f"""
-        SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)) FILTER (is_one),
+        SELECT count(DISTINCT host), greatest(count(DISTINCT rank), max(num_ranks)),
+               count(DISTINCT (host, pid)) FILTER (is_one),
                count(DISTINCT (host, pid, tid)) FILTER (is_one),
                (SELECT count(DISTINCT path) FROM {{events}}), coalesce(sum(num_events), 0)::BIGINT,
                coalesce(max(last_us) - min(first_us), 0), coalesce(sum(moved), 0)::BIGINT,
                coalesce(sum(io_us), 0)::BIGINT
         FROM (SELECT host, rank, pid, tid, pid <> {ALL_RANKS} AS is_one, count(*) AS num_events,
+                     max(CASE WHEN starts_with(args, '{SUM}') THEN (args->>'num_ranks')::INTEGER END)
+                         AS num_ranks,
                      min(ts_us) AS first_us, max(end_us) AS last_us,
                      sum(size_bytes) FILTER (WHERE cat <> 'MPIIO') AS moved,
                      sum(dur_us) FILTER (WHERE {IS_IO}) AS io_us
@@ -331,8 +334,9 @@ _EXTRA = (
 
 BREAKDOWNS: Final = {
     "ops": ("Operations", IS_IO),
-    "files": ("Files", "path IS NOT NULL"),
-    "classes": ("Classes of files", "path IS NOT NULL"),
+    # MPI-IO's calls stand above those of POSIX, which move the same bytes.
+    "files": ("Files", "path IS NOT NULL AND cat <> 'MPIIO'"),
+    "classes": ("Classes of files", "path IS NOT NULL AND cat <> 'MPIIO'"),
 }
 """The title of each breakdown, and the events that it counts."""
 

@@ -1,8 +1,9 @@
 """Darshan's logs (`.darshan`), and its extended traces (DXT) as text of `darshan-dxt-parser`.
 
-DXT recorded every read and write of each rank; each becomes one event. Of everything else a log has sums
-only: one event per file, rank and direction stands for all its calls, and the account says so. MPI-IO's
-segments have a category of their own, because the same bytes are recorded again as POSIX below it.
+DXT recorded reads and writes of each rank; each becomes one event. Of everything else a log has sums only:
+one event per file, rank and direction stands for all its calls that have no event of their own, and the
+account says so. Bytes and times of the events add up to the counters. MPI-IO's segments have a category of
+their own, because the same bytes are recorded again as POSIX below it.
 Invariant: a damaged log ends another process, never this one (`darshan_dump.py`).
 """
 
@@ -13,8 +14,8 @@ import math
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -32,13 +33,26 @@ _SEGMENT: Final = re.compile(
 )
 
 
-def read_darshan_text(chunks: Iterable[bytes], account: FileAccount) -> Iterator[Mapping[str, Any]]:
+_ALONE: Final = re.compile(r"#\s*nprocs:\s*1\s*")
+_OF_PROCESS: Final = re.compile(r".*_id\d+-(\d+)_\d+-\d+-\d+-.*")
+"""A log's name since Darshan 3.3: user, program, job, process, date."""
+
+
+def _find_pid(name: str) -> int | None:
+    """The process of a log by its name: without MPI, each one of a job has a log, in which it is rank 0."""
+    match = _OF_PROCESS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def read_darshan_text(
+    chunks: Iterable[bytes], account: FileAccount, name: str = ""
+) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a text; its times are seconds since the job began, whose start is in its head."""
-    start_us = path = host = None
+    start_us = path = host = own_pid = None
     num_relative = num_segments = 0
     for line in (line for chunk in chunks for line in chunk.split(b"\n")[:-1]):
         text = line.decode(errors="backslashreplace")
-        parsed = _parse_segment(text, start_us or 0, path, host)
+        parsed = _parse_segment(text, start_us or 0, path, host, own_pid)
         account.lines += 1
         account.count(parsed, line)
         if parsed.row is not None:
@@ -49,6 +63,8 @@ def read_darshan_text(chunks: Iterable[bytes], account: FileAccount) -> Iterator
             path = match[1]
         elif match := _PLACE.fullmatch(text):
             host = match[2]
+        elif _ALONE.fullmatch(text):
+            own_pid = _find_pid(name)
         elif (match := _START.fullmatch(text)) and len(match[1]) < 12:
             start_us = int(match[1]) * 1_000_000 + int((match[2] or "0").ljust(6, "0")[:6])
     if not num_segments:
@@ -57,7 +73,9 @@ def read_darshan_text(chunks: Iterable[bytes], account: FileAccount) -> Iterator
         account.faults.append(f"{num_relative} events have times since the job began: there is no start_time")
 
 
-def _parse_segment(line: str, start_us: int, path: str | None, host: str | None) -> ParsedLine:
+def _parse_segment(
+    line: str, start_us: int, path: str | None, host: str | None, own_pid: int | None
+) -> ParsedLine:
     if not line.strip():
         return ParsedLine(LineFate.BLANK)
     if line.lstrip().startswith("#"):
@@ -72,6 +90,7 @@ def _parse_segment(line: str, start_us: int, path: str | None, host: str | None)
     begin_us, end_us = (round(float(seconds) * 1e6) for seconds in (begin, end))
     # Since 3.5 Darshan records the thread; without it there is one for each rank.
     tid = parse_int64(thread) if thread else None
+    pid = int(rank) if own_pid is None else own_pid
     return ParsedLine(
         LineFate.EVENT,
         row={
@@ -79,9 +98,9 @@ def _parse_segment(line: str, start_us: int, path: str | None, host: str | None)
             "dur_us": end_us - begin_us,
             "name": verb,
             "cat": module,
-            "pid": int(rank),
-            "tid": int(rank) if tid is None else tid,
-            "rank": int(rank) if int(rank) >= 0 else None,
+            "pid": pid,
+            "tid": pid if tid is None else tid,
+            "rank": pid if own_pid is None and pid >= 0 else None,
             "host": host,
             "path": path,
             "size_bytes": size_bytes,
@@ -96,20 +115,33 @@ _CALLS: Final = {
     "POSIX": {
         "read": ("READS",),
         "write": ("WRITES",),
-        "metadata": ("OPENS", "STATS", "SEEKS", "FSYNCS", "FDSYNCS"),
+        "metadata": ("OPENS", "STATS", "SEEKS"),
+        "fsync": ("FSYNCS", "FDSYNCS"),
     },
     "STDIO": {
         "read": ("READS",),
         "write": ("WRITES",),
-        "metadata": ("OPENS", "SEEKS", "FLUSHES"),
+        "metadata": ("OPENS", "SEEKS"),
+        "fsync": ("FLUSHES",),
     },
     "MPIIO": {
         "read": ("INDEP_READS", "COLL_READS", "SPLIT_READS", "NB_READS"),
         "write": ("INDEP_WRITES", "COLL_WRITES", "SPLIT_WRITES", "NB_WRITES"),
-        "metadata": ("INDEP_OPENS", "COLL_OPENS", "SYNCS"),
+        "metadata": ("INDEP_OPENS", "COLL_OPENS"),
+        "fsync": ("SYNCS",),
     },
 }  # fmt: skip
 """The counters whose sum is the number of calls, by category and direction."""
+_SHAPES: Final = {
+    "read": {"sequential": "SEQ_READS", "consecutive": "CONSEC_READS"},
+    "write": {"sequential": "SEQ_WRITES", "consecutive": "CONSEC_WRITES"},
+    "metadata": {"unaligned": "FILE_NOT_ALIGNED", "alignment_bytes": "FILE_ALIGNMENT"},
+}
+"""What POSIX counters tell of calls beyond their number, by its name among the arguments."""
+_BINS: Final = (
+    "0_100", "100_1K", "1K_10K", "10K_100K", "100K_1M", "1M_4M", "4M_10M", "10M_100M", "100M_1G", "1G_PLUS",
+)  # fmt: skip
+"""Counters of calls by their size, in bytes."""
 _BYTES: Final = {"read": "BYTES_READ", "write": "BYTES_WRITTEN"}
 _SPANS: Final = {
     "read": ("F_READ_TIME", ("F_READ_START_TIMESTAMP",), ("F_READ_END_TIMESTAMP",)),
@@ -130,7 +162,7 @@ def read_darshan_log(path: Path, account: FileAccount) -> Iterator[Mapping[str, 
     with explained_imports():
         if find_spec("darshan") is None:
             raise ModuleNotFoundError("No module named 'darshan'", name="darshan")
-    yield from rows_of_log(_dump_records(path, account), account)
+    yield from rows_of_log(_dump_records(path, account), account, path.name)
 
 
 def _dump_records(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
@@ -154,16 +186,21 @@ def _dump_records(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any
         account.faults.append(f"it is damaged: reading it was ended by signal {-process.returncode}")
 
 
-def rows_of_log(records: Iterable[Mapping[str, Any]], account: FileAccount) -> Iterator[Mapping[str, Any]]:
+def rows_of_log(
+    records: Iterable[Mapping[str, Any]], account: FileAccount, name: str = ""
+) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of the records of `darshan_dump`: the job, then segments, then counters."""
     start_us = num_processes = num_sums = num_of_all = num_summed = 0
+    own_pid: int | None = None
     hosts: dict[int, str] = {}
-    traced: Counter[str] = Counter()
+    # Calls, bytes and microseconds of segments, by category, file, rank and direction.
+    traced: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
     counted: Counter[str] = Counter()
 
     for record in records:
         if "start_us" in record:
             start_us, num_processes = record["start_us"], record["nprocs"]
+            own_pid = _find_pid(name) if num_processes == 1 else None
             unread = sorted(_UNREAD.intersection(record["modules"]))
             if unread:
                 account.notes.append(f"its modules {', '.join(unread)} are not read")
@@ -171,17 +208,17 @@ def rows_of_log(records: Iterable[Mapping[str, Any]], account: FileAccount) -> I
                 partial = ", ".join(record["partial"])
                 account.faults.append(f"Darshan ran out of memory for {partial}: files or calls are missing")
             continue
-        cat, rank = record["cat"], record["rank"]
+        cat, rank, path = record["cat"], record["rank"], record["path"]
         hosts |= {rank: record["host"]} if "host" in record and rank >= 0 else {}
+        pid = rank if own_pid is None else own_pid
         base = {
             "cat": cat,
-            "pid": rank,
-            "tid": rank,
-            "rank": rank if rank >= 0 else None,
-            "path": record["path"],
+            "pid": pid,
+            "tid": pid,
+            "rank": rank if rank >= 0 and own_pid is None else None,
+            "path": path,
         }
         for verb, segments in record.get("segments", {}).items():
-            traced[cat] += len(segments)
             for number, (offset, size_bytes, begin, end) in enumerate(segments):
                 account.lines += 1
                 if not (math.isfinite(begin) and math.isfinite(end)) or end < begin or size_bytes < 0:
@@ -189,49 +226,53 @@ def rows_of_log(records: Iterable[Mapping[str, Any]], account: FileAccount) -> I
                     account.count(ParsedLine(LineFate.DROPPED, reason="impossible numbers"), text.encode())
                     continue
                 account.events += 1
+                dur_us = round(end * 1e6) - round(begin * 1e6)
+                for who in (rank, ALL_RANKS):
+                    sums = traced[cat, path, who, verb]
+                    sums[:] = sums[0] + 1, sums[1] + size_bytes, sums[2] + dur_us
                 yield {
                     **base,
                     "name": verb,
                     "ts_us": start_us + round(begin * 1e6),
-                    "dur_us": round(end * 1e6) - round(begin * 1e6),
+                    "dur_us": dur_us,
                     "host": record["host"],
                     "size_bytes": size_bytes,
                     "offset": offset if offset >= 0 else None,
                     "ret": size_bytes,
                     "args": f'{{"segment":{number}}}',
                 }
-        # Counters are events that stand for all calls of a file, in directions that have no segments.
-        for verb, num_calls, time_us, begin_us, end_us in _sum_calls(cat, record.get("counters", {})):
-            if verb != "metadata":
-                counted[cat] += num_calls
-                if traced[cat]:
-                    continue
-            args = {"is_sum": True, "calls": num_calls, "time_us": time_us, "last_end_us": start_us + end_us}
+        counters = record.get("counters", {})
+        counted[cat] += _count_calls(cat, "read", counters) + _count_calls(cat, "write", counters)
+        # Counters are events that stand for the calls of a file that have none of their own.
+        seen = {verb: traced.get((cat, path, rank, verb), (0, 0, 0)) for verb in _SPANS}
+        for verb, size_bytes, begin_us, dur_us, args in _sum_calls(cat, counters, seen):
             account.lines += 1
             salvaged = ParsedLine(LineFate.SALVAGED, reason="negative time")
-            fate = ParsedLine(LineFate.EVENT) if time_us >= 0 else salvaged
-            account.count(fate, f"{cat} {verb} {time_us} us".encode())
+            fate = ParsedLine(LineFate.EVENT) if args["time_us"] >= 0 else salvaged
+            account.count(fate, f"{cat} {verb} {args['time_us']} us".encode())
             num_sums += 1
             num_of_all += rank == ALL_RANKS
-            num_summed += num_calls
+            num_summed += args["calls"] + args.get("fsyncs", 0)
+            args |= {"last_end_us": start_us + args["last_end_us"], "num_ranks": num_processes}
             yield {
                 **base,
                 "name": verb,
                 "ts_us": start_us + begin_us,
-                # Calls of several ranks or threads took more time together than there was from first to last.
-                "dur_us": max(0, min(time_us, end_us - begin_us)),
+                "dur_us": dur_us,
                 "host": hosts.get(rank),
-                "size_bytes": record["counters"].get(f"{cat}_{_BYTES.get(verb)}"),
+                "size_bytes": size_bytes,
                 "args": json.dumps(args, separators=(",", ":")),
             }
+    num_traced: Counter[str] = Counter()
+    for (cat, _, rank, _), (num_calls, _, _) in traced.items():
+        num_traced[cat] += num_calls if rank != ALL_RANKS else 0
     if not (account.faults or num_sums or traced):
         account.faults.append("it has no I/O: Darshan recorded no file that the job read or wrote")
-    for cat, num_traced in traced.items():
-        if num_traced < counted[cat]:
-            account.missing += counted[cat] - num_traced
-            account.faults.append(
-                f"{num_traced:,} of {counted[cat]:,} {cat} reads and writes are in its DXT data"
-            )
+    account.notes += [
+        f"{number:,} of {counted[cat]:,} {cat} reads and writes are in its DXT data, the others in sums"
+        for cat, number in num_traced.items()
+        if number < counted[cat]
+    ]
     if num_sums:
         account.notes.append(
             f"{num_sums:,} events are sums of {num_summed:,} calls, because Darshan did not trace these one"
@@ -244,14 +285,52 @@ def rows_of_log(records: Iterable[Mapping[str, Any]], account: FileAccount) -> I
         )
 
 
-def _sum_calls(cat: str, counters: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int, int]]:
-    """Yield each direction with calls: their number and time, and when the first began and the last ended."""
-    for verb, names in _CALLS[cat].items():
-        num_calls = sum(max(0, counters.get(f"{cat}_{name}", 0)) for name in names)
-        time, begins, ends = _SPANS[verb]
+def _count_calls(cat: str, verb: str, counters: Mapping[str, Any]) -> int:
+    return sum(max(0, counters.get(f"{cat}_{name}", 0)) for name in _CALLS[cat][verb])
+
+
+def _sum_calls(
+    cat: str, counters: Mapping[str, Any], seen: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, int | None, int, int, dict[str, Any]]]:
+    """Yield the name, bytes, begin, duration and arguments of each direction's calls that are not `seen`.
+
+    Those that are seen have a number, bytes and microseconds by direction.
+    """
+    for verb, (time, begins, ends) in _SPANS.items():
+        num_seen, seen_bytes, seen_us = seen[verb]
+        num_calls = max(0, _count_calls(cat, verb, counters) - num_seen)
+        num_syncs = _count_calls(cat, "fsync", counters) if verb == "write" else 0
+        if not (num_calls or num_syncs):
+            continue
+        # An fsync may end later than the last write, but not than the last close.
+        until = (*ends, "F_CLOSE_END_TIMESTAMP") if num_syncs else ends
         begun = [at for name in begins if (at := counters.get(f"{cat}_{name}", 0)) > 0]
-        ended = [at for name in ends if (at := counters.get(f"{cat}_{name}", 0)) > 0]
+        ended = [at for name in until if (at := counters.get(f"{cat}_{name}", 0)) > 0]
         begin_us = round(min(begun, default=0.0) * 1e6)
         end_us = round(max(ended) * 1e6) if ended else begin_us
-        if num_calls:
-            yield verb, num_calls, round(counters.get(f"{cat}_{time}", 0) * 1e6), begin_us, end_us
+        time_us = round(counters.get(f"{cat}_{time}", 0) * 1e6)
+        time_us = max(0, time_us - seen_us) if num_seen else time_us
+        args = {"is_sum": True, "calls": num_calls, "time_us": time_us, "last_end_us": end_us}
+        args |= {"fsyncs": num_syncs} if num_syncs else {}
+        args |= _find_shape(verb, counters) if cat == "POSIX" and not num_seen else {}
+        size_bytes = counters.get(f"{cat}_{_BYTES.get(verb)}")
+        yield (
+            # Darshan counts the time of fsync as that of writes.
+            verb if num_calls else "fsync",
+            max(0, size_bytes - seen_bytes) if size_bytes is not None and num_calls else None,
+            begin_us,
+            # Calls of several ranks or threads took more time together than there was from first to last.
+            max(0, min(time_us, end_us - begin_us)),
+            args,
+        )
+
+
+def _find_shape(verb: str, counters: Mapping[str, Any]) -> dict[str, Any]:
+    """How many calls of a direction were of which size, in order, or not aligned, as far as that is known."""
+    shape = {
+        name: value
+        for name, counter in _SHAPES[verb].items()
+        if (value := counters.get(f"POSIX_{counter}", 0)) > 0
+    }
+    sizes = [counters.get(f"POSIX_SIZE_{verb.upper()}_{size}", 0) for size in _BINS]
+    return {**shape, "sizes": sizes} if any(sizes) else shape

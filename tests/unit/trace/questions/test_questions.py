@@ -251,3 +251,20 @@ def test_every_question_answers_a_trace_without_events(nothing: EventsView) -> N
     ]
     answers += [*sizes(nothing), timeline(nothing)]
     assert [answer.rows for answer in answers if answer.name != "facts"] == [[]] * (len(answers) - 1)
+
+
+def test_calls_of_mpi_do_not_count_beside_those_below_them() -> None:
+    read = {"name": "read", "path": F, "size_bytes": 1000, "dur_us": 10}
+    with duckdb.connect() as connection:
+        connection.register("events", events_table([read, {**read, "cat": "MPIIO"}]))
+        answer = break_down(view_events(connection, "events", Dimensions()), "files", by=["path"])
+    assert only_row(answer, path=F)["read_bytes"] == 1000
+
+
+def test_ranks_are_as_many_as_a_sum_says() -> None:
+    """Darshan has files that all ranks share as one sum."""
+    shared = {"pid": ALL_RANKS, "args": '{"is_sum":true,"calls":9,"num_ranks":512}'}
+    with duckdb.connect() as connection:
+        connection.register("events", events_table([shared, ROWS[-1]]))
+        facts, _ = summary(view_events(connection, "events", Dimensions()))
+    assert only_row(facts)["num_ranks"] == 512
