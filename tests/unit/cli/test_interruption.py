@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -61,6 +62,30 @@ def test_a_signal_during_an_import_ends_the_command_after_it(
     with pytest.raises(KeyboardInterrupt, match=f"Stopped by {number.name}."):
         wait_after(partial(importlib.import_module, f"drops_{number.name}"))
     assert sys.modules[f"drops_{number.name}"].came_back
+
+
+IMPORTING = """
+import signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+import penstock.cli
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_ctrl_c_while_the_command_line_is_loaded_is_explained() -> None:
+    def load(module: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-c", IMPORTING, module]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    interrupted = load("penstock.cli.app")
+    assert (interrupted.returncode, interrupted.stderr) == (130, "penstock: interrupted\n")
+    assert load("none").stdout == "True\n"
 
 
 def test_an_import_that_does_not_end_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
