@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
-from penstock.cli.parsers import EDITION, FOLDER, NEW_FILE, NEW_PAGE, RULE
+from penstock.cli.parsers import EDITION, FOLDER, NEW_FILE, NEW_FOLDER, NEW_PAGE, RULE
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
 from penstock.errors import name_some, printable
 from penstock.submission import check as judging
@@ -134,7 +134,10 @@ def report(
     *,
     folder: Path = _FOLDER,
     output: Path | None = option(
-        "--output", FOLDER, "Write report.html, results.csv and results.json into this directory.", short="-o"
+        "--output",
+        NEW_FOLDER,
+        "Write report.html, results.csv and results.json into this directory.",
+        short="-o",
     ),
     writes_tree: bool = flag("--write", "Write each result's report into its tree, next to its runs."),
     edition: str = _EDITION,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, arguments, group, option, verb
-from penstock.cli.parsers import FILE, FOLDER, URI
+from penstock.cli.parsers import FILE, NEW_FOLDER, URI
 from penstock.cli.terminal import Terminal, View, bold, table
 from penstock.cli.trace_options import (
     CLASSES,
@@ -117,7 +117,7 @@ def compare(
     ),
     read: ReadOptions = group(ReadOptions),
     out: Path | None = option(
-        "--out", FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
+        "--out", NEW_FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
     ),
 ) -> None:
     """Compare runs: show how they differ and what stands out.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.cli.options import argument, arguments, group, option, repeated, required, verb
-from penstock.cli.parsers import FILE, FOLDER, FOLDER_URI, TEXT, choice
+from penstock.cli.parsers import FILE, FOLDER, FOLDER_URI, NEW_FILE, TEXT, choice
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.trace_options import TIERS, TraceOptions, check_output, parse_dimensions, report_losses
 
@@ -65,7 +65,7 @@ def load(
     terminal: Terminal,
     *,
     source: TraceOptions = group(TraceOptions),
-    out: str = required("--out", FOLDER_URI, "Write this Parquet file.", short="-o", metavar="TABLE"),
+    out: Path = required("--out", NEW_FILE, "Write this Parquet file.", short="-o", metavar="TABLE"),
     rank_pattern: str | None = _RANK_PATTERN,
 ) -> None:
     """Convert trace files to a sorted event table, which answers questions much faster.
@@ -89,11 +89,10 @@ def load(
         run="",
         rank_pattern=rank_pattern or RANK_PATTERN,
     )
-    path = Path(out)
     with terminal.progress() as progress:
         facts = convert(
             sources,
-            path,
+            out,
             progress=progress,
             where=source.where,
             strict=source.strict,
@@ -104,8 +103,8 @@ def load(
     terminal.notes(mismatches)
     num_events = sum(account.events + account.salvaged for account in facts.accounts)
     document = {
-        "table": out,
-        "size_bytes": path.stat().st_size,
+        "table": str(out),
+        "size_bytes": out.stat().st_size,
         "events": num_events,
         "files": [account.document() for account in facts.accounts],
         "mismatches": mismatches,

@@ -86,7 +86,10 @@ def test_a_place_for_no_file_is_refused_before_the_work_begins(name: str, tmp_pa
     for parser in (parsers.NEW_PAGE, parsers.NEW_FILE):
         with pytest.raises(UsageError, match="No file can be written at"):
             parser(str(tmp_path / name))
+    with pytest.raises(UsageError, match="No file can be written at"):
+        parsers.NEW_FOLDER(str(tmp_path / "file"))
     assert parsers.NEW_FILE(str(tmp_path / "a/b/new.csv")) == tmp_path / "a/b/new.csv"
+    assert parsers.NEW_FOLDER(str(tmp_path / "a/b")) == tmp_path / "a/b"
 
 
 def test_a_page_over_another_file_is_refused_before_the_work_begins(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import errno
 import multiprocessing
 import os
 import signal
@@ -32,8 +33,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from penstock.bench.loader.loader_protocol import Batch, BatchRequest, FormatDecoder, OpenStorage
 from penstock.bench.loader.native_loader import DEFAULT_BUFFER_BYTES, RangeReader
-from penstock.errors import PenstockError, Unavailable, UsageError
+from penstock.errors import OutOfSpace, PenstockError, Unavailable, UsageError
 from penstock.storage import Counters, Storage
+from penstock.units import format_bytes
 from penstock.workload.enums import ProcessStart
 
 _KILL_S: Final = 5.0
@@ -158,8 +160,15 @@ class PytorchLoader:
         self._requests.of_epoch = [open_storage] * self._num_readers
         with ExitStack() as undo:
             undo.callback(abandon)
-            with _deaths_awaited(), _interrupts_blocked():
-                self._arrivals = iter(self._torch)
+            try:
+                # More than torch is about to make: an iterator that fails half made prints a traceback.
+                _ = [multiprocessing.Semaphore() for _ in range(4 * (self._num_readers + 1))]
+                with _deaths_awaited(), _interrupts_blocked():
+                    self._arrivals = iter(self._torch)
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    raise _shared_memory_is_full("the loader's queues did not fit") from error
+                raise
             self._workers = own_workers()
             deque(self._batches(self._arrivals), maxlen=0)
             undo.pop_all()
@@ -275,8 +284,21 @@ class _Reads(Dataset[_Arrival]):
             return None
         if self._sample is None:
             self._sample = torch.ones(self._options.sample_bytes, dtype=torch.uint8)
-        batch: torch.Tensor = default_collate([self._sample] * num_samples)
+        try:
+            batch: torch.Tensor = default_collate([self._sample] * num_samples)
+        except RuntimeError as error:
+            size = format_bytes(num_samples * self._options.sample_bytes)
+            raise _shared_memory_is_full(f"a batch of {size} did not fit") from error
         return batch
+
+
+def _shared_memory_is_full(what: str) -> OutOfSpace:
+    return OutOfSpace(
+        f"Shared memory is full: {what}",
+        where="/dev/shm",  # noqa: S108 - where torch's workers leave their batches
+        fix="Give the container more (--shm-size), or use fewer workers (reader.read_threads) or a smaller "
+        "prefetch (reader.prefetch_size).",
+    )
 
 
 def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -> DataLoader[_Arrival]:

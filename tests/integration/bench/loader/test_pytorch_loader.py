@@ -253,6 +253,47 @@ def test_a_worker_killed_between_epochs_is_an_error_of_the_next(files: Path) -> 
     loader.close()
 
 
+FULL = """
+import os, sys, subprocess, warnings
+from functools import partial
+from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
+from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions
+from penstock.errors import OutOfSpace
+from penstock.storage import open_storage
+from penstock.workload.enums import ProcessStart
+
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", "/dev/shm"], check=True)
+for fills in (False, True):
+    if fills:
+        free = os.statvfs("/dev/shm").f_bavail * 4096
+        os.posix_fallocate(os.open("/dev/shm/all", os.O_CREAT | os.O_WRONLY), 0, free)
+    options = PytorchOptions(workers=1, sample_bytes=1 << 20, context=ProcessStart.FORK, buffer_bytes=4096)
+    try:
+        loader = PytorchLoader(partial(open_storage, f"file://{sys.argv[1]}", {}), options)
+        next(loader.epoch([BatchRequest((ReadRequest("f1"),), 1)]))
+    except OutOfSpace as error:
+        print(error)
+    if not fills:
+        loader.close()
+"""
+
+
+def test_a_full_shared_memory_is_named_by_what_did_not_fit(files: Path) -> None:
+    own = ["unshare", "--mount"]
+    if subprocess.run([*own, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run(
+        [*own, sys.executable, "-W", "ignore", "-c", FULL, str(files)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    first, second = done.stdout.splitlines()
+    assert "Shared memory is full: a batch of 1 MiB did not fit" in first
+    assert "Shared memory is full: the loader's queues did not fit" in second
+    assert done.stderr == ""
+
+
 def _leave() -> Storage:
     os._exit(3)
 
