@@ -2,11 +2,11 @@
 
     begin_save -> every rank writes its files and reports them to rank 0 -> rank 0 commits -> retention
 
-Paths and URIs that users give are resolved here. Rank 0 alone changes what is visible, once all ranks have
+Paths and URIs that users give are resolved here. Only rank 0 changes what is visible, once all ranks have
 written; the others learn the outcome in the same call. Invariants: a `CheckpointRef` was committed when it
-was made; steps are what the storage lists as committed, and the pointer `latest` is for people and other
-programs: nothing here ever reads it; `commit` returns on every rank with the checkpoint durable, or raises on
-every rank with older checkpoints unharmed.
+was created; the steps are those that the storage lists as committed, and the pointer `latest` is for people
+and other programs: nothing here ever reads it to find a step; `commit` returns on every rank with the
+checkpoint durable, or raises on every rank with older checkpoints unharmed.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class CheckpointRef:
 
     @property
     def uri(self) -> str:
-        """Its name in messages."""
+        """The name of the checkpoint in messages."""
         return f"{self.storage.uri.rstrip('/')}/{self.committed.name}"
 
     def key(self, file_name: str) -> str:
-        """The key of one of its files."""
+        """The key of one of the checkpoint's files."""
         return self.committed.key(file_name)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each of its files."""
+        """The size of each of the checkpoint's files."""
         prefix = self.key("")
         return {
             info.key.removeprefix(prefix): info.size_bytes
@@ -101,7 +101,7 @@ class CheckpointRef:
         }
 
     def is_whole(self) -> bool:
-        """Return whether manifest, metadata and all files are there with their sizes; payloads are not read.
+        """Return whether manifest, metadata and all files exist with the right sizes; payloads are not read.
 
         A checkpoint without a manifest cannot be checked, and counts as incomplete.
         """
@@ -114,11 +114,11 @@ class CheckpointRef:
         return all(sizes.get(name) == size_bytes for name, size_bytes in seal.sizes.items())
 
     def read_manifest(self) -> Manifest:
-        """Its manifest; `ObjectNotFound` if another program saved it."""
+        """The checkpoint's manifest; raises `ObjectNotFound` if another program saved the checkpoint."""
         return read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
 
     def read_seal(self) -> tuple[Manifest, Seal]:
-        """Its manifest, parsed, and what sealed it; `DataDamaged` if that is not as it was written."""
+        """The parsed manifest, and the seal it comes from; raises `DataDamaged` if the seal has changed."""
         content = bytes(read_object(self.storage, self.key(MANIFEST_NAME)))
         manifest = read_manifest(content, self.uri)
         metadata = bytes(read_object(self.storage, self.key(METADATA_NAME)))
@@ -139,7 +139,7 @@ def split_path(path: AnyPath) -> tuple[str, str]:
     location = parse_uri(text)
     parts = location.split_name()
     if parts is None:
-        # An unknown scheme is the better reason.
+        # If the scheme is unknown, that is the better error.
         find_opener(location)
         raise UsageError(
             f"{text!r} is the root of a storage, not a checkpoint",
@@ -159,7 +159,10 @@ def can_be_named(path: AnyPath) -> bool:
 
 
 def absolute_path(path: Any) -> str:
-    """The form in which ranks compare paths; what is no path, opening refuses."""
+    """The form in which ranks compare paths.
+
+    Values that are not paths are refused later, when they are opened.
+    """
     try:
         return parse_uri(os.fspath(path)).uri
     except (TypeError, UsageError):
@@ -173,9 +176,9 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
 
 
 def follow_link(storage: Storage, name: str) -> tuple[Storage, str]:
-    """Where the link leads that a checkpoint is, for reading it; what is no link is where it is.
+    """Follow the link if the checkpoint is one, for reading; anything else is returned unchanged.
 
-    No storage follows a link out of its root by itself.
+    Storages never follow links out of their root by themselves.
     """
     root = find_local_root(storage)
     with translate_os_errors("Following the link", f"{storage.uri}/{name}"):
@@ -197,7 +200,7 @@ _STEP_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def step_dirname(step: int) -> str:
-    """The name of the folder of a step."""
+    """The name of a step's folder."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -208,7 +211,7 @@ def step_dirname(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a folder is named after; None for other names."""
+    """The step after which a folder is named; None for other names."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -222,12 +225,12 @@ class StepCatalog:
         self._has_pointer = has_pointer
 
     def committed(self) -> list[int]:
-        """All committed steps, ascending."""
+        """All committed steps, in ascending order."""
         steps = (parse_step(name) for name in self._catalog.names())
         return sorted(step for step in steps if step is not None)
 
     def require_run(self) -> None:
-        """`UsageError` if this is a checkpoint itself, and not the folder of a run with steps."""
+        """Raise `UsageError` if this is itself a checkpoint instead of the folder of a run."""
         if exists(self.storage, METADATA_NAME):
             raise UsageError(
                 "This is a checkpoint, not the folder of a run",
@@ -243,23 +246,23 @@ class StepCatalog:
             )
 
     def find(self, step: int) -> CheckpointRef:
-        """The checkpoint of a step; `ObjectNotFound` if it is not committed."""
+        """The checkpoint of a step; raises `ObjectNotFound` if the step is not committed."""
         storage, name = follow_link(self.storage, step_dirname(step))
         return CheckpointRef(storage, open_catalog(storage).find(name))
 
     def hide(self, step: int) -> Callable[[], None]:
-        """Take a step's name away; the call that this gives removes its files."""
+        """Hide a step from readers. The returned call removes its files."""
         return self._catalog.hide(self._catalog.find(step_dirname(step)))
 
     def set_latest(self, step: int) -> None:
-        """Point `latest` at a step, if there is such a pointer."""
+        """Point `latest` to a step, if the run has such a pointer."""
         if self._has_pointer:
-            # Its name is left to the file system: after a power cut it may point to the step before.
+            # Its name is not synced: after a power failure, it may point to the previous step.
             storage = defer_sync(self.storage, "names")
             write_object(storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
 
     def point_past(self, removed: str) -> None:
-        """Let `latest` name the newest step that is left, if it names a removed one."""
+        """Let `latest` name the newest remaining step if it names the removed one."""
         with suppress(ObjectNotFound):
             if bytes(read_object(self.storage, POINTER_NAME)).decode(errors="replace").strip() == removed:
                 newest = max(self.committed(), default=None)
@@ -278,7 +281,7 @@ def open_catalog(storage: Storage) -> FolderCatalog | RecordCatalog:
 
 
 def local_path(storage: Storage, key: str) -> Path:
-    """The path of an object on this machine; `Unavailable` if the storage is not a file system."""
+    """The path of an object on this machine; raises `Unavailable` if the storage is not a file system."""
     root = find_local_root(storage)
     if root is None:
         raise Unavailable(
@@ -292,8 +295,8 @@ def local_path(storage: Storage, key: str) -> Path:
 def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
     """The steps to remove so that the newest `keep` remain, oldest first; None keeps all.
 
-    If none of those is complete, the newest complete one before them stays, too: a run never loses its last
-    usable checkpoint. `is_whole` is called for the newest first and no more often than needed.
+    If none of those is complete, the newest complete step before them is kept as well: a run never loses its
+    last usable checkpoint. `is_whole` is called for the newest steps first, and no more often than necessary.
     """
     ordered = sorted(steps)
     if keep is None or len(ordered) <= keep:
@@ -306,10 +309,10 @@ def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[i
 
 
 def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> Callable[[], None]:
-    """Point `latest` at a new step and hide the steps beyond `keep`; the returned call removes their files.
+    """Point `latest` to a new step and hide the steps beyond `keep`; the returned call removes their files.
 
-    Neither raises `StorageError`: `step` is committed. Steps beyond `step` do not count: a job that begins
-    again, or from an older step, keeps what it saves.
+    Neither raises `StorageError`, because `step` is committed. Steps newer than `step` do not count: a job
+    that starts again from the beginning, or from an older step, keeps what it saves.
     """
     hidden: list[Callable[[], None]] = []
     with tolerating_leftovers(step):
@@ -325,14 +328,14 @@ def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> Callab
             lambda each: each == step or catalog.find(each).is_whole(),
         ):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
-            # One that cannot be removed must not keep the others.
+            # A step that cannot be removed must not keep the others from being removed.
             with tolerating_leftovers(step):
                 hidden.append(catalog.hide(removed))
     return partial(remove_leftovers, step, hidden)
 
 
 def remove_leftovers(step: int, removals: Sequence[Callable[[], None]]) -> None:
-    """Remove what a save of `step` has hidden; a failure is a warning."""
+    """Remove what a save of `step` has hidden; failures are logged as warnings."""
     for remove in removals:
         with tolerating_leftovers(step):
             remove()
@@ -340,7 +343,7 @@ def remove_leftovers(step: int, removals: Sequence[Callable[[], None]]) -> None:
 
 @contextmanager
 def tolerating_leftovers(step: int) -> Iterator[None]:
-    """A warning in place of a `StorageError`: the step is committed, whatever else is left."""
+    """Log a warning in place of a `StorageError`, because the step is committed, whatever else is left."""
     try:
         yield
     except StorageError as error:
@@ -362,8 +365,8 @@ def begin_save(
 ) -> SaveTransaction:
     """Begin a save of a checkpoint that will be called `name`, a folder below the root. Collective.
 
-    Sweeps what dead saves left there first. All ranks must reach the same storage: `UsageError` where its URI
-    differs. With the `lease` of a run, `RunInUse` if another job has that.
+    First removes what dead saves left there. All ranks must reach the same storage: raises `UsageError` if
+    their URIs differ. With the `lease` of a run, raises `RunInUse` if another job holds that lease.
     """
     draft_store = drafts or open_draft_store(storage)
     uri = f"{storage.uri.rstrip('/')}/{name}"
@@ -379,7 +382,7 @@ def begin_save(
                 sweep_dead_saves(draft_store, storage)
                 draft = draft_store.start(name, secrets.token_hex(8))
             except StorageError as error:
-                # A folder that cannot be written is the user's; hidden names in it are ours.
+                # If the folder cannot be written, the error should name it rather than a hidden file in it.
                 if HIDDEN_PREFIX in error.where:
                     error.where = error.uri = uri
                 raise
@@ -391,7 +394,7 @@ def begin_save(
         draft, mount = run_on_rank0(
             comm,
             lambda: (start(), name_mount(storage)),
-            # Without the name: where it differs, the error names both folders.
+            # Without the name: if the names differ, the error contains both folders.
             awaiting="rank 0 to make room for the checkpoint",
             same=uri,
         )
@@ -401,7 +404,10 @@ def begin_save(
 
 
 def _drop(drafts: DraftStore, draft: Draft) -> None:
-    """Remove a draft of a save that has failed, which says why: this may fail too, and is only logged."""
+    """Remove the draft of a failed save.
+
+    An error here is only logged, because the save's own error tells why it failed.
+    """
     try:
         drafts.drop(draft)
     except StorageError as error:
@@ -415,7 +421,7 @@ def sweep_dead_saves(drafts: DraftStore, storage: Storage) -> None:
 
 
 def open_draft_store(storage: Storage) -> DraftStore:
-    """The commit protocol for this storage: folders that are renamed, or records."""
+    """The commit protocol for this storage: renamed folders, or records."""
     if (tree := find_folder_tree(storage)) is not None:
         return FolderDraftStore(storage, tree)
     return RecordDraftStore(storage, require_conditional_writes(storage))
@@ -435,7 +441,10 @@ class SaveTransaction:
         mount: str = "",
         lease: _LeaseRenewer | None = None,
     ) -> None:
-        """The owner of the draft removes it; `mount` is by which rank 0 reaches the storage."""
+        """Keep what the save needs.
+
+        The owner of the draft removes it; `mount` is the one that rank 0 uses.
+        """
         self.storage = storage
         self.draft = draft
         self._mount = mount
@@ -447,24 +456,24 @@ class SaveTransaction:
 
     @cached_property
     def data_storage(self) -> Storage:
-        """The storage for data files: bypasses the page cache where possible, and writes in place.
+        """The storage for data files, which bypasses the page cache if possible and writes in place.
 
-        In place, because a draft is invisible anyway: a second name and rename for each file gain nothing.
-        The commit makes their names durable, and compares their sizes.
+        A draft is invisible anyway, so a temporary name and a rename for each file would gain nothing. The
+        commit makes the names of all files durable, and compares their sizes.
         """
         return defer_sync(prefer_direct_access(self.storage), "names")
 
     def sync_own_names(self) -> None:
-        """Make the names of what this rank has written durable, unless the commit will on rank 0."""
-        # Of what other nodes wrote to a shared file system it may know nothing.
+        """Make the names of this rank's files durable, unless the commit on rank 0 will do so."""
+        # On a shared file system, rank 0's node may know nothing of what other nodes wrote.
         if self._comm.rank and not (self._mount and name_mount(self.storage) == self._mount):
             sync_names(self.storage, self.draft.folder)
 
     def commit(self, make_seal: Callable[[], Seal]) -> Committed:
         """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.
 
-        Every rank's files must be finished. If this raises, the draft is gone, and an older checkpoint of
-        this name is as it was, unless only the answer of rank 0 was lost after it had committed.
+        Every rank's files must be finished. If this raises, the draft is gone and an older checkpoint of the
+        same name is unchanged. The only exception: rank 0 has committed, but its answer was lost.
         """
         with self.ending():
             return run_on_rank0(
@@ -475,7 +484,7 @@ class SaveTransaction:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """End the transaction: `abandon` it on an error."""
+        """End the transaction with the block: `abandon` it on an error."""
         with ExitStack() as undo:
             undo.callback(self.abandon)
             yield
@@ -483,9 +492,12 @@ class SaveTransaction:
             undo.pop_all()
 
     def abandon(self) -> None:
-        """Remove what this save has written. Safe twice, and after `commit`; never raises `StorageError`.
+        """Remove what this save has written.
 
-        Not collective: call it when no rank writes any more. What a rank still writes is swept later.
+        May be called twice, and after `commit`; never raises `StorageError`.
+
+        Not collective: call it when no rank is writing any more. What a rank writes later is swept by a later
+        save.
         """
         if self._is_over:
             return
@@ -500,9 +512,10 @@ class SaveTransaction:
 
 
 class _LeaseRenewer:
-    """Renews a draft's lease on its own thread, until `stop` or the end of this process.
+    """Renews a draft's lease in a thread until `stop` or the end of this process.
 
-    Four times in the life of a lease, so that a renewal may fail or be late before others sweep the draft.
+    Renews four times within the life of a lease, so that one renewal may fail or be late before others sweep
+    the draft.
     """
 
     def __init__(self, drafts: DraftStore, draft: Draft, *, every_s: float = LEASE_S / 4) -> None:
@@ -536,7 +549,10 @@ def write_and_commit(
     *,
     progress: Progress | None = None,
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
-    """Write what is staged and commit it; the statistics of each rank, in rank order. Collective."""
+    """Write and commit what is staged; return the checkpoint and each rank's statistics, in rank order.
+
+    Collective.
+    """
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         transaction = begin_save(storage, name, comm)
@@ -553,7 +569,7 @@ def write_into(
     facts: Mapping[str, object],
     progress: Progress | None = None,
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
-    """`write_and_commit` in a transaction that has begun; abandons it on failure. Collective.
+    """Do what `write_and_commit` does in a transaction that has begun; abandon it on failure. Collective.
 
     `facts` go into the manifest.
     """
@@ -581,7 +597,7 @@ def write_into(
 
 
 def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:
-    """Begin to copy on all ranks, or cancel and fail on all. Collective."""
+    """Begin to copy on all ranks, or cancel and raise on all of them. Collective."""
     staged: StagedSave | None = None
 
     def stage() -> StagedSave:
@@ -592,7 +608,7 @@ def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> S
     try:
         return run_on_all_ranks(comm, stage, awaiting="all ranks to begin to copy")
     except PenstockError:
-        # Begun here, but not elsewhere: the failure of another rank arrives after this rank's copy began.
+        # This rank has begun to copy before it learns that another rank failed to.
         if staged is not None:
             staged.cancel()
         raise

@@ -1,26 +1,27 @@
 """The commit protocol: drafts, leases, and one step that turns a draft into a checkpoint.
 
 A `DraftStore` makes a draft that no reader sees, ranks write their files into it, and `publish` turns all of
-it into one checkpoint. Invariant: a committed checkpoint is never written to, only replaced as a whole; of
-two saves of one name one wins as a whole and the other fails. File systems rename folders:
+it into one checkpoint. Invariants: a committed checkpoint is never written to, only replaced as a whole; of
+two saves of one name, one wins completely and the other fails. File systems rename folders:
 
     .penstock-save-ID-NAME         the draft: data files, then penstock.json, then .metadata
-    .penstock-save-ID-NAME.lease   the process it belongs to; exists before the draft and until after it
+    .penstock-save-ID-NAME.lease   the process that owns the draft; created before it, removed after it
     .penstock-old-ID-NAME          the older checkpoint, where folders cannot be exchanged in one step
     .penstock-gone-ID              a checkpoint or a draft that is being removed
     .penstock-writer.lease         the process whose steps these are, see `WriterLease`
 
 publish: check all files -> manifest -> metadata -> fsync of both and of the draft, at once -> rename (or
 exchange with the older one) -> fsync of the parent. The folder called NAME is complete at every moment, as is
-the one it replaces. What is in a draft needs no order: no reader looks there, whatever a kill or a power cut
-leaves of it, and all of it is durable before the rename. What is hidden already is removed without another
-fsync. A lease is for processes of today, and does not survive a power cut: nor does its process.
+the one it replaces. The files of a draft need no order: no reader looks there, whatever a kill or a power
+failure leaves of it, and all of it is durable before the rename. What is already hidden is removed without
+another fsync. A lease concerns running processes and need not survive a power failure, because its process
+does not.
 
-Object services have no rename: a checkpoint cannot be moved into place, but a small object can be replaced in
-one conditional write. Every save writes keys of its own, and a record says which save a name means:
+Object storage has no rename: a checkpoint cannot be moved into place, but a small object can be replaced in
+one conditional write. Every save writes its own keys, and a record says which save a name refers to:
 
     NAME/ID/...                the files of one save, which no other save writes
-    NAME/ID.lease              the process it belongs to, until it is committed
+    NAME/ID.lease              the process that owns the save, until it is committed
     NAME/penstock-commit.json  the record: written last, on condition that no other save has changed it
 """
 
@@ -68,30 +69,36 @@ MANIFEST_NAME: Final = "penstock.json"
 METADATA_NAME: Final = ".metadata"
 LEASE_ENDING: Final = ".lease"
 HIDDEN_PREFIX: Final = ".penstock-"
-"""The beginning of all names that are not checkpoints."""
+"""The prefix of all names that are not checkpoints."""
 WRITER_LEASE: Final = f"{HIDDEN_PREFIX}writer{LEASE_ENDING}"
 
 LEASE_S: Final = 900.0
-"""A lease not renewed for this long has expired, if its process cannot be looked up from here."""
+"""A lease that was not renewed for this long has expired, if its process cannot be looked up from here."""
 RETRY_PAUSES_S: Final = (0.5, 2.0, 5.0)
-"""Before a failing storage is asked again."""
+"""The pauses before a failing storage is tried again."""
 
 logger = logging.getLogger(__name__)
 
 
 class StoredRecord(BaseModel):
-    """JSON on disk. A field that is unknown here makes it a record that cannot be parsed."""
+    """A record stored as JSON. If it has a field that this version does not know, it cannot be parsed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
     def read(cls, storage: Storage, key: str, *, what: str, fix: str) -> Self:
-        """Read `what` an object holds; `DataDamaged` if that cannot be parsed."""
+        """Read the record in an object; raise `DataDamaged` if it cannot be parsed.
+
+        `what` names it in the message.
+        """
         return cls.parse(read_object(storage, key), f"{storage.uri}/{key}", what=what, fix=fix)
 
     @classmethod
     def parse(cls, content: bytes | bytearray, uri: str, *, what: str, fix: str) -> Self:
-        """Parse `what` was read from `uri`."""
+        """Parse a record that was read from `uri`; raise `DataDamaged` if that fails.
+
+        `what` names it in the message.
+        """
         try:
             return cls.model_validate_json(bytes(content))
         except ValidationError as error:
@@ -104,11 +111,11 @@ class Seal:
     """The content that turns files into a checkpoint. Rank 0 builds it from reports and writes it last."""
 
     manifest: bytes
-    """Becomes `penstock.json`."""
+    """The content of `penstock.json`."""
     metadata: bytes
-    """Becomes `.metadata`, which stock DCP reads; the last file of all."""
+    """The content of `.metadata`, which stock DCP reads; the last file to be written."""
     sizes: Mapping[str, int]
-    """Size by name of every data file of every rank: rank 0 must see exactly these."""
+    """The size of every data file of every rank, by name: rank 0 must find exactly these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +127,12 @@ class Draft:
     save_id: str
 
     def key(self, file_name: str) -> str:
-        """The key that a file of this checkpoint is written to."""
+        """The key under which a file of this checkpoint is written."""
         return f"{self.folder}/{file_name}"
 
 
 def name_draft(name: str, save_id: str) -> Draft:
-    """The draft of a save on a file system, which each rank can name by itself."""
+    """The draft of a save on a file system. Each rank can name it without asking others."""
     return Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
 
 
@@ -133,7 +140,7 @@ def name_draft(name: str, save_id: str) -> Draft:
 class Committed:
     """A complete and durable checkpoint called `name`, with its files below `folder`.
 
-    On file systems both are the same. Replacing or removing it is conditional on `version`.
+    On file systems, name and folder are the same. Replacing or removing it is conditional on `version`.
     """
 
     name: str
@@ -146,11 +153,11 @@ class Committed:
 
 
 class DraftStore(ABC):
-    """The writing half of a commit protocol; called by rank 0 alone.
+    """The writing half of a commit protocol; called only by rank 0.
 
-    `start`, then `publish` or `drop`; `renew` from any thread meanwhile. What a process killed in between
-    leaves is collected by `sweep` in any later one, and never shows up in a catalog. `owner` is called at
-    each use, because a forked child is another process.
+    Call `start`, then `publish` or `drop`; in between, call `renew` from any thread. What a process leaves
+    behind if it is killed in between never shows up in a catalog, and `sweep` in a later process removes it.
+    `owner` is called each time it is needed, because a forked child is a different process.
     """
 
     def __init__(
@@ -171,14 +178,16 @@ class DraftStore(ABC):
     def start(self, name: str, save_id: str) -> Draft:
         """Begin a draft of a checkpoint that will be called `name`, under a lease.
 
-        Raises `UsageError` if something else than a checkpoint has that name: it must not be replaced.
+        Raises `UsageError` if something other than a checkpoint has that name, because it must not be
+        replaced.
         """
 
     @abstractmethod
     def publish(self, draft: Draft, seal: Seal) -> Committed:
-        """Check all files, write manifest and metadata, and make the checkpoint visible at once.
+        """Check all files, write manifest and metadata, and make the checkpoint visible atomically.
 
-        An older checkpoint of that name is replaced and removed. On return, all of it survives a power cut.
+        An older checkpoint of that name is replaced and removed. On return, the new one survives a power
+        failure.
         """
 
     @abstractmethod
@@ -186,11 +195,14 @@ class DraftStore(ABC):
         """Remove a draft and all of its files."""
 
     def renew(self, draft: Draft) -> None:
-        """Renew the lease, so that others see that this save is alive: its age is what they look at."""
+        """Renew the lease, whose age tells others that this save is alive."""
         write_object(self._notes, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def sweep(self) -> list[str]:
-        """Remove what dead saves and interrupted removals left; their names. Drafts of live saves stay."""
+        """Remove what dead saves and interrupted removals left, and return its names.
+
+        Drafts of live saves stay.
+        """
         swept = []
         for name, remove_if_dead in list(self._find_remains()):
             try:
@@ -202,17 +214,20 @@ class DraftStore(ABC):
 
     @abstractmethod
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
-        """List what a dead save may have left, each with a call that removes it if it is dead."""
+        """List what a dead save may have left, each with a call that removes it if the save is dead."""
 
     def _write_seal(self, draft: Draft, seal: Seal) -> None:
-        """Write the last two files of a draft."""
+        """Write the manifest and metadata, the last two files of a draft."""
         # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
-        # a save killed at any earlier line leaves nothing that could be loaded.
+        # a save killed earlier leaves nothing that could be loaded.
         write_object(self._seals, draft.key(MANIFEST_NAME), [seal.manifest])
         write_object(self._seals, draft.key(METADATA_NAME), [seal.metadata])
 
     def _clear_up(self, draft: Draft, *removals: Callable[[], None]) -> None:
-        """Remove the lease, and the older checkpoint after a commit. Failures are left to a sweep."""
+        """Remove the lease and, after a commit, the older checkpoint.
+
+        What cannot be removed is left to a sweep.
+        """
         steps: tuple[Callable[[], None], ...] = (*removals, partial(self._end_lease, draft))
         for remove in steps:
             try:
@@ -230,15 +245,15 @@ class DraftStore(ABC):
 
 
 def lease_text(owner: ProcessId) -> bytes:
-    """The content of a lease file: which process an unfinished save belongs to."""
+    """The content of a lease file: the process that owns an unfinished save."""
     return json.dumps({"lease_version": 1, "owner": asdict(owner)}).encode()
 
 
 def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: ProcessId) -> bool:
-    """Return whether the save of this lease, renewed `age_s` ago, is over.
+    """Return whether the save with this lease, renewed `age_s` ago, is over.
 
-    The process decides if it can be looked up from here, else the age. A lease that cannot be parsed is
-    judged by its age, too: it must never make a save fail.
+    If the process can be looked up from here, that decides; otherwise, the age does. A lease that cannot be
+    parsed is also judged by its age: it must never make a save fail.
     """
     owner = ProcessId.of_lease(text)
     has_ended = None if owner is None else owner.has_ended(observer=observer)
@@ -250,11 +265,13 @@ class RunInUse(UsageError):
 
 
 class WriterLease:
-    """Says which job saves steps in a storage. Two that do so would replace and remove each other's.
+    """Says which job saves steps in a storage.
 
-    The process that commits calls, not collectively. A process that lives on this machine keeps the lease. Of
-    one elsewhere nobody can know whether it lives, and a job that starts again must not wait: it takes the
-    lease, and the other learns of that at its next save.
+    Two jobs that do so would replace and remove each other's steps.
+
+    Not collective: the process that commits uses it. If the owner is a live process on this machine, the
+    lease stays its own. Whether a process on another machine is alive cannot be known, and a restarted job
+    must not wait: it takes the lease, and the other job learns of that at its next save.
     """
 
     def __init__(self, storage: Storage, *, owner: Callable[[], ProcessId] = current_process) -> None:
@@ -264,14 +281,14 @@ class WriterLease:
         self._is_held = False
 
     def hold(self) -> None:
-        """Take the lease, or see that it is still ours, before a save; `RunInUse` if it is another's."""
+        """Take the lease before a save, or check that it is held; raise `RunInUse` if another has it."""
         if self.require_free():
             write_object(self._notes, WRITER_LEASE, [lease_text(self._owner())])
         self._is_held = True
         _HOLDERS.setdefault(self._storage.uri, WeakSet()).add(self)
 
     def require_free(self) -> bool:
-        """`RunInUse` if another, living job has the lease; returns whether it is still to be taken.
+        """Raise `RunInUse` if another, live job has the lease; return True if it must still be taken.
 
         Also for programs that take or change steps without saving any.
         """
@@ -292,7 +309,10 @@ class WriterLease:
         return True
 
     def release(self) -> None:
-        """Give the lease back if it is ours, and of no other manager here. May be called twice."""
+        """Give the lease back if it is this process's and no other manager here uses it.
+
+        May be called twice.
+        """
         (holders := _HOLDERS.setdefault(self._storage.uri, WeakSet())).discard(self)
         try:
             if self._is_held and not holders and self._read() == lease_text(self._owner()):
@@ -317,27 +337,27 @@ _GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")
 _PART: Final = re.compile(
     r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata)|parity-\d+\.bin|redundancy-\d+\.json"
 )
-"""The files of a checkpoint, ours or torch's: a folder with only these may be replaced."""
+"""The files of a checkpoint, Penstock's or torch's: a folder that has only these may be replaced."""
 
 
 class FolderDraftStore(DraftStore):
-    """Drafts in hidden folders, which are renamed."""
+    """Drafts in hidden folders, which are renamed on commit."""
 
     def __init__(self, storage: Storage, tree: FolderTree, **choices: Any) -> None:
         super().__init__(storage, **choices)
         self._tree = tree
-        self._seals = self._notes  # Synced all at once.
+        self._seals = self._notes  # synced together, in `publish`
         self._older: dict[str, bytes] = {}
         """By save ID, the identity of the checkpoint that the draft is to replace."""
 
     def start(self, name: str, save_id: str) -> Draft:
-        """Write the lease, then make the draft's folder."""
-        # In this order: a draft without a lease would look dead to another process that sweeps.
+        """Write the lease, then create the draft's folder."""
+        # In this order: to a process that sweeps, a draft without a lease would look dead.
         is_there = require_replaceable(self._storage, self._tree, name)
         self._older[save_id] = read_identity(self._storage, name) if is_there else b""
         draft = name_draft(name, save_id)
         with ExitStack() as undo:
-            undo.callback(self._clear_up, draft)  # Raises nothing in the place of what failed.
+            undo.callback(self._clear_up, draft)  # raises nothing that would hide the original error
             self.renew(draft)
             self._tree.make(draft.folder, keep_name=False)
             undo.pop_all()
@@ -348,26 +368,28 @@ class FolderDraftStore(DraftStore):
         sizes = {entry.name: entry.size_bytes for entry in self._tree.entries(draft.folder)}
         require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
         self._write_seal(draft, seal)
-        # Files were written without this. It must come first: a name must not survive without its files.
+        # Files were written without syncing their names. Sync first: the new name must not survive without
+        # its files.
         self._tree.sync(draft.folder, files=(MANIFEST_NAME, METADATA_NAME))
         try:
             left_behind = self._give_name(draft)
         except StorageError:
-            # Over a network it may have been done and the answer lost, so that a repetition found it done.
+            # On a network file system, the rename may have happened although its answer was lost and a retry
+            # failed.
             if read_identity(self._storage, draft.name) != seal.manifest[:IDENTITY_BYTES]:
                 raise
             left_behind = draft.folder
         self._older.pop(draft.save_id, None)
         self._published.add(draft.save_id)
         self._tree.sync()
-        # Under the name of the draft, the older checkpoint is out of sight, and durably so by now.
+        # Under the draft's name, the older checkpoint is invisible, and after the sync above durably so.
         is_hidden = left_behind == draft.folder
         tree, hide = self._tree, hide_folder
         self._clear_up(draft, lambda: tree.remove(left_behind) if is_hidden else hide(tree, left_behind)())
         return Committed(name=draft.name, folder=draft.name)
 
     def drop(self, draft: Draft) -> None:
-        """Remove the draft, unless it was published: then its folder holds the older checkpoint by now."""
+        """Remove the draft, unless it was published: its folder then holds the older checkpoint."""
         if draft.save_id not in self._published:
             hide_folder(self._tree, draft.folder)()
         self._end_lease(draft)
@@ -419,7 +441,7 @@ class FolderDraftStore(DraftStore):
             self._tree.sync()
 
     def _give_name(self, draft: Draft) -> str:
-        """Make the draft visible under its name; the folder that has what it replaced, if anything."""
+        """Make the draft visible under its name; return the folder that has what it replaced, if anything."""
         try:
             self._tree.move(draft.folder, draft.name)
         except AlreadyThere:
@@ -428,25 +450,26 @@ class FolderDraftStore(DraftStore):
         else:
             return draft.folder
         try:
-            # One system call swaps both names, so a reader finds the old or the new one, never none.
+            # One system call swaps both names, so a reader finds either the old or the new checkpoint, never
+            # none.
             self._tree.exchange(draft.folder, draft.name)
         except Unavailable as error:
             logger.info("%s The older checkpoint is renamed first instead.", error)
         else:
-            # Once more, because only now it is certain what was replaced.
+            # Check again, because only now is it certain what was replaced.
             with ExitStack() as undo:
                 undo.callback(self._tree.exchange, draft.folder, draft.name)
                 self._require_older(draft, draft.folder)
                 undo.pop_all()
             return draft.folder
-        # A kill between these two lines leaves no NAME; readers and `sweep` still find the older one aside.
+        # A kill between these two lines leaves no NAME; readers and `sweep` still find the older checkpoint.
         aside = f"{HIDDEN_PREFIX}old-{draft.save_id}-{draft.name}"
         self._tree.move(draft.name, aside)
         self._tree.move(draft.folder, draft.name)
         return aside
 
     def _require_older(self, draft: Draft, folder: str) -> None:
-        """Raise if the checkpoint in a folder came to the draft's name after the draft had begun."""
+        """Raise if the checkpoint in `folder` got the draft's name only after the draft had begun."""
         older = self._older.get(draft.save_id)
         if older is not None and older != read_identity(self._storage, folder):
             raise overtaken(self._storage.uri, draft.name)
@@ -458,7 +481,7 @@ _NUM_LISTINGS: Final = 20
 class FolderCatalog:
     """The committed checkpoints in folders: with a `.metadata`, or older ones that a kill left renamed.
 
-    Any rank may call.
+    Any rank may call its methods.
     """
 
     def __init__(self, storage: Storage, tree: FolderTree, is_step: Callable[[str], bool]) -> None:
@@ -475,7 +498,8 @@ class FolderCatalog:
                 for folder, is_link in folders.items()
                 if not (is_link or self._may_be_checkpoint(folder))
             }
-            # Of a folder that goes meanwhile, a newer one may have come, too: an empty run is a new one.
+            # If a folder has disappeared, a new one may have appeared: list again rather than take the run
+            # for empty.
             if not others or others <= self._visible_folders().keys():
                 found = ((_OLD.fullmatch(folder), folder) for folder in folders.keys() - others)
                 return list({old["name"] if old else folder for old, folder in found})
@@ -486,9 +510,9 @@ class FolderCatalog:
         )
 
     def _visible_folders(self) -> dict[str, bool]:
-        """Those of checkpoints and of others, but not what is hidden for good; true of links.
+        """The folders of checkpoints and others, but not those hidden for good; the value is True for a link.
 
-        A link that is named as a step may lead to the newest one, even if it leads to nothing now.
+        A link with the name of a step may lead to the newest checkpoint, even if its target is missing now.
         """
         return {
             entry.name: not entry.is_folder
@@ -498,9 +522,9 @@ class FolderCatalog:
         }
 
     def find(self, name: str) -> Committed:
-        """The committed checkpoint of this name; `ObjectNotFound` if there is none.
+        """The committed checkpoint of this name; raises `ObjectNotFound` if there is none.
 
-        It may be the older one that an interrupted replacement left renamed.
+        It may be the older checkpoint that an interrupted replacement left renamed.
         """
         if exists(self._storage, f"{name}/{METADATA_NAME}"):
             return Committed(name=name, folder=name)
@@ -515,9 +539,9 @@ class FolderCatalog:
         )
 
     def hide(self, committed: Committed) -> Callable[[], None]:
-        """Take its name away at once and durably, if it has one; the returned call removes its files.
+        """Hide a checkpoint at once and durably, if it exists. The returned call removes its files.
 
-        `AccessRefused` for a link: what it leads to is not ours.
+        Raises `AccessRefused` for a link, because its target may belong to someone else.
         """
         root = find_local_root(self._storage)
         if root is not None and (root / committed.folder).is_symlink():
@@ -529,19 +553,20 @@ class FolderCatalog:
         return hide_folder(self._tree, committed.folder)
 
     def finish_hiding(self, name: str) -> list[ObjectInfo]:  # noqa: ARG002 - a hidden folder has no name
-        """Remove files that an interrupted removal left: none, as the next save sweeps hidden folders."""
+        """Do nothing: what an interrupted removal left is in a hidden folder, which the next save sweeps."""
         return []
 
     def _may_be_checkpoint(self, folder: str) -> bool:
         try:
             return exists(self._storage, f"{folder}/{METADATA_NAME}")
         except AccessRefused:
-            # As lost+found does. What is named as a step may be the newest one: `find` says why not.
+            # As in lost+found. A folder with the name of a step may be the newest step; `find` gives the
+            # reason.
             return self._is_step(folder)
 
 
 def overtaken(uri: str, name: str) -> AlreadyThere:
-    """The error of a save whose name another one has taken since it began."""
+    """The error for a save whose name another save has taken since it began."""
     return AlreadyThere(
         f"Another save committed {name} first; this one was given up",
         uri=f"{uri}/{name}",
@@ -550,14 +575,14 @@ def overtaken(uri: str, name: str) -> AlreadyThere:
 
 
 IDENTITY_BYTES: Final = 128
-"""The beginning of a manifest that holds the checksum of all of it."""
+"""The length of a manifest's beginning, which contains the checksum of all of it."""
 
 
 _FOLDER_OF_OBJECTS: Final = re.compile(r"[^/]+/[0-9a-f]{16}")
 
 
 def is_written_once(storage: Storage, folder: str) -> bool:
-    """Return whether these are files of one save, which no other save of the name will ever replace."""
+    """Return whether the folder has the files of one save, which no other save will ever replace."""
     return _FOLDER_OF_OBJECTS.fullmatch(folder) is not None and find_folder_tree(storage) is None
 
 
@@ -574,9 +599,9 @@ def read_identity(storage: Storage, folder: str) -> bytes:
 
 
 def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
-    """`UsageError` if that name belongs to something other than a checkpoint, which would be lost.
+    """Raise `UsageError` if the name belongs to something other than a checkpoint, which would be lost.
 
-    Returns whether there is something in a folder of that name.
+    Returns whether a folder of that name contains anything.
     """
     parent, _, last = name.rpartition("/")
     for entry in tree.entries(parent, prefix=last):
@@ -594,7 +619,7 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
     ]
     known: set[str] = set()
     if strange:
-        # Files of manager.output() have names of the user's choice: the manifest lists them.
+        # Files of manager.output() have names that the user chose; the manifest lists them.
         try:
             content = read_object(storage, f"{name}/{MANIFEST_NAME}")
             known = {file.name for file in read_manifest(content, f"{storage.uri}/{name}").files}
@@ -610,7 +635,7 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
 
 
 def hide_folder(tree: FolderTree, folder: str) -> Callable[[], None]:
-    """Take a folder's name away durably, as files go one by one; what this gives removes them."""
+    """Hide a folder durably, because files are removed one by one. The returned call removes them."""
     gone = f"{HIDDEN_PREFIX}gone-{secrets.token_hex(8)}"
     try:
         tree.move(folder, gone)
@@ -627,11 +652,11 @@ NUM_DELETING_THREADS: Final = 4
 
 
 class RecordDraftStore(DraftStore):
-    """Drafts below keys of their own."""
+    """Drafts below keys of their own, which a record makes visible."""
 
     def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
         super().__init__(storage, **choices)
-        # Its answer has all that is asked of the record, so nothing else is.
+        # The answer to the write has everything that is needed of the record, so no further request is made.
         quick = defer_sync(storage, "names")
         self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
         self._catalog = RecordCatalog(storage)
@@ -647,7 +672,7 @@ class RecordDraftStore(DraftStore):
 
     def publish(self, draft: Draft, seal: Seal) -> Committed:
         """Write manifest and metadata, check all files, then write the record."""
-        # In this order one listing checks all of them. No record names the folder yet.
+        # In this order, one listing checks all files. No record refers to the folder yet.
         self._write_seal(draft, seal)
         expected = {
             **seal.sizes,
@@ -659,7 +684,8 @@ class RecordDraftStore(DraftStore):
         sizes = {info.key.removeprefix(prefix): info.size_bytes for info in objects}
         require_complete(sizes, expected, f"{self._storage.uri}/{draft.folder}")
         older = self._catalog.find_if_any(draft.name)
-        # Removed meanwhile is as good as never there; anything else is another save's.
+        # If the older checkpoint was removed in the meantime, there is no conflict; any other change is
+        # another save's.
         if older is not None and older != self._older.pop(draft.save_id, older):
             raise overtaken(self._storage.uri, draft.name)
         committed = self._write_record(draft, older)
@@ -672,7 +698,7 @@ class RecordDraftStore(DraftStore):
         return committed
 
     def drop(self, draft: Draft) -> None:
-        """Delete the draft's objects, unless a record may name them, however late: those a sweep deletes."""
+        """Delete the draft's objects unless a delayed record may still refer to them, as a sweep will see."""
         if draft.save_id not in self._published:
             _delete_all(self._storage, self._storage.list(draft.folder))
         self._end_lease(draft)
@@ -682,8 +708,8 @@ class RecordDraftStore(DraftStore):
             yield folder, partial(self._sweep_save, folder, objects)
 
     def _sweep_save(self, folder: str, objects: list[ObjectInfo]) -> bool:
-        """Delete the objects of a save that no record names and whose lease has expired."""
-        # The lease before the record: a save that commits between the two has its record by then.
+        """Delete the objects of a save to which no record refers and whose lease has expired."""
+        # Lease first, then record: a save that commits in between has its record by the time it is read.
         if not self._is_dead(folder, objects):
             return False
         committed = self._catalog.find_if_any(folder.rpartition("/")[0])
@@ -704,7 +730,7 @@ class RecordDraftStore(DraftStore):
 
     def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
         record = _Record(save_id=draft.save_id, folder=draft.folder, record_version=_VERSION)
-        # Whatever the answer: the request may have been carried out, or may be later.
+        # Whatever the answer, the request may have been carried out, or may still be.
         self._published.add(draft.save_id)
         try:
             info = self._conditional.write_if(
@@ -717,14 +743,14 @@ class RecordDraftStore(DraftStore):
             if current is not None and current.folder == draft.folder:
                 return current
             if isinstance(error, AlreadyThere) and current != older:
-                # The condition of a late request no longer holds.
+                # The condition of a delayed request can no longer be met.
                 self._published.discard(draft.save_id)
                 raise overtaken(self._storage.uri, draft.name) from error
             raise
         return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
 
     def _read_back(self, draft: Draft, error: StorageError) -> Committed | None:
-        """Read what a name means after a failure that says nothing of it: an answer may be lost."""
+        """Read which save a name refers to, after an error that leaves it open: an answer may be lost."""
         for pause_s in (*RETRY_PAUSES_S, None):
             try:
                 return self._catalog.find_if_any(draft.name)
@@ -742,19 +768,19 @@ class RecordDraftStore(DraftStore):
 
 
 class RecordCatalog:
-    """The committed checkpoints by records, and those of other writers: a `.metadata` right below a name."""
+    """The committed checkpoints: by their records or, if another program saved them, by their `.metadata`."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def names(self) -> list[str]:
-        """All names with a record, or with metadata right below them."""
+        """All names with a record, or with metadata directly below them."""
         ends = (RECORD_NAME, METADATA_NAME)
         keys = (info.key.rpartition("/") for info in self._storage.list())
         return sorted({name for name, _, last in keys if name and "/" not in name and last in ends})
 
     def find(self, name: str) -> Committed:
-        """The save that the record of this name means."""
+        """The save to which the record of this name refers, or a checkpoint of another program."""
         committed = self.find_if_any(name)
         if committed is not None:
             return committed
@@ -763,7 +789,7 @@ class RecordCatalog:
         return foreign
 
     def find_if_any(self, name: str) -> Committed | None:
-        """The save that the record of this name means; None if there is no record."""
+        """The save to which the record of this name refers; None if there is no record."""
         key = f"{name}/{RECORD_NAME}"
         try:
             info, text = read_described(self._storage, key)
@@ -786,7 +812,7 @@ class RecordCatalog:
         return Committed(name=name, folder=record.folder, version=info.checksum or "")
 
     def hide(self, committed: Committed) -> Callable[[], None]:
-        """Delete the record; the call that this gives deletes the files."""
+        """Delete the record. The returned call deletes the files."""
         if committed.folder == committed.name:
             self._storage.delete(committed.key(METADATA_NAME))
         else:
@@ -794,13 +820,13 @@ class RecordCatalog:
         return lambda: _delete_all(self._storage, self._storage.list(committed.folder))
 
     def finish_hiding(self, name: str) -> list[ObjectInfo]:
-        """Remove the objects of saves of this name that have no lease and that no record names.
+        """Remove and return the objects of saves of this name that have no lease and are in no record.
 
-        A save has its lease from before its first object until after its record, so these are nobody's; a
-        sweep, which nobody has asked for this name, waits until they are old.
+        A save has its lease from before its first object until after its record, so these objects belong to
+        no save. A sweep, which does not act on request for one name, waits until they are old.
         """
         saves = _group_by_save(self._storage.list(name))
-        # Leases after the listing, in which a save that began meanwhile may be without one; then the record.
+        # Leases after the listing, in which a save that has just begun may lack its lease; then the record.
         left = [folder for folder in saves if not exists(self._storage, folder + LEASE_ENDING)]
         committed = self.find_if_any(name)
         removed = [
@@ -815,7 +841,7 @@ class RecordCatalog:
 
 
 class _Record(StoredRecord):
-    """The content of a record: which save a name means."""
+    """The content of a record: which save a name refers to."""
 
     record_version: int
     save_id: str
@@ -823,7 +849,7 @@ class _Record(StoredRecord):
 
 
 def _group_by_save(objects: Iterable[ObjectInfo]) -> dict[str, list[ObjectInfo]]:
-    """The objects of each save, by the folder that it writes to."""
+    """The objects of each save, by the folder to which it writes."""
     saves: dict[str, list[ObjectInfo]] = {}
     for info in objects:
         if save := _SAVE.fullmatch(info.key):

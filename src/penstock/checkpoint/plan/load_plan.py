@@ -1,11 +1,11 @@
 """Plans which rank reads which bytes of a checkpoint, and to which ranks it sends them.
 
-Each rank turns the regions and objects that it wants into requests. Objects, and items that can only be read
-whole, are requested as tensors of bytes, so one plan serves all. In `agree_on_load`, rank 0 plans for all
-ranks with `plan_load` and divides the plan with `divide_plan`; each rank finds in its part, with
-`plan_rank_load`, what it does. All but `agree_on_load` is pure. Bytes that several ranks want are read by one
-of them and sent to the others. Invariants: what is requested exists in the checkpoint to the last element;
-every wanted element has exactly one reader, which can open the file.
+Each rank turns the regions and objects that it needs into requests. Objects, and items that can only be read
+whole, are requested as tensors of bytes, so one plan serves all of them. In `agree_on_load`, rank 0 plans for
+all ranks with `plan_load` and divides the plan with `divide_plan`; `plan_rank_load` then tells each rank from
+its part what to do. Everything but `agree_on_load` is pure. Bytes that several ranks need are read by one of
+them and sent to the others. Invariants: every requested element exists in the checkpoint; every wanted
+element has exactly one reader, which can open the file.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from penstock.errors import DataDamaged, PenstockError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteItemIndex:
-    """A checkpoint's index in which items that are read whole are tensors of bytes, after its own tensors.
+    """A checkpoint's index in which items that must be read whole are tensors of bytes.
 
-    The rows of `stored` are first those that can be read in part, then one for each packed row, then one for
-    each object; `source_row` has the row in the checkpoint's index, or -1 - k for the k-th object.
+    These tensors come after the checkpoint's own. The rows of `stored` are first those that can be read in
+    part, then one for each packed row, then one for each object; `source_row` has the row in the checkpoint's
+    index, or -1 - k for the k-th object.
     """
 
     tensors: tuple[TensorFacts, ...]
@@ -52,7 +53,7 @@ class ByteItemIndex:
     source_row: Ints
     packed_rows: Ints
     element_bytes: Ints
-    """By tensor number."""
+    """Indexed by tensor number."""
 
 
 def index_byte_items(index: CheckpointIndex) -> ByteItemIndex:
@@ -93,22 +94,26 @@ def _whole_items(numbers: Ints, sizes: Ints) -> Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequests:
-    """One rank's requests: `regions`, in the numbers of `ByteItemIndex`: wanted ones, then whole items."""
+    """One rank's requests.
+
+    `regions`, in the numbers of `ByteItemIndex`, are first wanted regions, then whole items.
+    """
 
     regions: Regions
     items: tuple[int, ...]
-    """Tensor numbers of the whole items, in the order of their regions."""
+    """The tensor numbers of the whole items, in the order of their regions."""
     unpacking: tuple[tuple[int, int, int, Region], ...]
-    """Parts to cut out of items once these are loaded: the item's place in `items`, its row in the index of
-    the checkpoint, the wanted region's row, and its part that is in the item."""
+    """The parts to cut out of items once these are loaded: the item's place in `items`, its row in the index
+    of the checkpoint, the row of the wanted region, and the part of that region that is in the item.
+    """
     objects: Mapping[str, tuple[int, int]]
-    """By leaf name the object's number in the checkpoint's index, and its place in `items`."""
+    """For each leaf's name, the number of its object in the checkpoint's index and its place in `items`."""
 
 
 def request_items(
     wanted: Regions, objects: Mapping[str, int], index: CheckpointIndex, item_index: ByteItemIndex
 ) -> LoadRequests:
-    """The requests for regions, and for objects by leaf name."""
+    """The requests for these regions, and for these objects by leaf name."""
     wants, rows, common = find_overlaps(wanted, index.stored.regions.take(item_index.packed_rows))
     first_object = len(index.tensors) + len(item_index.packed_rows)
     packed = [len(index.tensors) + row for row in rows.tolist()]
@@ -149,24 +154,24 @@ def require_covered(index: CheckpointIndex, wanted: Regions, where: str) -> None
 
 
 class UnreadableFile(PenstockError):
-    """No rank can open a wanted file; `file` is its number in the checkpoint."""
+    """No rank can open a file that is needed; `file` is its number in the checkpoint."""
 
     file: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedLoadPlan:
-    """The plan of all ranks: three tables, whose columns begin with the name of the table.
+    """The plan of all ranks: three tables. The name of each column begins with that of its table.
 
     A *unit* is a contiguous part of one item's payload, a *want* one of the distinct wanted regions. A rank
-    reads a *share* of a unit; shares are in the order of files and of positions in them. A *piece* is the
-    intersection of a want with a unit; pieces are sorted by unit. A *request* is one rank's row of wanted
-    regions that is this want; requests are sorted by want.
+    reads a *share* of a unit; shares are sorted by file and offset. A *piece* is the intersection of a want
+    with a unit; pieces are sorted by unit. A *request* is the row of a want among one rank's wanted regions;
+    requests are sorted by want.
     """
 
     share_unit: Ints
     share_row: Ints
-    """The row of the stored regions that a share is of."""
+    """The row of the stored region to which a share belongs."""
     share_regions: Regions
     share_rank: Ints
     share_round: Ints
@@ -184,7 +189,7 @@ class SharedLoadPlan:
         return bool((want[1:] == want[:-1]).any() or (unit[1:] == unit[:-1]).any())
 
     def take(self, shares: Ints, pieces: Ints, requests: Ints) -> SharedLoadPlan:
-        """Some rows of each table."""
+        """Select rows of each table."""
         return SharedLoadPlan(
             share_unit=self.share_unit[shares],
             share_row=self.share_row[shares],
@@ -201,7 +206,7 @@ class SharedLoadPlan:
 
 
 def missing_elements(stored: Regions, wanted: Regions) -> Ints:
-    """Count the elements of each wanted region that are not stored; negative if some are stored twice."""
+    """The number of elements of each wanted region that are not stored; negative if some are stored twice."""
     rows, _, common = find_overlaps(wanted, stored)
     stored_elements = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(stored_elements, rows, common.num_elements)
@@ -216,10 +221,11 @@ def plan_load(
     *,
     readable: Bools | None = None,
 ) -> SharedLoadPlan:
-    """Decide which rank reads which bytes; `wanted` is by rank, in the checkpoint's tensor numbers.
+    """Decide which rank reads which bytes. `wanted` is by rank, in the checkpoint's tensor numbers.
 
-    `element_bytes` is by tensor number. `readable` says which rank (row) can open which file (column);
-    without it, all can open all. Elements that are not stored are ignored here, see `missing_elements`.
+    `element_bytes` is by tensor number. `readable` tells which rank (row) can open which file (column); None
+    means that all ranks can open all files. Elements that are not stored are ignored here; see
+    `missing_elements`.
     """
     all_wanted = Regions.concatenated(wanted)
     ranks = np.repeat(np.arange(len(wanted)), [len(regions) for regions in wanted])
@@ -233,7 +239,8 @@ def plan_load(
         common, stored.regions.take(row), element_bytes, options.min_gap_bytes
     )
     want, row = want[source], row[source]
-    # A region that is not contiguous in its item is read as the one range around it, small gaps included.
+    # A region that is not contiguous in its item is read as the smallest range around it, including small
+    # gaps.
     hulls = _hulls(regions, stored.regions.take(row))
     first_of_unit, unit = group_equal_rows(np.concatenate([row[:, None], region_table(hulls)], axis=1))
     by_unit = np.argsort(unit, kind="stable")
@@ -253,15 +260,16 @@ def plan_load(
         # rank's fair share keeps the loads of ranks within about six percent of each other.
         min_cut_bytes=max(options.min_cut_bytes, total_bytes // (16 * len(wanted))),
     )
-    # What a rank receives in one round must fit its memory, and comes from as many ranks as are in a set.
+    # What a rank receives in one round must fit into its memory, and may come from all ranks of a set.
     round_bytes = max(options.exchange_bytes // int(sets.size.max(initial=1)), options.message_bytes)
     round_bytes = min(round_bytes, options.exchange_bytes // 4)
-    # No read is larger than a round, or the ranks that want it could not bound what they receive in it.
+    # No read is larger than a round; otherwise, the ranks that need it could not bound what they receive in a
+    # round.
     part, shares = split_large(shares, element_bytes, round_bytes)
     share_unit = source[part]
     share_row = unit_row[share_unit]
     start = payload_starts(shares, stored.regions.take(share_row))
-    # Front to back through each file: neighbouring reads are joined, and rounds follow the order of reading.
+    # Front to back through each file: adjacent reads are joined, and rounds follow the order of reading.
     in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
     share_rank, share_regions = rank[part][in_file], shares.take(in_file)
     by_rank, bytes_before, _ = _running_bytes(share_rank, share_regions.num_bytes(element_bytes))
@@ -283,13 +291,13 @@ def plan_load(
 
 
 def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
-    """Divide the plan by rank: each gets the units that it reads or wants a piece of.
+    """Divide the plan by rank: each rank gets the units that it reads or of which it needs a piece.
 
-    Numbers and orders stay. Ranks that take part in the same units get the same object.
+    Numbers and orders stay the same. Ranks that take part in the same units get the same object.
     """
     by_want = np.argsort(shared.piece_want, kind="stable")
     request, place = expand_ranges(*find_ranges(shared.piece_want[by_want], shared.request_want))
-    # One number for each pair of rank and unit: sorting pairs takes three times as long.
+    # One number for each pair of rank and unit: sorting actual pairs takes three times as long.
     num_units = int(shared.piece_unit.max(initial=0)) + 1
     reading = shared.share_rank * num_units + shared.share_unit
     wanting = shared.request_rank[request] * num_units + shared.piece_unit[by_want[place]]
@@ -313,7 +321,7 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
 
 
 def _running_bytes(group: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
-    """The rows ordered by group; for each, the bytes before it in its group, and where the group begins.
+    """The rows ordered by group; for each row, the bytes before it in its group, and where the group begins.
 
     group 1 0 1 0, bytes 5 6 7 8 -> rows 1 3 0 2, bytes before 0 6 0 5, begins 0 0 2 2
     """
@@ -324,7 +332,7 @@ def _running_bytes(group: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def payload_starts(inner: Regions, outer: Regions) -> Ints:
-    """Find where, in elements, each inner region begins in the row-major payload of its outer region."""
+    """The offset, in elements, of each inner region in the row-major payload of its outer region."""
     width = max(inner.num_dims, outer.num_dims)
     inner, outer = inner.widened(width), outer.widened(width)
     strides = np.ones((len(outer), width), dtype=np.int64)
@@ -340,7 +348,7 @@ def _hulls(regions: Regions, outer: Regions) -> Regions:
     offsets, sizes = regions.offsets.copy(), regions.sizes.copy()
     varies = np.zeros(len(regions), dtype=np.bool_)
     for dim in range(width):
-        # After the first dimension with more than one element, contiguous means complete.
+        # Beyond the first dimension with more than one element, a contiguous region is complete.
         offsets[varies, dim] = outer.offsets[varies, dim]
         sizes[varies, dim] = outer.sizes[varies, dim]
         varies |= regions.sizes[:, dim] > 1
@@ -352,7 +360,7 @@ def _without_wide_gaps(
 ) -> tuple[Ints, Regions]:
     """Cut regions that skip large parts of each row of `outer` into rows, so that the gaps are not read.
 
-    Also returns which of `regions` each part comes from.
+    Also returns the row in `regions` from which each part was cut.
     """
     source = np.arange(len(regions))
     outer = outer.widened(max(regions.num_dims, outer.num_dims))
@@ -386,13 +394,14 @@ def _reader_sets(
     file: Ints,
     readable: Bools | None,
 ) -> RankSets:
-    """Find the ranks that may read each unit: all that want it and can open its file, or else all that can.
+    """Find the ranks that may read each unit.
 
-    Works on sets of ranks, never on pairs of units and ranks: there are a billion of them when a thousand
-    ranks all want a million units.
+    These are the ranks that need it and can open its file or, if there are none, all ranks that can open it.
+    Works on sets of ranks, never on pairs of units and ranks: if a thousand ranks all need a million units,
+    there are a billion pairs.
     """
     of_want = find_rank_sets(request_want, request_rank, int(request_want.max(initial=-1)) + 1)
-    # First the set of sets of each unit, then the ranks in it.
+    # First the set of sets for each unit, then the ranks in it.
     unions = find_rank_sets(piece_unit, of_want.of_group[piece_want], len(file))
     union = np.repeat(np.arange(len(unions)), unions.size)
     row, place = expand_ranges(of_want.start[unions.members], of_want.size[unions.members])
@@ -420,9 +429,9 @@ def _reader_sets(
 def plan_rank_load(
     shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions, *, near: Ints | None = None
 ) -> LoadPlan:
-    """Find what one rank reads, where that goes, and what the rank receives from others.
+    """Plan what one rank reads, where the bytes go, and what the rank receives from others.
 
-    `near` are the ranks of this one's host, which see what any of them reads, without messages.
+    `near` are the ranks of the same host. They see, without messages, what any of them reads.
     """
     host = np.array([rank]) if near is None else np.append(near, rank)
     own = np.flatnonzero(shared.share_rank == rank)
@@ -467,7 +476,7 @@ def plan_rank_load(
 
 
 def _deliveries(shared: SharedLoadPlan, shares: Ints, requests: Ints) -> tuple[Ints, Ints, Regions]:
-    """The parts of these shares that go to these requests: row by row share, request and region.
+    """The parts of these shares that go to these requests: the rows of share and request, and the region.
 
     Sorted by share, piece and request on every rank; `shares` and `requests` ascend.
     """
@@ -487,8 +496,8 @@ def _deliveries(shared: SharedLoadPlan, shares: Ints, requests: Ints) -> tuple[I
 def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
     """Number the messages to or from each peer: consecutive small transfers share one, large ones do not.
 
-    Sender and receiver see the same transfers in the same order, so they give them the same numbers without
-    talking to each other. No message has transfers of two rounds.
+    Sender and receiver see the same transfers in the same order, so they assign the same numbers without
+    communicating. No message contains transfers of two rounds.
     """
     order, bytes_before, first = _running_bytes(peer, num_bytes)
     in_round, is_large = in_round[order], num_bytes[order] >= message_bytes
@@ -503,31 +512,31 @@ def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options for planning loads. All ranks must use the same ones."""
+    """Options for planning loads. They must be the same on all ranks."""
 
     min_cut_bytes: int = 64 * 1024
-    """Bytes that several ranks want are not cut into smaller parts than this."""
+    """Bytes that several ranks need are not cut into parts smaller than this."""
     min_gap_bytes: int = 256 * 1024
     """Gaps of at least this size between wanted bytes are skipped; smaller ones are read as well."""
     exchange_bytes: int = 256 << 20
-    """The most that a rank receives in one round; the next round is read meanwhile."""
+    """The most that a rank receives in one round; the next round is read at the same time."""
     message_bytes: int = 1 << 20
     """Transfers of fewer bytes between two ranks share a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfers:
-    """Parts of what is read and where they go, row by row, in the order of reading."""
+    """Parts of reads and their destinations, row by row, in the order of reading."""
 
     read: Ints
-    """The number of the plan's read; without meaning for receives."""
+    """The number of the plan's read; meaningless for receives."""
     peer: Ints
     """The rank at the other end."""
     want: Ints
     """The row of the destination rank's wanted regions."""
     regions: Regions
     in_round: Ints
-    """The round of the exchange; a rank finishes one before the next. Without meaning for local transfers."""
+    """The round of the exchange; a rank finishes one before the next. Meaningless for local transfers."""
     message: Ints
     """Transfers with the same peer and number travel together, in this order."""
 
@@ -537,42 +546,44 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadPlan:
-    """The reads of one rank, what it passes on, and what it sees of the reads of other ranks of its host.
+    """One rank's reads, what it passes on, and the reads of other ranks of its host that it sees.
 
-    Its own reads come first; both parts are in the order of files and positions. `row` is the stored row of
-    each read region, which is contiguous in the row's payload.
+    The rank's own reads come first; both parts are sorted by file and offset. `row` is the stored row of each
+    read region, which is contiguous in the row's payload.
     """
 
     rank: int
     row: Ints
     regions: Regions
     reader: Ints
-    """The rank that reads each of them."""
+    """The rank that performs each read."""
     shown_read: Ints
-    """The own reads that other ranks of the host want, one row for each of those ranks."""
+    """Own reads that other ranks of the host need, one row for each of those ranks."""
     shown_to: Ints
     local: Transfers
-    """From own and seen reads to this rank's memory."""
+    """Transfers from own and seen reads to this rank's memory."""
     sends: Transfers
     receives: Transfers
 
     @property
     def num_own(self) -> int:
-        """The number of reads that are this rank's own."""
+        """The number of this rank's own reads."""
         return int(np.count_nonzero(self.reader == self.rank))
 
     @property
     def shares_on_host(self) -> bool:
-        """True if this rank and others of its host want what one of them reads."""
+        """True if this rank and others of its host need what one of them reads."""
         return len(self.shown_read) > 0 or self.num_own < len(self.row)
 
 
 Wish = tuple[Regions, Bools | None, str]
-"""The part of a checkpoint that one rank wants; by file whether it can open it, or None if all ranks can open
-all; and its host, equal for ranks that can share memory, empty if that is unknown."""
+"""What one rank needs of a checkpoint: the regions; whether it can open each file, or None if all ranks can
+open all files; and its host, equal for ranks that can share memory, "" if unknown.
+"""
 LoadShare = tuple[SharedLoadPlan | None, Ints, bool]
-"""One rank's part of the plan, None if no rank wants anything from storage; the ranks of its host; whether
-ranks of one host may want the same bytes, which is equal on all ranks."""
+"""One rank's part of the plan, None if no rank needs anything from storage; the ranks of its host; and
+whether ranks of one host may need the same bytes, which is equal on all ranks.
+"""
 
 
 def agree_on_load(
@@ -580,7 +591,7 @@ def agree_on_load(
 ) -> LoadShare:
     """Plan a load on rank 0, and return this rank's part. Collective.
 
-    Raises `UnreadableFile` on all ranks if none can open a wanted file.
+    Raises `UnreadableFile` on all ranks if no rank can open a file that is needed.
     """
 
     def divide(wanted_by_rank: list[Wish]) -> Sequence[LoadShare | UnreadableFile]:
@@ -599,7 +610,7 @@ def agree_on_load(
             may_share = len(set(hosts)) < len(hosts) and (bool(readable) or shared.may_exchange)
         near = {host: np.flatnonzero(np.array(hosts) == host) for host in set(hosts)}
         near[""] = np.zeros(0, dtype=np.int64)
-        # Equal shares are one object, which is packed once.
+        # Equal parts are one object, which is packed once.
         known: dict[tuple[int, str], LoadShare] = {}
         return [
             known.setdefault((id(part), host), (part, near[host], may_share))

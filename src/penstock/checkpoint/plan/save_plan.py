@@ -1,11 +1,11 @@
-"""Plans which rank writes which bytes, from what all ranks hold: replicas share the work.
+"""Plans which rank writes which bytes of what all ranks hold: replicas share the work.
 
     each rank: what it holds, as columns -> rank 0: `plan_job` -> each rank: what it writes
 
 `plan_job` and what it calls are pure; `JobPlanner` gathers its arguments on rank 0 and divides its result. A
-plan is kept while all ranks hold the same as when it was made: they then send rank 0 a digest each and get
-one answer. Invariants: together the ranks write every element of every tensor exactly once, or `NotCovered`
-names the missing ones; all ranks return a share, or all raise the same error.
+plan is kept as long as all ranks hold the same as when it was made: for each save, they only send rank 0 a
+digest each and receive one answer. Invariants: together, the ranks write every element of every tensor
+exactly once, or `NotCovered` names the missing ones; all ranks return a share, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -89,9 +89,11 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
 
 
 class HeldObject(NamedTuple):
-    """A leaf that is not a tensor, or a tensor that is compared. It is quick to pickle: ranks exchange many.
+    """A leaf that is not a tensor, or a tensor that is compared.
 
-    `digest` is of its bytes: ranks with equal digests hold the same.
+    Quick to pickle, because ranks exchange many.
+
+    `digest` is that of the bytes: ranks with equal digests hold the same.
     """
 
     name: str
@@ -107,9 +109,9 @@ class Holdings:
     regions: Regions
     objects: tuple[HeldObject, ...] = ()
     compared: tuple[HeldObject, ...] = ()
-    """Those of the tensors that are whole on this rank and may be others on other ranks."""
+    """Those of the tensors that are whole on this rank and whose values may differ between ranks."""
     numbering: tuple[HeldObject, ...] = ()
-    """By optimizer a digest of its parameters, in the order of the numbers in the names of its state."""
+    """For each optimizer, a digest of its parameters in the order of the numbers that name its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +119,11 @@ class SaveOptions:
     """Options for planning saves."""
 
     writers: int = 2
-    """Files of each rank that are written in parallel."""
+    """The number of files that each rank writes in parallel."""
     separation_hint: str | None = None
-    """Leaves whose names begin with it go to separate files, whose names begin with it as well."""
+    """Leaves whose names begin with this text go to separate files, whose names begin with it as well."""
     min_cut_bytes: int = 64 * 1024
-    """A replicated region below twice this size is written whole by one rank."""
+    """A replicated region smaller than twice this size is written by one rank as a whole."""
 
     def __post_init__(self) -> None:
         if self.writers < 1:
@@ -132,7 +134,7 @@ class SaveOptions:
 class PlacedObject:
     """An object that a rank writes: `name` is the leaf's, `stored_name` the name in the checkpoint.
 
-    They differ where ranks hold different objects under one name: see `assign_objects`.
+    The names differ if ranks hold different objects under one name: see `assign_objects`.
     """
 
     name: str
@@ -142,7 +144,7 @@ class PlacedObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One file of one rank: its objects first, then its regions, in this order.
+    """One file of one rank: first its objects, then its regions.
 
     Empty buckets are left out.
     """
@@ -150,7 +152,7 @@ class Bucket:
     file: str
     objects: tuple[PlacedObject, ...]
     regions: Regions
-    """Regions of the plan's `tensors`. A region may be a part of one that the rank holds."""
+    """Regions of the plan's `tensors`. Each may be a part of a region that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,14 +165,14 @@ class SavePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Payload bytes of tensors, without envelopes and objects."""
+        """The payload of all tensors, without envelopes and objects."""
         items = element_sizes(self.tensors)
         return sum(int(bucket.regions.num_bytes(items).sum()) for bucket in self.buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankRegions:
-    """Regions of all ranks, in common tensor numbers: row by row a region, and the rank that has it."""
+    """Regions of all ranks, with common tensor numbers: in each row, a region and the rank that has it."""
 
     tensors: tuple[TensorFacts, ...]
     regions: Regions
@@ -179,9 +181,9 @@ class RankRegions:
 
 
 def merge_holdings(holdings: Sequence[Holdings]) -> RankRegions:
-    """The regions that all ranks hold, with their tensors in the order of their first appearance.
+    """Merge the regions that all ranks hold; tensors are in the order of their first appearance.
 
-    Raises `UsageError` where two ranks give one name different dtypes or shapes.
+    Raises `UsageError` if two ranks give one name different dtypes or shapes.
     """
     numbers: dict[str, int] = {}
     tensors: list[TensorFacts] = []
@@ -189,7 +191,7 @@ def merge_holdings(holdings: Sequence[Holdings]) -> RankRegions:
     known: dict[int, Ints] = {}
     parts = []
     for rank, own in enumerate(holdings):
-        # Ranks with the same names share one tuple after the exchange, so each tuple is numbered once.
+        # Ranks with the same names share one tuple after the exchange, so each tuple is numbered only once.
         if id(own.tensors) not in known:
             for facts in own.tensors:
                 number = numbers.setdefault(facts.name, len(tensors))
@@ -210,7 +212,7 @@ def merge_holdings(holdings: Sequence[Holdings]) -> RankRegions:
 def _disagreement(
     one: TensorFacts | HeldObject, one_rank: int, other: TensorFacts | HeldObject, other_rank: int
 ) -> UsageError:
-    """The error of two ranks that give one name different dtypes or shapes, or a tensor and an object."""
+    """The error for ranks that give one name different dtypes or shapes, or a tensor and an object."""
     kinds = [
         f"{held.dtype} {list(held.shape)}" if isinstance(held, TensorFacts) else "not a tensor"
         for held in (one, other)
@@ -222,7 +224,7 @@ def _disagreement(
 
 
 def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> RankRegions:
-    """Decide which rank writes which region, every byte once; `holdings` is in rank order."""
+    """Decide which rank writes which region, each byte once; `holdings` is in rank order."""
     held = merge_holdings(holdings)
     first, number = group_equal_rows(region_table(held.regions))
     unique = held.regions.take(first)
@@ -241,7 +243,7 @@ def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> RankRegions
 def plan_job(
     holdings: Sequence[Holdings], options: SaveOptions
 ) -> tuple[RankRegions, tuple[RankObjects, ...]]:
-    """Decide what all ranks write, tensors and objects, from what all of them hold, in rank order."""
+    """Decide what each rank writes, tensors and objects, from what all ranks hold, in rank order."""
     objects = assign_objects(holdings)
     renamed = [
         rename_own_tensors(held, found.own_tensors, rank)
@@ -266,7 +268,7 @@ def _kinds_disagree(name: str, holdings: Sequence[Holdings]) -> UsageError:
 
 
 def worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
-    """Rows to write: every region with elements, and one of each empty tensor, so that it is listed."""
+    """The rows to write: every region with elements, and one of each empty tensor, so that it is listed."""
     is_empty = regions.num_elements == 0
     tensor_is_empty = np.array([0 in facts.shape for facts in tensors], dtype=np.bool_)
     candidates = np.flatnonzero(is_empty & tensor_is_empty[regions.tensor])
@@ -283,8 +285,8 @@ def plan_files(
 ) -> SavePlan:
     """Divide what one rank writes among its files.
 
-    Items are placed largest first, each in the file with the fewest bytes so far. Within a file they keep the
-    order of the state, so the tensors of one layer are side by side, and equal states give equal files.
+    Items are assigned largest first, each to the file with the fewest bytes so far. Within a file they keep
+    the order of the state, so the tensors of one layer are adjacent, and equal states give equal files.
     """
     hint = options.separation_hint
 
@@ -304,7 +306,7 @@ def plan_files(
 
 
 def file_name(rank: int, number: int) -> str:
-    """The name of a file that this rank writes."""
+    """The name of file `number` of a rank."""
     return f"__{rank}_{number}.distcp"
 
 
@@ -319,7 +321,7 @@ def _deal(
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
         load, number = heapq.heappop(loads)
         chosen[number].append(row)
-        # An empty item counts as one byte, or all empty tensors would go to one file.
+        # An empty item counts as one byte; otherwise, all empty tensors would go to one file.
         heapq.heappush(loads, (load + max(sizes[row], 1), number))
     filled = sorted((sorted(rows) for rows in chosen if rows), key=lambda rows: rows[0])
     return tuple(
@@ -345,29 +347,33 @@ def rename_own_tensors(holdings: Holdings, own: frozenset[str], rank: int) -> Ho
 
 @dataclass(frozen=True, slots=True)
 class RankObjects:
-    """The decision about the objects, and the compared tensors, that one rank holds."""
+    """The decision about the objects and compared tensors that one rank holds."""
 
     own_tensors: frozenset[str]
-    """Compared tensors that differ from what the lowest rank has under their name."""
+    """Compared tensors that differ from what the lowest rank has under the same name."""
     placed: tuple[PlacedObject, ...]
     """The objects that this rank writes."""
     shared: tuple[str, ...]
-    """Names of what others hold as well: while it stays equal on all of them, the plan stays."""
+    """Names of what other ranks hold as well. As long as the values stay equal on all of them, the plan is
+    kept.
+    """
     common: tuple[str, ...]
-    """Those of them that all ranks hold."""
+    """Those of the `shared` names that all ranks hold."""
 
 
 def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
-    """Compare what ranks hold under the same names, and decide who writes it; `holdings` is in rank order.
+    """Compare what ranks hold under the same names, and decide which rank writes it.
+
+    `holdings` is in rank order.
 
     What the lowest rank has under a name gets the plain name, which is what stock readers find. An object
-    that ranks share is written by the rank with the fewest bytes of objects so far, one that differs by its
+    that ranks share is written by the rank with the fewest bytes of objects so far; one that differs, by its
     owner:
 
         rank 0: rng = A    rank 1: rng = B    rank 2: rng = A
         rank 0 writes `rng`, rank 1 `rng@rank1`, rank 2 nothing
 
-    Raises `UsageError` if a number of an optimizer's state means other parameters on two ranks.
+    Raises `UsageError` if a number in an optimizer's state means different parameters on two ranks.
     """
     first: dict[str, tuple[str, bytes]] = {}
     numbering: dict[str, tuple[int, bytes]] = {}
@@ -375,9 +381,10 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     writes: dict[str, list[tuple[int | None, HeldObject]]] = {}
     own_tensors: list[frozenset[str]] = []
     judged: dict[int, frozenset[str]] = {}
-    """Own tensors by identity of a list: ranks that hold the same have one list after the exchange."""
+    """Own tensors by the identity of a list: ranks that hold the same have the same list after the exchange.
+    """
     equal: list[list[str]] = []
-    """By rank, the names of what it holds as the lowest rank does."""
+    """For each rank, the names of objects that equal those of the lowest rank."""
     for rank, own in enumerate(holdings):
         equal.append([])
         for held in own.objects:
@@ -426,12 +433,12 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
 
 
 MOST_ENTRIES_BYTES = 4 << 20
-"""A longer list of the entries that ranks lack is not recorded: every rank that loads reads it."""
+"""A longer list of the entries that ranks lack is not recorded, because every rank that loads reads it."""
 AWAITED = "all ranks to list what they hold"
 
 
 class RankColumns(NamedTuple):
-    """The holdings of one rank; lists are packed, so that rank 0 unpacks equal lists of many ranks once."""
+    """The holdings of one rank, with packed lists, so that rank 0 unpacks equal lists of many ranks once."""
 
     tensors: bytes
     """The tensors, and their places in the state."""
@@ -439,7 +446,7 @@ class RankColumns(NamedTuple):
     held: tuple[bytes, bytes, bytes]
     """The other lists of `Holdings`: objects, compared tensors, numbering."""
     entries: bytes
-    """The names for which a load may make places."""
+    """The names for which a load may create places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -447,21 +454,26 @@ class JobPlan:
     """The part of a plan that rank 0 keeps, to describe the checkpoint and to check that the plan holds."""
 
     number: int
-    """Counts the plans of a job, from 1."""
+    """The number of the plan; a job counts its plans from 1."""
     tensors: tuple[TensorFacts, ...]
     paths: Mapping[str, Path]
     """The places of tensors in the state."""
     lists: tuple[int, ...]
-    """By rank, a number for the list of what it shares with others: ranks with equal lists can compare it."""
+    """For each rank, a number for the list of names that it shares with others. Ranks with equal lists
+    compare digests.
+    """
     is_comparable: bool
-    """True if digests of these lists show whether the plan holds: every shared object is common to all
-    ranks, or in one list only. The opposite: of four ranks, 0 and 1 share `a` and `b`, and rank 2 `b`.
-    If `b` changed on ranks 0 and 1 alone, their digests would still be equal, and nobody would write what
-    rank 2 has."""
+    """True if digests of these lists show whether the plan still holds: every shared object is common to all
+    ranks, or occurs in only one list. Counterexample: of four ranks, 0 and 1 share `a` and `b`, and rank 2
+    has `b`. If `b` changed on ranks 0 and 1 alone, their digests would still be equal, and no rank would
+    write what rank 2 has.
+    """
     differing_parts: tuple[str, ...]
     """The parts of the state in which not all ranks have the same entries."""
     entries: str
-    """The entries that each rank lacks, as JSON; empty if none differ, or too many."""
+    """The entries that each rank lacks, as JSON; empty if all ranks have the same, or the list would be too
+    long.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -471,30 +483,32 @@ class RankShare:
     number: int
     """The number of the plan."""
     tensors: tuple[TensorFacts, ...]
-    """This rank's own, under the names they are stored as."""
+    """This rank's own tensors, under the names by which they are stored."""
     numbers: Ints
-    """By own tensor, its number among the tensors of all ranks."""
+    """For each own tensor, its number among the tensors of all ranks."""
     regions: Regions
     """Regions of the own tensors, in the order in which they are written."""
     objects: RankObjects
 
 
 class JobPlanner:
-    """Plans the saves of one communicator's ranks, and keeps the last plan while it holds."""
+    """Plans the saves of one communicator's ranks, and keeps the last plan as long as it holds."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._kept: tuple[bytes, RankShare] | None = None
         """A digest of what this rank held when the plan was made, and its share."""
         self.job: JobPlan | None = None
-        """On rank 0."""
+        """The plan; None except on rank 0."""
         self.num_planned = 0
         """The number of plans that had to be made."""
 
     def find(self, hold: Callable[[], Holdings], options: SaveOptions) -> RankShare | None:
-        """Collective: return this rank's share of a plan that still holds on all ranks, if there is one.
+        """Return this rank's share of the last plan if that still holds on all ranks, or else None.
 
-        `hold` lists what this rank holds; if that fails on any rank, all raise.
+        Collective.
+
+        `hold` lists what this rank holds; if it fails on any rank, all ranks raise.
         """
         found: list[Holdings] = []
 
@@ -520,9 +534,9 @@ class JobPlanner:
         paths: Mapping[str, Path],
         entries: Collection[str] = (),
     ) -> RankShare:
-        """Collective: make a plan. `paths` are the places of this rank's tensors in the state.
+        """Make a plan. `paths` are the places of this rank's tensors in the state. Collective.
 
-        `entries` are the names for which a load may make places that a rank did not have.
+        `entries` are the names for which a load may create places that a rank did not have.
         """
         share = divide_on_rank0(
             self._comm,
@@ -538,7 +552,7 @@ class JobPlanner:
         return own
 
     def _still_holds(self, summaries: list[bytes]) -> bool:
-        """On rank 0: return True if all ranks have one plan, and what they share is still equal."""
+        """On rank 0: return True if all ranks have the same plan, and what they share is still equal."""
         job = self.job
         if (
             job is None
@@ -553,7 +567,7 @@ class JobPlanner:
     def _divide(
         self, columns: list[RankColumns], options: SaveOptions
     ) -> Sequence[RankShare | PenstockError]:
-        """On rank 0: plan for all ranks. What is wrong with the state is the same error on all of them."""
+        """On rank 0: plan for all ranks. If the state has a fault, all ranks get the same error."""
         try:
             self.job, parts = plan_shares(columns, options, 1 if self.job is None else self.job.number + 1)
         except PenstockError as error:
@@ -585,12 +599,12 @@ def _unpack(packed: bytes) -> Any:
 def plan_shares(
     columns: Sequence[RankColumns], options: SaveOptions, number: int
 ) -> tuple[JobPlan, list[RankShare]]:
-    """Plan a save from what all ranks hold, in rank order; each rank's share, with the plan's `number`.
+    """Plan a save from what all ranks hold, in rank order; return the plan and each rank's share of it.
 
     In these shares, regions have the numbers of all tensors, and a rank's own tensors are left out:
-    `unpack_share` adds what the rank knows itself.
+    `unpack_share` adds what the rank itself knows.
     """
-    # Equal lists are unpacked once, and are then one tuple: what compares lists needs to look at it once.
+    # Equal lists are unpacked once and are then one tuple, so comparisons need to look at it only once.
     distinct = {packed for each in columns for packed in (each.tensors, *each.held)}
     lists = {packed: _unpack(packed) for packed in distinct}
     holdings = []
@@ -645,8 +659,8 @@ def plan_shares(
 
 
 def unpack_share(share: RankShare, holdings: Holdings, rank: int) -> RankShare:
-    """A share as the rank uses it: its own tensors, and regions in their numbers."""
-    # What is written is a part of what this rank holds, so each number is among its own.
+    """Complete a share for its rank: with the rank's own tensors, and regions in their numbers."""
+    # A rank writes only parts of what it holds, so each number is among its own.
     order = np.argsort(share.numbers)
     own = order[np.searchsorted(share.numbers, share.regions.tensor, sorter=order)]
     return replace(
@@ -657,7 +671,7 @@ def unpack_share(share: RankShare, holdings: Holdings, rank: int) -> RankShare:
 
 
 def summarize(share: RankShare, holdings: Holdings) -> bytes:
-    """The number of the plan, and digests of what must still be equal on all ranks, and on some."""
+    """The plan's number, and digests of what must still be equal on all ranks, and on some."""
     digests = {each.name: each.digest for each in (*holdings.objects, *holdings.compared)}
     digests |= {f"{each.name}\0": each.digest for each in holdings.numbering}
     sums = (
@@ -668,7 +682,7 @@ def summarize(share: RankShare, holdings: Holdings) -> bytes:
 
 
 def _digest_holdings(holdings: Holdings, options: SaveOptions) -> bytes:
-    """Equal for holdings that differ at most in the contents of objects."""
+    """A digest that is equal for holdings that differ at most in the contents of objects."""
     rows = (
         f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.element_bytes}\0" for facts in holdings.tensors
     )
@@ -690,7 +704,7 @@ def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
         rank 0: a.x    rank 1: a.x, a.y
         ("'a'",), {"names": ["a.y"], "lacking": {"0": [0], "1": []}}
 
-    No text if it would be too long for every rank that loads to read.
+    The JSON is empty if it would be too long for every rank that loads to read.
     """
     known = {each: frozenset(_unpack(each)) for each in set(packed)}
     names = [known[each] for each in packed]

@@ -1,1 +1,1 @@
-"""The state of a training job as the engine sees it: leaves, tensors, regions, and the ranks."""
+"""The state of a training job as the engine sees it: leaves, tensors, regions."""

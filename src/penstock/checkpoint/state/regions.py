@@ -1,7 +1,7 @@
 """Element types, parts of tensors and the index of a checkpoint, as numpy columns. Needs no torch.
 
-Planners, the readers and writers of every format, and loading exchange these records. Invariant: a region is
-in the global coordinates of its tensor, and all columns of a record have the same length.
+Planners, the readers and writers of every format, and loads exchange these records. Invariant: a region is in
+the global coordinates of its tensor, and all columns of a record have the same length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NoReturn, Self
 
 import numpy as np
-import numpy.ma  # which np.unique would import in the middle of a first load
+import numpy.ma  # which np.unique would otherwise import in the middle of a first load
 from numpy.typing import NDArray
 
 from penstock.checkpoint.state.walk import Path
@@ -27,10 +27,10 @@ Bools = NDArray[np.bool_]
 ByteArray = NDArray[np.uint8]
 Bytes = bytes | bytearray | memoryview
 Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a part of a tensor."""
+"""The offsets and sizes of a part of a tensor."""
 
 UNKNOWN = -1
-"""The position of a payload that has to be read from its item's own header."""
+"""The offset of a payload that must be read from its item's own header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class TensorFacts:
     dtype: str
     shape: tuple[int, ...]
     element_bytes: int
-    """The bytes of one element."""
+    """The size of one element."""
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """The size of the whole tensor."""
         return math.prod(self.shape) * self.element_bytes
 
     def __reduce__(self) -> tuple[type[TensorFacts], tuple[object, ...]]:
-        # What dataclasses do by default takes ten times as long, and ranks exchange these by the thousand.
+        # The default of dataclasses takes ten times as long, and ranks exchange thousands of these.
         return TensorFacts, (self.name, self.dtype, self.shape, self.element_bytes)
 
 
@@ -57,8 +57,8 @@ class TensorFacts:
 class Regions:
     """Rectangular parts of tensors, one per row.
 
-    `tensor` (n) has numbers of a tuple of `TensorFacts` that is kept separately; `offsets` and `sizes` are
-    (n, width), where width is the largest number of dimensions. For tensors of fewer dimensions they are
+    `tensor` (n) has indices into a tuple of `TensorFacts` that is kept separately; `offsets` and `sizes` are
+    (n, width), where width is the largest number of dimensions. Rows of tensors with fewer dimensions are
     padded with offset 0 and size 1, so that 0-d tensors need no special case and whole rows can be compared.
     """
 
@@ -71,7 +71,7 @@ class Regions:
 
     @property
     def num_dims(self) -> int:
-        """Width of `offsets` and `sizes`."""
+        """The width of `offsets` and `sizes`."""
         return int(self.offsets.shape[1])
 
     @property
@@ -80,12 +80,12 @@ class Regions:
         return np.asarray(np.prod(self.sizes, axis=1, dtype=np.int64))
 
     def num_bytes(self, element_bytes: Ints) -> Ints:
-        """The bytes of each region; `element_bytes` is by tensor number, see `element_sizes`."""
+        """The size of each region in bytes; `element_bytes` is by tensor number, see `element_sizes`."""
         return self.num_elements * element_bytes[self.tensor]
 
     def take(self, rows: Ints | Bools | slice) -> Regions:
-        """Some of the regions, in the order of `rows`; this object itself if those are all rows in order."""
-        # Checking costs far less than copying a million regions.
+        """Some of the regions, in the order of `rows`; this object itself if they are all rows in order."""
+        # The check costs far less than copying a million regions.
         if (
             isinstance(rows, np.ndarray)
             and len(rows) == len(self)
@@ -95,7 +95,7 @@ class Regions:
         return Regions(self.tensor[rows], self.offsets[rows], self.sizes[rows])
 
     def widened(self, num_dims: int) -> Regions:
-        """The same regions with columns for `num_dims` dimensions, not fewer than now."""
+        """The same regions with columns for `num_dims` dimensions, which must not be fewer than now."""
         known = self.num_dims
         if num_dims == known:
             return self
@@ -104,7 +104,7 @@ class Regions:
         return Regions(self.tensor, offsets, sizes)
 
     def region(self, row: int, num_dims: int) -> Region:
-        """Offsets and sizes of one region of a tensor of `num_dims` dimensions."""
+        """The offsets and sizes of one region, of a tensor with `num_dims` dimensions."""
         return (
             tuple(self.offsets[row, :num_dims].tolist()),
             tuple(self.sizes[row, :num_dims].tolist()),
@@ -112,14 +112,14 @@ class Regions:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Self:
-        """From (tensor number, offsets, sizes) of each region."""
+        """Create regions from their (tensor number, offsets, sizes)."""
         tensor = np.array([tensor for tensor, _, _ in rows], dtype=np.int64)
         offsets, sizes = [begin for _, begin, _ in rows], [extent for _, _, extent in rows]
         return cls(tensor, pad_rows(offsets, 0), pad_rows(sizes, 1))
 
     @classmethod
     def concatenated(cls, parts: Sequence[Regions]) -> Self:
-        """All regions of `parts`, one after another; their tensor numbers mean the same tensors."""
+        """All regions of `parts`, one after another; their tensor numbers must refer to the same tensors."""
         width = max((part.num_dims for part in parts), default=0)
         wide = [part.widened(width) for part in parts]
         if not wide:
@@ -132,7 +132,7 @@ class Regions:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], padding: int, *, least_width: int = 0) -> Ints:
-    """A table with each of `rows`, and `padding` to the right of shorter ones."""
+    """A table of `rows`, with `padding` to the right of shorter ones."""
     length = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     width = max(int(length.max(initial=0)), least_width)
     table = np.full((len(rows), width), padding, dtype=np.int64)
@@ -141,12 +141,12 @@ def pad_rows(rows: Sequence[Sequence[int]], padding: int, *, least_width: int = 
 
 
 def element_sizes(tensors: Sequence[TensorFacts]) -> Ints:
-    """Bytes of one element, by tensor number."""
+    """The size of one element, by tensor number."""
     return np.array([tensor.element_bytes for tensor in tensors], dtype=np.int64)
 
 
 def whole_regions(tensors: Sequence[TensorFacts]) -> Regions:
-    """One region for each tensor, all of it."""
+    """One region for each tensor, which covers it completely."""
     return Regions.from_rows(
         [(number, (0,) * len(facts.shape), facts.shape) for number, facts in enumerate(tensors)]
     )
@@ -157,13 +157,13 @@ class StoredRegions:
     """The positions of a checkpoint's regions in its files, row by row.
 
     An item is what a file holds for one region: an envelope and the payload, which is the region's elements
-    in row-major order. `payload_offset` is in the file, or `UNKNOWN`. A `packed` item (behind a stream
-    transform, or in another order) has to be read whole.
+    in row-major order. `payload_offset` is counted in the file, or `UNKNOWN`. A `packed` item (behind a
+    stream transform, or in an order other than row-major) must be read whole.
     """
 
     regions: Regions
     file: Ints
-    """Numbers of a tuple of file names that is kept separately."""
+    """Indices into a tuple of file names that is kept separately."""
     item_offset: Ints
     item_bytes: Ints
     payload_offset: Ints
@@ -185,12 +185,12 @@ class StoredRegions:
 
 
 Transforms = tuple[str, ...]
-"""The stream transforms of an item, outermost last: `("stream.zstd/1",)`; () for none."""
+"""The stream transforms of an item, outermost last: `("stream.zstd/1",)`; () if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An item that is not a tensor: its name in the checkpoint and its position."""
+    """An item that is not a tensor: its name in the checkpoint, and its position."""
 
     name: str
     file: int
@@ -203,7 +203,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointIndex:
-    """Everything that a checkpoint holds and where, in any format."""
+    """Everything that a checkpoint of any format holds, and where."""
 
     tensors: tuple[TensorFacts, ...]
     stored: StoredRegions
@@ -211,7 +211,7 @@ class CheckpointIndex:
     files: tuple[str, ...]
     """Keys relative to the checkpoint's folder."""
     paths: Mapping[str, Path] = field(default_factory=dict)
-    """The place of each name in the nested state; names without one are at the top level."""
+    """The place of each name in the nested state; names that are not listed are at the top level."""
     transforms: Sequence[Transforms] = ()
     """By row of `stored`; empty if no row has any."""
     sums: NDArray[np.uint8] | None = None
@@ -223,7 +223,7 @@ class CheckpointIndex:
 
 
 def check_index(index: CheckpointIndex, where: str) -> None:
-    """Raise `DataDamaged` for a file outside the folder, or an item or region that cannot be."""
+    """Raise `DataDamaged` for a file outside the folder, or an item or region that cannot be valid."""
     for name in index.files:
         try:
             check_key(name, where)
@@ -250,7 +250,7 @@ def check_index(index: CheckpointIndex, where: str) -> None:
 
 
 def rows_outside(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
-    """The rows of regions that are not inside their tensor."""
+    """The rows of regions that are not within their tensor."""
     shapes = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
     regions = regions.widened(shapes.shape[1])
     is_outside = regions.offsets + regions.sizes > shapes[regions.tensor]
@@ -258,18 +258,19 @@ def rows_outside(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
 
 
 def refuse_index(what: str, where: str) -> NoReturn:
-    """Raise `DataDamaged` for an index that cannot be right."""
+    """Raise `DataDamaged` for an index that cannot be valid."""
     raise DataDamaged(what, where=where, fix="Load an older checkpoint, or save this one again.")
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """One element type. The names are None in formats that lack the type."""
+    """One element type. A name is None if the format lacks the type."""
 
     name: str
     size_bytes: int
     typed_storage: str | None
-    """The class in `torch` that archives name for its storage; None: torch archives it as plain bytes."""
+    """The class in `torch` that archives name as its storage; None if torch archives the type as plain bytes.
+    """
     safetensors: str | None
 
 
@@ -320,7 +321,7 @@ QUANTIZED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
 )
 """Types of tensors with a scale, which are objects here: their storage, and the type of their integers.
 
-None where a byte has several.
+The integer type is None if a byte holds several elements.
 """
 
 BY_STORAGE: Mapping[str, ElementType] = MappingProxyType(
@@ -332,7 +333,7 @@ BY_SAFETENSORS: Mapping[str, ElementType] = MappingProxyType(
 
 
 def element_type(name: str) -> ElementType:
-    """The type of this name, with or without the `torch.` prefix; `UsageError` suggests a similar one."""
+    """The type of this name, with or without the `torch.` prefix; raises `UsageError` with a similar name."""
     bare = name.removeprefix("torch.")
     kind = ELEMENT_TYPES.get(bare)
     if kind is None:
@@ -342,7 +343,7 @@ def element_type(name: str) -> ElementType:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a row-major tensor; as torch computes them if a dimension is 0."""
+    """The strides, in elements, of a row-major tensor; computed as torch does if a dimension is 0."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
@@ -351,16 +352,16 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def region_table(regions: Regions) -> Ints:
-    """Regions as the rows of one table."""
+    """The regions as rows of one table."""
     return np.concatenate([regions.tensor[:, None], regions.offsets, regions.sizes], axis=1)
 
 
 def group_equal_rows(table: Ints) -> tuple[Ints, Ints]:
-    """Group the rows of `table` that equal each other: the first row of each group, the group of each row.
+    """Group equal rows of `table`: return the first row of each group, and the group of each row.
 
     Groups are numbered in the order of their first rows: rows a, b, a, c give [0, 1, 3] and [0, 1, 0, 2].
     """
-    # Each column is a sort of all rows, and most are constant: shards are usually cut along one dimension.
+    # Each column costs a sort of all rows, and most are constant: shards are usually cut along one dimension.
     table = table[:, (table != table[:1]).any(axis=0)]
     order = np.lexsort(table.T[::-1]) if table.shape[1] else np.arange(len(table))
     is_new = np.ones(len(table), dtype=np.bool_)
@@ -373,7 +374,10 @@ def group_equal_rows(table: Ints) -> tuple[Ints, Ints]:
 
 
 def distinct(values: Ints) -> Ints:
-    """The distinct numbers, ascending. `np.unique` hashes millions of them, which takes ten times as long."""
+    """The distinct numbers, in ascending order.
+
+    `np.unique` hashes them, which takes ten times as long for millions.
+    """
     values = np.sort(values)
     is_new = np.ones(len(values), dtype=np.bool_)
     is_new[1:] = values[1:] != values[:-1]
@@ -396,7 +400,9 @@ def find_ranges(column: Ints, values: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSets:
-    """The set of ranks of each group: `of_group` has the numbers of sets, whose members are listed once.
+    """The set of ranks of each group.
+
+    `of_group` has the numbers of the sets; the members of each set are listed once.
 
     The members of set k are `members[start[k] : start[k] + size[k]]`, ascending.
     """
@@ -411,9 +417,9 @@ class RankSets:
 
 
 def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
-    """The set of ranks of each group, from (group, rank) pairs in any order, repeats allowed.
+    """The set of ranks of each group, from (group, rank) pairs in any order; repeats are allowed.
 
-    Every group has a pair. Sets are numbered in the order of the first groups that have them.
+    Every group must have a pair. Sets are numbered in the order of the first groups that have them.
     """
     span = int(rank.max(initial=0)) + 1
     pairs = distinct(group * span + rank)
@@ -431,19 +437,22 @@ def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
 
 
 def are_disjoint(regions: Regions) -> bool:
-    """Return True if surely no two regions overlap. If False, `find_overlaps` has to compare them."""
+    """Return True if it is certain that no two regions overlap.
+
+    If False, `find_overlaps` must compare them.
+    """
     regions = regions.take(np.flatnonzero((regions.sizes > 0).all(axis=1)))
     begin, end = _on_one_axis(regions, 0)
     order = np.argsort(begin, kind="stable")
-    # If neighbours do not overlap, their ends are in order, so no later region overlaps either.
+    # If no adjacent regions overlap, their ends are in order, so no later region overlaps either.
     return bool((end[order][:-1] <= begin[order][1:]).all())
 
 
 def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
-    """All intersections: the rows of `left`, the rows of `right`, and the common regions; in this order.
+    """All intersections: the rows of `left`, the rows of `right`, and the common regions, in this order.
 
-    Both are regions of the same tensors. Searches along one dimension of each tensor, the one with most
-    different offsets in `right`: there a binary search leaves few candidates, at most the regions of one
+    Both have regions of the same tensors. Searches along one dimension of each tensor, the one with the most
+    distinct offsets in `right`: there, a binary search leaves few candidates, at most the regions of one
     slice.
     """
     both = Regions.concatenated([left, right])
@@ -452,9 +461,10 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
     begin, begin_right = np.split(begin, [len(left)])
     end, end_right = np.split(end, [len(left)])
     order = np.argsort(begin_right, kind="stable")
-    # Regions may be nested in this dimension: their ends need not be sorted, but the largest end so far is.
+    # Regions may be nested in this dimension, so their ends need not be sorted, but the largest end so far
+    # is.
     reach = np.maximum.accumulate(end_right[order])
-    # In the order of places: millions of searches at random places would each miss the processor's caches.
+    # In order of position: millions of searches at random positions would each miss the processor's caches.
     in_order = np.argsort(begin, kind="stable")
     first, last = np.empty_like(in_order), np.empty_like(in_order)
     first[in_order] = np.searchsorted(reach, begin[in_order], side="right")
@@ -471,13 +481,14 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
 
 
 def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
-    """Begin and end of each region on one axis, on which tensors are laid end to end.
+    """The begin and end of each region on one axis, on which tensors are laid end to end.
 
-    Of each tensor, it is the dimension with most different offsets among the rows from `first` on.
+    Of each tensor, the axis takes the dimension with the most distinct offsets among the rows from `first`
+    on.
     """
     if not regions.num_dims:
         regions = regions.widened(1)
-    # Small numbers for tensors, so that places on the axis fit 64 bits.
+    # Small numbers for tensors, so that positions on the axis fit into 64 bits.
     is_used = np.bincount(regions.tensor) > 0
     number = (np.cumsum(is_used) - 1)[regions.tensor]
     num_offsets = []
@@ -495,7 +506,8 @@ def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
 def find_rows(regions: Regions, element_bytes: Ints) -> tuple[Ints, Ints, Ints]:
     """The rows by which regions can be cut, along their first dimension that is longer than 1.
 
-    Returns this dimension, the number of rows and the bytes of one; regions of one element are one row.
+    Returns this dimension, the number of rows and the size of a row in bytes; a region of one element is one
+    row.
     """
     if not regions.num_dims:
         regions = regions.widened(1)
@@ -516,9 +528,9 @@ def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
 
 
 def split_large(regions: Regions, element_bytes: Ints, limit_bytes: int) -> tuple[Ints, Regions]:
-    """Cut regions into contiguous parts of at most `limit_bytes`; returns the region of each part, and parts.
+    """Cut regions into contiguous parts of at most `limit_bytes`; return each part's region, and the parts.
 
-    Parts are in the order of the regions, and of memory within each.
+    Parts are in the order of the regions, and within each region in the order of memory.
     """
     source = np.arange(len(regions))
     for _ in range(regions.num_dims):
@@ -537,10 +549,11 @@ def split_large(regions: Regions, element_bytes: Ints, limit_bytes: int) -> tupl
 def divide_among_ranks(
     regions: Regions, element_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
 ) -> tuple[Ints, Regions, Ints]:
-    """Divide each region among the ranks of its set, so that the loads of all ranks are as equal as possible.
+    """Divide each region among the ranks of its set so that the loads of all ranks are as equal as possible.
 
-    `sets.of_group` has the set of each region. A region below twice `min_cut_bytes` stays whole. Returns for
-    each part, in the order of the regions, the region it was cut from, the part, and its rank.
+    `sets.of_group` has the set of each region. A region smaller than twice `min_cut_bytes` is not divided.
+    Returns for each part, in the order of the regions: the region from which it was cut, the part, and its
+    rank.
 
     The regions of each set are laid end to end on one axis of bytes, which is cut where the share of one
     member ends and that of the next begins:
@@ -558,7 +571,7 @@ def divide_among_ranks(
     is_cut[sets.start + sets.size - 1] = False
     wanted = np.cumsum(level_sets(sets, total, num_ranks))[is_cut]
 
-    # Cut at the nearest row. A part that would be too small for a separate item stays with its neighbour.
+    # Cut at the nearest row. A part that would be too small for a separate item stays with the adjacent one.
     region = np.minimum(np.searchsorted(end, wanted, side="right"), len(end) - 1)
     within, width, size = wanted - begin[region], np.maximum(row_bytes[region], 1), num_bytes[region]
     row = (within + width // 2) // width
@@ -573,7 +586,7 @@ def divide_among_ranks(
     first_row, last_row = np.zeros_like(source), num_rows[source]
     first_row[part > 0] = cut_row
     last_row[:-1][part[1:] > 0] = cut_row
-    # The owner is the member whose number is the count of its set's cuts at or before the part.
+    # The owner is the member whose index is the number of its set's cuts at or before the part.
     set_of_part = set_of_region[source]
     cuts_of_sets_before = (sets.start - np.arange(len(sets)))[set_of_part]
     member = np.searchsorted(cut, begin[source] + first_row * row_bytes[source], side="right")
@@ -588,7 +601,7 @@ def divide_among_ranks(
 def level_sets(sets: RankSets, total: Ints, num_ranks: int) -> Ints:
     """Divide the `total` of each set among its members: the share of each of `sets.members`.
 
-    Small sets come first: what only few ranks can take decides how much they take of the rest.
+    Small sets come first: work that only few ranks can do determines how much of the rest they get.
     """
     load = np.zeros(num_ranks, dtype=np.int64)
     shares = np.zeros(len(sets.members), dtype=np.int64)
@@ -605,7 +618,8 @@ def level_loads(load: Ints, amount: int) -> Ints:
     order = np.argsort(load, kind="stable")
     sorted_load = load[order]
     count = np.arange(1, len(load) + 1)
-    # `cost` is what raises the k lowest loads to the k-th. The largest k that `amount` covers is raised.
+    # `cost` is the amount that raises the k lowest loads to the k-th. The largest k that `amount` covers is
+    # raised.
     cost = sorted_load * count - np.cumsum(sorted_load)
     k = int(np.searchsorted(cost, amount, side="right"))
     surface, rest = divmod(amount + int(sorted_load[:k].sum()), k)

@@ -1,7 +1,7 @@
-"""The tensors that this rank holds of a state: plain ones, DTensors and ShardedTensors as regions in memory.
+"""The tensors of a state that this rank holds: plain ones, DTensors and ShardedTensors as regions in memory.
 
 The boundary between torch and the planners. Invariant: a shard's memory is the state's own memory, so reading
-into it loads the state, and writing from it saves the current value.
+into it loads the state, and writing from it saves the current values.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class LocalState:
     leaves: tuple[Leaf, ...]
     holdings: Holdings
     shards: Mapping[str, Sequence[LocalShard]]
-    """By tensor name; empty if this rank has no part of a sharded tensor."""
+    """By tensor name; an empty sequence if this rank has no part of a sharded tensor."""
     objects: Mapping[str, bytes]
-    """Leaves that are not tensors, as torch saves them; empty for a load."""
+    """The leaves that are not tensors, as torch saves them; empty for a load."""
     key_types: Mapping[str, str] = field(default_factory=dict)
-    """By name of a dict, the type of its keys: see `walk`."""
+    """The type of the keys of a dict, by the dict's name: see `walk`."""
 
     def facts(self) -> dict[str, str]:
-        """The manifest's fact about the keys of dicts, if it needs one."""
+        """The facts for the manifest about the keys of dicts; empty if there are none."""
         known = {name: kind for name, kind in self.key_types.items() if kind != "unknown"}
         return {KEY_TYPES: json.dumps(known)} if known else {}
 
     def entries(self) -> frozenset[str]:
-        """Names for which a load may make places that this rank did not have.
+        """The names for which a load may create places that this rank did not have.
 
-        Not those of modules and the options of optimizers, which know their own, as stages of pipelines do.
-        Nor tensors of plain dicts, which are often a model's: if another rank had None instead, that None is
-        recorded.
+        Modules and the options of optimizers know their own names, as stages of pipelines do, so theirs are
+        left out. So are tensors of plain dicts, which are often a model's: if another rank had None instead,
+        that None is recorded.
         """
         return frozenset(
             leaf.name
@@ -86,7 +86,7 @@ class LocalState:
         )
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The memory of a region, which is inside one of the shards of tensor `name`."""
+        """The memory of a region, which must be inside one of the shards of tensor `name`."""
         for shard in self.shards[name]:
             if shard.offsets == offsets and shard.sizes == sizes:
                 return shard.memory
@@ -107,7 +107,8 @@ def contiguous_bytes(memory: torch.Tensor) -> ByteArray:
 def flatten_bytes(memory: torch.Tensor) -> torch.Tensor:
     """The bytes of contiguous memory of any dtype, on any device."""
     if memory.numel() < 2:
-        # It is contiguous whatever its strides are, but another dtype needs one of 1.
+        # The memory is contiguous whatever its strides say, but viewing it as another dtype needs a stride of
+        # 1.
         memory = memory.as_strided((memory.numel(),), (1,))
     flat = memory if memory.dim() == 1 else memory.reshape(-1)
     return flat.view(torch.uint8)
@@ -117,14 +118,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def as_words(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory as elements of a type that numpy has, of equal width: it lacks bfloat16 and float8."""
+    """The same memory with an element type of equal width that numpy has: it lacks bfloat16 and float8."""
     return memory.view(_WORDS[memory.element_size()])
 
 
 def narrow_region(
     memory: torch.Tensor, own_offsets: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """The part of `memory`, which begins at `own_offsets`, with the region at `offsets` of `sizes`."""
+    """The part of `memory`, which begins at `own_offsets`, with the region of `offsets` and `sizes`."""
     for dim, (own, begin, extent) in enumerate(zip(own_offsets, offsets, sizes, strict=True)):
         memory = memory.narrow(dim, begin - own, extent)
     return memory
@@ -136,7 +137,10 @@ _ASYNC_TENSOR = ("torch.distributed._functional_collectives", "AsyncCollectiveTe
 
 
 def _loaded(module: str, name: str) -> tuple[type, ...]:
-    """A class of torch if its module is loaded: that takes half a second, and else no value is of it."""
+    """A class of torch, if its module is loaded.
+
+    Loading takes half a second; if it is not loaded, no value has the class.
+    """
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)
 
@@ -148,26 +152,26 @@ def _is_a(value: object, of_torch: tuple[str, str]) -> bool:
 
 @lru_cache(1024)
 def _is_class_of(kind: Any, module: str, name: str) -> bool:
-    # The answer stays true: a class that exists is derived from none that is loaded later.
+    # The answer stays valid: a class that exists is not derived from one that is loaded later.
     return issubclass(kind, _loaded(module, name))
 
 
 def is_tensor(value: object) -> bool:
     """True for a value that is saved as a tensor: any strided torch tensor, sharded or not.
 
-    So are instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, by which torch's
-    distributed checkpoints ask for chunks.
+    Also true for instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, through which
+    torch's distributed checkpoints ask for chunks.
     """
-    if _is_a(value, _SHARDED_TENSOR):  # which refuses to say whether it is quantized
+    if _is_a(value, _SHARDED_TENSOR):  # a ShardedTensor refuses to tell whether it is quantized
         return True
     if isinstance(value, torch.Tensor):
-        # Quantized and nested tensors have more than their elements: only all of it together has a meaning.
+        # Quantized and nested tensors consist of more than their elements, which have no meaning alone.
         return value.layout == torch.strided and not (value.is_quantized or value.is_nested)
     return hasattr(type(value), "__create_chunk_list__")
 
 
 def has_placements(value: object) -> bool:
-    """True for a tensor that says itself which part of it a rank holds, and which ranks hold the same."""
+    """True for a tensor that itself tells which part of it a rank holds, and which ranks hold the same."""
     return (
         _is_a(value, _SHARDED_TENSOR)
         or _is_a(value, _DTENSOR)
@@ -176,7 +180,7 @@ def has_placements(value: object) -> bool:
 
 
 def owner_of(part: Any) -> Owner:
-    """The owner of the leaves of one part of a state."""
+    """The owner of the leaves in one part of a state."""
     if isinstance(part, torch.nn.Module):
         return Owner.MODULE
     if isinstance(part, torch.optim.Optimizer):
@@ -188,7 +192,7 @@ def owner_of(part: Any) -> Owner:
 
 
 def collect_for_load(state: Mapping[str, Any]) -> LocalState:
-    """The part of `state` that this rank holds, to load into it."""
+    """The part of `state` that this rank holds, for a load into it."""
     leaves, _ = walk(state, is_tensor)
     return _collect(leaves, {}, is_saved=False)
 
@@ -201,7 +205,7 @@ def collect_for_save(
     is_alone: bool = True,
     owner_of: Callable[[Any], Owner] = owner_of,
 ) -> LocalState:
-    """The part of `state` that this rank holds, to save it: the names that match `only`, floats as `dtype`.
+    """The part of `state` that this rank holds, for a save of names matching `only`, with floats as `dtype`.
 
     Packs everything that is not a tensor. Unless the rank `is_alone`, other ranks may hold other values.
     """
@@ -214,7 +218,7 @@ def collect_for_save(
                 fix=f"Names are keys joined by dots, for example {leaves[0].name!r}.",
             )
         leaves = chosen
-    # Of a single process, too: several may load what it saves.
+    # Even for a single process, because several may load what it saves.
     require_unmarked([leaf.name for leaf in leaves])
     local_state = _collect(leaves, key_types, is_saved=True)
     holdings = local_state.holdings
@@ -236,7 +240,7 @@ def collect_for_save(
 def _copied_buffers(part: Any) -> frozenset[str]:
     """The names of buffers that DDP takes from the first rank of its group before each forward pass.
 
-    Between two passes they differ, as the statistics of BatchNorm do, and only the first rank's are of use.
+    Between two passes they differ, as BatchNorm's statistics do, and only those of the first rank are useful.
     """
     if isinstance(part, DistributedDataParallel) and part.broadcast_buffers and part.process_group.rank():
         names = {name for name, _ in part.module.named_buffers()} - set(part.parameters_to_ignore)
@@ -279,7 +283,7 @@ def bare_name(name: str) -> str:
 
 
 def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
-    """By identity of a parameter, its name as `get_state_dict` has it, from the modules in the state."""
+    """The names of the parameters of all modules, as in `get_state_dict`, by the parameter's identity."""
     names: dict[int, str] = {}
     for module in state.values():
         if isinstance(module, torch.nn.Module):
@@ -290,7 +294,7 @@ def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
-    """For each optimizer with state, a digest of which parameters its numbers mean on this rank."""
+    """For each optimizer with state, a digest of the parameters to which its numbers refer on this rank."""
     optimizers = {
         key: part for key, part in state.items() if isinstance(part, torch.optim.Optimizer) and part.state
     }
@@ -308,7 +312,7 @@ def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
 
 
 def local_shards(name: str, value: Any) -> list[LocalShard]:
-    """The regions of a tensor that this rank holds, also empty ones of DTensors without rows here."""
+    """The regions of a tensor that this rank holds, including empty ones of DTensors without rows here."""
     if _is_a(value, _SHARDED_TENSOR):
         return [
             LocalShard(
@@ -327,9 +331,9 @@ def local_shards(name: str, value: Any) -> list[LocalShard]:
 
 
 def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
-    """Size of each dimension of the state's device mesh, outermost first; empty without a mesh.
+    """The size of each dimension of the state's device mesh, outermost first; empty without a mesh.
 
-    Of several meshes, the one with most dimensions is taken, as the others are parts of it.
+    Of several meshes, the one with the most dimensions is taken, because the others are parts of it.
     """
     meshes = [leaf.value.device_mesh for leaf in leaves if _is_a(leaf.value, _DTENSOR)]
     if not meshes:
@@ -361,9 +365,9 @@ def _pieces_of_dtensor(name: str, value: Any) -> list[LocalShard]:
 
 
 def _even_offsets(value: Any, local: torch.Tensor) -> tuple[int, ...] | None:
-    """Where this rank's part begins, if no dimension is sharded twice; None: torch has to say it.
+    """The offsets of this rank's part if no dimension is sharded twice; None if torch has to compute them.
 
-    Torch lists the indices of all rows for that: twice the memory of a shard of float32 in one dimension.
+    For that, torch lists the indices of all rows: twice the memory of a shard of float32 in one dimension.
     """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - whoever has a DTensor has loaded it
 
@@ -410,7 +414,7 @@ def _plain(name: str, value: Any) -> torch.Tensor:
             f"{name!r} is a {type(value).__name__}, whose elements are those of tensors inside it",
             fix="Put those into the state: value.__tensor_flatten__() names them.",
         )
-    # It only looks like a tensor of its dtype, as a MaskedTensor does.
+    # Such a value, for example a MaskedTensor, only looks like a tensor of its dtype.
     answers_itself = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if answers_itself and value.numel() > 0 and not value.data_ptr():
         raise UsageError(
@@ -422,11 +426,11 @@ def _plain(name: str, value: Any) -> torch.Tensor:
 
 
 class UnpicklableValue(UsageError, TypeError):
-    """A value of the state is made so that it cannot be saved."""
+    """A value of the state is of a kind that cannot be saved."""
 
 
 def _pack_leaf(leaf: Leaf) -> bytes:
-    """The value as torch saves it."""
+    """Pack the value of a leaf as torch saves it."""
     try:
         if type(leaf.value) in (type(None), bool, int, float, str) and len(text := repr(leaf.value)) < 100:
             return _pack_plain(leaf.value, text)
@@ -449,7 +453,7 @@ def _pack(value: Any) -> bytes:
 
 @lru_cache(4096, typed=True)
 def _pack_plain(value: Any, text: str) -> bytes:  # noqa: ARG001 - tells 0.0 from -0.0
-    # Optimizers repeat the same options thousands of times, and from save to save.
+    # Optimizers repeat the same options thousands of times, and in every save.
     return _pack(value)
 
 
@@ -470,11 +474,12 @@ def _beyond_data(item: bytes) -> list[str]:
 
 
 def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked: set[bytes]) -> None:
-    """Name once, when it is saved, what a load will not bring back as it is.
+    """Report once, during a save, what a load will not restore unchanged.
 
-    These are objects that need `trust`, keys that come back as text, and what tensors of a class of their own
-    have besides elements. Attributes of plain tensors and parameters, which trainers set by the thousand, are
-    not named. `checked` has the digests of the objects of the last save, whose pickles need no second look.
+    That is: objects that need `trust`, keys that come back as text, and whatever tensors of custom classes
+    have besides their elements. Attributes of plain tensors and parameters, of which trainers set thousands,
+    are not reported. `checked` has the digests of the objects of the last save, whose pickles need no second
+    look.
     """
     objects = {held.name: held.digest for held in local_state.holdings.objects}
     for name, digest in objects.items():

@@ -21,10 +21,10 @@ IsTensor = Callable[[object], bool]
 Path = tuple[str | int, ...]
 """The place of a leaf: keys of mappings as text, and indices of lists."""
 NamePatterns = str | Sequence[str]
-"""One pattern for names of leaves, or several: `model.*`."""
+"""One pattern for names of leaves, such as `model.*`, or several."""
 
 EXTRA_STATE: Final = "_extra_state"
-"""torch's name for what a module adds to its state: anything, and not the same each time."""
+"""torch's name for what a module adds to its state: any value, which may change from save to save."""
 KEY_TYPES: Final = "key_types"
 """The manifest's fact with the key types that `walk` returns, as JSON."""
 OWN_ENTRIES: Final = "own_entries"
@@ -32,10 +32,10 @@ OWN_ENTRIES: Final = "own_entries"
 
 
 class Owner(Enum):
-    """The kind of object that a leaf belongs to: it decides what a load finds out by itself.
+    """The kind of object to which a leaf belongs. It determines what the checkpoint must record for a load.
 
-    A module knows the names of all its tensors. A data loader may have any structure, and another one on each
-    rank, so the checkpoint records what it was.
+    A module knows the names of all its tensors. A data loader may have any structure, even a different one on
+    each rank, so the checkpoint records the structure.
     """
 
     PLAIN = "a dict, list or value of the program itself"
@@ -49,7 +49,7 @@ class Owner(Enum):
     def keeps_structure(self, path: Path) -> bool:
         """True if the structure at `path` is recorded: empty mappings, and the types of keys."""
         if self is Owner.OPTIMIZER:
-            # An optimizer knows its parameters and options, but not what it keeps for a parameter.
+            # An optimizer knows its parameters and options, but not what it keeps for each parameter.
             return len(path) > 3 and path[1] == "state"
         return self is Owner.PLAIN or (self in (Owner.STATEFUL, Owner.EXTRA) and len(path) > 1)
 
@@ -76,7 +76,7 @@ class Leaf:
 
 
 class Room:
-    """A place in a list for a value that a load brings, where the list was entered when it was saved."""
+    """A place in a list for a value that a load provides; the list was entered when it was saved."""
 
 
 def walk(
@@ -85,17 +85,18 @@ def walk(
     owner_of: Callable[[Any], Owner] = lambda _: Owner.FIXED,
     copied: Callable[[Any], frozenset[str]] = lambda _: frozenset(),
 ) -> tuple[list[Leaf], dict[str, str]]:
-    """All leaves in the order of the state; and by name of a dict the type of its keys, if names hide it.
+    """All leaves in the order of the state, and the types of keys that names hide, by the name of the dict.
 
-    Parts with a state are replaced by it. `owner_of` and `copied` are asked for each part: its owner, and the
-    names below it whose owner is `COPY`.
+    Parts with a state are replaced by that state. `owner_of` and `copied` are called for each part: they
+    return its owner, and the names below it whose owner is `COPY`.
 
-    Names have all keys as text, and a reader takes text that looks like a positive integer for one. A type is
-    "text" if the keys are text that looks so, "literal" if Python's literals restore them, else "unknown",
-    for example for the members of an enum.
+    In names, all keys are text, and a reader takes text that looks like a positive integer for one. The type
+    is "text" if such keys really are text, "literal" if Python literals restore the keys, and otherwise
+    "unknown", for example for the members of an enum.
     """
     require_dict(state)
-    # The state of a sharded part is a collective call, so no error of the walk may come between two of them.
+    # Returning the state of a sharded part is a collective call, so the walk must not fail between two of
+    # them.
     values = [part.state_dict() if is_stateful(part) else part for part in state.values()]
     leaves: dict[str, Leaf] = {}
     key_types: dict[str, str] = {}
@@ -159,7 +160,7 @@ def _key_type(keys: list[Any]) -> str:
 
 
 def literal_key(text: str) -> Any:
-    """The key that is written like this in Python, or the text itself."""
+    """The key whose Python literal is this text, or else the text itself."""
     try:
         key = ast.literal_eval(text)
         hash(key)
@@ -169,7 +170,7 @@ def literal_key(text: str) -> Any:
 
 
 def require_text(name: str) -> None:
-    """Raise `UsageError` for a name that no file can hold."""
+    """Raise `UsageError` for a name that cannot be stored in a file."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
@@ -180,29 +181,32 @@ def require_text(name: str) -> None:
 
 
 def require_dict(state: object) -> None:
-    """Raise `UsageError` for a state that has no names."""
+    """Raise `UsageError` for a state that is not a dict, and so has no names."""
     if not isinstance(state, Mapping):
         kind = type(state).__name__
         raise UsageError(f"The state is a {kind}, not a dict", fix='Give it a name, as in {"model": model}.')
 
 
 class Stateful(Protocol):
-    """An object with these two methods, as modules and optimizers have."""
+    """An object with the two methods that modules and optimizers have."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, sharing memory with it where possible."""
+        """Return the state, sharing memory with it if possible."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Replace the state."""
 
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
-    """True if a part of a state has both methods; asking the protocol itself takes fifty times as long."""
+    """True if a part of a state has both methods.
+
+    `isinstance` with the protocol takes fifty times as long.
+    """
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
 def names_lacking(fact: str) -> dict[int, frozenset[str]]:
-    """By rank, the names that it lacked when the fact `OWN_ENTRIES` was written."""
+    """The names that each rank lacked when the fact `OWN_ENTRIES` was written."""
     if not fact:
         return {}
     noted = json.loads(fact)
@@ -213,30 +217,31 @@ def names_lacking(fact: str) -> dict[int, frozenset[str]]:
 
 
 def matches_pattern(name: str, patterns: NamePatterns) -> bool:
-    """True if one of the patterns matches `name`, case-sensitively."""
+    """True if at least one of the patterns matches `name`, case-sensitively."""
     all_patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in all_patterns)
 
 
 RANK_MARK = "@rank"
-"""In a stored name, it separates the leaf's name from the rank whose object it is: `rng@rank3`."""
+"""Separates, in a stored name, the leaf's name from the rank to which the object belongs: `rng@rank3`."""
 
 
 def rank_object_name(name: str, rank: int) -> str:
-    """The stored name of `rank`'s object if it differs from the common one."""
+    """The stored name of `rank`'s object if that differs from the common one."""
     return f"{name}{RANK_MARK}{rank}"
 
 
 def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]]) -> bool:
-    """Return whether it is a rank's own value. Keys of a state may look like one, too.
+    """Return whether a name is that of a single rank's value, and not a state's own key of the same form.
 
-    `paths` are the places of a checkpoint's names in the state: such a value has none of its own.
+    `paths` are the places of a checkpoint's names in the state; a single rank's value has no place of its
+    own.
     """
     return RANK_MARK in stored_name and paths.get(stored_name, (stored_name,)) == (stored_name,)
 
 
 def require_unmarked(names: Sequence[str]) -> None:
-    """Raise `UsageError` for a name that a rank's own value of another one would get, too."""
+    """Raise `UsageError` for a name that a single rank's value of another leaf could get, too."""
     marked = [name for name in names if RANK_MARK in name]
     known = set(names) if marked else set()
     for name in marked:
@@ -249,12 +254,12 @@ def require_unmarked(names: Sequence[str]) -> None:
 
 
 def find_leaf_name(stored_name: str, held: Container[str]) -> str:
-    """The leaf whose tensor this rank stores under this name; `held` has the names of its leaves."""
+    """The leaf whose tensor this rank stores under `stored_name`; `held` has the names of its leaves."""
     return stored_name if stored_name in held else stored_name.rpartition(RANK_MARK)[0]
 
 
 def find_stored_name(name: str, rank: int, stored: Container[str]) -> str | None:
-    """The one of the `stored` names that has the object of the leaf `name` for `rank`, if any."""
+    """The stored name of `rank`'s object for the leaf `name`; None if there is none."""
     own = rank_object_name(name, rank)
     if own in stored:
         return own
