@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import cast
 
 from penstock.cli.option_groups import STORAGE
@@ -104,7 +105,7 @@ def collect(
         arguments=launcher_args,
         timeout_s=timeout_s,
     )
-    asked = asked or ("localhost",)
+    asked = asked or (gethostname(),)
     facts = collect_from_hosts(
         query_hosts(asked, command_for, variables, timeout_s=timeout_s),
         asked,

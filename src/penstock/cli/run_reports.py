@@ -160,6 +160,12 @@ def view_checkpoints(result: CheckpointResult) -> View:
     yield bold(f"Bottleneck: {held}")
     yield bold(f"Verdict: {result.verdict.upper()}")
     yield "  GiB/s: all bytes over all time; each: mean of checkpoints; content: making or verifying it"
+    if full := result.full_seconds():
+        took = " and ".join(f"{format_seconds(spent)} to {name[:-2]}" for name, spent in full.items())
+        yield (
+            f"  a whole checkpoint, {format_bytes(result.full_bytes)}, would take {took} at these rates "
+            f"(extrapolated from files of {result.total_bytes / result.full_bytes:.2g} of their size)"
+        )
     if result.gap_s is not None:
         yield f"  {result.gap_s:.1f} s between the last write and the first read"
     for title, text in reconciliation_lines(result.deliveries):

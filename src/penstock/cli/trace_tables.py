@@ -120,7 +120,7 @@ def load(
             "events": f"{account.events:,}",
             "salvaged": f"{account.salvaged:,}",
             "dropped": f"{account.dropped:,}",
-            "ranks": _shorten(sorted(account.ranks)),
+            "of rank": _shorten(sorted(account.ranks)),
             "hosts": _shorten(sorted(account.hosts)),
         }
         for account in shown

@@ -144,12 +144,16 @@ def _banner(run: CheckpointRun) -> Banner:
         look={"passed": Look.GOOD, "failed": Look.BAD}.get(verdict, Look.DOUBT),
         figure=figure,
         limited_by=" ".join(limits),
-        since=next(
-            (trouble.since for trouble in troubles if trouble.since), "no change: all rounds were alike"
-        ),
+        since=next((trouble.since for trouble in troubles if trouble.since), _no_change(run)),
         to_do=troubles[0].to_do if troubles else more,
         troubles=[trouble.says for trouble in troubles],
     )
+
+
+def _no_change(run: CheckpointRun) -> str:
+    rates = {name: [one["gib_per_s"] for one in rounds] for name, rounds in run.rounds.items() if rounds}
+    spans = (f"{_DOING[name]} at {min(each):.2f} to {max(each):.2f} GiB/s" for name, each in rates.items())
+    return f"no lasting change: {', '.join(spans)}"
 
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
@@ -242,7 +246,7 @@ def _highlights(run: CheckpointRun) -> Iterator[Chart]:
             Series(name=_WORDS[direction], x=run.edges, y=rates, tone=_TONES[direction])
             for direction, rates in moved.items()
         ],
-        note=", ".join(f"{way} at most {format_rate(float(rates.max()))}" for way, rates in moved.items()),
+        note=f"means of {format_seconds(float(run.edges[1]))}, pauses included",
     )
     keys: list[tuple[str, str, Tone]] = [
         ("set-up", "setup_s", "light"),

@@ -160,10 +160,13 @@ def _banner(run: TrainingRun) -> Banner:
         to_do = f"{waits['answer']}."
     if figures is None or figures.au_strict_percent is None:
         to_do = figures.notes[0] if figures and figures.notes else to_do
-    since, shift = (
-        f"{'no change' if run.passed else 'the first step'}: waits were alike all the time",
-        run.shift,
-    )
+    since, shift = "the first step" if not run.passed else "no change", run.shift
+    if figures is not None and figures.times is not None:
+        wait = figures.times.over_ranks["wait"]
+        since += (
+            f": waits had no lasting change (p50 {format_seconds(wait.p50_s)}, p99 "
+            f"{format_seconds(wait.p99_s)} a step)"
+        )
     if shift is not None:
         since = f"{format_seconds(shift.at_s)} after the first step: epoch {shift.epoch}, step {shift.step}"
     if shift is not None and shift.after_s <= shift.before_s:
@@ -415,23 +418,21 @@ def _latencies(run: TrainingRun) -> Iterator[Chart]:
         note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
     )
     steps = np.concatenate([rank.steps for rank in run.steps.ranks])
-    series, notes = [], []
+    series = []
     tones: list[tuple[str, Tone, Numbers]] = [
         ("wait", "light", wait_ns(steps) / 1e9),
         ("read", "dark", steps["read_ns"] / 1e9),
     ]
     for name, tone, values in tones:
         if values.any():
-            p50_s, p90_s, p99_s = map(format_seconds, np.percentile(values, (50, 90, 99)))
             series.append(Series(name=name, y=values, tone=tone))
-            notes.append(f"{name} p50 {p50_s}, p90 {p90_s}, p99 {p99_s}")
     if series:
         yield Chart(
             kind=Kind.CUMULATIVE,
             title="Share of steps by their duration",
             run=run.record.id,
             series=series,
-            note="; ".join(notes),
+            note="with the first steps of epochs, which the times of a step leave out",
         )
 
 

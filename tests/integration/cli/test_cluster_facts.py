@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from socket import gethostname
 
 import psutil
 import pytest
@@ -65,7 +66,7 @@ def test_failing_host_is_an_error_and_leaves_no_file(
 ) -> None:
     words = ("--python", "/bin/false", "-o", str(tmp_path / "x"), *partial)
     assert main(["cluster", "collect", *words]) == 1
-    assert "1 of 1 hosts did not report: localhost: exit code 1" in capsys.readouterr().err
+    assert f"1 of 1 hosts did not report: {gethostname()}: exit code 1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -196,6 +196,7 @@ def figures(
 
 CHECKPOINTS = CheckpointResult(
     model="llama3-8b", ranks=1, results_dir="/results/run", target="file:///ckpt", total_bytes=GIB, seed=1,
+    full_bytes=GIB,
     rounds=(figures("write", 1, 1.0), figures("write", 2, 4.0), figures("read", 1, 2.0)),
     gap_s=1.25, earlier=None, shift=0, storage_options={}, peak_rss_bytes=(1,), deliveries=(READ,),
 )  # fmt: skip
@@ -216,6 +217,16 @@ def test_a_checkpoint_run_is_reported_with_all_its_figures() -> None:
         "                  FLAGGED: half of it came from memory",
         "  results: /results/run",
     ]
+
+
+def test_a_scaled_checkpoint_says_how_long_a_whole_one_would_take() -> None:
+    scaled = replace(CHECKPOINTS, full_bytes=100 * GIB)
+    [line] = [line for line in lines(view_checkpoints(scaled)) if "whole checkpoint" in line]
+    assert line == (
+        "  a whole checkpoint, 100 GiB, would take 4 min 10 s to write and 3 min 20 s to read at these rates "
+        "(extrapolated from files of 0.01 of their size)"
+    )
+    assert scaled.document()["at_full_size"] == {"bytes": 100 * GIB, "write_s": 250.0, "read_s": 200.0}
 
 
 def test_a_checkpoint_run_without_reads_has_one_row_and_no_gap() -> None:

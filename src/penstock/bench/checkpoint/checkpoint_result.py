@@ -193,6 +193,8 @@ class CheckpointResult:
     shift: int
     storage_options: Mapping[str, OptionValue]
     peak_rss_bytes: tuple[int, ...]
+    full_bytes: int
+    """The size of one checkpoint without `--scale`."""
     deliveries: tuple[IoReconciliation, ...] = ()
 
     @property
@@ -204,6 +206,12 @@ class CheckpointResult:
     def read(self) -> dict[str, Any] | None:
         """All reads."""
         return total_direction([figures for figures in self.rounds if figures.round.direction == "read"])
+
+    def full_seconds(self) -> dict[str, float]:
+        """The seconds that one checkpoint of full size takes at the rates of a scaled run."""
+        found = {"write": self.write, "read": self.read} if self.full_bytes != self.total_bytes else {}
+        rates = {name: figures["gib_per_s"] for name, figures in found.items() if figures}
+        return {f"{name}_s": self.full_bytes / GIB / rate for name, rate in rates.items() if rate}
 
     @property
     def is_right(self) -> bool:
@@ -230,6 +238,7 @@ class CheckpointResult:
             "ranks": self.ranks,
             "target": self.target,
             "checkpoint_bytes": self.total_bytes,
+            "at_full_size": {"bytes": self.full_bytes, **self.full_seconds()},
             "seed": self.seed,
             "write": self.write,
             "read": self.read,

@@ -396,6 +396,7 @@ def run_checkpoints(
             results_dir=str(folder),
             target=storage.uri,
             total_bytes=layout.total_bytes,
+            full_bytes=round(layout.total_bytes / request.scale),
             seed=seed,
             rounds=done,
             gap_s=_find_gap(done, earlier),

@@ -201,7 +201,7 @@ class LoaderWaits:
     @property
     def sentence(self) -> str:
         """The answer."""
-        begin = f"Waiting {self.wait_share:.1%} of the time"
+        begin = f"Waiting {self.wait_share:.1%} of the time, first steps included"
         if self.bottleneck == CONSUMER:
             return f"{begin}: {PHRASES[CONSUMER]} is the limit, the loader is ahead of it"
         largest = WaitStage(self.bottleneck)

@@ -144,6 +144,7 @@ def test_counters_of_all_rounds_add_up() -> None:
         results_dir="/results",
         target="file:///ckpt",
         total_bytes=GIB,
+        full_bytes=GIB,
         seed=1,
         rounds=(*rounds("write", phase("write", 1.0)), *rounds("read", phase("read", 1.0))),
         gap_s=None,

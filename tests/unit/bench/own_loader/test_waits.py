@@ -76,7 +76,8 @@ def test_the_answer_names_the_largest_stage_unless_hardly_anything_was_waited_fo
     waits.stages_s.update({WaitStage.STORAGE: 6.0, WaitStage.COPY: 2.0})
     waits.trials["workers=4"] = 1.85
     assert waits.sentence == (
-        "Waiting 80.0% of the time; 75% of that is reading from storage on 2 workers; workers=4 brings 1.85x"
+        "Waiting 80.0% of the time, first steps included; 75% of that is reading from storage on 2 workers; "
+        "workers=4 brings 1.85x"
     )
     waits.compute_s = 1000.0
     assert waits.bottleneck == "consumer"
