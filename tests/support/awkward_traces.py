@@ -291,7 +291,10 @@ class StraceProgram:
         self._add(task, call, f") = {self._shown(copy, path)}")
         task.open_files[copy] = path
         self._transfer(task, copy, path)
-        self._add(task, f"sendfile({shown}, {self._shown(copy, path)}, NULL, 4096", ") = 100")
+        other_number, other_path = self._draw.choice(list(task.open_files.items()))
+        other = self._shown(other_number, other_path)
+        self._add(task, f"sendfile({other}, {self._shown(copy, path)}, NULL, 4096", ") = 100")
+        self._add(task, f"copy_file_range({other}, [7], {shown}, NULL, 4096, 0", ") = 100")
 
     def _map(self, task: _Task) -> None:
         if task.open_files:

@@ -10,7 +10,7 @@ import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Event:
     host: str | None = None
     path: str | None = None
     moved: int | None = None
+    half: str = ""
+    """Which half of a copy between files it is."""
 
     @property
     def is_compute(self) -> bool:
@@ -44,7 +46,7 @@ class Event:
     def direction(self) -> str:
         """`read`, `write`, or nothing."""
         match = re.fullmatch(r"(?:p|f)?(read|write)v?(?:64)?(?:v2)?", self.name)
-        return match[1] if match else ""
+        return match[1] if match else self.half
 
 
 def read_text(path: Path) -> str:
@@ -79,7 +81,8 @@ def by_file(events: Iterable[Event]) -> dict[str, tuple[int, int, int, int]]:
     """Number, union, bytes read and bytes written, by path."""
     grouped: dict[str, list[Event]] = defaultdict(list)
     for event in events:
-        if event.path is not None:
+        # Calls of MPI-IO stand above those of POSIX.
+        if event.path is not None and event.cat != "MPIIO":
             grouped[event.path].append(event)
     return {
         path: (len(own), union_us(own), _moved(own, "read"), _moved(own, "write"))
@@ -254,7 +257,7 @@ class _Listing:
             if text.startswith("+++") and tid in self._begun:
                 # The thread ended within a call.
                 ts_us, head = self._begun.pop(tid)
-                yield self._call(process, tid, ts_us, head + ")")
+                yield from self._call(process, tid, ts_us, head + ")")
             if text.startswith(("+++", "---")) or "???" in text[:8]:
                 # Exits, signals, and calls of a thread that ended before strace could read them.
                 continue
@@ -264,7 +267,7 @@ class _Listing:
             if text.startswith("<... "):
                 ts_us, head = self._begun.pop(tid)
                 text = head + text[text.index(" resumed>") + len(" resumed>") :]
-            yield self._call(process, tid, ts_us, text)
+            yield from self._call(process, tid, ts_us, text)
 
     def _process_of(self, tid: int) -> _Process:
         if tid not in self._processes:
@@ -283,7 +286,7 @@ class _Listing:
             tid = self._made[tid][0]
         return tid
 
-    def _call(self, process: _Process, tid: int, ts_us: int, text: str) -> Event:
+    def _call(self, process: _Process, tid: int, ts_us: int, text: str) -> Iterator[Event]:
         name, _, rest = text.partition("(")
         arguments, answer = _split_arguments(rest)
         took = re.search(r" <(\d+)\.(\d{6})>$", answer)
@@ -304,7 +307,14 @@ class _Listing:
             host=self._host[1] if self._host else None, path=path,
         )  # fmt: skip
         event.moved = _moved_by(event, ret)
-        return event
+        if event.moved and name in _BETWEEN_FILES:
+            places = (1, 0) if name == "sendfile" else (0, 2)
+            source, target = (_name_of(process, arguments[place]) for place in places)
+            took_us = event.dur_us // 2
+            yield replace(event, path=source, half="read", dur_us=took_us)
+            event = replace(event, path=target, half="write", dur_us=event.dur_us - took_us)
+            event.ts_us += took_us
+        yield event
 
 
 _ON_FILES = frozenset((

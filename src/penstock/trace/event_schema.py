@@ -116,6 +116,8 @@ class ParsedLine:
     fate: LineFate
     row: Mapping[str, Any] | None = None
     document: Mapping[str, Any] | None = None
+    written: Mapping[str, Any] | None = None
+    """The row of the write, if the line is a copy from one file to another; `row` is that of the read."""
     reason: str = ""
     begun: tuple[int, str] | None = None
     """The number and the text of the line, if it is not the one that was parsed last."""
@@ -145,8 +147,8 @@ def refuse_lost(accounts: Sequence[FileAccount]) -> None:
 class FileAccount:
     """The fate of every line: `lines = events + salvaged + metadata + blank + dropped`.
 
-    `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
-    explains other lines, `blank` lines are empty or a bracket.
+    `events` were whole, `salvaged` are events of damaged lines; both are rows of the table, and a copy
+    between files is two rows. `metadata` explains other lines, `blank` lines are empty or a bracket.
     `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
     writer counted, in the file's last event or in the file `.count` next to it, None without such a count;
     `missing` of them are not in the file. `samples` are the number, reason and beginning of damaged lines.

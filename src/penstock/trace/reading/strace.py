@@ -2,7 +2,8 @@
 
 Without -y, strace prints numbers of descriptors only, so each process's table of descriptors is followed
 through open, dup, close, fork and threads. A listing of `strace -ff` is one thread's, and its lines do not
-say whose: `find_task` finds that out. Invariant: a call that others interrupt in the listing
+say whose: `find_task` finds that out. A call that copies between files is a read of
+the one and a write of the other. Invariant: a call that others interrupt in the listing
 (`<unfinished ...>`) is one event, which starts at its first line.
 """
 
@@ -102,6 +103,11 @@ _STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.\.\.)?')
 _DESCRIPTOR: Final = re.compile(rf"\s*(-?\d+)(?![\w.])(?:{_SHOWN})?")
 _WORKING_FOLDER: Final = re.compile(rf"\s*AT_FDCWD(?:{_SHOWN})?")
 _MAPPED: Final = re.compile(rf",\s*(-?\d+)(?:{_SHOWN})?,\s*(?:0x[0-9a-f]+|\d+)\s*$")
+_BETWEEN: Final = r"(?:,\s*(NULL|\[[^\]]*\]))?"
+_COPIED: Final = re.compile(_DESCRIPTOR.pattern + _BETWEEN + "," + _DESCRIPTOR.pattern + _BETWEEN)
+"""Two descriptors, each with the offset behind it, or with none."""
+_COPIES: Final = frozenset(("sendfile", "copy_file_range", "splice"))
+"""Calls that read one file and write another."""
 _BELOW: Final = re.compile(r"at\d*$|^statx$|^openat2$|^faccessat2$|^renameat2$|^inotify_add_watch$")
 """Calls in which a name behind a descriptor is one below its folder, not bytes that are moved."""
 _MAKES_TASK: Final = re.compile(r"(?:clone3?|v?fork)\(")
@@ -142,9 +148,10 @@ class _Process:
         """The process of a new task: a thread shares its maker's, a child begins with a copy of it."""
         return self if "CLONE_THREAD" in flags else _Process(tid, dict(self.paths), self.folder)
 
-    def path_of(self, descriptor: re.Match[str]) -> str | None:
-        """The file of a descriptor: strace -y names it, otherwise the calls so far have."""
-        return _unescape(descriptor[2]) if descriptor[2] else self.paths.get(int(descriptor[1]))
+    def path_of(self, descriptor: re.Match[str], group: int = 1) -> str | None:
+        """The file of the descriptor in a group: strace -y names it behind, else the calls so far have."""
+        shown = descriptor[group + 1]
+        return _unescape(shown) if shown else self.paths.get(int(descriptor[group]))
 
     def find_path(  # noqa: PLR0917 - the parts of a call
         self,
@@ -238,7 +245,8 @@ class Strace:
             row["dur_us"] = (ts_ns + _nanoseconds(seconds, fraction)) // 1000 - row["ts_us"]
         elif ret != "?":
             self._num_timeless += 1
-        return ParsedLine(LineFate.EVENT, row=row)
+        written = self._split_copy(row, arguments) if row["op"] in _COPIES and row["size_bytes"] else None
+        return ParsedLine(LineFate.EVENT, row=row, written=written)
 
     def finish(self) -> Iterable[ParsedLine]:
         """Calls that never returned, whose lines were counted as metadata."""
@@ -320,6 +328,29 @@ class Strace:
             self._add_task(tid, arguments, ret)
         return row
 
+    def _split_copy(self, row: dict[str, Any], arguments: str) -> dict[str, Any] | None:
+        """Make a copy's row that of its read, and return the row of its write, which takes half of the time.
+
+        None if the call does not tell its files.
+        """
+        match = _COPIED.match(arguments)
+        if match is None:
+            return None
+        source, target = (4, 1) if row["op"] == "sendfile" else (1, 4)
+        process = self._process_of(row["tid"])
+        halves = []
+        for op, group in (("read", source), ("write", target)):
+            offset = parse_int64((match[group + 2] or "")[1:].partition("]")[0])
+            args = json.dumps({"fd": int(match[group])}, separators=(",", ":"))
+            halves.append({"op": op, "path": process.path_of(match, group), "offset": offset, "args": args})
+        until_us = row["ts_us"] + row["dur_us"]
+        row |= {**halves[0], "dur_us": row["dur_us"] // 2}
+        middle_us = row["ts_us"] + row["dur_us"]
+        written = {**row, **halves[1], "ts_us": middle_us, "dur_us": until_us - middle_us}
+        if row["tid"] in self._early:
+            self._early[row["tid"]][1].append(written)
+        return written
+
     def _process_of(self, tid: int) -> _Process:
         """The process of a thread; one not seen before may come from a call that has not returned yet."""
         if tid not in self._processes:
@@ -361,6 +392,8 @@ def read_strace(
             account.count(parsed, line)
             if parsed.row is not None:
                 yield parsed.row
+            if parsed.written is not None:
+                yield parsed.written
     for parsed in listing.finish():
         account.metadata -= 1
         account.count(parsed)

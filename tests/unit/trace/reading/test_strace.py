@@ -311,3 +311,35 @@ def test_a_call_that_strace_could_not_read_is_no_damage() -> None:
     ):
         assert parser.parse(line).fate is LineFate.METADATA
     assert list(parser.finish()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "source", "target"),
+    [
+        ("copy_file_range(3, [5], 4, [7], 1000, 0)", ("/d/a", 5), ("/d/b", 7)),
+        ("copy_file_range(3, NULL, 4, NULL, 1000, 0)", ("/d/a", None), ("/d/b", None)),
+        ("sendfile(4, 3, [100] => [1100], 1000)", ("/d/a", 100), ("/d/b", None)),
+        ("splice(3, NULL, 4, [9], 1000, 0)", ("/d/a", None), ("/d/b", 9)),
+        ("splice(3</d/x, y>, NULL, 6<pipe:[77]>, NULL, 1000, 0)", ("/d/x, y", None), ("pipe:[77]", None)),
+    ],
+)
+def test_copy_between_files_reads_one_and_writes_the_other(
+    call: str, source: tuple[str, int | None], target: tuple[str, int | None]
+) -> None:
+    listing = Strace()
+    for opened in ('open("/d/a", O_RDONLY) = 3', 'open("/d/b", O_WRONLY) = 4'):
+        listing.parse(f"7 1700000000.000001 {opened} <0.000001>")
+    parsed = listing.parse(f"7 1700000000.000100 {call} = 1000 <0.000015>")
+    read, written = parsed.row, parsed.written
+    assert read is not None
+    assert written is not None
+    assert [(row["op"], row["size_bytes"]) for row in (read, written)] == [("read", 1000), ("write", 1000)]
+    assert [(row["path"], row["offset"]) for row in (read, written)] == [source, target]
+    # Together they take the time of the call, one after the other.
+    assert (read["dur_us"], written["dur_us"]) == (7, 8)
+    assert written["ts_us"] == read["ts_us"] + 7
+
+
+def test_copy_of_nothing_is_one_call() -> None:
+    (row,) = rows("copy_file_range(3</d/a>, NULL, 4</d/b>, NULL, 1000, 0) = 0 <0.000001>")
+    assert (row["op"], row["path"], row["size_bytes"]) == ("copy_file_range", "/d/a", 0)
