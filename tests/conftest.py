@@ -5,9 +5,6 @@ import gc
 import logging
 import os
 import signal
-from contextlib import suppress
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -77,21 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Scheduling())  # this process collects no tests: its workers do
     else:
         gc.disable()
-        if Path(config.args[0]).absolute() == Path(__file__).parent:
-            import_share(config)
-
-
-def import_share(config: pytest.Config) -> None:
-    """Import this worker's share of all test modules first: pytest keeps them, rewritten, for the others.
-
-    All workers collect the same modules in the same order: in a new checkout each would rewrite all of them,
-    which takes 14 CPU seconds. What a module raises here it raises again when it is collected.
-    """
-    worker = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
-    modules = sorted(Path(__file__).parent.rglob("test_*.py"))
-    for module in modules[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
-        with suppress(Exception, pytest.skip.Exception):
-            import_module(".".join(module.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
