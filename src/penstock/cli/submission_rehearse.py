@@ -215,7 +215,7 @@ def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Termina
             terminal.note(f"describe: {description}, with placeholders")
         picture = description.with_suffix(".pdf")
         if not picture.exists():
-            write_file(picture.parent, picture.name, description_draft.rehearsed_picture())
+            write_file(picture.parent, picture.name, description_draft.REHEARSED_PICTURE)
     comm.barrier(awaiting="rank 0 to prepare the tree")
 
 
@@ -243,14 +243,14 @@ def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Termin
 
 def _list_needs(description: Path, assessment: RehearsalAssessment) -> Iterator[str]:
     """List the other needs of a real submission."""
-    from penstock.submission.authoring.description_draft import find_placeholders, rehearsed_picture
+    from penstock.submission.authoring.description_draft import REHEARSED_PICTURE, find_placeholders
 
     if "place" in assessment.excuses:
         yield "place: results on another file system than the data"
     if placeholders := find_placeholders(description.read_text(encoding="utf-8")):
         yield f"description: {len(placeholders)} values in {description} ({name_some(placeholders, 3)})"
     picture = description.with_suffix(".pdf")
-    if picture.read_bytes() == rehearsed_picture():
+    if picture.read_bytes() == REHEARSED_PICTURE:
         yield "picture: a drawing of the system as systems/NAME.pdf"
     if "utilization" in assessment.excuses:
         yield (

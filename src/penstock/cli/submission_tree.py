@@ -156,40 +156,22 @@ def status(
     document = {
         "organisation": tree.organisation,
         "is_rehearsal": tree.is_rehearsal,
-        "results": [
-            {
-                "division": result.series.division.value,
-                "system": result.series.system,
-                "benchmark": result.series.benchmark.value,
-                "workload": result.series.model,
-                "accelerator": result.accelerator,
-                "num_accelerators": result.num_accelerators,
-                "num_runs": result.num_runs,
-                "num_runs_wanted": result.num_required,
-                "lacks": list(result.missing),
-                "attempts": [
-                    {"folder": str(attempt.folder), "outcome": attempt.outcome, "why": attempt.why}
-                    for attempt in result.attempts
-                ],
-                "unread": list(result.unreadable),
-            }
-            for result in results
-        ],
+        "results": results,
     }
     rows = [
         {
-            "division": result.series.division.value,
-            "system": result.series.system,
-            "workload": result.series.model,
-            "accelerators": f"{result.num_accelerators or '?'} {result.accelerator}".strip(),
-            "runs": f"{result.num_runs} of {result.num_required}",
-            "state": "incomplete" if result.missing else "complete",
+            "division": result["division"],
+            "system": result["system"],
+            "workload": result["workload"],
+            "accelerators": f"{result['num_accelerators'] or '?'} {result['accelerator']}".strip(),
+            "runs": f"{result['num_runs']} of {result['num_runs_wanted']}",
+            "state": "incomplete" if result["lacks"] else "complete",
         }
         for result in results
     ]
     view = [*table("Results of a rehearsal" if tree.is_rehearsal else "Results", rows)]
     for result in results:
-        view += [f"{result.series.system} {result.series.model} lacks {lack}" for lack in result.missing]
-        view += [f"{attempt.outcome}: {attempt.folder}: {attempt.why}" for attempt in result.attempts]
-        view += [f"cannot be read: {text}" for text in result.unreadable]
+        view += [f"{result['system']} {result['workload']} lacks {lack}" for lack in result["lacks"]]
+        view += [f"{each['outcome']}: {each['folder']}: {each['why']}" for each in result["attempts"]]
+        view += [f"cannot be read: {text}" for text in result["unread"]]
     terminal.result(document, view)

@@ -27,7 +27,6 @@ SENTINEL: Final = "mlperf-results.yaml"
 RESULTS_FILE: Final = "results.json"
 SUMMARY: Final = "summary.json"
 CONFIG_FOLDER: Final = "dlio_config"
-CONFIG_FILES: Final = ("config.yaml", "hydra.yaml", "overrides.yaml")
 PROVENANCE: Final = "provenance.json"
 SEPARATION: Final = "fs_separation.json"
 DATAGEN_MANIFEST: Final = "datagen-manifest.json"
@@ -65,11 +64,6 @@ RUNNABLE_BENCHMARKS: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
 def is_result_dir_name(name: str) -> bool:
     """Check whether a folder of this name is a result directory."""
     return _TIME.fullmatch(name) is not None
-
-
-def metadata_name(benchmark: Benchmark, time: str) -> str:
-    """The file of a result directory that states what was requested and how it ended."""
-    return f"{benchmark.value}_{time}{METADATA_SUFFIX}"
 
 
 def log_names(benchmark: Benchmark, phase: SubmissionPhase) -> tuple[str, str]:

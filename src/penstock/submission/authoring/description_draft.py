@@ -54,6 +54,29 @@ _REHEARSED_HEAD: Final = (
 )
 
 
+REHEARSED_PICTURE: Final = b"""%PDF-1.4
+1 0 obj << /Type /Catalog /Pages 2 0 R >> endobj
+2 0 obj << /Type /Pages /Kids [3 0 R] /Count 1 >> endobj
+3 0 obj << /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources
+<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >> endobj
+4 0 obj << /Length 66 >> stream
+BT /F1 24 Tf 72 720 Td (A rehearsal: no picture of a system) Tj ET
+endstream endobj
+xref
+0 5
+0000000000 65535 f \n\
+0000000009 00000 n \n\
+0000000058 00000 n \n\
+0000000115 00000 n \n\
+0000000290 00000 n \n\
+trailer << /Size 5 /Root 1 0 R >>
+startxref
+406
+%%EOF
+"""
+"""A PDF of one page that stands for the picture of the system."""
+
+
 def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
     """The collected facts under the schema's keys; None is to be filled in."""
     # Nodes are counted by their text: dictionaries cannot be hashed.
@@ -108,27 +131,6 @@ def find_placeholders(text: str) -> tuple[str, ...]:
         for number, line in enumerate(text.splitlines(), 1)
         if _PLACEHOLDER in line
     )
-
-
-def rehearsed_picture() -> bytes:
-    """A PDF of one page that stands for the picture of the system."""
-    drawing = b"BT /F1 24 Tf 72 720 Td (A rehearsal: no picture of a system) Tj ET"
-    objects = (
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources 6 0 R >>",
-        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawing), drawing),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-        b"<< /Font << /F1 5 0 R >> >>",
-    )
-    content, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        offsets.append(len(content))
-        content += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    size, start = len(objects) + 1, len(content)
-    content += b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table)
-    return content + b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (size, start)
 
 
 def diff_description(

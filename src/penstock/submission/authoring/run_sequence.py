@@ -10,10 +10,11 @@ reason, so that it can be set aside; a folder that cannot be read is named, too.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
@@ -214,22 +215,8 @@ def may_follow(runs: Sequence[PublishedDir], started_at: datetime, max_pause_run
     return all(timedelta(0) <= pause < max_pause_runs * shortest for pause in pauses)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesStatus:
-    """One series: how many of its runs count, how many it needs, and what is missing."""
-
-    series: RunSeries
-    num_accelerators: int | None
-    accelerator: str
-    num_runs: int
-    num_required: int
-    missing: tuple[str, ...]
-    attempts: tuple[Attempt, ...]
-    unreadable: tuple[str, ...]
-
-
-def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesStatus, ...]:
-    """The progress of all series of the tree, in order."""
+def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> list[dict[str, Any]]:
+    """The progress of all series of the tree, in order, as `submission status --json` prints it."""
     keys = {
         (division, folder.parts[-3], benchmark, folder.name)
         for top in (tree.root, tree.root / HIDDEN / UNDER_WAY)
@@ -238,17 +225,17 @@ def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[
         for folder in (top / division.value / tree.organisation / "results").glob(f"*/{benchmark.value}/*")
         if folder.is_dir()
     }
-    return tuple(
+    return [
         _measure_progress(
             RunSeries(tree=tree, division=division, system=system, benchmark=benchmark, model=model),
             edition,
             now,
         )
         for division, system, benchmark, model in sorted(keys)
-    )
+    ]
 
 
-def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> SeriesStatus:
+def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> dict[str, Any]:
     state, missing = read_series_state(series), []
     counted, num_required = state.runs, 1
     if series.benchmark is Benchmark.TRAINING:
@@ -262,16 +249,19 @@ def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> Ser
     if num_missing := max(0, num_required - len(counted)):
         missing.append(f"{num_missing} run{'s' * (num_missing > 1)}")
     run_dir = next((each for each in (*reversed(state.runs), *state.datasizes)), None)
-    return SeriesStatus(
-        series=series,
-        num_accelerators=run_dir.num_processes if run_dir else None,
-        accelerator=run_dir.accelerator if run_dir else "",
-        num_runs=len(counted),
-        num_required=num_required,
-        missing=(*missing, *missing_system_files(series)),
-        attempts=state.attempts,
-        unreadable=state.unreadable,
-    )
+    return {
+        "division": series.division.value,
+        "system": series.system,
+        "benchmark": series.benchmark.value,
+        "workload": series.model,
+        "accelerator": run_dir.accelerator if run_dir else "",
+        "num_accelerators": run_dir.num_processes if run_dir else None,
+        "num_runs": len(counted),
+        "num_runs_wanted": num_required,
+        "lacks": [*missing, *missing_system_files(series)],
+        "attempts": [asdict(attempt) | {"folder": str(attempt.folder)} for attempt in state.attempts],
+        "unread": list(state.unreadable),
+    }
 
 
 def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:

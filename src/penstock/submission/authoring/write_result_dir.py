@@ -43,7 +43,6 @@ from penstock.submission.tree_layout import (
     Benchmark,
     SubmissionPhase,
     log_names,
-    metadata_name,
 )
 from penstock.workload.enums import StorageKind
 from penstock.workload.settings import dotted, flatten
@@ -124,7 +123,7 @@ def write_result_dir(
     write_text(draft, POINTER, pointer_text(program.digest))
     write_json(draft, PROVENANCE, build_provenance(facts.workload, benchmark, program=program, now=now))
     # Last: a draft with metadata is one whose run came to its end.
-    write_json(draft, metadata_name(benchmark, address.stamp), build_metadata(facts))
+    write_json(draft, f"{benchmark.value}_{address.stamp}{METADATA_SUFFIX}", build_metadata(facts))
     folder = publish(address)
     write_manifest(address.series, by=f"penstock {program.version}", now=now)
     return folder

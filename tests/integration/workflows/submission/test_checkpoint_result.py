@@ -130,4 +130,4 @@ def test_the_status_of_a_checkpointing_is_one_of_one(published_dir: Path) -> Non
     root = published_dir.parents[6]
     now = datetime(2026, 7, 1, 12, 0, 0, tzinfo=UTC)
     (found,) = list_progress(claim_tree(root, "acme", now=now, by="tests"), load_edition("v3.0"), now=now)
-    assert (found.num_runs, found.num_required, found.missing) == (1, 1, ())
+    assert (found["num_runs"], found["num_runs_wanted"], found["lacks"]) == (1, 1, [])

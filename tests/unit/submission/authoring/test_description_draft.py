@@ -17,11 +17,11 @@ from penstock.cluster.facts.host_facts import (
     PresentHost,
 )
 from penstock.submission.authoring.description_draft import (
+    REHEARSED_PICTURE,
     diff_description,
     draft_description,
     find_placeholders,
     initial_text,
-    rehearsed_picture,
 )
 from penstock.submission.parsed_file import read_description
 from penstock.submission.system_description import find_schema_problems
@@ -221,8 +221,8 @@ def test_rehearsed_description_follows_the_schema_and_lists_its_placeholders(tmp
 
 
 def test_rehearsed_picture_is_a_pdf_whose_table_points_to_its_objects() -> None:
-    content = rehearsed_picture()
+    content = REHEARSED_PICTURE
     start = int(content.rsplit(b"startxref\n", 1)[1].split()[0])
-    entries = content[start:].splitlines()[3:9]
+    entries = content[start:].splitlines()[3:7]
     for number, entry in enumerate(entries, 1):
         assert content[int(entry.split()[0]) :].startswith(b"%d 0 obj" % number)

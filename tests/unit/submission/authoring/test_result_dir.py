@@ -257,14 +257,14 @@ def test_progress_counts_runs_that_follow_one_another_and_names_what_is_missing(
     publish(training, workload, minute=-60, phase=SubmissionPhase.DATAGEN)
     reserve_address(make_series(tree, Benchmark.CHECKPOINTING, "llama3-8b"), SubmissionPhase.RUN, now=STARTED)
     checkpointing, progress = list_progress(tree, load_edition("v3.0"), now=STARTED + 150 * MINUTE)
-    assert progress.series == training
-    assert (progress.num_runs, progress.num_required) == (3, 6)
-    assert (progress.num_accelerators, progress.accelerator) == (4, "b200")
-    assert progress.missing == ("datasize", "3 runs", "systems/fast.yaml", "systems/fast.pdf")
-    assert (checkpointing.num_runs, checkpointing.num_required) == (0, 1)
-    assert (checkpointing.num_accelerators, checkpointing.accelerator) == (None, "")
-    assert checkpointing.missing == ("1 run", "systems/fast.yaml", "systems/fast.pdf")
-    assert [attempt.outcome for attempt in checkpointing.attempts] == ["interrupted"]
+    assert (progress["system"], progress["workload"]) == (training.system, training.model)
+    assert (progress["num_runs"], progress["num_runs_wanted"]) == (3, 6)
+    assert (progress["num_accelerators"], progress["accelerator"]) == (4, "b200")
+    assert progress["lacks"] == ["datasize", "3 runs", "systems/fast.yaml", "systems/fast.pdf"]
+    assert (checkpointing["num_runs"], checkpointing["num_runs_wanted"]) == (0, 1)
+    assert (checkpointing["num_accelerators"], checkpointing["accelerator"]) == (None, "")
+    assert checkpointing["lacks"] == ["1 run", "systems/fast.yaml", "systems/fast.pdf"]
+    assert [attempt["outcome"] for attempt in checkpointing["attempts"]] == ["interrupted"]
 
 
 @pytest.mark.parametrize(
