@@ -20,7 +20,7 @@ from typing import Any
 import llvmlite.binding  # type: ignore[import-untyped]  # it has no types
 import numba
 
-from penstock.environment import Environment, process_environment, user_cache_folder
+from penstock.environment import Environment, process_environment
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment:
     overrides = f"{settings.CPU_NAME} {settings.CPU_FEATURES}"
     compiler = f"{numba.__version__} {llvmlite.__version__} {processor} {overrides}"
     try:
-        base = user_cache_folder(environment)
+        # RuntimeError if the user has no home, as in some containers.
+        base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
         folder = base / f"loops-{hashlib.sha256(source + compiler.encode()).hexdigest()[:24]}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # numba unpickles what is there.

@@ -5,7 +5,6 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 Environment = Mapping[str, str]
 
@@ -62,11 +61,3 @@ def export_variables(values: Environment) -> None:
 def withdraw_variable(name: str) -> None:
     """Unset a variable of this process, for the same libraries."""
     os.environ.pop(name, None)
-
-
-def user_cache_folder(environment: Environment) -> Path:
-    """The user's cache, for files that can be made again. It may be missing or read-only.
-
-    RuntimeError if the user has no home, as in some containers.
-    """
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"

@@ -73,7 +73,19 @@ def make_simulation_page(document: Mapping[str, Any]) -> Report:
         highlights=[hits],
         sections=[
             table_section("sizes", "Sizes", [_size_row(row) for row in document["rows"]]),
-            table_section("tiers", "Tiers", [_tier_row(tier) for tier in document["tiers"]]),
+            table_section(
+                "tiers",
+                "Tiers",
+                [
+                    {
+                        "tier": tier["tier"],
+                        "hits": f"{tier['hit_ratio']:.3f}",
+                        "read": format_bytes(tier["read_bytes"]),
+                        "written": format_bytes(tier["written_bytes"]),
+                    }
+                    for tier in document["tiers"]
+                ],
+            ),
         ],
     )
 
@@ -84,15 +96,6 @@ def _size_row(row: Mapping[str, Any]) -> dict[str, str]:
         "blocks": "no limit" if blocks is None else f"{blocks:,}",
         "cache": "-" if size is None else format_bytes(size),
         "prefix hits": f"{row['prefix_hit_ratio']:.3f}",
-    }
-
-
-def _tier_row(tier: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "tier": tier["tier"],
-        "hits": f"{tier['hit_ratio']:.3f}",
-        "read": format_bytes(tier["read_bytes"]),
-        "written": format_bytes(tier["written_bytes"]),
     }
 
 

@@ -208,15 +208,13 @@ class FetchProbe:
     Moments cost about 0.5 us, the kernel's clocks 1 us each: a batch has two readings of them.
     """
 
-    def __init__(self, keep: Callable[[Fetch], object], *, is_worker: bool = False) -> None:
+    def __init__(self, keep: Callable[[Fetch], object]) -> None:
         self._keep = keep
-        self._is_worker = is_worker
         self._schedule: int | None = None
         with suppress(OSError):  # not all kernels have it
             self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._thread = threading.get_ident()
         self._is_fetching = False
-        self._feeder: int | None = None
         self._undo = ExitStack()
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
         for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):  # noqa: SLF001
@@ -261,18 +259,7 @@ class FetchProbe:
     def _read_clocks(self) -> tuple[int, int]:
         """The time, and how long this process was awake: its threads computed, or this one wanted a core."""
         queued_ns = 0 if self._schedule is None else int(read_open_proc(self._schedule).split()[1])
-        return time.monotonic_ns(), time.process_time_ns() - self._feeder_ns() + queued_ns
-
-    def _feeder_ns(self) -> int:
-        """The processor time of the thread that sends this worker's batches, which is no part of a fetch."""
-        if self._feeder is None and self._is_worker:
-            for thread in threading.enumerate():
-                if thread.name.startswith("QueueFeeder") and thread.ident is not None:
-                    self._feeder = time.pthread_getcpuclockid(thread.ident)
-        try:
-            return 0 if self._feeder is None else time.clock_gettime_ns(self._feeder)
-        except OSError:  # it has ended with its queue
-            return 0
+        return time.monotonic_ns(), time.process_time_ns() + queued_ns
 
 
 class FetchLog:
@@ -322,7 +309,7 @@ class ProbedWorker:
         if self._user_init is not None:
             self._user_init(worker_id)
         log = FetchLog(self._folder, worker_id)
-        FetchProbe(log.keep, is_worker=True)
+        FetchProbe(log.keep)
         Finalize(None, log.write_report, exitpriority=100)
 
 
