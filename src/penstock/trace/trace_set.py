@@ -383,7 +383,7 @@ def read_facts(path: Path) -> EventTableFacts | None:
         raise UsageError(
             "This Parquet file is not an event table",
             where=str(path),
-            fix="Create one with penstock trace load.",
+            fix="Create one with penstock trace load, from the files that the tracer itself wrote.",
         )
     document = json.loads(text)
     if document["version"] not in _READABLE:

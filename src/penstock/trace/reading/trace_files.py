@@ -63,13 +63,14 @@ RECORDER: Final = (
     " ask DIR/_chrome (calls and times, without files and bytes), or trace the program with penstock trace"
     " record"
 )
+_RECORD: Final = "trace the program with penstock trace record"
 _RECORDER_FILE: Final = re.compile(r".*\.(?:mt|itf)|recorder\.(?:cfg|cst|ts)")
 _CONTENTS: Final = tuple(
     (re.compile(beginning, re.DOTALL), content)
     for beginning, content in (
         (
             rb".{8}(?:%b)" % b"|".join(map(re.escape, LOG_MAGIC)),
-            "a log of Darshan that its library cannot read: damaged, or of another version",
+            "a log of Darshan, damaged or too new for its library: ask what its darshan-dxt-parser prints",
         ),
         (
             rb"\xff\xfe|\xfe\xff|(?:[\t\n\r -~]\0){8}|(?:\0[\t\n\r -~]){8}",
@@ -81,7 +82,10 @@ _CONTENTS: Final = tuple(
         (rb"\xfd7zXZ\0", "compressed by xz: decompress it"),
         (rb"PK\x03\x04", "a zip archive: unpack it"),
         (rb"PAR1", "a Parquet file: penstock trace load makes those that it can read"),
-        (rb"SQLite format 3\0", "an SQLite database"),
+        (
+            rb"SQLite format 3\0",
+            f"an SQLite database, as Nsight Systems exports, without files and bytes of calls: {_RECORD}",
+        ),
         (rb"\x89HDF", "an HDF5 file"),
         (rb"\x7fELF", "a program"),
         (rb"\x80\x04", "a Python pickle"),
@@ -90,9 +94,21 @@ _CONTENTS: Final = tuple(
             rb"\s*(?:\d+\s+)?(?:\d\d:\d\d:\d\d(?:\.\d{6})?|\d{1,8}\.\d{6})\s+[a-z_]\w*\(",
             "a listing of strace without the day of its calls: trace again with strace -f -ttt -T",
         ),
+        (
+            rb"\s*(?:\[pid +\d+\] |\d+ )?[\w.]+(?:(?:->|@)[\w.]+)?\([^\n]*\) += ",
+            f"a listing of calls without times, as of strace or ltrace: {_RECORD}",
+        ),
+        (
+            rb"# darshan log version",
+            "sums as darshan-parser prints them: ask the log itself, or what darshan-dxt-parser prints of it",
+        ),
         (rb".{257}ustar", "a tar archive: unpack it"),
         (rb"\0*\Z", "zeros only"),
         (rb"[\t\n\r -~]+\Z", "text of no dialect that is known"),
+        (
+            rb"\n[^\n]{1,4}[\x08\x0a\x10\x1a\x22\x2a\x32\x40\x50\x52]",
+            "a binary trace of Perfetto: convert it with traceconv json TRACE OUT.json",
+        ),
         (rb"", "binary data"),
     )
 )
