@@ -1,1 +1,1 @@
-"""Checkpoints on disk: DCP, `torch.save`, safetensors, and our manifest."""
+"""Formats of stored checkpoints: DCP, `torch.save`, safetensors, and Penstock's manifest."""

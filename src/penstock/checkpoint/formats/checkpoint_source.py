@@ -1,8 +1,9 @@
-"""An opened checkpoint of any format: DCP (ours or stock), `torch.save` archives, safetensors.
+"""An opened checkpoint of any format: DCP (Penstock's or stock), `torch.save` archives, safetensors.
 
 The single entry point for reading: `open_checkpoint` detects the format and reads the description of the
-tensors, but no tensor. Invariant: index and manifest of an opened checkpoint agree, the manifest's checksum
-of `.metadata` matched, and ranks that open together see the same description or all get the same error.
+tensors, but no tensor. Invariant: index and manifest of an opened checkpoint agree, `.metadata` has matched
+the manifest's checksum, and ranks that open together either see the same description or all get the same
+error.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointReplaced(StorageError):
-    """Another save replaced the checkpoint, or something removed it, while it was read."""
+    """The checkpoint was replaced by another save, or removed, while it was read."""
 
 
 _COPY_AGAIN: Final = (
@@ -71,7 +72,7 @@ class Format(StrEnum):
     """The format of a checkpoint on disk."""
 
     DCP = "dcp"
-    """Torch's distributed checkpoints, ours among them."""
+    """torch's distributed checkpoints, including Penstock's."""
     TORCH_SAVE = "torch"
     SAFETENSORS = "safetensors"
 
@@ -84,19 +85,19 @@ class CheckpointSource:
     format: Format
     storage: Storage
     folder: str
-    """The folder of its files below the storage's root; empty for the root itself."""
+    """The folder of the checkpoint's files below the storage's root; empty for the root itself."""
     index: CheckpointIndex
     manifest: Manifest | None = None
     archive: torch_save.TorchSaveArchive | None = None
     key_types: Mapping[str, str] = field(default_factory=dict)
-    """By name of a dict whose keys do not look like what they are; see `state.walk.walk`."""
+    """The types of keys that names do not show, by the name of their dict; see `state.walk.walk`."""
     lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """By rank that saved, the names that it lacked in parts of which other ranks had other entries."""
+    """For each rank that saved, the names that it lacked in parts in which other ranks had other entries."""
     identity: bytes = b""
-    """Bytes that differ in any other checkpoint of this name; empty if they are unknown."""
+    """Bytes that differ from those of any other checkpoint of this name; empty if unknown."""
 
     def tell_if_unchecked(self) -> None:
-        """Log a warning if there should be checksums, and are none."""
+        """Log a warning if the checkpoint should have checksums but has none."""
         if self.format is Format.DCP and self.manifest is None:
             logger.warning(
                 "%s has no %s: what is loaded from it is not compared with checksums. If Penstock saved it,"
@@ -106,12 +107,12 @@ class CheckpointSource:
             )
 
     def require_unmixed(self) -> None:
-        """Raise `CheckpointReplaced` if what was read of it may be of two saves."""
+        """Raise `CheckpointReplaced` if the bytes read so far may come from two saves."""
         if not is_written_once(self.storage, self.folder):
             self.require_current()
 
     def require_current(self) -> None:
-        """Raise `CheckpointReplaced` if this is no longer the checkpoint of its name."""
+        """Raise `CheckpointReplaced` if the name no longer refers to this checkpoint."""
         if self.identity and read_identity(self.storage, self.folder) != self.identity:
             raise CheckpointReplaced(
                 "Another save replaced this checkpoint, or it was removed, while it was read",
@@ -120,9 +121,9 @@ class CheckpointSource:
             )
 
     def require_files(self, *, all_are_here: bool = True) -> None:
-        """Raise unless all files of the folder exist and are as long as they must be.
+        """Raise unless all files of the folder exist and have the required length.
 
-        Unless `all_are_here`, as in a node's cache, files may be elsewhere.
+        Unless `all_are_here`, files may be missing: in a node's cache, they may be elsewhere.
         """
         if self.manifest is not None:
             sizes_needed = {file.name: file.size_bytes for file in self.manifest.files}
@@ -150,13 +151,13 @@ class CheckpointSource:
 
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
-        """Explain why files are not as they should be: replaced by another save, or copied in part."""
+        """Explain errors of the block: another save replaced the checkpoint, or it was copied in part."""
         try:
             yield
         except (DataDamaged, ShortTransfer, ObjectNotFound) as error:
             self.require_current()
             if isinstance(error, ShortTransfer):
-                # The file ends too early, or only the answer of a service did.
+                # Either the file ends too early, or only the answer of the storage service did.
                 self.require_files(all_are_here=False)
             elif isinstance(error, ObjectNotFound):
                 error.fix = _COPY_AGAIN
@@ -164,7 +165,7 @@ class CheckpointSource:
 
     @contextmanager
     def naming_misfits(self) -> Iterator[None]:
-        """Name the checkpoint in errors about a state that does not fit it."""
+        """Name the checkpoint in errors about a state that does not match it."""
         try:
             yield
         except UsageError as error:
@@ -172,11 +173,11 @@ class CheckpointSource:
             raise
 
     def key(self, file_name: str) -> str:
-        """The key of one of its files in `storage`."""
+        """The key, in `storage`, of one of the checkpoint's files."""
         return _key(self.folder, file_name)
 
     def storage_of_files(self, tried: int = 0) -> Storage:
-        """The best access to read its files, which writes nothing: perhaps past the page cache.
+        """The best way to read the checkpoint's files, possibly past the page cache. It allows no writing.
 
         `tried` is the number of a file that this process can open.
         """
@@ -190,7 +191,7 @@ class CheckpointSource:
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
-        """The payload's offset in a row's item, from the item's first bytes; None: see `tensor_bytes`."""
+        """The payload's offset in a row's item, from the item's first bytes; if None, use `tensor_bytes`."""
         stored = self.index.stored
         if stored.packed[row]:
             return None
@@ -200,7 +201,7 @@ class CheckpointSource:
         return payload_in(head, int(stored.item_bytes[row]), dtype, self.shape(row))
 
     def tensor_bytes(self, row: int, item: Bytes) -> memoryview:
-        """The elements of a row's region in row-major order, from its whole item; for packed items."""
+        """The elements of a row's region in row-major order, from its whole item. For packed items."""
         if self.archive is not None:
             return torch_save.row_major(self.archive.strided[row], memoryview(item))
         dtype = self.index.tensors[int(self.index.stored.regions.tensor[row])].dtype
@@ -208,7 +209,7 @@ class CheckpointSource:
         return tensor_bytes(item, dtype, self.shape(row), transforms=transforms, where=self.where(row))
 
     def where(self, row: int) -> str:
-        """A row's item as messages name it: file, tensor and range."""
+        """A row's item in the form used by messages: file, tensor and range."""
         stored = self.index.stored
         begin = int(stored.item_offset[row])
         file = self.index.files[int(stored.file[row])]
@@ -216,16 +217,16 @@ class CheckpointSource:
         return f"{self.uri}, {file}, {name}, bytes {begin} to {begin + int(stored.item_bytes[row])}"
 
     def read_object_item(self, stored: StoredObject) -> bytearray:
-        """An object's item as stored in its file."""
+        """Read an object's item as it is stored in its file."""
         item = bytearray(stored.size_bytes)
         with closing(self.storage.open(self.key(self.index.files[stored.file]))) as source:
             source.read_into(stored.offset, memoryview(item))
         return item
 
     def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
-        """An object as it was saved.
+        """Read an object as it was saved.
 
-        Without `trust`, `UsageError` for one whose unpickling could run code.
+        Without `trust`, raises `UsageError` for an object whose unpickling could run code.
         """
         where = f"{self.uri}, {stored.name}"
         if self.archive is None:
@@ -235,9 +236,10 @@ class CheckpointSource:
         return read_data(value, record, stored.name, where)
 
     def parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:
-        """An object that refers to the tensors inside it, and a function that reads the record of one.
+        """Parse an object; also return a function that reads the record of a tensor inside it.
 
-        Runs no code and needs no torch: instances of unknown classes are `Opaque`.
+        The object refers to its tensors. Runs no code and needs no torch: instances of unknown classes are
+        `Opaque`.
         """
         if self.archive is None:
             where = f"{self.uri}, {stored.name}"
@@ -253,19 +255,19 @@ class CheckpointSource:
 
 
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
-    """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
+    """Open the checkpoint at a path or URI: a folder, or a single file of `torch.save` or safetensors."""
     storage, name = follow_link(*open_parent(path, rank=rank))
     uri = checkpoint_uri(storage, name)
     try:
         storage.stat(name)
     except StorageError:
-        # There is no such object, or it is a folder, for which file systems raise different errors.
+        # No such object exists, or it is a folder, for which file systems raise various errors.
         return open_folder(storage, find_folder(storage, name), uri)
     return _open_file(storage, name, uri)
 
 
 def checkpoint_uri(storage: Storage, name: str) -> str:
-    """A checkpoint's URI as messages name it."""
+    """A checkpoint's URI in the form used by messages."""
     return f"{storage.uri}{name}" if storage.uri.endswith("/") else f"{storage.uri}/{name}"
 
 
@@ -278,7 +280,7 @@ def find_folder(storage: Storage, name: str) -> str:
 
 
 def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
-    """Open the checkpoint whose files lie in a folder of a storage."""
+    """Open the checkpoint whose files are in a folder of a storage."""
     content, sealed = _read_description(storage, folder)
     if content is None:
         return _open_safetensors_folder(storage, folder, uri)
@@ -292,7 +294,7 @@ def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
             where=uri,
             fix=f"Load an older one, or remove {MANIFEST_NAME} if another program has saved here since.",
         )
-    # Only version 1, and what other programs wrote, has to be read from the pickle.
+    # Only version 1 and checkpoints of other programs must be read from the pickle.
     index = manifest.index if manifest is not None else None
     if index is None:
         index = read_metadata(content, f"{uri}/{METADATA_NAME}")
@@ -312,7 +314,7 @@ def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
 
 
 def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
-    """Open one file: an archive if its first bytes say so, else safetensors."""
+    """Open one file: an archive if its first bytes indicate that, otherwise safetensors."""
     last = name.rpartition("/")[2]
     if last in (METADATA_NAME, MANIFEST_NAME) or last.endswith(".distcp"):
         raise UsageError(
@@ -320,7 +322,7 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
         )
     with open_ranges(storage, name) as (source, read):
         head = bytes(read(0, min(9, source.size_bytes)))
-        # A header of safetensors may be so long that its length, 8 bytes, begins like an archive.
+        # A safetensors header may be so long that the 8 bytes of its length begin like an archive.
         if head[:2] in (b"PK", b"\x80\x02") and len(head) >= 4 and head[8:] != b"{":
             archive = torch_save.read_archive(read, source.size_bytes, name, uri)
             return CheckpointSource(
@@ -334,7 +336,7 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
         try:
             tensors = safetensors.read_header(read, source.size_bytes, uri)
         except DataDamaged:
-            # Other formats may begin with this byte, too, but not with all that follows it.
+            # Other formats may begin with this byte, too, but do not continue in the same way.
             if head.startswith(b"\x80"):
                 raise UsageError(
                     "This is a bare pickle, which cannot be read without running what is in it",
@@ -383,7 +385,10 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
 
 
 def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
-    """The error for a folder without a checkpoint; if it does not exist, names the checkpoints next to it."""
+    """The error for a folder without a checkpoint.
+
+    If the folder does not exist, it names checkpoints next to it.
+    """
     root = find_local_root(storage)
     path = None if root is None else root / folder
     if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
@@ -405,7 +410,7 @@ def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
 
 @contextmanager
 def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, torch_save.ReadRange]]:
-    """Open an object to read ranges of it; a range beyond its end is damage."""
+    """Open an object to read ranges of it; a range that extends beyond its end counts as damage."""
     with closing(storage.open(key)) as source:
 
         def read(offset: int, size: int) -> bytearray:
@@ -422,7 +427,7 @@ def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, torch_save
 
 
 def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
-    """Open the checkpoint in a folder. Collective. Rank 0 parses what describes it for all ranks."""
+    """Open the checkpoint in a folder. Collective. Rank 0 parses its description for all ranks."""
     if comm.size == 1:
         return open_folder(storage, folder, uri)
 
@@ -431,19 +436,20 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Checkp
         return {each.name: getattr(opened, each.name) for each in fields(opened) if each.name != "storage"}
 
     found = run_on_rank0(comm, open_for_all, awaiting="rank 0 to read what describes the checkpoint")
-    # Each rank has its own way to the files, which may lie in a cache of its node.
+    # Each rank has its own way to the files, which may be in a cache of its node.
     return CheckpointSource(**{**found, "storage": storage, "folder": folder, "uri": uri})
 
 
 NUM_HEAD_READERS = 16
-"""Heads are small, so reading them is bound by latency."""
+"""Heads are small, so the time to read them is latency."""
 
 
 def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSource:
-    """The checkpoint with the positions of all payloads, read from items that no manifest describes.
+    """Add the positions of all payloads, read from the items themselves if no manifest describes them.
 
-    Collective. Heads of items are read through the page cache: with direct I/O, scattered pages take four
-    times as long.
+    Collective.
+
+    Heads of items are read through the page cache: with direct I/O, scattered pages take four times as long.
     """
     stored = checkpoint.index.stored
     rows = np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)
@@ -451,7 +457,7 @@ def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSourc
         return checkpoint
 
     def find(source: Source, row: int) -> int:
-        """The position of a payload in its file; `UNKNOWN` where only the whole item has it."""
+        """The position of a payload in its file; `UNKNOWN` if only the whole item tells."""
         begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
         head = bytearray(min(HEAD_BYTES, size))
         source.read_into(begin, memoryview(head))
@@ -482,12 +488,12 @@ _NUM_READINGS = 5
 
 
 def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, bytes | None]:
-    """`.metadata` and manifest of one and the same save; None for one that is missing."""
+    """The `.metadata` and manifest of the same save; None for one that is missing."""
     is_final = is_written_once(storage, folder)
     for _ in range(_NUM_READINGS):
         manifest = _read_if_any(storage, _key(folder, MANIFEST_NAME))
         metadata = _read_if_any(storage, _key(folder, METADATA_NAME))
-        # A save that replaced the folder between the two has another manifest.
+        # If a save has replaced the folder between the two reads, its manifest differs.
         if manifest is None or is_final or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
             break
     return metadata, manifest

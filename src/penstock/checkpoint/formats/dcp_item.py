@@ -1,14 +1,14 @@
-"""Items of `.distcp` files: one `torch.save` archive per stored region or object, perhaps compressed.
+"""Items of `.distcp` files: one `torch.save` archive per stored region or object, possibly compressed.
 
-An item is `prefix + payload + suffix`: the archive that `torch.save` could have written of one contiguous
+An item is `prefix + payload + suffix`: the archive that `torch.save` could have written for one contiguous
 tensor. Items are written and located without torch, which is imported only to unpickle objects. An item
-behind a stream transform (compression) has no aligned payload and is read whole.
+behind a stream transform (compression) has no aligned payload and is read as a whole.
 
 Objects are rebuilt by `saved_objects`, and by torch itself only with `trust`.
 
-Invariants: our payloads of 64 KiB and more are aligned to 4 KiB, so that direct I/O can move them; in items
-of other writers a payload offset is given only where the bytes from there on are the tensor's own, in row-
-major order.
+Invariants: payloads of 64 KiB or more that Penstock writes are aligned to 4 KiB, for direct I/O; in items of
+other writers, a payload offset is given only if the bytes from there on are the tensor's own, in row-major
+order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.checkpoint.state.regions import UNKNOWN, Bytes, ElementType, conti
 from penstock.errors import DataDamaged, Unavailable, UsageError
 
 ZSTD: Final = "stream.zstd/1"
-"""The only transform that torch has built in."""
+"""The only transform that is built into torch."""
 
 
 def apply_transforms(content: Bytes, transforms: Sequence[str]) -> bytes:
@@ -53,7 +53,7 @@ def apply_transforms(content: Bytes, transforms: Sequence[str]) -> bytes:
 
 
 def undo_transforms(content: Bytes, transforms: Sequence[str], where: str) -> bytes:
-    """Undo the transforms of `content`; `Unavailable` names one that is not supported."""
+    """Undo the transforms of `content`; raise `Unavailable` with the name of one that is not supported."""
     plain = bytes(content)
     require_known_transforms(transforms, Unavailable)
     for _ in transforms:
@@ -81,7 +81,7 @@ def require_known_transforms(
 
 
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
-    """The object of one item. Without `trust`, `UsageError` names what is more than data."""
+    """Load the object of one item. Without `trust`, `UsageError` names what is more than data."""
     plain = undo_transforms(item, transforms, where)
     if (pickled := _pickled_scalar(plain)) is not None:
         return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
@@ -111,7 +111,10 @@ _SCALAR: Final = re.compile(rb"\x80\x02(?:[N\x88\x89]|K.|M..|J.{4}|\x8a.+|G.{8}|
 
 
 def _pickled_scalar(item: bytes) -> bytes | None:
-    """The pickle in an item of torch, if it is one scalar: an archive takes a while to read."""
+    """The pickle in an item if torch saved a single scalar, or None.
+
+    Avoids reading an archive, which takes a while.
+    """
     name, begin = next(_records_in(item[:HEAD_BYTES]), (b"", 0))
     end = item.find(_AFTER_RECORD, begin, HEAD_BYTES)
     pickled = item[begin:end]
@@ -125,7 +128,7 @@ def _pickled_scalar(item: bytes) -> bytes | None:
 
 
 def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, where: str) -> Any:
-    """An object from its archive's value; `UsageError` names what of it is more than data."""
+    """Rebuild an object from its archive's value; `UsageError` names what in it is more than data."""
     if beyond := names_beyond_data(value):
         raise UsageError(
             f"The object {name} is more than data: it is made of {', '.join(beyond)}",
@@ -139,7 +142,7 @@ def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, w
 
 
 def object_bytes(value: Any) -> bytes:
-    """An object as the item that stock torch reads."""
+    """The item for an object, as stock torch reads it."""
     import torch  # noqa: PLC0415 - other tools than loads and saves do without it
 
     item = io.BytesIO()
@@ -155,9 +158,11 @@ _END = struct.Struct("<IHHHHIIH")
 
 _FULL = 0xFFFFFFFF
 _PADDING_ID = b"FB"
-"""The extra field that torch itself pads its headers with."""
+"""The ID of the extra field with which torch itself pads its headers."""
 _FLAGS = 0x0808
-"""Bit 3: checksum and sizes follow the record, because the payload's are not known before. Bit 11: UTF-8."""
+"""Bit 3: checksum and sizes follow the record, because those of the payload are not known earlier. Bit 11:
+UTF-8.
+"""
 
 
 def begin_record(name: str, offset: int, *, align: int = 1) -> bytes:
@@ -180,14 +185,14 @@ def end_record(size_bytes: int, crc32: int = 0) -> bytes:
 
 
 def small_record(name: str, content: bytes, offset: int) -> tuple[bytes, ZipRecord]:
-    """A whole record, checksum included, and its entry for the directory."""
+    """A complete record, including its checksum, and its entry for the directory."""
     crc32 = zlib.crc32(content)
     body = begin_record(name, offset) + content + end_record(len(content), crc32)
     return body, ZipRecord(name, offset, len(content), crc32)
 
 
 def directory(records: Sequence[ZipRecord], offset: int) -> bytes:
-    """The central directory of an archive, which begins at `offset`, and the archive's end."""
+    """The central directory of an archive, which begins at `offset`, and the end of the archive."""
     entries = bytearray()
     for record in records:
         encoded = record.name.encode()
@@ -211,19 +216,20 @@ def directory(records: Sequence[ZipRecord], offset: int) -> bytes:
 
 PAYLOAD_ALIGNMENT = 4096
 ALIGNED_BYTES = 64 * 1024
-"""Payloads of at least this size are aligned; the gaps before smaller ones would be as large as they are."""
+"""Payloads of at least this size are aligned. The gaps before smaller ones would be as large as the payloads.
+"""
 _PREFIX_ALIGNMENT = 64
-"""The alignment of tensors in torch's archives. It also gives the prefixes of most shapes the same length."""
+"""The alignment of tensors in torch's archives. It also makes the prefixes of most shapes equally long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The bytes around a payload. All lengths are known before a byte is written."""
+    """The bytes around a payload. All lengths are known before the first byte is written."""
 
     prefix: bytes
     payload_bytes: int
     suffix: bytes
-    """Has 0 for the CRC-32 of the payload, which torch accepts."""
+    """Contains 0 as the CRC-32 of the payload, which torch accepts."""
 
     @property
     def item_bytes(self) -> int:
@@ -255,7 +261,7 @@ def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
 
 
 def item_start(position: int, around: Envelope) -> int:
-    """The first offset from `position` on at which an item may begin: a large payload is then aligned."""
+    """The first offset from `position` on at which an item may begin, so that a large payload is aligned."""
     if around.payload_bytes < ALIGNED_BYTES:
         return position + -position % _PREFIX_ALIGNMENT
     return position + -(position + len(around.prefix)) % PAYLOAD_ALIGNMENT
@@ -269,14 +275,14 @@ def tensor_pickle(kind: ElementType, shape: Sequence[int]) -> bytes:
 
 
 class _RecordStub:
-    """A record of an archive in a pickle: the ID that refers to it."""
+    """Stands for a record of an archive in a pickle: the ID that refers to it."""
 
     def __init__(self, *pid: Any) -> None:
         self.pid = pid
 
 
 class TensorStub:
-    """A contiguous tensor in a pickle: the call that rebuilds it from the record `key`."""
+    """Stands for a contiguous tensor in a pickle: the call that rebuilds it from the record `key`."""
 
     def __init__(self, kind: ElementType, shape: tuple[int, ...], key: str) -> None:
         import torch  # noqa: PLC0415 - only writers need it
@@ -301,13 +307,13 @@ class ArchivePickler(pickle.Pickler):
     """Refers to records by their IDs."""
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """A record for its stand-in, None for everything else."""
+        """The reference to a record for its stand-in; None for everything else."""
         return obj.pid if isinstance(obj, _RecordStub) else None
 
 
 _AFTER_RECORD: Final = b"PK\x07\x08"
 HEAD_BYTES: Final = 4096
-"""This much of an item's beginning is enough to locate its payload."""
+"""The length of an item's beginning that suffices to locate its payload."""
 
 _SIGNATURE: Final = b"PK\x03\x04"
 
@@ -315,8 +321,8 @@ _SIGNATURE: Final = b"PK\x03\x04"
 def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -> int | None:
     """The offset of the payload in an item, from the item's first `HEAD_BYTES`.
 
-    None if only `tensor_bytes` of the whole item can tell: elements in another order, a big-endian writer, or
-    an archive in another layout than torch's.
+    None if only `tensor_bytes` with the whole item can tell: the elements are in another order, the writer
+    was big-endian, or the archive's layout differs from torch's.
     """
     head, tensor, is_little = bytes(head), None, True
     for number, (name, content) in enumerate(_records_in(head)):
@@ -333,7 +339,7 @@ def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -
 
 
 def _records_in(head: bytes) -> Iterator[tuple[bytes, int]]:
-    """The names of an archive's first records, and where their contents begin."""
+    """The names of an archive's first records, and the offsets of their contents."""
     at = 0
     while head.startswith(_SIGNATURE, at) and len(head) >= at + _LOCAL.size:
         *_, name_bytes, extra_bytes = _LOCAL.unpack_from(head, at)
@@ -345,7 +351,7 @@ def _records_in(head: bytes) -> Iterator[tuple[bytes, int]]:
 
 @lru_cache(maxsize=4096)
 def _tensor_in(pickled: bytes) -> TensorRef | None:
-    """The tensor that a pickle consists of, if its record is all of it in row-major order."""
+    """The tensor of which a pickle consists, if the whole record is its elements in row-major order."""
     try:
         tensor = read_torch_pickle(pickled, "an item")
     except DataDamaged:
@@ -358,7 +364,7 @@ def _tensor_in(pickled: bytes) -> TensorRef | None:
 def tensor_bytes(
     item: Bytes, dtype: str, shape: Sequence[int], *, transforms: Sequence[str] = (), where: str
 ) -> memoryview:
-    """A tensor's elements in row-major order, from its whole item; `DataDamaged` if it has another tensor."""
+    """A tensor's elements in row-major order, from its item; raises `DataDamaged` for another tensor."""
     plain = memoryview(undo_transforms(item, transforms, where) if transforms else item)
     archive, _ = open_item(plain, where)
     facts = archive.index.tensors
@@ -374,7 +380,7 @@ def tensor_bytes(
 
 
 def open_item(item: Bytes, where: str) -> tuple[TorchSaveArchive, Callable[[TensorRef], bytearray]]:
-    """Open an item without transforms: its archive, and a function that reads a tensor's record."""
+    """Open an item without transforms: return its archive, and a function that reads a tensor's record."""
     view = memoryview(item)
 
     def read(offset: int, size: int) -> bytes:

@@ -1,13 +1,13 @@
 """The two files that describe a checkpoint: `penstock.json`, the manifest, and torch's `.metadata`.
 
 Rank 0 writes both when all files are durable, `.metadata` last. The manifest has an XXH3-128 checksum for
-each item, and the index in columns: a load needs nothing of `.metadata` but its checksum. A checksum is 16
-bytes, in the order that `xxhsum -H2` prints them; it detects damage, not forgery. `.metadata` is written with
-torch's classes, so that stock torch reads it, and read without torch, where there is no manifest: no code of
-the file runs, see `restricted_pickle`. Invariants: each byte of a checkpoint is covered once: by an item's
-checksum, a gap between items (zeros), the checksum of `.metadata` or the manifest's own; an index that was
-read has been checked: every region has one place and is inside its tensor, and no file name leaves the
-checkpoint's folder.
+each item, and the index in columns: a load needs `.metadata` only to verify its checksum. A checksum is 16
+bytes, in the order in which `xxhsum -H2` prints them; it detects damage, not forgery. `.metadata` is written
+with torch's classes, so that stock torch can read it. If there is no manifest, it is read, without torch: no
+code from the file runs, see `restricted_pickle`. Invariants: each byte of a checkpoint is covered exactly
+once, by an item's checksum, as a gap between items (zeros), by the checksum of `.metadata`, or by the
+manifest's own; an index that was read has been checked: every region has one position and is within its
+tensor, and no file name leads out of the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BLOCK_BYTES = 16 << 20
 
 
 start_checksum = xxhash.xxh3_128
-"""The checksum of no bytes yet, to be updated piece by piece."""
+"""The checksum of no bytes, to be updated piece by piece."""
 
 
 def checksum_of(*buffers: Bytes) -> bytes:
@@ -79,7 +79,7 @@ def checksum_of(*buffers: Bytes) -> bytes:
 
 
 def checksum_object(storage: Storage, key: str, progress: Callable[[int], None] | None = None) -> bytes:
-    """The sum of one object, read block by block; `progress` is called with the bytes of each."""
+    """The checksum of one object, read block by block; `progress` is called with the size of each block."""
     total = start_checksum()
     with closing(storage.open(key)) as source:
         block = aligned_buffer(max(1, min(BLOCK_BYTES, source.size_bytes)))
@@ -97,7 +97,7 @@ Fact = str | int | float | bool | None
 MANIFEST_VERSION: Final = 2
 """Version 1 had no index."""
 OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
-"""Every manifest begins with this; the hexadecimal checksum of all other bytes follows."""
+"""The beginning of every manifest; the hexadecimal checksum of all other bytes follows."""
 _HEX: Final = 2 * SUM_BYTES
 
 
@@ -123,10 +123,10 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ManifestFile(WrittenFile):
-    """One data file, and what its items are."""
+    """One data file, and what each of its items is."""
 
     item_name: Ints
-    """Numbers of the manifest's `names`."""
+    """For each item, an index into the manifest's `names`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,25 +139,25 @@ class Manifest:
     """The program and its version."""
     world_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """Size of each named dimension of the device mesh, outermost first; empty without one."""
+    """The size of each named dimension of the device mesh, outermost first; empty without a mesh."""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """Further facts that the program that saved wants to record."""
+    """Further facts that the saving program wants to record."""
     metadata_bytes: int
     metadata_sum: bytes
     names: tuple[str, ...]
-    """Names of tensors, then of objects; items of one name may be in several files."""
+    """The names of tensors, then of objects; several files may have items of the same name."""
     files: tuple[ManifestFile, ...]
     index: CheckpointIndex | None = None
-    """Its regions are in the order of `files` and their items; None if only `.metadata` has it."""
+    """The index, with regions in the order of `files` and their items; None if only `.metadata` has it."""
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all data files."""
+        """The total size of all data files."""
         return sum(file.size_bytes for file in self.files)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The content of the file, with its own checksum."""
+    """The content of the manifest file, including its own checksum."""
     index = manifest.index
     document: dict[str, Any] = {
         "version": MANIFEST_VERSION,
@@ -201,13 +201,13 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def _inside(tensor: Ints, tensors: Sequence[TensorFacts], width: int) -> NDArray[np.bool_]:
-    """(rows, width): the dimensions that the tensor of each row has; its columns have no others."""
+    """(rows, width): True for dimensions that the tensor of each row has; all other columns are padding."""
     dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)
     return np.arange(width) < dims[tensor][:, None]
 
 
 def _all_transforms(index: CheckpointIndex) -> set[Transforms]:
-    """The transforms that items have: one entry, unless other programs wrote them."""
+    """The distinct transforms of items: a single entry, unless other programs wrote the items."""
     of_rows = set(index.transforms) if index.transforms else {()} if len(index.stored) else set()
     return of_rows | {held.transforms for held in index.objects}
 
@@ -228,7 +228,9 @@ def _as_column(numbers: list[int]) -> Ints:
 
 
 _Column = Annotated[list[int], AfterValidator(_as_column)]
-"""An array from when it is read: lists of all files' numbers take five times as much memory."""
+"""A list that becomes an array as soon as it is read: as lists, the numbers of all files take five times the
+memory.
+"""
 
 
 _NO_NUMBERS: Final = np.zeros(0, dtype=np.int64)
@@ -240,7 +242,7 @@ class _Items(_Strict):
     size_bytes: _Column
     payload_offset: _Column
     xxh3_128: str
-    # For each dimension of each region, where it begins in its tensor, and how far it extends.
+    # For each dimension of each region, its offset in the tensor, and its size.
     begin: _Column = Field(default=[], validate_default=True)
     extent: _Column = Field(default=[], validate_default=True)
 
@@ -260,9 +262,9 @@ class _Index(_Strict):
     dtype: list[str]
     shape: list[list[_Size]]
     order: list[_Size]
-    """The numbers of names in the order of the state."""
+    """Indices of names, in the order of the state."""
     path: list[list[str | int]]
-    """In this order."""
+    """The path of each name, in the same order."""
     transforms: list[str]
 
 
@@ -283,7 +285,7 @@ class _Document(_Strict):
 
 
 def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manifest:
-    """Check a manifest's own checksum, then its content; `DataDamaged` names the first error."""
+    """Check a manifest's own checksum, then its content; raise `DataDamaged` for the first error."""
     content = bytes(content)
     end = len(OPENING) + _HEX
     stated = content[len(OPENING) : end]
@@ -300,7 +302,7 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
         place = ".".join(str(part) for part in first["loc"])
         if place != "version":
             raise DataDamaged(f"The manifest's {place}: {first['msg']}", where=where) from error
-        # Another version is not damage.
+        # A different version is not damage.
         version: Any = json.loads(content).get("version")
         raise Unavailable(
             f"The manifest has version {version}, this Penstock reads versions up to {MANIFEST_VERSION}",
@@ -325,7 +327,7 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
 
 
 def _file(file: _File, num_names: int, where: str) -> ManifestFile:
-    """Check a file's columns: items are in order, do not overlap, and are inside the file."""
+    """Check a file's columns: items must be in order, not overlap, and be within the file."""
     try:
         check_key(file.name, where)
         items = file.items
@@ -425,10 +427,10 @@ def build_manifest(
     mesh: Mapping[str, int] | None = None,
     facts: Mapping[str, Fact] | None = None,
 ) -> Manifest:
-    """The manifest of what was written: `index` as in `metadata`, `files` as ranks report them.
+    """Build the manifest of what was written: `index` as in `metadata`, `files` as reported by the ranks.
 
-    Also checks that both agree: an item that is in `index` and in no file, or the other way round, is a
-    `DataDamaged` that names it.
+    Also checks that both agree: raises `DataDamaged` with the name of an item that is in `index` but in no
+    file, or the reverse.
     """
     by_name = {file.name: file for file in files if len(file)}
     if missing := set(index.files) ^ set(by_name):
@@ -456,9 +458,9 @@ def build_manifest(
 
 
 def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> CheckpointIndex:
-    """`index` of `.metadata` with what its manifest adds: positions of payloads, and each item's checksum.
+    """Add to the `index` from `.metadata` what its manifest has: positions of payloads, checksums of items.
 
-    Its regions are in the order of files and items. Raises `DataDamaged` where both disagree.
+    The regions of the result are in the order of files and items. Raises `DataDamaged` if both disagree.
     """
     by_name = {file.name: file for file in manifest.files}
     for name in index.files:
@@ -468,9 +470,9 @@ def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> Che
 
 
 def _join(index: CheckpointIndex, files: Sequence[WrittenFile]) -> tuple[CheckpointIndex, list[Ints]]:
-    """The index in the order of the items of `files`, its own; and by file the number of each item's name."""
+    """The index in the order of the items of `files`; and, for each file, the number of each item's name."""
     stored, objects, num_rows = index.stored, list(index.objects), len(index.stored)
-    # All items: the regions, then the objects.
+    # All items: first the regions, then the objects.
     numbers = np.arange(len(objects), dtype=np.int64) + len(index.tensors)
     name = np.concatenate([stored.regions.tensor, numbers])
     file_of = np.concatenate([stored.file, _ints(held.file for held in objects)])
@@ -512,7 +514,7 @@ def _ints(numbers: Iterable[int]) -> Ints:
 
 
 def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri: str) -> None:
-    """Raise unless the files of a draft, `sizes` by name, are exactly those `expected`."""
+    """Raise unless the files of a draft, `sizes` by name, are exactly those in `expected`."""
     missing = sorted(expected.keys() - sizes.keys())
     if missing:
         raise StorageError(
@@ -545,9 +547,9 @@ _FORGET_EVERY: Final = 1000
 
 
 def metadata_bytes(index: CheckpointIndex) -> bytes:
-    """The file that describes `index` to torch."""
+    """The content of the `.metadata` that describes `index` to torch."""
     content, num_items = io.BytesIO(), 0
-    # Protocol 3 numbers what it remembers, so that numbers can be used again: see `_Streamed`.
+    # Protocol 3 numbers what it memoizes, so that numbers can be reused: see `_Streamed`.
     pickler = pickle.Pickler(content, protocol=3)
 
     def forget(items: Iterable[Any]) -> Iterator[Any]:
@@ -575,10 +577,10 @@ def torch_metadata(index: CheckpointIndex) -> Metadata:
 
 
 class _Streamed:
-    """A list or dict whose items are made while they are pickled, and then forgotten.
+    """A list or dict whose items are created while they are pickled, and then forgotten.
 
-    A million parts and the pickler's memory of them would take several gigabytes at once. The pickler forgets
-    names, too, and writes them again after a while; nothing refers to a container that is being written.
+    A million parts, and the pickler's memory of them, would take several gigabytes at once. The pickler also
+    forgets names and after a while writes them again; nothing refers to a container that is being written.
     """
 
     def __init__(self, reduced: tuple[Any, ...]) -> None:
@@ -603,7 +605,7 @@ def _describe(
     size = torch.Size
 
     def parts(number: int) -> Iterator[tuple[Any, ...]]:
-        """For each part of a tensor its row, offsets, sizes, file, and place in the file."""
+        """The row, offsets, sizes, file, and position in the file of each part of a tensor."""
         rows, dims = order[begins[number] : begins[number + 1]], len(index.tensors[number].shape)
         regions = stored.regions.offsets[rows, :dims], stored.regions.sizes[rows, :dims]
         places = stored.file[rows], stored.item_offset[rows], stored.item_bytes[rows]
@@ -622,7 +624,7 @@ def _describe(
 
     def place(file: int, offset: int, num_bytes: int, transforms: Transforms) -> Any:
         if transforms:
-            # Older versions of torch lack this field, and read what is not transformed.
+            # Older versions of torch lack this field, and read only what is not transformed.
             return _StorageInfo(index.files[file], offset, num_bytes, transform_descriptors=list(transforms))
         return _StorageInfo(index.files[file], offset, num_bytes)
 
@@ -644,15 +646,16 @@ def _describe(
         storage_data=make_dict(storage()),
         storage_meta=records.StorageMeta(),
     )
-    # A field of newer versions of torch; its readers ask for it by name.
+    # A field that newer versions of torch have; their readers ask for it by name.
     described.version = VERSION
     return described
 
 
 class MetadataWriter:
-    """Writes `.metadata`, and keeps the bytes as long as they describe the same.
+    """Writes `.metadata`, and keeps the bytes as long as they describe the same state.
 
-    While a job's plan does not change, neither does the file: only the manifest tells checkpoints apart.
+    As long as a job's plan does not change, neither does the file: only the manifest distinguishes
+    checkpoints.
     """
 
     def __init__(self) -> None:
@@ -660,14 +663,14 @@ class MetadataWriter:
         self._content = b""
 
     def write(self, index: CheckpointIndex) -> bytes:
-        """The file that describes `index`."""
+        """The content of the `.metadata` that describes `index`."""
         if self._index is None or not _are_same(self._index, index):
             self._index, self._content = index, metadata_bytes(index)
         return self._content
 
 
 def _are_same(one: CheckpointIndex, other: CheckpointIndex) -> bool:
-    """Return whether `.metadata` of both is the same."""
+    """Return whether both indexes give the same `.metadata`."""
     texts = attrgetter("tensors", "objects", "files", "paths", "transforms")
     columns = attrgetter(
         *("regions.tensor", "regions.offsets", "regions.sizes", "file", "item_offset", "item_bytes")
@@ -676,7 +679,7 @@ def _are_same(one: CheckpointIndex, other: CheckpointIndex) -> bool:
 
 
 def read_metadata(content: bytes | bytearray | memoryview, where: str) -> CheckpointIndex:
-    """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
+    """Parse a `.metadata` that torch 2.x or Penstock wrote; `where` names it in errors."""
     with paused_garbage_collection():
         root = read_metadata_pickle(content, where)
         if getattr(root, "kind", None) != "Metadata":
@@ -692,7 +695,7 @@ def read_metadata(content: bytes | bytearray | memoryview, where: str) -> Checkp
 
 
 def _parse(root: Any, where: str) -> CheckpointIndex:
-    """Turn torch's records into columns."""
+    """Convert torch's records to columns."""
     keys = map(attrgetter("fqn", "offset"), root.storage_data)
     places = dict(zip(keys, root.storage_data.values(), strict=True))
     files: dict[str, int] = {}
@@ -755,7 +758,7 @@ def _parse(root: Any, where: str) -> CheckpointIndex:
         payload_offset=np.full(len(places_of_chunks), UNKNOWN, dtype=np.int64),
         packed=np.array([bool(through) for through in transforms], dtype=np.bool_),
     )
-    # Data of other planners than torch's default one is ignored.
+    # Data of planners other than torch's default one is ignored.
     planner_data = getattr(root, "planner_data", None)
     index = CheckpointIndex(
         tuple(tensors),
@@ -777,7 +780,7 @@ def _parse(root: Any, where: str) -> CheckpointIndex:
 
 @contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector, which takes as long as the reading itself for a million records."""
+    """Pause the garbage collector, which would take as long as reading a million records takes."""
     was_on = gc.isenabled()
     gc.disable()
     try:

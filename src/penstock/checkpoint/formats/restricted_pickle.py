@@ -1,9 +1,9 @@
 """Pickles read as data: no class or function that a file names is ever imported or called.
 
-`.metadata` files may only name the records in a list; `torch.save` archives may name anything, and what is
-unknown becomes an `Opaque`. torch is not imported. Invariants: everything that a pickle names becomes one of
-the stand-ins in this module, and no stand-in makes more than the pickle is long: a part that a pickle refers
-to again and again is not copied each time.
+`.metadata` files may name only the records in a list; `torch.save` archives may name anything, and unknown
+names become `Opaque`. torch is not imported. Invariants: everything that a pickle names becomes one of the
+stand-ins in this module, and stand-ins never create more data than the length of the pickle: a part to which
+a pickle refers repeatedly is not copied each time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, QUANTIZ
 from penstock.errors import DataDamaged
 
 StandIns = Mapping[tuple[str, str], Any]
-"""(module, name) as a pickle has them -> what takes their place."""
+"""Maps (module, name), as in a pickle, to the stand-in."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-"""Where torch before 2.3 had its tensor properties."""
+"""The module of tensor properties in torch before 2.3."""
 
 _RECORDS = (
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
     *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     *((_METADATA, "TensorProperties"), (_SHARDED, "TensorProperties")),
     *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
-    # Megatron keeps all ranks' plans with the metadata.
+    # Megatron keeps the plans of all ranks with the metadata.
     *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
 )
 """Classes whose instances are attributes and nothing more."""
@@ -42,17 +42,17 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "MetadataIndex": {"offset": None},
     "_StorageInfo": {"transform_descriptors": None},
 }
-"""Attributes that older versions of torch lack, or that newer ones leave out where they are None."""
+"""Attributes that older versions of torch lack, or that newer ones leave out if they are None."""
 
 
 def require(is_right: object, what: str) -> None:
-    """Raise `ValueError` about a part that no program saves; whoever reads the file says where."""
+    """Raise `ValueError` for a part that no program saves. The caller that reads the file adds the place."""
     if not is_right:
         raise ValueError(what)
 
 
 def _itself(kind: type) -> Callable[[Any], Any]:
-    """A stand-in for a class that is called with a value of `kind` alone: nothing is copied or converted."""
+    """A stand-in for a class that is called with one value of type `kind`: nothing is copied or converted."""
 
     def value(part: Any) -> Any:
         require(type(part) is kind, f"a {kind.__name__} is made of a {type(part).__name__}")
@@ -62,7 +62,7 @@ def _itself(kind: type) -> Callable[[Any], Any]:
 
 
 def _empty(kind: Callable[[], Any]) -> Callable[[], Any]:
-    """A stand-in for a class that is called without arguments: a container, filled by the pickle."""
+    """A stand-in for a class that is called without arguments: a container, to be filled by the pickle."""
     return lambda: kind()  # noqa: PLW0108 - the class itself takes arguments
 
 
@@ -90,7 +90,7 @@ _METADATA_CALLABLES: StandIns = {
 
 
 class PickledRecord:
-    """An instance of one of torch's records: its attributes, as they were pickled."""
+    """An instance of one of torch's records: its attributes as they were pickled."""
 
     kind: str
 
@@ -103,7 +103,7 @@ class PickledRecord:
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A record of elements: `dtype` is None where the archive calls them plain bytes."""
+    """A record of elements: `dtype` is None if the archive calls them plain bytes."""
 
     key: str
     dtype: str | None
@@ -119,23 +119,23 @@ class TensorRef:
     strides: tuple[int, ...]
     offset: int
     is_conjugate: bool = False
-    """The elements stand for their complex conjugates."""
+    """True if the elements represent their complex conjugates."""
     is_negative: bool = False
-    """The elements stand for their negatives."""
+    """True if the elements represent their negatives."""
     is_parameter: bool = False
     requires_grad: bool = False
     subclass: str = ""
-    """The class of a tensor that has attributes or a class of its own."""
+    """The class of a tensor that has attributes, or whose class is not torch's own."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class QuantizedRef:
-    """A quantized tensor: its integers, and what they stand for. It has no bytes of its own."""
+    """A quantized tensor: its integers, and what they represent. It has no bytes of its own."""
 
     dtype: str
     integers: TensorRef
     quantizer: tuple[Any, ...]
-    """Its scheme, scales, zero points and axis, as torch's rebuilding function takes them."""
+    """The scheme, scales, zero points and axis, as torch's rebuilding function takes them."""
 
     def __repr__(self) -> str:
         return f"<{self.dtype} {list(self.integers.shape)}>"
@@ -154,7 +154,7 @@ class _StorageKind(str):
 
 
 class DeviceName(str):
-    """A device of torch."""
+    """The name of a torch device."""
 
     __slots__ = ()
 
@@ -173,7 +173,7 @@ class Opaque:
     state: Any = None
 
     def __new__(cls, *arguments: object, **_: object) -> Self:
-        """Accept any arguments, as the real class may."""
+        """Accept any arguments, because the real class may."""
         made = super().__new__(cls)
         made.arguments = arguments
         return made
@@ -184,7 +184,7 @@ class Opaque:
     def _drop(self, *_: object) -> None:
         """Ignore what the pickle would put into the real object."""
 
-    # The names by which the unpickler fills subclasses of list and of dict.
+    # The names by which the unpickler fills subclasses of list and dict.
     append = extend = __setitem__ = _drop
 
     def __repr__(self) -> str:
@@ -192,9 +192,10 @@ class Opaque:
 
 
 def read_metadata_pickle(content: Bytes, where: str) -> Any:
-    """The value of a pickle whose classes are torch's metadata; `DataDamaged` for anything else."""
-    # Classes are made for each file, so that no file can leave anything behind in them. Only two records may
-    # have another state than a dictionary: the others are filled several times faster without a method.
+    """The value of a pickle whose classes are torch's metadata; raises `DataDamaged` for anything else."""
+    # The classes are created for each file, so that no file can leave anything behind in them. The state of
+    # only two records may be something other than a dictionary; without a method, the others are filled
+    # several times faster.
     records = {
         (module, name): type(
             name,
@@ -215,7 +216,7 @@ _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def parts_of(value: object) -> tuple[Any, ...]:
-    """The values directly inside one value of an archive."""
+    """The values directly inside a value of an archive."""
     if type(value) in _LEAVES:
         return ()
     match value:
@@ -236,7 +237,7 @@ _MOST_REPEATED = 1 << 20
 
 
 def _require_tree(value: object) -> None:
-    """Raise `ValueError` if a value contains itself, or is so often in itself that nobody can list it."""
+    """Raise `ValueError` if a value contains itself, or repeats parts so often that it cannot be listed."""
     places: dict[int, int] = {}
     num_parts = 0
 
@@ -267,7 +268,7 @@ class _Unpickler(pickle.Unpickler):
         self._is_archive = is_archive
 
     def read(self) -> Any:
-        """The pickle's value; whatever else the unpickler raises is damage, too."""
+        """The pickle's value. Any other exception of the unpickler counts as damage, too."""
         try:
             value = self.load()
             if self._is_archive:
@@ -293,7 +294,7 @@ class _Unpickler(pickle.Unpickler):
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name; never the thing itself."""
+        """The stand-in for a name; never the named object itself."""
         if self._is_archive:
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if module == "torch" and (name in ELEMENT_TYPES or name in QUANTIZED):
@@ -309,7 +310,7 @@ class _Unpickler(pickle.Unpickler):
         return self._stand_ins[module, name]
 
     def _copying(self) -> StandIns:
-        """Stand-ins that copy what they are called with: all together no more than the pickle has bytes."""
+        """Stand-ins that copy their arguments: in total, no more bytes than the pickle has."""
 
         def spend(part: Any, *kinds: type) -> Any:
             require(type(part) in kinds, f"a {type(part).__name__} is not what it is made of")
@@ -332,7 +333,7 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def persistent_load(self, pid: Any) -> StorageRef:
-        """A record of the archive."""
+        """The record of the archive to which a pickle refers."""
         if not self._is_archive:
             raise DataDamaged("It refers to something outside of itself", where=self._where)
         match pid:
@@ -396,7 +397,7 @@ def _rebuild_quantized(
 
 
 def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
-    """Apply torch's notes on a tensor; one with notes that are unknown here is opaque, never guessed."""
+    """Apply torch's notes on a tensor. A tensor with unknown notes becomes opaque; nothing is guessed."""
     if not notes or not notes[0]:
         return tensor
     if not isinstance(notes[0], dict) or not notes[0].keys() <= {"conj", "neg"}:
@@ -419,7 +420,7 @@ def _rebuild_parameter(data: Any, needs_gradient: Any = True, *_: Any) -> Any:  
 
 
 def _inner_class(outer: Any, name: str) -> type:
-    """A class that was defined inside another one, which pickles look up by name."""
+    """A stand-in for a class that was defined inside another one, which pickles look up by name."""
     kind = f"{outer.kind}.{name}"[:_LONGEST_PATH]
     return type(name[:_LONGEST_PATH], (Opaque,), {"kind": kind})
 

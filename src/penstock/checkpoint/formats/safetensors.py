@@ -1,7 +1,7 @@
 """safetensors files as checkpoints: a single file, or a folder of them with or without an index.
 
-Invariant: what is returned has been checked as the format requires: ranges are inside the file, as long as
-dtype and shape need, and do not overlap; an index must agree with its files.
+Invariant: whatever is returned has been checked as the format requires: ranges are within the file, have the
+length that dtype and shape need, and do not overlap; an index must agree with its files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FETCH: Final = "Fetch or save it again."
 
 
 StoredTensor = tuple[TensorFacts, int]
-"""One tensor of one file, and where its payload begins."""
+"""One tensor of one file, and the offset of its payload."""
 
 
 def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTensor]:
@@ -92,7 +92,7 @@ def _damaged(what: str, where: str) -> DataDamaged:
 
 
 def _explain(error: ValidationError) -> str:
-    """Explain an error in a header in its own words: pydantic's name the union of our types."""
+    """Explain an error in a header. pydantic's own messages would name this module's union of types."""
     found = error.errors()
     if len(found[0]["loc"]) == 0:
         return f"its header cannot be parsed: {found[0]['msg'].removeprefix('Invalid JSON: ')}"
@@ -109,7 +109,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:
-    """The index of a checkpoint of several files. A tensor in two files is damage."""
+    """The index of a checkpoint of several files. A tensor in two files counts as damage."""
     tensors = [stored for _, of_file in files for stored in of_file]
     facts = tuple(facts for facts, _ in tensors)
     names: set[str] = set()
@@ -132,7 +132,7 @@ def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str)
 
 
 def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
-    """File name by tensor name, of a Hugging Face index."""
+    """The file of each tensor, by name, from a Hugging Face index."""
     try:
         document: Any = json.loads(content)
     except (ValueError, RecursionError) as error:

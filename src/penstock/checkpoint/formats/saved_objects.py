@@ -1,12 +1,12 @@
 """Objects of archives, rebuilt from parts that were checked.
 
-What of an object is data is decided here: plain values of Python and torch; arrays, numbers and generators of
-numpy, `BytesIO`, and the program's own enums, named tuples and dataclasses, if their module is already
-imported and they define no code of their own for this. The same rules apply when an object is saved, to
-report then what will need `trust`.
+This module decides what in an object is data: plain values of Python and torch; arrays, numbers and
+generators of numpy; `BytesIO`; and the program's own enums, named tuples and dataclasses, if their module is
+already imported and they define no code of their own for this. The same rules are applied when an object is
+saved, to report what will need `trust`.
 
-Invariants: nothing is imported because a checkpoint names it, and none of its code runs; numpy and torch get
-no type, position or length from a checkpoint that was not compared with the bytes that are there.
+Invariants: nothing is imported because a checkpoint names it, and no code from it runs; numpy and torch
+receive no type, position or length from a checkpoint that was not compared with the bytes that exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.checkpoint.formats.torch_save import PLAIN, inside, require_in_rec
 
 _LARGEST_SHARED = 1024
 _MOST_ENTROPY = 1024
-"""Numbers of a `SeedSequence`: its pool is as large as the checkpoint says."""
+"""The largest number of words of a `SeedSequence`, whose pool is as large as the checkpoint says."""
 
 
 def names_beyond_data(value: object) -> list[str]:
@@ -52,12 +52,12 @@ def names_beyond_data(value: object) -> list[str]:
 
 
 def rebuild(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
-    """An archive's value with its tensors and instances; `record` reads the whole record of a tensor."""
+    """Rebuild an archive's value with its tensors and instances; `record` reads a tensor's whole record."""
     return _Rebuilding(record).made(value)
 
 
 class _Rebuilding:
-    """One object: every part is rebuilt once, so what was shared is shared again."""
+    """One object. Every part is rebuilt once, so what was shared is shared again."""
 
     def __init__(self, record: Callable[[TensorRef], bytearray]) -> None:
         self._record = record
@@ -66,7 +66,7 @@ class _Rebuilding:
         self._used: set[int] = set()
 
     def made(self, value: Any) -> Any:
-        """A value, rebuilt."""
+        """Rebuild a value, or return it if it was rebuilt before."""
         if value is None or type(value) in (str, int, float, bool, bytes):
             return value
         if id(value) in self._made:
@@ -85,7 +85,7 @@ class _Rebuilding:
                 vars(entries).update(self.made(vars(value)))
             return entries
         rebuilt = self._rebuilt(value)
-        # The value is kept, so that its number stays its own.
+        # The value is kept alive so that no other value gets the same id.
         self._made[id(value)] = value, rebuilt
         return rebuilt
 
@@ -138,7 +138,7 @@ class _Rebuilding:
         return made
 
     def _require_own_contents(self, value: Opaque) -> None:
-        """Numpy copies what arrays are made of, so two of them may not have the same."""
+        """Refuse shared contents: numpy copies the contents of arrays, so they would multiply memory."""
         state = value.state if isinstance(value.state, tuple) else ()
         for part in (*value.arguments, *state):
             if isinstance(part, bytes | list) and len(part) > _LARGEST_SHARED:
@@ -173,7 +173,7 @@ _TENSORS: Final = ("", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn
 _TYPES: Final = frozenset(
     f"builtins.{name}" for name in ("bytes", "dict", "float", "int", "list", "str", "tuple", "type")
 )
-"""Types that may be a value, as of a field of a dataclass."""
+"""Types that may themselves be values, for example the type of a dataclass field."""
 _BIT_GENERATORS: Final = {
     "MT19937": "_mt19937",
     "PCG64": "_pcg64",
@@ -190,7 +190,7 @@ _NUMPY_TYPES: Final = {
 
 
 def _plain_kind(kind: str) -> str:
-    """A name with numpy's core as it was called before 2.0."""
+    """A name with numpy's core as it was called before numpy 2.0."""
     return kind.replace("numpy._core.", "numpy.core.", 1)
 
 
@@ -201,7 +201,7 @@ def _known(kind: str) -> Any:
 
 
 def _find_data(name: str) -> Any:
-    """The class or function that a pickle means by this name, if it is data; None for anything else."""
+    """The class or function to which a pickle's name refers, if it is data; None for anything else."""
     if name in _NUMPY_TYPES:
         return _NUMPY_TYPES[name]
     if _plain_kind(name) in _MAKERS:
@@ -209,12 +209,12 @@ def _find_data(name: str) -> Any:
     steps = name.split(".")
     found: Any = None
     length = len(steps)
-    # The longest name of a module that is already imported: nothing is imported for a pickle.
+    # The longest prefix that is a module already imported: nothing is imported for a pickle.
     for length in range(len(steps) - 1, 0, -1):
         if (found := sys.modules.get(".".join(steps[:length]))) is not None:
             break
     for step in steps[length:]:
-        # Not getattr: a module may import something else when it is asked for a name.
+        # Not getattr: a module may import something when it is asked for a name.
         found = vars(found).get(step) if hasattr(found, "__dict__") else None
     is_data = isinstance(found, type) and (name in _TYPES or _is_data_class(found))
     return found if is_data else None
@@ -231,7 +231,7 @@ def _is_data_class(kind: type) -> bool:
         return not own.keys() & {"__reduce__", "__reduce_ex__", "__setstate__", "__del__"}
     if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
         return False
-    # All that makes an instance must have been generated by `dataclass`.
+    # Everything that makes an instance must have been generated by `dataclass`.
     for base in kind.__mro__[:-1]:
         own = vars(base)
         if own.keys() & {"__new__", "__post_init__", "__reduce__", "__reduce_ex__", "__del__"}:
@@ -245,7 +245,7 @@ def _is_data_class(kind: type) -> bool:
 
 
 def _set_fields(made: Any, kind: type, state: Any) -> None:
-    """Set what a dataclass was saved with; slots only through their own descriptors."""
+    """Set the fields with which a dataclass was saved; slots only through their own descriptors."""
     values, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     if isinstance(state, list):
         # Frozen dataclasses with slots save the values of their fields.
@@ -283,7 +283,7 @@ _UNIT: Final = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
 
 
 def _dtype(arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
-    """A type of numpy, made by numpy from its description: no flag, offset or size is set."""
+    """A numpy type, created by numpy from its description: no flag, offset or size is set directly."""
     code: object = arguments[0]
     if not isinstance(code, str) or _TYPE_CODE.fullmatch(code) is None:
         raise ValueError(f"numpy has no type {code!r}")
@@ -320,7 +320,7 @@ def _require_shape(shape: Any) -> None:
 
 
 def _blank(arguments: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
-    """An array: bytes only for types whose elements are bytes, a list for those with Python's objects."""
+    """Create an array: from bytes only if its elements are bytes, from a list if they are Python objects."""
     require(arguments[0] is np.ndarray, "it is an array of a class of its own")
     _, shape, dtype, is_by_columns, content = state
     _require_shape(shape)
@@ -378,7 +378,7 @@ def _bit_generator(arguments: tuple[Any, ...], state: Any) -> np.random.BitGener
 
 
 def _checked_state(state: Any) -> Any:
-    """The state of a generator; numpy does not compare its positions with the numbers that it has."""
+    """The state of a generator, after checking that its positions are valid, which numpy does not do."""
     held = [state, state["state"]]
     for name, most in (("pos", 624), ("buffer_pos", 4)):
         places = [part[name] for part in held if isinstance(part, dict) and name in part]
@@ -394,7 +394,7 @@ def _generator(arguments: tuple[Any, ...], state: Any) -> np.random.Generator:
 
 
 def _own_bits(arguments: tuple[Any, ...], state: Any) -> Any:
-    """The bits of a generator: itself, or before numpy 1.24 its name, with the state."""
+    """The bit generator of a generator: itself or, before numpy 1.24, its name together with the state."""
     (bits,) = arguments
     if isinstance(bits, str):
         return _bit_generator(arguments, state)
@@ -410,7 +410,7 @@ def _random_state(arguments: tuple[Any, ...], state: Any) -> np.random.RandomSta
 
 
 def _sparse(arguments: tuple[Any, ...], _: Any) -> Any:
-    """A sparse tensor; torch compares its indices with its size."""
+    """A sparse tensor. torch itself checks its indices against its size."""
     import torch  # noqa: PLC0415 - as above
 
     layout, parts = arguments
@@ -422,7 +422,7 @@ def _sparse(arguments: tuple[Any, ...], _: Any) -> Any:
 
 
 def _nested(arguments: tuple[Any, ...], _: Any) -> Any:
-    """A nested tensor; torch does not compare the places of its parts with its elements."""
+    """A nested tensor, checked here because torch does not check that its parts are among its elements."""
     import torch  # noqa: PLC0415 - as above
 
     elements, *table = arguments
@@ -436,7 +436,7 @@ def _nested(arguments: tuple[Any, ...], _: Any) -> Any:
 
 
 def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> Any:
-    """A quantized tensor: torch compares neither zero points nor the numbers of scales with it."""
+    """A quantized tensor, checked here because torch checks neither zero points nor the number of scales."""
     import torch  # noqa: PLC0415 - as above
 
     # torch has no public function that takes scales per channel; archives name this one.
@@ -454,7 +454,7 @@ def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> 
             scale.shape == zero.shape == whole.shape[axis : axis + 1],
             "a quantized tensor has another number of scales",
         )
-        # torch writes the same scheme for points that are floats, which may be any.
+        # torch saves zero points that are floats under the same scheme; these may have any value.
         points = [] if zero.is_floating_point() else zero.tolist()
     limits = torch.iinfo(whole.dtype)
     require(

@@ -1,7 +1,7 @@
 """Archives of `torch.save` as checkpoints: every tensor is a byte range of the file, and none is read.
 
 Names are the keys of the nested state joined by dots, as in DCP. Invariant: a tensor with a payload offset is
-there in full, in row-major order, inside its record.
+present in full, in row-major order, inside its record.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from penstock.checkpoint.state.walk import walk
 from penstock.errors import DataDamaged, UsageError
 
 ReadRange = Callable[[int, int], bytes | bytearray]
-"""(offset, size) -> exactly `size` bytes of the archive from `offset` on."""
+"""Called with (offset, size); returns exactly `size` bytes of the archive from `offset` on."""
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 """The signature of a local header, and the lengths of the name and the extra field that follow it."""
 _SHORTEST_ARCHIVE: Final = 98
-"""Bytes of an empty archive with a ZIP64 end, which torch always writes."""
+"""The size of an empty archive with a ZIP64 end, which torch always writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record: where its local header begins, and its length. `is_stored`: not compressed.
+    """One record: the offset of its local header, and its length. `is_stored` means not compressed.
 
-    `crc32` is 0 where the writer did not compute it.
+    `crc32` is 0 if the writer did not compute it.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ZipRecord:
 
 
 class _Ranges:
-    """The part of a file object that `zipfile` needs to read a directory: it reads ranges, no record."""
+    """The subset of a file object that `zipfile` needs to read a directory. Reads ranges, but no record."""
 
     def __init__(self, read: ReadRange, size_bytes: int) -> None:
         self._read = read
@@ -90,7 +90,7 @@ class _Ranges:
 
 
 def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str, ZipRecord]:
-    """All records by name; `DataDamaged` where the archive is cut short or was never one."""
+    """All records by name; raises `DataDamaged` if the archive is truncated or the file is no archive."""
     if size_bytes < _SHORTEST_ARCHIVE:
         raise _not_whole("its end is missing", where)
     try:
@@ -114,7 +114,10 @@ def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str,
 
 
 def data_offset(read: ReadRange, record: ZipRecord, where: str) -> int:
-    """Where a record's bytes begin. Only its local header says so: the directory's lengths may differ."""
+    """The offset of a record's bytes.
+
+    Only its local header tells: the lengths in the directory may differ.
+    """
     begin = record.header_offset
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(read(begin, _LOCAL_HEADER.size))
     if signature != b"PK\x03\x04":
@@ -141,16 +144,16 @@ class TorchSaveArchive:
 
     index: CheckpointIndex
     values: Mapping[str, Any]
-    """By object name; `Opaque` for classes that only torch can rebuild."""
+    """By the object's name; `Opaque` for classes that only torch can rebuild."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
-    """By row: tensors whose elements are in another order, or stand for conjugates or negatives.
+    """By row: tensors whose elements are in another order, or represent conjugates or negatives.
 
-    Their items are their whole records.
+    The items of these tensors are their whole records.
     """
     value: Any = None
     """The whole value, nested as it was saved."""
     records: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Offset and size of every tensor's record, by key."""
+    """The offset and size of every tensor's record, by key."""
 
     def record(self, read: ReadRange, tensor: TensorRef) -> bytearray:
         """The whole record of a tensor inside an object."""
@@ -172,7 +175,7 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
     root = pickles[0].removesuffix("data.pkl")
 
     def find(name: str) -> tuple[int, int]:
-        """Where a record's bytes begin in the file, and how many it has; it must be uncompressed."""
+        """The offset in the file and the size of a record's bytes; the record must be uncompressed."""
         record = records.get(root + name)
         if record is None or not record.is_stored:
             raise DataDamaged(f"Its record {name} is missing or compressed", where=where)
@@ -241,7 +244,7 @@ def require_in_record(tensor: TensorRef, record_bytes: int, where: str = "") -> 
 
 
 def is_row_major(tensor: TensorRef) -> bool:
-    """Return whether elements are contiguous; the stride of a dimension of one element does not matter."""
+    """Return whether elements are contiguous. The stride of a dimension with one element does not matter."""
     wanted = contiguous_strides(tensor.shape)
     if tensor.strides == wanted:
         return True
@@ -260,7 +263,7 @@ def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
         # frombuffer views of bytes are read-only, and contiguous ones were not copied.
         content = content.copy()
         parts = content.reshape(-1, width)
-        # Flip the signs of imaginary parts (conjugate), of all parts (negative), or of real parts (both).
+        # Change the signs of imaginary parts (conjugate), of all parts (negative), or of real parts (both).
         if tensor.is_conjugate != tensor.is_negative:
             parts[:, width - 1] ^= 0x80
         if tensor.is_negative and tensor.dtype.startswith("complex"):
@@ -278,7 +281,7 @@ PLAIN: Final = frozenset(
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value is complete: it holds no class, function or instance that a pickle names."""
+    """Return whether a value is complete: it contains no class, function or instance named by the pickle."""
     return all(type(inner) in PLAIN for inner in inside(value))
 
 

@@ -1,8 +1,8 @@
 """Convert a checkpoint to DCP, `torch.save` or safetensors, streamed in bounded memory.
 
-DCP keeps the regions as they were sharded. Archives begin with the pickle, and the records follow in its
-order, each with its CRC-32, so that one pass is enough. A source with checksums is verified first. Only
-writing an archive of torch.save, or objects, loads torch. Invariant: nothing is overwritten, and an
+DCP keeps the regions as they were sharded. Archives begin with the pickle; the records follow in its order,
+each with its CRC-32, so that a single pass is enough. A source with checksums is verified first. torch is
+loaded only to write an archive of torch.save, or objects. Invariant: nothing is overwritten, and an
 interrupted conversion leaves nothing that could be mistaken for a complete checkpoint: commits and indexes
 come last.
 """
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 
 
 SHARD_BYTES: Final = 5_000_000_000
-"""Hugging Face's own default."""
+"""The default of Hugging Face's libraries."""
 _HEADER_ALIGNMENT: Final = 4096
-"""The header is padded with spaces, as the format allows, so that payloads begin at a page."""
+"""The header is padded with spaces, as the format allows, so that payloads begin at a page boundary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Conversion:
     num_objects: int
     size_bytes: int
     left_out: tuple[str, ...] = ()
-    """Names of the source that are not in the target."""
+    """Names in the source that are not in the target."""
     notes: tuple[str, ...] = ()
 
 
@@ -100,8 +100,9 @@ def convert(
 
     `only` are patterns of names; without any, everything is converted. `tensors_only` leaves out everything
     but tensors. `compress` applies zstd to the items of DCP, which then cannot be read in part. `trust`
-    rebuilds objects even if that runs code of the checkpoint. Unless `verified` is False, the source is
-    verified first. `DataDamaged` if it is damaged; `UsageError` for parts that the format cannot store.
+    rebuilds objects even if that runs code from the checkpoint. The source is verified first unless
+    `verified` is False. Raises `DataDamaged` if the source is damaged, and `UsageError` for parts that the
+    format cannot store.
     """
     progress = progress or Progress()
     storage, name = open_parent(target)
@@ -171,7 +172,7 @@ def convert(
 def _require_writable(
     checkpoint: CheckpointSource, tensors: Sequence[int], objects: Sequence[StoredObject]
 ) -> None:
-    """`UsageError` for parts that safetensors cannot store."""
+    """Raise `UsageError` for parts that safetensors cannot store."""
     for number in tensors:
         facts = checkpoint.index.tensors[number]
         if element_type(facts.dtype).safetensors is None:
@@ -196,7 +197,7 @@ def _write_safetensors(
     appender: Appender,
     shard_bytes: int,
 ) -> int:
-    """Write one file, or a folder of shards with an index; returns the bytes of all files."""
+    """Write one file, or a folder of shards with an index; return the total size of the files."""
     is_file, tensors = name.endswith(".safetensors"), checkpoint.index.tensors
     shards = {"": list(chosen)} if is_file else plan_shards(tensors, chosen, shard_bytes)
     total = 0
@@ -225,7 +226,7 @@ def _write_safetensors(
 def plan_shards(
     tensors: Sequence[TensorFacts], chosen: Sequence[int], most_bytes: int
 ) -> dict[str, list[int]]:
-    """By file, the numbers of its tensors: at most `most_bytes` in order; larger tensors get a file each."""
+    """The numbers of each file's tensors: up to `most_bytes`, in order; a larger one gets its own file."""
     runs: list[list[int]] = [[]]
     filled = 0
     for number in chosen:
@@ -243,7 +244,7 @@ def plan_shards(
 
 
 def build_header(tensors: Sequence[TensorFacts]) -> bytes:
-    """The header of a file whose payloads follow in this order, with its length in front."""
+    """The header of a file whose payloads follow in this order, preceded by its length."""
     document: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for facts in tensors:
@@ -270,7 +271,7 @@ def write_dcp(
     transforms: tuple[str, ...],
     appender: Appender,
 ) -> int:
-    """Write the chosen parts as the checkpoint `name`; returns the bytes of its data file.
+    """Write the chosen parts as the checkpoint `name`; return the size of its data file.
 
     With transforms, items are assembled in memory, and cannot be read in part or unbuffered afterwards.
     """
@@ -279,7 +280,7 @@ def write_dcp(
     number_of[list(tensors)] = np.arange(len(tensors))
     rows = np.flatnonzero(number_of[index.stored.regions.tensor] >= 0)
     items: list[tuple[int, int, int]] = []
-    """Offset, size and payload offset of each item, in the order of the file: objects first."""
+    """The offset, size and payload offset of each item, in the order of the file: objects first."""
     sums: list[bytes] = []
 
     def write_whole(item: bytes) -> None:
@@ -296,7 +297,7 @@ def write_dcp(
                 if checkpoint.archive is not None:
                     packed = dcp_item.object_bytes(checkpoint.value(held))
                 else:
-                    # It is an archive already, and taken over unparsed.
+                    # The item is already an archive, and is copied without parsing it.
                     where = f"{checkpoint.uri}, {held.name}"
                     packed = dcp_item.undo_transforms(
                         checkpoint.read_object_item(held), held.transforms, where
@@ -381,7 +382,7 @@ def write_torch(
     trust: bool,
     appender: Appender,
 ) -> int:
-    """Write the chosen parts as the nested state that was saved; returns the bytes of the file."""
+    """Write the chosen parts as the nested state that was saved; return the size of the file."""
     import torch  # noqa: PLC0415 - other formats do without it
 
     index, pickled = checkpoint.index, io.BytesIO()
@@ -438,7 +439,7 @@ def write_torch(
 
 
 def _restore_lists(tree: Any) -> Any:
-    """Turn mappings whose keys are positions of a list into that list, without gaps for parts left out."""
+    """Convert mappings whose keys are positions in a list to that list, without gaps for parts left out."""
     if not isinstance(tree, dict) or not tree:
         return tree
     inner = {key: _restore_lists(value) for key, value in tree.items()}
@@ -456,11 +457,11 @@ class _Pickler(dcp_item.ArchivePickler):
         self.inner: list[torch.UntypedStorage] = []
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """A record for storages, None for everything else."""
+        """The reference to a record for a storage; None for everything else."""
         import torch  # noqa: PLC0415 - see `write_torch`
 
         if isinstance(obj, torch.storage.TypedStorage):
-            typed: Any = obj  # torch.save itself asks these private methods
+            typed: Any = obj  # torch.save itself calls these private methods
             kind = getattr(torch, typed._pickle_storage_type())  # noqa: SLF001
             return ("storage", kind, self._record(typed._untyped_storage), "cpu", typed._size())  # noqa: SLF001
         if isinstance(obj, torch.UntypedStorage):

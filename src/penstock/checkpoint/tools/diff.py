@@ -1,7 +1,7 @@
 """Compare two checkpoints tensor by tensor, whatever their formats and however they were sharded.
 
-If both have the same regions and checksums, equal checksums mean equal bytes and nothing is read. Invariant:
-memory is two slabs, and what is reported as the same was written the same, to the last byte.
+If both have the same regions and checksums, equal checksums mean equal bytes, and nothing is read. Invariant:
+memory is limited to two slabs, and whatever is reported as the same has the same bytes in both checkpoints.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,32 +36,32 @@ class Outcome(StrEnum):
     ONLY_FIRST = "only in the first"
     ONLY_SECOND = "only in the second"
     UNKNOWN = "cannot be compared"
-    """Objects that cannot be rebuilt without running code, and whose bytes differ."""
+    """The objects cannot be rebuilt without running code, and their bytes differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameComparison:
-    """One name of either checkpoint."""
+    """The comparison of one name that is in at least one of the checkpoints."""
 
     name: str
     outcome: Outcome
     first: str = ""
     second: str = ""
-    """Type and shape of tensors, values of objects."""
+    """The type and shape of a tensor, or the value of an object."""
     different_elements: int = 0
     largest_difference: float | None = None
-    """The largest difference of numbers, as float64; None if numpy does not know the type."""
+    """The largest difference between numbers, as float64; None if numpy does not know the type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointComparison:
-    """All names of two checkpoints."""
+    """The comparison of all names of two checkpoints."""
 
     first: str
     second: str
     parts: tuple[NameComparison, ...]
     read_bytes: int
-    """Bytes read of each checkpoint; tensors with equal checksums are not read."""
+    """Bytes read from each checkpoint; tensors with equal checksums are not read."""
 
     @property
     def are_same(self) -> bool:
@@ -76,7 +76,7 @@ def compare(
     progress = progress or Progress()
     pair = open_checkpoint(first), open_checkpoint(second)
     for checkpoint in pair:
-        # Equal checksums say nothing about files that are gone.
+        # Equal checksums do not reveal that files are missing.
         if checkpoint.format is Format.DCP:
             with checkpoint.explaining_damage():
                 checkpoint.require_files()
@@ -101,7 +101,7 @@ def compare(
             elif (sums := _list_checksums(pair[0], one, place[0])) is not None and sums == _list_checksums(
                 pair[1], other, place[1]
             ):
-                # An item is an envelope and elements: the same region and checksum mean the same elements.
+                # An item is an envelope and elements: equal region and checksum mean equal elements.
                 parts.append(part(outcome=Outcome.SAME))
             else:
                 memory = memory or WarmMemory(2 * SLAB_BYTES)
@@ -120,7 +120,7 @@ def compare(
 def _read_both(
     facts: TensorFacts, one: tuple[SlabReader, int], other: tuple[SlabReader, int], view: memoryview
 ) -> tuple[int, float | None]:
-    """The number of elements that differ, and the largest difference of numbers."""
+    """The number of elements that differ, and the largest difference between numbers."""
     for reader, number in (one, other):
         reader.require_whole(number)
     num_different, largest = 0, None
@@ -137,7 +137,7 @@ def _read_both(
 def count_differences(
     first: memoryview, second: memoryview, dtype: str, element_bytes: int
 ) -> tuple[int, float | None]:
-    """Elements whose bytes differ, and the largest difference, of two runs of equal length."""
+    """Count elements whose bytes differ between two equally long runs; also return the largest difference."""
     bits = np.dtype({16: "c16"}.get(element_bytes, f"u{element_bytes}"))
     one, other = np.frombuffer(first, dtype=bits), np.frombuffer(second, dtype=bits)
     if element_bytes == 16:
@@ -157,7 +157,7 @@ def count_differences(
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any] | None:
-    """Elements as numbers that can be subtracted; None for the types that numpy has not."""
+    """The elements as numbers that can be subtracted; None for types that numpy lacks."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype.startswith(("float8", "float4", "bits")) or dtype == "complex32":
@@ -169,7 +169,7 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any] | None:
 def _list_checksums(
     checkpoint: CheckpointSource, reader: SlabReader, tensor: int
 ) -> set[tuple[bytes, ...]] | None:
-    """The regions of a tensor with their checksums; None if it has none, or those of packed items."""
+    """The regions of a tensor with their checksums; None if there are no checksums, or items are packed."""
     rows = reader.rows(tensor)
     stored = checkpoint.index.stored
     if checkpoint.index.sums is None or stored.packed[rows].any():
@@ -196,7 +196,7 @@ def _compare_all_objects(
             values = with_elements(*first.parse(one)), with_elements(*second.parse(other))
             outcome = Outcome.SAME if values[0] == values[1] else Outcome.VALUES
             if not (is_plain(values[0]) and is_plain(values[1])):
-                # Two opaque values are only known to be the same where their archives are, byte by byte.
+                # Two opaque values are known to be the same only if their archives are, byte by byte.
                 are_archives = first.archive is None and second.archive is None
                 is_same = are_archives and first.read_object_item(one) == second.read_object_item(other)
                 outcome = Outcome.SAME if is_same else Outcome.UNKNOWN
@@ -204,10 +204,10 @@ def _compare_all_objects(
 
 
 def format_value(value: object) -> str:
-    """A value in a few words: itself, if it is short and plain."""
+    """A value in a few words: the value itself if it is short and plain."""
     try:
         text = repr(value)
     except ValueError:
-        # Python writes no integers of more than 4300 digits.
+        # Python does not convert integers of more than 4300 digits to text.
         return f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST_TEXT and is_plain(value) else f"<{type(value).__name__}>"

@@ -1,8 +1,8 @@
-"""List the checkpoints of a run, describe one, remove one. No tensor is read, except to verify what stays.
+"""List the checkpoints of a run, describe one, remove one. No tensor is read, except to verify what remains.
 
 Completeness is judged by metadata, manifest and file sizes; only `verify` reads everything. Invariant: one
 unreadable checkpoint does not hide the others; before a checkpoint is removed, another one was verified, and
-it loses its name in one step and durably, before the first of its files goes.
+its name is removed atomically and durably before the first of its files.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from penstock.storage.uri import open_here, parse_uri
 
 
 class CheckpointState(StrEnum):
-    """The state of a checkpoint, as far as it can be told without reading tensors."""
+    """The state of a checkpoint, as far as it can be determined without reading tensors."""
 
     COMMITTED = "committed"
-    """Written by Penstock: manifest and metadata are as written, and all files have their sizes."""
+    """Written by Penstock: manifest and metadata are unchanged, and all files have the right sizes."""
     UNSUMMED = "no sums"
-    """Written by another program: all files that its metadata names are there and long enough."""
+    """Written by another program: all files that its metadata names exist and are long enough."""
     DAMAGED = "damaged"
     REFUSED = "no access"
-    """This user may not read it."""
+    """This user may not read the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointListing:
-    """One checkpoint of a run. `complaint` says what is wrong with a damaged one, or who refused access."""
+    """One checkpoint of a run. `complaint` tells what is wrong with a damaged one, or who refused access."""
 
     name: str
     step: int | None
@@ -64,7 +64,7 @@ class CheckpointListing:
     num_files: int = 0
     num_tensors: int = 0
     modified_s: float = 0.0
-    """When it was committed, in seconds since 1970; 0 if that could not be read."""
+    """When the checkpoint was committed, in seconds since 1970; 0 if that could not be read."""
     complaint: str = ""
 
     @property
@@ -81,7 +81,7 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
     try:
         return [_list_checkpoint(storage, name)]
     except ObjectNotFound as error:
-        # One that is there in part, or not at all, has an error of its own.
+        # If it is incomplete or missing, the error below explains that better.
         is_archive = open_checkpoint(path).format is Format.TORCH_SAVE
         kind = "an archive of torch.save" if is_archive else "a checkpoint of safetensors"
         raise ObjectNotFound(
@@ -136,7 +136,7 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDetails:
-    """One tensor of a checkpoint and where its parts are stored."""
+    """One tensor of a checkpoint, and where its parts are stored."""
 
     name: str
     dtype: str
@@ -145,7 +145,7 @@ class TensorDetails:
     num_parts: int
     files: tuple[str, ...]
     note: str = ""
-    """Why it cannot be read in part, or past the page cache; empty if it can."""
+    """The reason why the tensor cannot be read in part, or past the page cache; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class ObjectDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDetails:
-    """A checkpoint, without its tensors' bytes."""
+    """The description of a checkpoint, without the bytes of its tensors."""
 
     uri: str
     format: Format
@@ -175,7 +175,7 @@ class CheckpointDetails:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all tensors."""
+        """The total size of the tensors."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
@@ -237,7 +237,7 @@ def _explain_reading(source: CheckpointSource, rows: list[int]) -> str:
             return "strided: read whole"
         transforms = sorted({name for row in rows for name in source.index.transforms_of(row)})
         return f"{', '.join(transforms)}: read whole"
-    # Small payloads are not aligned on purpose; an item is a little larger than its payload.
+    # Small payloads are deliberately not aligned; an item is slightly larger than its payload.
     large = [row for row in rows if stored.item_bytes[row] >= ALIGNED_BYTES + HEAD_BYTES]
     known = [int(stored.payload_offset[row]) for row in large if stored.payload_offset[row] != UNKNOWN]
     is_aligned = all(offset % PAYLOAD_ALIGNMENT == 0 for offset in known)
@@ -248,7 +248,7 @@ _LARGEST_READ = 1 << 16
 
 
 def _read_value(source: CheckpointSource, stored: StoredObject) -> str:
-    """A value as text, if it is small and can be parsed without running code of the checkpoint."""
+    """A value as text, if it is small and can be parsed without running code from the checkpoint."""
     if stored.size_bytes > _LARGEST_READ and source.archive is None:
         return ""
     try:
@@ -274,7 +274,10 @@ class RemovedCheckpoint:
 def find_other_whole(
     checkpoints: Sequence[CheckpointListing], name: str, is_whole: Callable[[str], bool]
 ) -> str | None:
-    """A complete checkpoint other than `name`; `is_whole` is called for the newest first, until one is."""
+    """A complete checkpoint other than `name`.
+
+    `is_whole` is called for the newest first, until one is complete.
+    """
     others = [other for other in checkpoints if other.name != name and other.state in _COMPLETE]
     others.sort(key=lambda other: (other.step is not None, other.step or 0), reverse=True)
     return next((other.name for other in others if is_whole(other.name)), None)
@@ -283,11 +286,11 @@ def find_other_whole(
 def remove(
     path: AnyPath, *, even_last: bool = False, verified: bool = True, progress: Progress | None = None
 ) -> RemovedCheckpoint:
-    """Remove the committed checkpoint at a path or URI; `ObjectNotFound` if none is committed there.
+    """Remove the committed checkpoint at a path or URI; raise `ObjectNotFound` if none is committed there.
 
-    Another checkpoint of its run must be complete, else this is a `UsageError`, unless `even_last`. It is
-    verified to its last byte; without `verified`, only its files and their sizes are checked. A checkpoint
-    that is damaged may always be removed, and so may what an interrupted removal left of one on objects.
+    Raises `UsageError` unless another checkpoint of the run is complete or `even_last` is set. The other one
+    is verified completely; without `verified`, only its files and their sizes are checked. A damaged
+    checkpoint may always be removed, and so may the remains of an interrupted removal on object storage.
     """
     storage, name = open_parent(path)
     catalog, uri = open_catalog(storage), checkpoint_uri(storage, name)

@@ -24,11 +24,11 @@ from penstock.storage.protocol import Sink, Source
 from penstock.transfer.buffers import WarmMemory
 
 Pieces = Iterator[tuple[int, Callable[[memoryview], None]]]
-"""Consecutive bytes: how many each piece has, and a function that fills a buffer with them."""
+"""Consecutive pieces of bytes: the size of each, and a function that fills a buffer with it."""
 
 
 Slab = tuple[tuple[int, ...], int, int]
-"""Prefix, begin, end: a range of dimension `len(prefix)`, below fixed indices of the dimensions before."""
+"""Prefix, begin, end: a range of dimension `len(prefix)`, with fixed indices in the dimensions before it."""
 
 
 def cut_into_slabs(shape: Sequence[int], element_bytes: int, most_bytes: int) -> Iterator[tuple[Slab, int]]:
@@ -48,7 +48,7 @@ def cut_into_slabs(shape: Sequence[int], element_bytes: int, most_bytes: int) ->
 
 
 class SlabReader:
-    """Reads the elements of a checkpoint's tensors by slabs. For one thread; close it."""
+    """Reads the elements of a checkpoint's tensors as slabs. For use by one thread; must be closed."""
 
     def __init__(self, checkpoint: CheckpointSource) -> None:
         self._checkpoint = checkpoint
@@ -61,11 +61,11 @@ class SlabReader:
         self._first = np.searchsorted(tensor[self._order], np.arange(len(checkpoint.index.tensors) + 1))
 
     def rows(self, tensor: int) -> Ints:
-        """The stored regions of a tensor."""
+        """The rows of a tensor's stored regions."""
         return np.asarray(self._order[self._first[tensor] : self._first[tensor + 1]])
 
     def require_whole(self, tensor: int) -> None:
-        """`DataDamaged` unless all elements of a tensor are stored, each once."""
+        """Raise `DataDamaged` unless all elements of a tensor are stored exactly once."""
         facts = self._checkpoint.index.tensors[tensor]
         num_stored = int(self._checkpoint.index.stored.regions.take(self.rows(tensor)).num_elements.sum())
         if num_stored != math.prod(facts.shape):
@@ -75,7 +75,7 @@ class SlabReader:
             )
 
     def read_slab(self, tensor: int, slab: Slab, target: memoryview) -> None:
-        """Fill `target`, which is as long as the slab."""
+        """Fill `target`, which must be as long as the slab."""
         facts, regions = self._checkpoint.index.tensors[tensor], self._checkpoint.index.stored.regions
         prefix, first, last = slab
         dim, shape = len(prefix), facts.shape or (1,)
@@ -83,13 +83,13 @@ class SlabReader:
         whole = np.frombuffer(target, dtype=element).reshape(last - first, *shape[dim + 1 :])
         for row in self.rows(tensor).tolist():
             offsets, sizes = regions.region(row, len(shape))
-            # Of tensors without dimensions the columns may be empty.
+            # The columns of tensors without dimensions may be empty.
             offsets, sizes = offsets or (0,), sizes or (1,)
             begin, end = max(first, offsets[dim]), min(last, offsets[dim] + sizes[dim])
             local = [index - offset for index, offset in zip(prefix, offsets, strict=False)]
             if begin >= end or not all(0 <= index < size for index, size in zip(local, sizes, strict=False)):
                 continue
-            # The row-major position of the first element, in the region.
+            # The row-major position of the first element within the region.
             start = 0
             for coordinate, size in zip((*local, begin - offsets[dim]), sizes, strict=False):
                 start = start * size + coordinate
@@ -102,7 +102,7 @@ class SlabReader:
                 part[...] = direct
 
     def read_payload(self, row: int, start: int, target: memoryview) -> None:
-        """Read bytes of a region's elements from `start` on."""
+        """Fill `target` with the bytes of a region's elements from offset `start` on."""
         index = self._checkpoint.index
         number, item_begin = int(index.stored.file[row]), int(index.stored.item_offset[row])
         if number not in self._sources:
@@ -119,7 +119,8 @@ class SlabReader:
         if (payload := self._begins[row]) is not None:
             source.read_into(payload + start, target)
             return
-        # It can be read only as a whole. The last one is kept, as slabs of one tensor follow each other.
+        # The item can only be read as a whole. The last one is kept, because slabs of one tensor are
+        # consecutive.
         if self._decoded is None or self._decoded[0] != row:
             self._decoded = None
             item = bytearray(item_bytes)
@@ -140,7 +141,10 @@ _POLL_S: Final = 1.0
 
 
 class Appender:
-    """Appends to one sink after another through warm buffers. `position` is where the next byte goes."""
+    """Appends to one sink after another through buffers that are kept.
+
+    `position` is where the next byte goes.
+    """
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class Appender:
 
     @contextmanager
     def writing(self, sink: Sink) -> Iterator[None]:
-        """Append to `sink` in this block, which finishes it, or aborts it after an error."""
+        """Append to `sink` in this block. The block's end finishes the sink; an error aborts it."""
         self._sink, self.position = sink, 0
         with ExitStack() as undo:
             undo.callback(sink.abort)
@@ -169,7 +173,7 @@ class Appender:
             undo.pop_all()
 
     def write(self, content: bytes) -> None:
-        """Write bytes that do not change afterwards."""
+        """Write bytes that will not change afterwards."""
         assert self._sink is not None, "a sink is being written"
         if content:
             self._sink.submit(memoryview(content))
@@ -180,7 +184,7 @@ class Appender:
         pieces: Pieces,
         look: Callable[[memoryview], None] = lambda _: None,
     ) -> None:
-        """Write all pieces; `look` gets their bytes in order."""
+        """Write all pieces; `look` receives their bytes in order."""
         assert self._sink is not None, "a sink is being written"
         for num_bytes, read in pieces:
             while True:
@@ -188,7 +192,7 @@ class Appender:
                     buffer = self._free.get(timeout=_POLL_S)
                     break
                 except Empty:
-                    # Raises the error of the sink, if that is why no buffer becomes free.
+                    # Raises the sink's error, if that is why no buffer becomes free.
                     self._sink.submit(memoryview(b""))
             read(buffer[:num_bytes])
             look(buffer[:num_bytes])
@@ -197,12 +201,12 @@ class Appender:
             self._advance(num_bytes)
 
     def slabs_of(self, reader: SlabReader, tensor: int, facts: TensorFacts) -> Pieces:
-        """All elements of one tensor, for `copy`."""
+        """All elements of one tensor as pieces for `copy`."""
         reader.require_whole(tensor)
         for slab, num_bytes in cut_into_slabs(facts.shape, facts.element_bytes, self._buffer_bytes):
             yield num_bytes, partial(reader.read_slab, tensor, slab)
 
     def pieces_of(self, num_bytes: int, read: Callable[[int, memoryview], None]) -> Pieces:
-        """Bytes that `read` puts into a buffer from an offset on, for `copy`."""
+        """`num_bytes` as pieces for `copy`; `read` fills a buffer from an offset on."""
         for begin in range(0, num_bytes, self._buffer_bytes):
             yield min(self._buffer_bytes, num_bytes - begin), partial(read, begin)

@@ -1,10 +1,10 @@
 """Verify a stored checkpoint against all checksums that it has.
 
-Our checkpoints have checksums of all their bytes; stock archives have a CRC-32 for each record, which torch
-never checks; safetensors have none. Files are read front to back in several threads, each a stretch (a run of
-segments) of one file. Invariant: bytes that were not checked are counted, and never reported as undamaged;
-bytes that cannot be read are damage, and do not end the scan; memory is `STREAMS` blocks, however large the
-files are.
+Penstock's checkpoints have checksums of all their bytes; stock archives have a CRC-32 for each record, which
+torch never checks; safetensors have none. Files are read front to back in several threads, each of which
+reads a stretch (a run of segments) of one file. Invariant: bytes that were not checked are counted, and never
+reported as undamaged; bytes that cannot be read are reported as damage and do not end the scan; memory is
+`STREAMS` blocks, however large the files are.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from penstock.transfer.buffers import WarmMemory
 from penstock.units import format_bytes
 
 Check = Callable[[Iterator[memoryview]], str | None]
-"""Takes all bytes of a segment in order; returns what is wrong with them, or None if they are right."""
+"""Takes all bytes of a segment in order; returns what is wrong with them, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Damage:
-    """Bytes `begin` to `end` of `file` are wrong. `item` is empty if they belong to none."""
+    """Bytes `begin` to `end` of `file` are wrong. `item` is empty if they belong to no item."""
 
     file: str
     begin: int
@@ -63,7 +63,7 @@ class Damage:
     item: str
     what: str
     is_unread: bool = False
-    """The storage failed, so the bytes may be as they were written."""
+    """True if storage failed, so that the bytes may be intact."""
 
     def __str__(self) -> str:
         item = f", {self.item}" if self.item else ""
@@ -88,7 +88,7 @@ def check_sum(expected: bytes, content: Iterator[memoryview]) -> str | None:
 
 
 def check_crc(expected: int, content: Iterator[memoryview]) -> str | None:
-    """Check bytes whose CRC-32 is known. Archives of torch have it, and torch never checks it."""
+    """Check bytes whose CRC-32 is known. torch writes it into its archives, but never checks it."""
     total = 0
     for part in content:
         total = isal_zlib.crc32(part, total)
@@ -96,7 +96,7 @@ def check_crc(expected: int, content: Iterator[memoryview]) -> str | None:
 
 
 def check_zeros(content: Iterator[memoryview]) -> str | None:
-    """Check bytes between items, which are zeros."""
+    """Check the bytes between items, which must be zeros."""
     is_clean = True
     for part in content:
         is_clean &= not np.frombuffer(part, dtype=np.uint8).any()
@@ -104,7 +104,7 @@ def check_zeros(content: Iterator[memoryview]) -> str | None:
 
 
 Segment = tuple[int, int, str, Check]
-"""Begin and end in a file, the item that these bytes belong to ("" for a gap), and their check."""
+"""Begin and end in a file, the item to which these bytes belong ("" for a gap), and their check."""
 
 Given = TypeVar("Given")
 
@@ -135,7 +135,7 @@ def scan(
     *,
     streams: int = STREAMS,
 ) -> list[Damage]:
-    """Check all of `work`; returns the damage, in order of files and ranges."""
+    """Check all of `work`; return the damage in the order of files and ranges."""
     if not work:
         return []
     streams = min(streams, len(work))
@@ -170,7 +170,7 @@ def _check_segments(
     block_begin = block_end = 0
 
     def content(at: int, end: int) -> Iterator[memoryview]:
-        """The bytes of a segment. One aligned block stays in memory, so that each byte is read once."""
+        """The bytes of a segment. One aligned block stays in memory, so that each byte is read only once."""
         nonlocal block_begin, block_end
         while at < end:
             if not block_begin <= at < block_end:
@@ -194,10 +194,10 @@ def _check_segments(
 
 
 _MOST_NAMES: Final = 5
-"""How many of the items that cannot be checked are named."""
+"""The number of items that are named among those that cannot be checked."""
 
 _END_BYTES: Final = 1 << 17
-"""More than an archive's directory and the longest comment after it."""
+"""More than the length of an archive's directory and the longest comment after it."""
 _DESCRIPTION_IS_DAMAGED: Final = "The data files were not checked: the file that describes them is damaged."
 
 
@@ -211,11 +211,11 @@ class Verification:
     num_items: int
     size_bytes: int
     checked_bytes: int
-    """The bytes that a checksum or the format itself determines."""
+    """The bytes that are determined by a checksum or by the format itself."""
     damage: tuple[Damage, ...]
     notes: tuple[str, ...] = ()
     unchecked_bytes: int = 0
-    """Bytes of contents that have no checksum, or one that cannot be computed here."""
+    """The bytes of contents that have no checksum, or one that cannot be computed here."""
 
     @property
     def is_whole(self) -> bool:
@@ -229,9 +229,9 @@ class Verification:
 
 
 def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
-    """Verify the checkpoint at a path or URI; `ObjectNotFound` if there is none.
+    """Verify the checkpoint at a path or URI; raise `ObjectNotFound` if there is none.
 
-    Damage is returned, not raised, even damage of the manifest or of `.metadata`.
+    Damage is returned rather than raised, even damage to the manifest or to `.metadata`.
     """
     progress = progress or Progress()
     storage, name = follow_link(*open_parent(path))
@@ -280,7 +280,7 @@ def find_damage(
     files: Sequence[ManifestFile],
     progress: Progress | None = None,
 ) -> list[Damage]:
-    """The damage in `files`, all of a checkpoint's or the ones that this node has."""
+    """Find the damage in `files`: all of a checkpoint's, or those that this node has."""
     progress = progress or Progress()
     damage: list[Damage] = []
     work: list[Stretch] = []
@@ -296,9 +296,9 @@ def find_damage(
 
 
 def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> None:
-    """Verify this rank's part of a step's files, or all that it can open where not every rank can open all.
+    """Verify this rank's part of a step's files or, if not every rank can open all, those that it can open.
 
-    `StorageError` names the first damage, or reports that there are no checksums.
+    Raises `StorageError` with the first damage, or if there are no checksums.
     """
     storage, folder = checkpoint.storage, checkpoint.committed.folder
     try:
@@ -319,7 +319,7 @@ def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> No
 
 
 def require_undamaged(damage: Sequence[Damage], uri: str) -> None:
-    """`DataDamaged` names the first damage; `StorageError` if nothing is wrong but what cannot be read."""
+    """Raise `DataDamaged` with the first damage, or `StorageError` if bytes merely cannot be read."""
     if not damage:
         return
     first = min(damage, key=attrgetter("is_unread"))
@@ -340,7 +340,7 @@ def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[
 
 
 def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
-    """A missing file is damaged from 0 on, one of the wrong size from where it ends, or should end."""
+    """Damage in size: a missing file is damaged from 0 on, any other from where it ends or should end."""
     wrong = partial(Damage, file=file.name, item="")
     try:
         size_bytes = storage.stat(key).size_bytes
@@ -370,7 +370,8 @@ def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
 
 
 _Item = tuple[str, int, int, str, tuple[str, ...]]
-"""One archive of `torch.save`: its file, begin and size there, its name ("" if alone), its transforms."""
+"""An archive of `torch.save`: its file, begin and size there, its name ("" if the only one), its transforms.
+"""
 
 
 def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification:
@@ -393,10 +394,10 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
         note = "The format has no checksums: only headers and sizes were checked."
         return result(checked_bytes=0, damage=(), notes=(note,))
     bare: list[int] = []
-    """The sizes of records without a checksum; the threads that read archives add to it."""
+    """The sizes of records without a checksum, filled by the threads that read archives."""
     unknown: list[_Item] = []
     runs: list[list[_Item]] = []
-    """Archives that follow each other in one file, for one thread."""
+    """Consecutive archives in one file, for one thread."""
     for item in items:
         file, begin, *_, transforms = item
         try:
@@ -447,9 +448,9 @@ def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
 
 
 def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[Segment]:
-    """The records of some archives that have a checksum, in order; all of an archive if it is packed or bad.
+    """The records with a checksum of some archives, in order; a packed or invalid archive is one segment.
 
-    Records without a checksum go to `bare`.
+    The sizes of records without a checksum are added to `bare`.
     """
     segments: list[Segment] = []
     for item in run:
@@ -474,7 +475,7 @@ def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[S
 
 
 def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, ZipRecord]]:
-    """The records of an archive in the order in which their bytes begin, with that offset."""
+    """The records of an archive in the order of their bytes, each with the offset where these begin."""
     records = read_directory(read, size_bytes, where).values()
     return sorted(
         ((data_offset(read, record, where), record) for record in records), key=lambda found: found[0]
@@ -484,7 +485,7 @@ def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, 
 def _check_packed(
     name: str, transforms: Sequence[str], bare: list[int], content: Iterator[memoryview]
 ) -> str | None:
-    """Check an item that was stored through transforms: its records are found by undoing them.
+    """Check an item that was stored through transforms, which must be undone to find its records.
 
     Takes the memory of the item, packed and unpacked, as loading it does.
     """
@@ -531,7 +532,7 @@ def _reader(source: Source, item: _Item) -> ReadRange:
 
 
 class _Counted(Progress):
-    """A progress that also lists the numbers of bytes that were checked."""
+    """A progress that also records the numbers of bytes that were checked."""
 
     def __init__(self, inside: Progress) -> None:
         self.amounts: list[int] = []
