@@ -1,4 +1,4 @@
-"""Page-aligned, pre-faulted, reused buffers, and the fast way to copy between buffers.
+"""Page-aligned, resident, reusable buffers, and the fast way to copy between buffers.
 
 Used by direct I/O, the probe and the checkpoint pipeline. Invariant: every buffer begins at a page boundary,
 and its pages are in memory before it is returned.
@@ -19,7 +19,7 @@ FEW_BYTES = 4096
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:
-    """A writable buffer of `size_bytes` zeros at a page boundary; its memory is freed with its last view."""
+    """A writable buffer of `size_bytes` zeros at a page boundary; its memory is freed with the last view."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     try:
         pages = mmap.mmap(-1, round_up(max(size_bytes, 1), PAGE_BYTES), flags=flags)
@@ -37,7 +37,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def flat(buffer: memoryview) -> memoryview:
-    """`buffer` as plain bytes, without a copy, whatever its items and shape were."""
+    """`buffer` as plain bytes, without a copy, whatever its item type and shape."""
     if buffer.format == "B" and buffer.ndim == 1:
         return buffer
     return buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -51,7 +51,7 @@ def address_of(buffer: memoryview) -> int:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy `source` to `target`, of equal length, without the GIL; four times as fast as assigning slices."""
+    """Copy `source` to `target`, of equal length, without the GIL: four times as fast as assigning slices."""
     if source.nbytes:
         np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
@@ -59,8 +59,8 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 class BufferPool:
     """Aligned buffers of one size, taken and given back by any thread.
 
-    Taking never waits, so it cannot deadlock between writers that each hold one: at most `num_kept`
-    idle buffers stay in memory, and what is in use is bounded by its users.
+    Taking never waits, so writers that each hold a buffer cannot deadlock. At most `num_kept` idle buffers
+    stay in memory; the number in use is limited by the users.
     """
 
     def __init__(self, size_bytes: int, num_kept: int) -> None:
@@ -69,13 +69,13 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self) -> memoryview:
-        """A buffer with arbitrary content."""
+        """Take a buffer, whose content is arbitrary."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         return aligned_buffer(self.size_bytes)
 
     def give_back(self, buffer: memoryview) -> None:
-        """Return `buffer`, which must be whole, to the pool."""
+        """Return `buffer`, which must be complete, to the pool."""
         with self._lock:
             self._idle.append(buffer)

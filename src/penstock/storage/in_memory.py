@@ -1,7 +1,7 @@
-"""Objects in this process's memory: `mem://name`, for tests and for the limit of a harness.
+"""Objects in this process's memory: `mem://name`, for tests and for measuring the limit of a harness.
 
-A read or a write is one copy at memory speed and nothing else: any other time is not storage.
-Invariant: a published object never changes; an overwrite is a new one, and open sources keep the old.
+A read or a write is one copy at memory speed, so any other time that a run takes is not due to storage.
+Invariant: a published object never changes; overwriting creates a new one, and open sources keep the old.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.storage.uri import Location
 Bytes = npt.NDArray[np.uint8]
 
 FIRST_CAPACITY_BYTES = 64 * 1024
-"""First buffer of an object of undeclared size; doubled whenever it is full."""
+"""The size of the first buffer for an object of undeclared size; doubled whenever it is full."""
 
 
 def open_memory(location: Location, _environment: Environment, _rank: int) -> MemoryStorage:
-    """A new, empty store: its objects live as long as it does, and opening a name twice gives two of them."""
+    """A new, empty store. Its objects live as long as the store; opening a name twice creates two stores."""
     if location.options:
         raise UsageError("mem:// has no options", where=location.text, fix="Leave out what follows the '?'.")
     return MemoryStorage(location.uri)
@@ -45,15 +45,15 @@ class MemoryStorage:
         self._lock = threading.RLock()
 
     def create(self, key: str, size_bytes: int | None = None) -> MemorySink:
-        """Begin an object; memory for `size_bytes` is allocated at once."""
+        """Begin an object; memory for `size_bytes` is allocated immediately."""
         return MemorySink(self, check_key(key, self.uri), size_bytes)
 
     def open(self, key: str) -> MemorySource:
-        """Open an object as it is now; later overwrites and deletes do not change the source."""
+        """Open an object in its current state; later overwrites and deletes do not change the source."""
         return MemorySource(self._find(key)[1], f"{self.uri}/{key}", self.counters)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below `prefix`, as they are when iteration begins."""
+        """All objects below `prefix` that exist when iteration begins."""
         folder = check_prefix(prefix, self.uri)
         start = f"{folder}/" if folder else ""
         with self._lock:
@@ -70,7 +70,7 @@ class MemoryStorage:
             self._objects.pop(key, None)
 
     def sync(self, prefix: str = "") -> None:
-        """Check the prefix; memory cannot be made durable."""
+        """Check the prefix. Memory cannot be made durable."""
         check_prefix(prefix, self.uri)
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
@@ -88,7 +88,7 @@ class MemoryStorage:
         return info
 
     def publish(self, key: str, content: Bytes) -> ObjectInfo:
-        """Make `content` the object of this key. A sink calls it once, with all bytes."""
+        """Make `content` the object of this key. A sink calls this once, with all bytes."""
         with self._lock:
             self._num_stored += 1
             info = ObjectInfo(
@@ -114,7 +114,7 @@ class MemoryStorage:
 
 
 class MemorySink:
-    """One object being copied into memory; a buffer is released before `submit` returns."""
+    """One object that is being copied into memory; each buffer is released before `submit` returns."""
 
     def __init__(self, storage: MemoryStorage, key: str, size_bytes: int | None) -> None:
         self._storage = storage
@@ -155,7 +155,7 @@ class MemorySink:
 
 
 class MemorySource:
-    """One object's bytes, as they were when it was opened."""
+    """The bytes of an object as they were when it was opened."""
 
     def __init__(self, content: Bytes, uri: str, counters: Counters) -> None:
         self._content = content

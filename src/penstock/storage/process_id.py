@@ -1,8 +1,8 @@
-"""The identity of a process, unique also after its end, after a reboot and on other machines.
+"""The identity of a process, unique even after its end, after a reboot and on other machines.
 
-Leases, presence files and run records carry it, so that what a dead process left behind can be removed.
-Invariant: a process counts as ended only where this one can know it, on the same running kernel and in the
-same PID namespace (containers have their own); everywhere else the answer is None.
+Leases, presence files and run records contain it, so that what a dead process left behind can be removed.
+Invariant: a process counts as ended only if this process can know it, on the same running kernel and in the
+same PID namespace (containers have their own); in all other cases, the answer is None.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """A process; `kernel` and `numbering` say where its PID means something. Lease files have these keys."""
+    """A process; `kernel` and `numbering` tell where its PID is valid. Lease files have these keys."""
 
     host: str
     pid: int
     started: str
-    """When the process started, in ticks since the boot: PIDs are reused."""
+    """The time when the process started, in ticks since boot, because PIDs are reused."""
     kernel: str
-    """The boot ID; empty where the system has none."""
+    """The boot ID; empty if the system has none."""
     numbering: str
-    """The PID namespace, as /proc names it."""
+    """The PID namespace, as named in /proc."""
 
     @classmethod
     def of_lease(cls, text: bytes | bytearray) -> ProcessId | None:
-        """The owner of this lease; None if that cannot be read."""
+        """The owner named in a lease; None if the lease cannot be parsed."""
         try:
             return cls(**json.loads(bytes(text))["owner"])
         except (ValueError, TypeError, KeyError):
             return None
 
     def has_ended(self, *, observer: ProcessId) -> bool | None:
-        """True if this process has ended; None where `observer` cannot know."""
+        """True if this process has ended; None if `observer` cannot know."""
         if not self.kernel or (self.kernel, self.numbering) != (observer.kernel, observer.numbering):
             return None
         return _read_start_ticks(self.pid) != self.started
 
 
 def current_process() -> ProcessId:
-    """The calling process. Without boot IDs no other process can determine that it has ended."""
+    """The calling process. Without boot IDs, no other process can determine that it has ended."""
     return _identify(os.getpid(), _BOOT_ID)
 
 
 def name_host() -> str:
-    """An id shared by all processes of one kernel and network namespace: they can connect over Unix sockets.
+    """An ID shared by all processes of one kernel and network namespace: they can connect over Unix sockets.
 
-    Empty where the system gives none.
+    Empty if the system provides none.
     """
     try:
         return f"{current_process().kernel} {Path('/proc/self/ns/net').readlink()}"
@@ -63,7 +63,7 @@ def name_host() -> str:
 
 @lru_cache(maxsize=1)
 def _identify(pid: int, boot_id: Path) -> ProcessId:
-    # By its number, because a forked child has the parent's cache and another identity.
+    # By its number, because a forked child has the parent's cache but a different identity.
     try:
         kernel = boot_id.read_text().strip()
         numbering = os.readlink("/proc/self/ns/pid")
@@ -84,11 +84,11 @@ def pid_exists(pid: int) -> bool:
 
 
 def _read_start_ticks(pid: int) -> str | None:
-    """When the process with this PID started; None if there is none, or only a zombie."""
+    """The time at which the process with this PID started; None if there is none, or only a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The second field, the program's name in parentheses, may contain blanks and parentheses.
+    # The second field, the program's name in parentheses, may contain spaces and parentheses.
     state, *fields = line.rpartition(")")[2].split()
     return None if state in ("Z", "X") else fields[18]

@@ -1,9 +1,9 @@
-"""The narrow waist of storage: the protocols that every back end implements and every caller speaks.
+"""The narrow waist of storage: the protocols that every back end implements and every caller uses.
 
-Everything that moves bytes (probe, loaders, checkpoint pipeline, traces) knows only `Storage`, `Sink` and
+Everything that transfers bytes (probe, loaders, checkpoint pipeline, traces) knows only `Storage`, `Sink` and
 `Source`; wrappers (tracing, faults, rate limits) implement them around another storage. Invariants: a buffer
-that is handed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`; no key
-that passes `check_key` leaves its root.
+that is passed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`; no key
+that passes `check_key` leads out of its root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Release = Callable[[], None]
 class ObjectInfo:
     """One stored object of `size_bytes`, changed at `modified_s` (seconds since 1970).
 
-    `key` is relative to the storage's root; `checksum` is the service's own, if any.
+    `key` is relative to the storage's root; `checksum` is the service's own, None if it has none.
     """
 
     key: str
@@ -37,24 +37,27 @@ class ObjectInfo:
 
 
 class Sink(Protocol):
-    """One object being written front to back by one thread: `submit` repeatedly, then `finish` or `abort`.
+    """One object that one thread writes front to back: `submit` repeatedly, then `finish` or `abort`.
 
-    The object becomes visible when `finish` returns; after `abort`, a crash or an error it never does.
+    The object becomes visible when `finish` returns; after `abort`, a crash or an error, it never does.
     """
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
         """Append `buffer`, which the caller must not change until `release` is called.
 
-        Blocks while as many buffers are in flight as the options allow. Without `release` the caller keeps
-        the buffer unchanged until `finish`. Raises the error of an earlier buffer as soon as it is known;
-        even then this buffer is released, once, by `abort` at the latest.
+        Blocks while as many buffers are in flight as the options allow. Without `release`, the caller must
+        leave the buffer unchanged until `finish`. Raises the error of an earlier buffer as soon as it is
+        known; even then this buffer is released, once, by `abort` at the latest.
         """
 
     def finish(self) -> ObjectInfo:
-        """Wait for all bytes, check the stored size against the submitted one, make durable, publish."""
+        """Wait for all bytes, compare stored and submitted size, make the object durable, then visible."""
 
     def abort(self) -> None:
-        """Give up: release every buffer and leave nothing behind. Safe after any failure, and twice."""
+        """Give up: release every buffer and leave nothing behind.
+
+        May be called twice, and after any failure.
+        """
 
 
 class Source(Protocol):
@@ -65,57 +68,59 @@ class Source(Protocol):
         """The object's size when it was opened."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` from `offset`, or raise: `ShortTransfer` where the object ends too early."""
+        """Fill all of `buffer` from `offset`, or raise: `ShortTransfer` if the object ends too early."""
 
     def close(self) -> None:
-        """Release the object. Safe to call twice."""
+        """Release the object. May be called twice."""
 
 
 class Storage(Protocol):
-    """A tree of objects under one root. Keys are relative, `/`-separated paths that cannot leave the root.
+    """A tree of objects under one root.
 
-    All methods may be called from any thread. All raise `StorageError` and its kinds, or `Unavailable`
-    where this machine lacks what the storage needs; nothing else.
+    Keys are relative, `/`-separated paths that cannot lead out of the root.
+
+    All methods may be called from any thread. They raise only `StorageError` and its subclasses, or
+    `Unavailable` if this machine lacks what the storage needs.
     """
 
     uri: str
     options: Mapping[str, OptionValue]
-    """All options in effect, defaults included, for the record of a run."""
+    """All options in effect, including defaults, for the record of a run."""
     counters: Counters
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Begin an object; an older one of this key stays readable until `finish`.
+        """Begin an object; an existing one of this key stays readable until `finish`.
 
         Declaring `size_bytes` saves requests; `finish` checks it.
         """
 
     def open(self, key: str) -> Source:
-        """Open the object `key` for ranged reads; `ObjectNotFound` if there is none."""
+        """Open the object `key` for ranged reads; raise `ObjectNotFound` if there is none."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects below the folder `prefix` ("": all): an unordered stream, in bounded memory.
 
-        A missing folder is an empty one, because object services cannot tell the two apart; a missing root
-        may be `ObjectNotFound`, because a mistyped path should not look like an empty storage.
+        A missing folder counts as empty, because object storage cannot tell the two apart. A missing root may
+        raise `ObjectNotFound`, because a mistyped path should not look like an empty storage.
         """
 
     def stat(self, key: str) -> ObjectInfo:
-        """Describe the object `key`; `ObjectNotFound` if there is none."""
+        """Describe the object `key`; raise `ObjectNotFound` if there is none."""
 
     def delete(self, key: str) -> None:
-        """Remove the object `key`; `ObjectNotFound` if there is none and the service says so."""
+        """Remove the object `key`; raise `ObjectNotFound` if there is none and the service reports it."""
 
     def sync(self, prefix: str = "") -> None:
-        """Make every finished object under `prefix`, and its name, survive a power cut."""
+        """Make every finished object under `prefix`, and its name, survive a power failure."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of what a storage really did, for the record of a run. Threads call `add` and `add_copy` only.
+    """Counts of what a storage really did, for the record of a run. Threads call only `add` and `add_copy`.
 
-    `requests` are those sent, `retries` and `errors` among them; `written_bytes` and `read_bytes` were moved.
-    `copied_bytes` is keyed by the reason of the copy, `requests_by_endpoint` by the endpoint's URL. Counts
-    never decrease.
+    `requests` counts all that were sent, including `retries` and `errors`; `written_bytes` and `read_bytes`
+    were transferred. `copied_bytes` is keyed by the reason of the copy, `requests_by_endpoint` by the
+    endpoint's URL. Counts never decrease.
     """
 
     requests: int = 0
@@ -148,7 +153,7 @@ class Counters:
                 self.requests_by_endpoint[endpoint] += requests
 
     def add_copy(self, reason: str, size_bytes: int) -> None:
-        """Count `size_bytes` that had to be copied, and why."""
+        """Count `size_bytes` that had to be copied, under the `reason`."""
         with self._lock:
             self.copied_bytes[reason] += size_bytes
 
@@ -161,7 +166,7 @@ class Counters:
             return type(self)(**{name: count.__class__(count) for name, count in self._counts().items()})
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
-        # Ranks send their counters to each other; a lock cannot be pickled.
+        # Ranks send their counters to each other, and a lock cannot be pickled.
         return type(self), tuple(self.snapshot()._counts().values())  # noqa: SLF001 - its own class
 
     def __add__(self, other: Self) -> Self:
@@ -215,7 +220,7 @@ class WrappedSink:
         self.inside = inside
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Submit to the sink inside, which then owes the release."""
+        """Submit to the sink inside, which then must call `release`."""
         self.inside.submit(buffer, release)
 
     def finish(self) -> ObjectInfo:
@@ -260,21 +265,22 @@ def write_object(
 
 @runtime_checkable
 class SupportsWholeReads(Protocol):
-    """A storage that gets a small object and what describes it in one request."""
+    """A storage that gets a small object and its description in one request."""
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
-        """The object; `ObjectNotFound` if there is none."""
+        """The object and its description; raises `ObjectNotFound` if there is none."""
 
 
 @runtime_checkable
 class SupportsWritesAtOnce(Protocol):
-    """A storage that makes many small objects durable together, cheaper than by a `Sink` each."""
+    """A storage that makes many small objects durable together, at less cost than with a `Sink` for each."""
 
     def write_at_once(self, objects: Iterable[tuple[str, memoryview]]) -> None:
         """Write each of these whole objects, by its key; all are durable and visible once this returns.
 
-        A buffer may change as soon as the next object is asked for. After an error, what is visible is whole
-        and durable, and nothing is left of the rest. Files stay open until the end: a hundred at a time.
+        A buffer may change as soon as the next object is requested. After an error, visible objects are
+        complete and durable, and nothing is left of the others. Files stay open until the end, so pass about
+        a hundred at a time.
         """
 
 
@@ -282,7 +288,7 @@ _NOT_PLAIN = frozenset(("", ".", ".."))
 
 
 def check_key(key: str, root_uri: str) -> str:
-    """`key` itself, if it is a relative path of plain names; else `AccessRefused`."""
+    """Return `key` if it is a relative path of plain names; otherwise raise `AccessRefused`."""
     if "\0" in key or not _NOT_PLAIN.isdisjoint(key.split("/")):
         raise AccessRefused(
             f"The key {key!r} is not a plain path below its root",
@@ -293,20 +299,20 @@ def check_key(key: str, root_uri: str) -> str:
 
 
 def check_prefix(prefix: str, root_uri: str) -> str:
-    """`prefix` without a closing slash, if it is empty or a folder below the root; else `AccessRefused`."""
+    """Return `prefix` without a trailing slash; raise `AccessRefused` if it is no folder below the root."""
     folder = prefix.removesuffix("/")
     return check_key(folder, root_uri) if folder else ""
 
 
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
-    """A small object and what describes it; `ObjectNotFound` if there is none."""
+    """A small object and its description; raises `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):
         return storage.read_whole(key)
     return storage.stat(key), read_object(storage, key)
 
 
 def read_object(storage: Storage, key: str) -> bytearray:
-    """All bytes of one object, in memory of their own; `ObjectNotFound` if there is none."""
+    """All bytes of one object, in new memory; raises `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):
         return storage.read_whole(key)[1]
     with closing(storage.open(key)) as source:
@@ -316,7 +322,7 @@ def read_object(storage: Storage, key: str) -> bytearray:
 
 
 def exists(storage: Storage, key: str) -> bool:
-    """True if the object is there now. Any failure but its absence is raised."""
+    """True if the object exists now. Any failure other than its absence is raised."""
     try:
         storage.stat(key)
     except ObjectNotFound:

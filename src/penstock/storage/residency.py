@@ -1,9 +1,9 @@
 """The page cache of this node: how much of a file is in it, reading from it, and evicting files from it.
 
-The "cold" of a read benchmark relies on this. Invariants: a figure is what the kernel reported (cachestat, or
-mincore before Linux 6.5) after the attempt, also where pages cannot be dropped, as on tmpfs. Bytes that
-cannot be mapped, because the file was cut or the device failed, are read by read(2), which raises the reason:
-only a file that is cut while it is being copied ends the process (SIGBUS).
+The "cold" of a read benchmark relies on this. Invariants: every figure is what the kernel reported
+(cachestat, or mincore before Linux 6.5) after the attempt, even if pages cannot be dropped, as on tmpfs.
+Bytes that cannot be mapped, because the file was truncated or the device failed, are read by read(2), which
+raises the reason: only truncating a file while it is being copied ends the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from penstock.storage.files.system_calls import libc, raise_on_failure, translat
 from penstock.storage.protocol import Counters, Source, Storage, WrappedSource, WrappedStorage
 
 CACHESTAT = 451
-"""The system call's number: the same on every architecture that Python runs on, save Alpha."""
+"""The system call's number, which is the same on every architecture that Python supports except Alpha."""
 
 Method = Literal["cachestat", "mincore"]
 
 PageCounter = Callable[[int, int], tuple[int, int]]
-"""Counts the resident pages of an open descriptor of some size in bytes, and the unwritten ones of them."""
+"""Counts, given an open descriptor and its size in bytes, the resident pages and the unwritten ones among
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Residency:
 
     @property
     def fraction(self) -> float:
-        """Resident part of all bytes; 0 for no bytes."""
+        """Resident bytes divided by all bytes; 0 if there are none."""
         return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def __add__(self, other: Residency) -> Residency:
@@ -82,7 +84,7 @@ class _Cachestat(ctypes.Structure):
 
 
 def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> tuple[int, int]:
-    """Pages by cachestat(2): one call whatever the size, no mapping."""
+    """Count pages by cachestat(2): one call for any size, without a mapping."""
     answer = _Cachestat()
     place = _CachestatRange(offset, size_bytes)
     raise_on_failure(libc().syscall(CACHESTAT, descriptor, ctypes.byref(place), ctypes.byref(answer), 0))
@@ -90,9 +92,9 @@ def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> tup
 
 
 def count_by_mincore(descriptor: int, size_bytes: int) -> tuple[int, int]:
-    """Pages by mincore(2): maps the file without reading it, and gets a byte for each page.
+    """Count pages by mincore(2), which maps the file without reading it and returns a byte for each page.
 
-    It does not say which pages are written back, so none of them may be.
+    mincore does not tell which pages are written back, so all are assumed not to be.
     """
     states = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
     with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapping:
@@ -108,7 +110,7 @@ def count_by_mincore(descriptor: int, size_bytes: int) -> tuple[int, int]:
 COUNTERS: Mapping[Method, PageCounter] = MappingProxyType(
     {"cachestat": count_by_cachestat, "mincore": count_by_mincore}
 )
-"""Best first: where this kernel or file system lacks a method, the next one is used."""
+"""Best first: if this kernel or file system does not support a method, the next one is used."""
 
 _NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -130,7 +132,7 @@ def _residency(num_pages: int, size_bytes: int, method: Method) -> Residency:
 def _count_pages(
     descriptor: int, size_bytes: int, counters: Mapping[Method, PageCounter]
 ) -> tuple[int, int, Method]:
-    """Resident pages, those of them that may not be written back yet, and the method that counted them."""
+    """The resident pages, those of them that may be unwritten, and the method that counted them."""
     if size_bytes == 0:
         return 0, 0, "cachestat"
     for method, count in counters.items():
@@ -151,9 +153,9 @@ RESIDENT_SHARE = 0.99
 
 
 def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
-    """True if these files can be read from this machine's page cache alone, judged by a few of them.
+    """True if these files can be read from this machine's page cache alone, judging by a few of them.
 
-    False where that cannot be known, and for storages that read past the page cache.
+    False if that cannot be known, and for storages that read past the page cache.
     """
     paths = find_local_paths(storage)
     if paths is None or not paths.uses_page_cache or not keys:
@@ -169,12 +171,12 @@ def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
 
 
 def evict_file(path: str) -> Eviction:
-    """Write back and drop the pages of one file. Pages that another process maps or locks stay."""
+    """Write back and drop the pages of one file. Pages that another process maps or locks remain."""
     with translate_os_errors("Dropping pages", f"file://{path}"), open(path, "rb") as file:
         descriptor, left = file.fileno(), 0
         size_bytes = os.fstat(descriptor).st_size
         resident, unwritten, method = _count_pages(descriptor, size_bytes, COUNTERS)
-        # The kernel drops clean pages only.
+        # The kernel drops only clean pages.
         if unwritten:
             os.fsync(descriptor)
         if resident:
@@ -192,7 +194,8 @@ _THREADS: Final = 16
 def evict_files(paths: Iterable[str], advance: Callable[[int], None] = lambda _files: None) -> Eviction:
     """Drop the pages of these files; `advance` is called after every few hundred.
 
-    Files without unwritten pages are not synced. In threads, as the calls may wait for a server or a device.
+    Files without unwritten pages are not synced. Runs in several threads, because the calls may wait for a
+    server or a device.
     """
     left = iter(paths)
     total = Eviction(before=_residency(0, 0, "cachestat"), after=_residency(0, 0, "cachestat"))
@@ -204,7 +207,7 @@ def evict_files(paths: Iterable[str], advance: Callable[[int], None] = lambda _f
 
 
 def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
-    """Drop the pages of all files below `prefix`. `Unavailable` for a storage without local files."""
+    """Drop the pages of all files below `prefix`. Raises `Unavailable` for a storage without local files."""
     paths = find_local_paths(storage)
     if paths is None:
         raise Unavailable(
@@ -216,7 +219,7 @@ def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
 
 
 def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
-    """Drop the whole page cache of this node: for root only, and it slows all users of the node."""
+    """Drop the whole page cache of this node. Needs root, and slows down everyone on the node."""
     os.sync()
     try:
         control.write_text("3\n")
@@ -229,17 +232,20 @@ def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
 
 
 POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14, which fails where touching the pages would end the process."""
+"""MADV_POPULATE_READ of Linux 5.14, which fails if touching the pages would end the process."""
 
 
 class MappedStorage(WrappedStorage):
-    """A storage whose files are read out of mappings; what wrappers inside watch or slow is left to them."""
+    """A storage whose files are read out of mappings.
+
+    Wrappers inside that observe or slow reads keep doing so.
+    """
 
     def open(self, key: str) -> Source:
-        """Open and map a file; an empty one has nothing to map, and some file systems map none."""
+        """Open and map a file. An empty file is not mapped, nor is any on file systems without mappings."""
         source = self.inside.open(key)
         if isinstance(source, FileSource) and source.size_bytes:
-            # A file that was cut since it was opened is a ValueError.
+            # A file that was truncated since it was opened causes a ValueError.
             with suppress(OSError, ValueError):
                 return MappedSource(source, self.counters)
         return source
@@ -266,15 +272,15 @@ class MappedSource(WrappedSource):
             copy_bytes(wanted, found)
 
     def view(self, offset: int, size_bytes: int) -> memoryview | None:
-        """A part of the mapping, of pages that are in memory now. It stays mapped as long as it is used."""
+        """A part of the mapping, if its pages are in memory now. It stays mapped as long as it is used."""
         end, begin = offset + size_bytes, offset - offset % PAGE_BYTES
         if end > self.size_bytes or not size_bytes:
             return None
         try:
-            # Behind a file's end, its last page has zeros.
+            # Beyond the end of a file, its last page contains zeros.
             if os.fstat(self._descriptor).st_size < end:
                 return None
-            # To map all of it by madvise takes longer than page faults, which map several pages at a time.
+            # Mapping all of it by madvise takes longer than page faults, each of which maps several pages.
             if not self._is_resident(begin, end):
                 self._pages.madvise(POPULATE_READ, begin, end - begin)
         except OSError:
@@ -292,7 +298,7 @@ class MappedSource(WrappedSource):
         return found * PAGE_BYTES >= end - begin
 
     def close(self) -> None:
-        """Close the file and unmap it, or leave the latter to the last view; no thread may be reading."""
+        """Close the file and unmap it, or let the last view do the latter. No thread may be reading."""
         self._view.release()
         with suppress(BufferError):
             self._pages.close()

@@ -1,8 +1,8 @@
 """URIs and options as text, and `open_storage`, the one way from a URI to a `Storage`.
 
-A URI is taken literally, without percent-decoding; what follows a `?` are options:
+A URI is taken literally, without percent-decoding; options follow a `?`:
 `s3://bucket/prefix?client=minio&part_bytes=16MiB`. A back end is imported when its scheme is first opened, so
-that a program on files never loads an S3 client.
+a program that uses only files never loads an S3 client.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _BUCKET_SCHEMES = ("s3", "gs", "az", "mem")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a storage keeps its objects. `root` is an absolute path, or `bucket/prefix` of a service."""
+    """The place where a storage keeps its objects.
+
+    `root` is an absolute path, or `bucket/prefix` of a service.
+    """
 
     scheme: str
     root: str
@@ -43,9 +46,9 @@ class Location:
 
     @property
     def text(self) -> str:
-        """The location as a path or as a URI with options: `parse_uri` makes the same location of it."""
+        """The location as a path, or as a URI with options. `parse_uri` turns it into the same location."""
         if self.scheme == "file" and not self.options:
-            # A path may have a question mark, which begins the options of a URI.
+            # A path may contain a question mark, which in a URI would begin the options.
             return self.root
         if "?" in self.root:
             raise UsageError(
@@ -56,7 +59,7 @@ class Location:
         return f"{self.uri}?{query}" if query else self.uri
 
     def with_options(self, /, **options: str) -> Location:
-        """The same place with more options, which replace those of the same names."""
+        """The same place with more options, which replace existing ones of the same names."""
         return Location(self.scheme, self.root, {**self.options, **options})
 
     def split_name(self) -> tuple[Location, str] | None:
@@ -75,8 +78,8 @@ def is_plain_path(text: str) -> bool:
 def parse_uri(text: str) -> Location:
     """The location that `text` names: a URI with a known or unknown scheme, or a plain path.
 
-    After `file://` and `direct://` comes an absolute path, after `s3://` and its like a bucket. Schemes of
-    other packages may have either: three slashes, as in `pfs:///scratch`, begin an absolute path.
+    `file://` and `direct://` are followed by an absolute path, `s3://` and similar schemes by a bucket.
+    Schemes of other packages may have either: three slashes, as in `pfs:///scratch`, begin an absolute path.
     """
     if not text:
         raise UsageError("The storage URI is empty", fix="Give a path or a URI such as s3://bucket/prefix.")
@@ -107,7 +110,7 @@ def parse_uri(text: str) -> Location:
         root = root.strip("/")
         if not root:
             raise UsageError(f"{text!r} has no bucket", fix=f"Write {scheme}://bucket/prefix.")
-        # A client may make one slash of two, so that the objects would be elsewhere than this says.
+        # A client may merge two slashes into one, so the objects would not be where this location says.
         if scheme in _BUCKET_SCHEMES and "//" in root:
             raise UsageError(
                 f"{text!r} has an empty name between two slashes, which not all services keep",
@@ -144,11 +147,11 @@ _BOOLEANS = {
 
 
 def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
-    """The dataclass `kind` from the `given` texts, each parsed by its field's name and type.
+    """Create the dataclass `kind` from the texts in `given`, each parsed by its field's name and type.
 
     A field `..._bytes` takes a size such as 16MiB, a field `..._s` a duration such as 250ms.
     """
-    # Looking up the types takes longer than all else that opens a storage.
+    # Looking up the types takes longer than everything else that opening a storage does.
     hints = get_type_hints(kind) if given else {}
     known = [spec.name for spec in fields(kind) if spec.init]  # type: ignore[arg-type]  # a dataclass
     values: dict[str, Any] = {}
@@ -164,7 +167,7 @@ def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
 
 
 def _parse_value(name: str, text: str, hint: Any) -> object:
-    """The value that `text` means for a field of this name and type."""
+    """The value of `text` for a field of this name and type."""
     if isinstance(hint, types.UnionType):
         hint = next(option for option in get_args(hint) if option is not types.NoneType)
     choices = get_args(hint)
@@ -189,7 +192,7 @@ def _parse_value(name: str, text: str, hint: Any) -> object:
 
 
 Opener = Callable[[Location, Environment, int], Storage]
-"""Called with the location (its options included), the environment and this process's rank."""
+"""Called with the location (including its options), the environment and this process's rank."""
 
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {
@@ -201,16 +204,16 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
         "mem": "penstock.storage.in_memory:open_memory",
     }
 )
-"""Scheme -> `module:name` of its `Opener`."""
+"""Maps a scheme to `module:name` of its `Opener`."""
 
 Wrapper = Callable[[Storage, Environment], Storage]
-"""Called with a storage that was just opened and the environment that asked for the wrapping."""
+"""Called with a storage that was just opened, and the environment that asked for the wrapping."""
 
 WRAPPERS: Mapping[str, str] = MappingProxyType({TRACE: "penstock.trace.capture.traced_storage:trace_storage"})
-"""Variable -> `module:function` of the `Wrapper` that every storage gets where the variable is set."""
+"""Maps a variable to `module:function` of the `Wrapper` that every storage gets if the variable is set."""
 
 ENTRY_POINTS = "penstock.storage"
-"""Other packages' back ends: entry points of this group, named by their scheme."""
+"""The group of entry points for back ends of other packages; each is named after its scheme."""
 
 
 def open_storage(
@@ -230,14 +233,14 @@ def open_storage(
 
 
 def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
-    """Open a path or URI with this process's own environment: for libraries, whose callers pass none."""
+    """Open a path or URI with this process's own environment. For libraries, whose callers pass none."""
     return open_storage(os.fspath(path), process_environment(), rank=rank)
 
 
 def find_local_paths_at(uri: str, environment: Environment | None = None) -> SupportsLocalPaths | None:
     """The storage at `uri` if its objects are local files; None for any other, or one unavailable here.
 
-    Opening moves no bytes. Why a storage is unavailable is reported by the caller that opens it for use.
+    Opening transfers no bytes. The caller that opens the storage for use reports why it is unavailable.
     """
     storage = _open_untraced(uri, environment)
     return None if storage is None else find_local_paths(storage)
@@ -257,7 +260,7 @@ def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
 
 
 def find_opener(location: Location) -> Opener:
-    """The function that opens a storage of this scheme; `UsageError` if no package has one."""
+    """The function that opens a storage of this scheme; raises `UsageError` if no package has one."""
     scheme = location.scheme
     opener: Opener
     if scheme in SCHEMES:

@@ -8,13 +8,16 @@ from penstock.errors import OutOfSpace
 from penstock.units import format_bytes
 
 _RESERVE = 20
-"""A twentieth of the written size stays free in addition, for folders, journals and other users."""
+"""In addition, one part in this many of the written size stays free for folders, journals and other users."""
 
 
 def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: str) -> None:
-    """`OutOfSpace` unless `size_bytes` fit below `root`, which need not exist yet. `what` begins the message.
+    """Raise `OutOfSpace` unless `size_bytes` fit below `root`, which need not exist.
 
-    None is a storage without a local folder (`find_local_root`): services do not report their free space.
+    `what` begins the message.
+
+    `root` is None for a storage without a local folder (`find_local_root`): services do not report their free
+    space.
     """
     if root is None:
         return
@@ -29,16 +32,16 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
 
 
 def find_room(folder: Path) -> int:
-    """The bytes that can be written below a folder, there or not: the free space, less the reserve."""
+    """The bytes that can be written below a folder, existing or not: the free space minus the reserve."""
     return shutil.disk_usage(nearest_folder(folder)).free * _RESERVE // (_RESERVE + 1)
 
 
 def nearest_folder(path: Path) -> Path:
-    """`path` or its nearest parent that exists; a folder without permission to look into counts as absent."""
+    """`path` or its nearest existing parent. A folder that this user may not look into counts as absent."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
 def read_volume_id(folder: Path) -> str:
-    """An identity of the file system of `folder`: the same on all hosts for a shared one."""
+    """An identity of the file system of `folder`, the same on all hosts for a shared file system."""
     facts = os.statvfs(folder)
     return f"{facts.f_fsid}:{facts.f_blocks}"

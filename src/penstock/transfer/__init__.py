@@ -1,1 +1,1 @@
-"""Moving bytes between memory and storage: buffers, pipelines and what they measured."""
+"""Transfers between memory and storage: buffers, pipelines and their measurements."""

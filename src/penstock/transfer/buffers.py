@@ -1,4 +1,4 @@
-"""Memory for bytes on their way to or from storage: aligned, warm, and pinned where devices copy to it."""
+"""Memory for bytes on their way to or from storage: aligned, resident, and pinned if devices copy to it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class WarmMemory:
-    """`size_bytes` of memory that begins at a huge page. Its first touch takes seconds per GiB, so reuse it.
+    """`size_bytes` of memory that begins at a huge page.
 
-    It has one user at a time, and is freed with the last view of it. Forked processes have the same memory if
-    it `is_shared`, else a copy, made when either side writes; pinned pages must not be copied like that.
+    Touching it first takes seconds per GiB, so reuse it.
+
+    It has one user at a time, and is freed with the last view of it. If it `is_shared`, forked processes use
+    the same memory; otherwise they get a copy, made when either side writes. Pinned pages must not be copied
+    like that.
     """
 
     def __init__(self, size_bytes: int, *, is_shared: bool = False) -> None:
         self.size_bytes = round_up(size_bytes, PAGE_BYTES)
         sharing = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
-        # Up to the end of the last huge page: the kernel only gives whole ones.
+        # Up to the end of the last huge page: the kernel provides only whole ones.
         mapped_bytes = round_up(self.size_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
         try:
             pages = mmap.mmap(-1, mapped_bytes, flags=sharing | mmap.MAP_ANONYMOUS)
@@ -51,13 +54,14 @@ class WarmMemory:
         self.view = whole[lead : lead + self.size_bytes]
         self._touched_bytes = 0
         self.is_pinned = False
-        """True if devices can copy to and from it by DMA; see `pin_memory`."""
+        """True if devices can copy to and from this memory by DMA; see `pin_memory`."""
 
     def touch(self, size_bytes: int | None = None) -> None:
-        """Make the first `size_bytes`, or all, resident. Touched memory costs nothing to touch again."""
+        """Make the first `size_bytes`, or all, resident. Memory that is already resident costs nothing."""
         end = self.size_bytes if size_bytes is None else min(size_bytes, self.size_bytes)
         if end > self._touched_bytes:
-            # One byte per page is enough. A strided fill releases the GIL; madvise(POPULATE) would hold it.
+            # One byte per page is enough. A strided fill releases the GIL, whereas madvise(POPULATE) would
+            # hold it.
             np.frombuffer(self.view[self._touched_bytes : end], dtype=np.uint8)[::PAGE_BYTES] = 0
             self._touched_bytes = end
 
@@ -65,8 +69,8 @@ class WarmMemory:
 class StagingMemory:
     """Lends memory to saves in any thread; each loan is returned with `give_back`.
 
-    Without a budget no save waits for another. A forked process can read what is written to memory that
-    `is_shared`, which is then not copied.
+    Without a budget, no save waits for another. If the memory `is_shared`, a forked process can read what is
+    written to it without copying it.
     """
 
     def __init__(self, budget_bytes: int | None, *, is_shared: bool = False) -> None:
@@ -78,7 +82,10 @@ class StagingMemory:
         self._changed = threading.Condition()
 
     def borrow(self, size_bytes: int, timeout_s: float) -> WarmMemory:
-        """Lend at least `size_bytes`, warm if it was used before; waits for earlier saves."""
+        """Lend at least `size_bytes`, after waiting for earlier saves if necessary.
+
+        Reused memory is resident.
+        """
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         if size_bytes > self.budget_bytes:
             raise UsageError(
@@ -114,7 +121,7 @@ class StagingMemory:
             return smallest
         if self._lent_bytes + size_bytes > self.budget_bytes:
             return None
-        # No idle memory is large enough: the memory that is idle for longest makes room for new memory.
+        # No idle memory is large enough: the memory that has been idle longest makes room for new memory.
         needed_bytes = self._lent_bytes + size_bytes
         limit_bytes = self.budget_bytes if self._has_budget else needed_bytes
         while needed_bytes + sum(memory.size_bytes for memory in self._idle) > limit_bytes:
@@ -123,9 +130,9 @@ class StagingMemory:
 
 
 def pin_memory(memory: WarmMemory, registrar: Any = None) -> bool:
-    """Pin `memory` until it is freed, and return whether it is pinned. Takes as long as a first touch.
+    """Pin `memory` until it is freed, and return whether it is pinned. Takes as long as touching it first.
 
-    Copies take longer where the system does not allow pinning this much. `registrar` is CUDA's runtime.
+    If the system does not allow so much pinned memory, copies take longer. `registrar` is CUDA's runtime.
     """
     if memory.is_pinned:
         return True
@@ -151,7 +158,7 @@ def pin_memory(memory: WarmMemory, registrar: Any = None) -> bool:
 
 def _unpin(registrar: Any, address: int, pid: int) -> None:
     if os.getpid() != pid:
-        # A forked process has the memory, but must not call CUDA.
+        # A forked process has the memory, too, but must not call CUDA.
         return
     error = int(registrar.cudaHostUnregister(address))
     if error:

@@ -1,9 +1,9 @@
 """The ledger of a phase: timestamps and bytes of one rank, and the figures of all ranks.
 
-Timestamps go to columns that are allocated beforehand, so timing costs no memory while bytes flow.
-Invariants: each cell is written once; a ledger that does not add up is an error, never a slower rate; the
-rate of all ranks is all bytes over the time from the earliest first byte to the latest durable one, so no
-rank can hide behind the others.
+Timestamps go to columns that are allocated in advance, so timing needs no memory while bytes flow.
+Invariants: each cell is written once; a ledger that does not add up raises an error instead of yielding a
+slower rate; the rate of all ranks is all bytes divided by the time from the earliest first byte to the latest
+durable one, so a slow rank cannot hide behind the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _NS_PER_S = 1e9
 _DRAIN_SHARE = 0.5
-"""A phase that waits at the end for more than this share of its duration is bound by durability."""
+"""A phase that spends more than this share of its duration waiting at the end is bound by durability."""
 
 Direction = Literal["write", "read"]
 Bottleneck = Literal["storage", "generator", "verifier", "durability"]
@@ -37,7 +37,10 @@ now_ns = time.monotonic_ns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Bytes at each station. Writing uses all but the last two, reading `planned`, `read` and `verified`."""
+    """The bytes that passed each station.
+
+    A write uses all fields but the last two; a read, `planned_bytes` and these two.
+    """
 
     planned_bytes: int
     generated_bytes: int = 0
@@ -50,7 +53,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class WrongByte:
-    """The place of the first wrong byte of a chunk; the rest of the object is still read and verified."""
+    """The position of the first wrong byte of a chunk; the rest of the object is still read and verified."""
 
     key: str
     offset: int
@@ -60,8 +63,9 @@ class WrongByte:
 class StreamRecord:
     """The work of one writer or reader of one rank.
 
-    `requests`, `retries` and `errors` are counted by the stream's own storage; where streams share one, they
-    are all counted at stream 0. `stall_s` is how long the stream waited for content or free buffers.
+    `requests`, `retries` and `errors` are counted by the stream's own storage; if streams share a storage,
+    they are all attributed to stream 0. `stall_s` is the time that the stream waited for content or free
+    buffers.
     """
 
     rank: int
@@ -80,11 +84,12 @@ class StreamRecord:
 class Measurement:
     """One rank's measurement of one phase.
 
-    All `*_ns` are CLOCK_MONOTONIC; ranks share the moment `origin_ns`.
+    All `*_ns` are CLOCK_MONOTONIC; `origin_ns` is the same moment on all ranks.
 
     Content is generated (writing) or verified (reading) while the storage works: `content_busy_s` is the
-    union of these times, `content_stall_s` the time its threads waited for buffers, `storage_stall_s` the
-    time streams waited for content, or for free buffers to read into. `latencies_ns` has one entry per chunk.
+    union of these times, `content_stall_s` the time that content's threads waited for buffers, and
+    `storage_stall_s` the time that streams waited for content, or for free buffers to read into.
+    `latencies_ns` has one entry per chunk.
     """
 
     direction: Direction
@@ -112,7 +117,7 @@ class Measurement:
 
     @property
     def duration_ns(self) -> int:
-        """The time from the first byte to the last durable or verified one, at least 1."""
+        """The time from the first byte to the last durable or verified one, at least 1 ns."""
         return max(self.end_ns - self.first_submit_ns, 1)
 
     def require_complete(self, uri: str) -> None:
@@ -133,10 +138,10 @@ class Measurement:
                 )
 
     def find_bottleneck(self) -> Bottleneck:
-        """Name what the phase waited for most.
+        """Name the part for which the phase waited most.
 
-        If content waits for buffers, storage is the bottleneck; if storage waits for content (or, reading,
-        for buffers that are still being verified), content is.
+        If content waits for buffers, storage is the bottleneck. If storage waits for content (or, when
+        reading, for buffers that are still being verified), content is.
         """
         if self.direction == "write" and self.end_ns - self.last_submit_ns > _DRAIN_SHARE * self.duration_ns:
             return "durability"
@@ -146,13 +151,14 @@ class Measurement:
 
 
 class Timestamps:
-    """When each chunk of a phase passed each station on this rank, and what each stream counted.
+    """The times at which each chunk of a phase passed each station on this rank, and each stream's counts.
 
-    Nanoseconds of CLOCK_MONOTONIC, one row per chunk; 0 where something did not happen. Content is generated
-    or verified from `content_begin` to `content_end`; the storage has a chunk from `submitted` to
-    `acknowledged`; the call that submitted it returned at `returned`. `opening` and `ending` are the spans of
-    the calls for whole objects, (objects, 2), made by `object_stream`. `is_wrong` marks chunks with wrong
-    bytes. Objects of `sizes` bytes have consecutive chunk numbers; an empty object has none.
+    Times are nanoseconds of CLOCK_MONOTONIC, one row per chunk, or 0 for an event that did not happen.
+    Content is generated or verified from `content_begin` to `content_end`; the storage has a chunk from
+    `submitted` to `acknowledged`; the call that submitted it returned at `returned`. `opening` and `ending`,
+    (objects, 2), are the begin and end of calls for whole objects, made by `object_stream`. `is_wrong` marks
+    chunks with wrong bytes. Objects of `sizes` bytes have consecutive chunk numbers; an empty object has
+    none.
     """
 
     def __init__(self, sizes: Sequence[int], chunk_bytes: int, num_streams: int, entered_ns: int) -> None:
@@ -165,13 +171,13 @@ class Timestamps:
         self.is_wrong = np.zeros(self._first_chunk[-1], dtype=np.bool_)
         self.opening, self.ending = np.zeros((2, len(sizes), 2), dtype=np.int64)
         self.object_stream = np.zeros(len(sizes), dtype=np.int64)
-        # Each cell of these is written by one thread.
+        # Each cell of these arrays is written by one thread.
         counts = np.zeros((4, num_streams), dtype=np.int64)
         self.num_objects, self.durable_bytes, self.storage_stall_ns, self.content_stall_ns = counts
         self._counters: list[tuple[Counters, Counters]] = []
 
     def begin_counting(self, storages: Sequence[Storage]) -> None:
-        """Attribute what `storages` count from now on to this phase; stream i uses `storages[i % n]`."""
+        """Attribute to this phase whatever `storages` count from now on; stream i uses `storages[i % n]`."""
         counters = [storages[stream % len(storages)].counters for stream in range(len(self.num_objects))]
         self._counters = [(each, each.snapshot()) for each in counters]
 
@@ -207,7 +213,7 @@ class Timestamps:
             first_submit_ns=first_submit_ns,
             last_submit_ns=int(self.returned.max(initial=0)) or first_submit_ns,
             end_ns=int(np.concatenate([ends, self.content_end]).max(initial=0)) or first_submit_ns,
-            # Opening the first objects is set-up, because it comes before the first byte.
+            # Opening the first objects is set-up, because it precedes the first byte.
             storage_busy_s=union_ns(np.maximum(begins, first_submit_ns), ends) / _NS_PER_S,
             call_time_sum_s=calls / _NS_PER_S,
             content_busy_s=union_ns(self.content_begin, self.content_end) / _NS_PER_S,
@@ -257,20 +263,20 @@ class Timestamps:
 
 
 def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-    """The time in which at least one of the spans was in progress; empty and negative spans do not count."""
+    """The time in which at least one span was in progress; empty and negative spans do not count."""
     lasting = ends > begins
     order = np.argsort(begins[lasting], kind="stable")
     starts, stops = begins[lasting][order], ends[lasting][order]
     if not starts.size:
         return 0
-    # A span adds the part that lies beyond everything that began before it.
+    # A span adds the part of itself that lies beyond everything that began before it.
     covered_until = np.maximum.accumulate(stops)
     before = np.concatenate([starts[:1], covered_until[:-1]])
     return int(np.maximum(stops - np.maximum(starts, before), 0).sum())
 
 
 def common_origin_ns(comm: Comm, awaiting: str) -> int:
-    """Return a moment that all ranks share, on this rank's own clock, because clocks of hosts differ."""
+    """A moment that all ranks share, on this rank's own clock: the clocks of hosts differ."""
     comm.barrier(awaiting=awaiting)
     return now_ns()
 
@@ -283,7 +289,7 @@ class PipelineFigures:
 
     `duration_s` runs from the earliest first submit to the latest durable end. `content` is what was
     generated or verified. Stalls and `call_time_sum_s` are sums over all streams, for diagnosis only. Rates
-    of work that was not done (verification that was switched off) are None.
+    of work that was not done (for example, verification that is switched off) are None.
     """
 
     direction: Direction
@@ -291,7 +297,7 @@ class PipelineFigures:
     moved_bytes: int
     verified_bytes: int
     wrong_bytes: int
-    """Places, at most one per chunk."""
+    """The number of wrong bytes that were found, at most one per chunk."""
     duration_s: float
     gib_per_s: float
     mean_gib_per_s: float
@@ -337,7 +343,8 @@ def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
     slowest_busy_s = max(slowest.storage_busy_s, slowest.content_busy_s)
 
     def busy_rate(busy_s: Sequence[float]) -> float | None:
-        # GiB/s of all ranks together while busy; of moved bytes, so that the two rates can be compared.
+        # GiB/s of all ranks together while busy, calculated from transferred bytes so that the two rates are
+        # comparable.
         busy = [size / _GIB / took_s for size, took_s in zip(moved, busy_s, strict=True) if took_s > 0]
         return sum(busy) if busy else None
 

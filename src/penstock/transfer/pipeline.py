@@ -1,10 +1,9 @@
 """The write pipeline: producer -> buffers -> storage, several objects at once, with timestamps.
 
 Each stream has one thread that fills buffers and one that submits them, so content is produced while the
-storage works.
-Invariants: an object is durable with exactly its planned bytes, or the phase raises an error and the object
-is aborted; a buffer is filled again only after the storage has released it, so no byte changes between being
-produced and being written.
+storage works. Invariants: an object is durable with exactly its planned bytes, or the phase raises an error
+and the object is aborted; a buffer is refilled only after the storage has released it, so no byte changes
+between being produced and being written.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from penstock.transfer.ledger import Measurement, Timestamps, now_ns
 VerifyMode = Literal["full", "sample", "off"]
 
 MIN_BUFFERS_PER_STREAM = 2
-"""One buffer with the storage and one being filled: with fewer, one side always waits for the other."""
+"""One buffer at the storage and one being filled: with fewer, one side always waits for the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedObject:
-    """One object to write or read in full; its `key` is relative to the storage's root."""
+    """One object to write or read completely; its `key` is relative to the storage's root."""
 
     key: str
     size_bytes: int
@@ -50,19 +49,22 @@ class Producer(Protocol):
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Overwrite all of `buffer` with the object's bytes from `offset` on.
 
-        Called front to back for each object, by one thread; for different objects by several at once. An
-        exception ends the phase. It should release the GIL while it works.
+        Called from front to back for each object, by one thread; for different objects by several threads at
+        once. An exception ends the phase. Should release the GIL while it works.
         """
 
 
 class DeferringProducer:
-    """A `Producer` that defers some work until its source is released and the caller waits no longer."""
+    """A `Producer` that defers some work until its source is released and the caller no longer waits."""
 
     def catch_up(self) -> None:
-        """Return when everything the calling thread has filled is in its buffers: the source may change."""
+        """Wait until all that the calling thread has filled is in its buffers: the source may then change."""
 
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
-        """Finish what `fill` left. Called once for each range, in its order, by the same thread."""
+        """Finish what `fill` has deferred.
+
+        Called once for each range, in the same order and by the same thread.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class PipelineSettings:
     buffer_memory_bytes: int = 256 << 20
     verify: VerifyMode = "full"
     sample_every: int = 16
-    """With verify="sample", every n-th chunk is verified, and always an object's last one."""
+    """With verify="sample", every n-th chunk is verified, and always an object's last chunk."""
     silence_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -95,14 +97,14 @@ class PipelineSettings:
 
 
 class PipelineStopped(PenstockError):
-    """Another thread failed or the user interrupted: this thread stops, but is not the cause."""
+    """Another thread failed or the user interrupted the phase: this thread stops, but is not the cause."""
 
     def __init__(self) -> None:
         super().__init__("Stopped because the pipeline stopped")
 
 
 class Buffer:
-    """One buffer, and which chunk of which object it holds: only one thread, or the storage, has it."""
+    """One buffer, and which chunk of which object it holds. Either one thread or the storage has it."""
 
     __slots__ = ("chunk", "is_in_flight", "number", "offset", "release", "size_bytes", "stream", "whole")
 
@@ -113,22 +115,22 @@ class Buffer:
         self.release: Release | None = None
         self.stream = 0
         self.number = 0
-        """Of the object."""
+        """The number of the object."""
         self.chunk = 0
         self.offset = 0
         self.size_bytes = 0
 
     @property
     def filled(self) -> memoryview:
-        """The part that holds the chunk: everything, except for an object's last chunk."""
+        """The part that holds the chunk: all of it, except for an object's last chunk."""
         return self.whole if self.size_bytes == len(self.whole) else self.whole[: self.size_bytes]
 
 
 class PipelineBuffers:
     """All buffers of one phase, shared by its streams.
 
-    A stream may take any free buffer as long as every other stream can still get `MIN_BUFFERS_PER_STREAM`, so
-    a storage that keeps the buffers of one stream for long cannot starve the others.
+    A stream may take any free buffer as long as every other stream can still get `MIN_BUFFERS_PER_STREAM`. A
+    storage that keeps one stream's buffers for a long time therefore cannot starve the others.
     """
 
     def __init__(self, memory: WarmMemory, settings: PipelineSettings) -> None:
@@ -143,7 +145,7 @@ class PipelineBuffers:
         self._last_return_s: float | None = None
 
     def take(self, stream: int, awaiting: str) -> Buffer:
-        """Wait for a free buffer. `awaiting` names in errors what holds the others."""
+        """Wait for a free buffer. In errors, `awaiting` names what is holding the others."""
         with self._changed:
             while not self._may_take(stream):
                 self._wait(awaiting)
@@ -163,7 +165,7 @@ class PipelineBuffers:
             self._changed.notify_all()
 
     def expect_returns(self) -> None:
-        """Expect buffers to return from now on: if none does for `silence_s`, the storage is dead."""
+        """Expect buffers to return from now on: if none does for `silence_s`, the storage counts as dead."""
         with self._changed:
             self._last_return_s = time.monotonic()
             self._changed.notify_all()
@@ -175,7 +177,7 @@ class PipelineBuffers:
             self._changed.notify_all()
 
     def retire(self, stream: int) -> None:
-        """Free what is reserved for a stream that takes no more buffers."""
+        """Free the buffers reserved for a stream that will take no more."""
         with self._changed:
             self._held[stream] += len(self.all)
             self._changed.notify_all()
@@ -203,7 +205,7 @@ class PipelineBuffers:
 
 
 class WorkerGroup:
-    """Up to `num_threads` threads; when one fails it calls `stop`, which must make the others end soon."""
+    """Up to `num_threads` threads. If one fails, it calls `stop`, which must make the others end soon."""
 
     def __init__(self, num_threads: int, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -212,7 +214,7 @@ class WorkerGroup:
         self._is_closed = False
 
     def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
-        """Run `work` in a thread; `Unavailable` where this process may have no more."""
+        """Run `work` in a thread; raise `Unavailable` if this process may have no more threads."""
         if self._is_closed:
             stopped: Future[None] = Future()
             stopped.set_exception(PipelineStopped())
@@ -225,24 +227,24 @@ class WorkerGroup:
         return future
 
     def wait(self, futures: Sequence[Future[None]], awaited: str, timeout_s: float | None = None) -> None:
-        """Return when `futures` are done; raises the failure of any thread of the group."""
+        """Return when `futures` are done; raise the failure of any thread of the group."""
         if wait_for(futures, timeout=timeout_s).not_done:
             raise WaitTimeout(awaited, timeout_s or 0.0)
         if any(future.done() and future.exception() for future in self._started):
-            # It may have stopped because of another thread, whose future is not done yet.
+            # A future may have stopped because of another thread, whose own future is not done yet.
             wait_for(self._started)
             failures = [error for future in self._started if (error := future.exception())]
             causes = [error for error in failures if not isinstance(error, PipelineStopped)]
             raise (causes or failures)[0]
 
     def close(self) -> None:
-        """Stop all threads and wait for them, even if stopping fails: they use memory of the next save."""
+        """Stop all threads and wait for them, even if stopping fails: the next save uses their memory."""
         try:
             self._stop()
         finally:
             self._is_closed = True
             self._threads.shutdown(wait=True)
-            # `stop` belongs to the object that owns this group: keeping it would make a reference cycle.
+            # `stop` belongs to the object that owns this group: keeping it would create a reference cycle.
             self._stop = lambda: None
 
     def _run(self, work: Callable[..., None], *arguments: object) -> None:
@@ -263,11 +265,11 @@ def write_objects(
     origin_ns: int | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Write all of `planned` durably; the first failure of any thread is raised, and partial objects removed.
+    """Write all of `planned` durably. On failure, raise the first error and remove partial objects.
 
     Stream i writes to `storages[i % len(storages)]`: to count requests and retries per stream, give each its
-    own. `memory`, of at least `buffer_memory_bytes`, may come from earlier phases. `origin_ns` is a moment
-    that all ranks share, by default the beginning of this call.
+    own. `memory`, of at least `buffer_memory_bytes`, may be reused from earlier phases. `origin_ns` is a
+    moment that all ranks share (default: the beginning of this call).
     """
     entered_ns = now_ns()
     memory = memory or WarmMemory(settings.buffer_memory_bytes)
@@ -277,25 +279,27 @@ def write_objects(
 
 
 class _Stream:
-    """One stream: what its filling thread hands to its writing thread."""
+    """One stream: what its filling thread passes to its writing thread."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # Objects by number, each followed by its buffers; None when there are no more, or the phase stopped.
+        # Numbers of objects, each followed by its buffers; None if there are no more, or the phase has
+        # stopped.
         self.ready: SimpleQueue[int | Buffer | None] = SimpleQueue()
         self.unsettled: deque[int | Buffer] = deque()
         self.filled: Future[None] = Future()
-        """Done when this stream no longer needs the producer's source; failed if it stopped before."""
+        """Done when this stream no longer needs the producer's source; failed if the stream stopped before.
+        """
         self.filled_ns = 0
 
 
 class WritePipeline:
     """One phase of writing. Buffers are filled and written once `write_to` is called.
 
-    They are filled before that if `start_filling` is called. With `fills_first`, nothing
-    is settled or written before everything is filled: this needs buffers for everything, and releases the
-    producer's source as early as possible. Use it as a context manager: leaving it early stops
-    the threads and aborts unfinished objects.
+    `start_filling` begins to fill them earlier. With `fills_first`, nothing is settled or written until
+    everything is filled: this needs buffers for everything, and releases the producer's source as early as
+    possible. Use the object as a context manager: leaving it early stops the threads and aborts unfinished
+    objects.
     """
 
     def __init__(
@@ -331,8 +335,9 @@ class WritePipeline:
 
     def __exit__(self, *_: object) -> None:
         self._workers.close()
-        # Each buffer calls back into this object. Without that cycle, staging memory and the tensors that
-        # were copied are freed with the save; with it, they would stay until Python's next collection.
+        # Each buffer refers to this object through `release`. With this cycle, staging memory and the tensors
+        # that were copied would stay until Python's next garbage collection; without it, they are freed with
+        # the save.
         for buffer in self._buffers.all:
             buffer.release = None
 
@@ -342,23 +347,23 @@ class WritePipeline:
         self._buffers.stop()
         for stream in self._streams:
             stream.ready.put(None)
-        # What has not begun ends at once, and with it whoever waits for it.
+        # Ends whatever has not begun, so that no one waits for it.
         self.start_filling()
 
     def start_filling(self) -> None:
-        """Begin to fill buffers, unless that has begun; any thread may call."""
+        """Begin to fill buffers unless that has begun; any thread may call this."""
         with self._lock:
             if not self._fillers:
                 self._fillers = [self._workers.start(self._fill, stream) for stream in self._streams]
 
     def wait_filled(self, timeout_s: float | None = None) -> None:
-        """Return when the producer is no longer needed; raises what a thread raised."""
+        """Return when the producer is no longer needed; raise what a thread raised."""
         filled = [stream.filled for stream in self._streams]
         self._workers.wait(filled, "all bytes to be copied into buffers", timeout_s)
 
     @property
     def filled_ns(self) -> int:
-        """When the producer's source was last needed; 0 before the first stream has finished filling."""
+        """When the producer's source was last needed; 0 until the first stream has finished filling."""
         return max(stream.filled_ns for stream in self._streams)
 
     def write_to(
@@ -383,7 +388,8 @@ class WritePipeline:
             self._workers.start(self._write, stream, storages[stream.number % len(storages)], progress)
             for stream in self._streams
         ]
-        # After the writers, which open their files and then wait: filling keeps all cores busy.
+        # After starting the writers, which open their files and then wait, because filling keeps all cores
+        # busy.
         self.start_filling()
         self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
         measured = self._stamps.measure("write", rank=rank, origin_ns=origin_ns)
@@ -406,7 +412,7 @@ class WritePipeline:
                     stream.unsettled.append(self._fill_chunk(stream.number, number, chunk))
                 if not self._fills_first:
                     self._settle(stream)
-            # What is left to settle already has its buffers, so other streams may use the free ones.
+            # Whatever is left to settle already has its buffers, so other streams may use the free ones.
             self._buffers.retire(stream.number)
             self._deferring.catch_up()
             undo.pop_all()
@@ -432,7 +438,7 @@ class WritePipeline:
         return buffer
 
     def _settle(self, stream: _Stream) -> None:
-        """Pass on what is filled, each object before its chunks."""
+        """Settle filled buffers and pass them on for writing, each object before its chunks."""
         while stream.unsettled:
             if self._is_stopped:
                 raise PipelineStopped
@@ -440,12 +446,12 @@ class WritePipeline:
             if isinstance(entry, Buffer):
                 self._deferring.settle(self._planned[entry.number], entry.offset, entry.filled)
             stream.ready.put(entry)
-            # The storage comes first. Where fillers have all cores, its thread would otherwise get one at
-            # the next tick of the kernel's clock, up to 4 ms later.
+            # The storage has priority. If filling threads occupied all cores, the storage's thread would
+            # otherwise run only at the next tick of the kernel's clock, up to 4 ms later.
             os.sched_yield()
 
     def _write(self, stream: _Stream, storage: Storage, progress: Progress) -> None:
-        """Submit filled buffers, object by object, each durable before the next begins."""
+        """Submit filled buffers, object by object; each object is durable before the next begins."""
         while isinstance(number := self._next_ready(stream), int):
             self._write_object(stream, number, storage, progress)
 
@@ -455,7 +461,7 @@ class WritePipeline:
         if self._is_stopped:
             raise PipelineStopped
         if self._stamps.num_objects[stream.number]:
-            # Waiting before a stream's first object is set-up, not a stall.
+            # Waiting before a stream's first object counts as set-up, not as a stall.
             self._stamps.storage_stall_ns[stream.number] += now_ns() - awaited_ns
         return ready
 
@@ -472,7 +478,7 @@ class WritePipeline:
                 buffer = self._next_ready(stream)
                 if not isinstance(buffer, Buffer):
                     raise PipelineStopped
-                # Read before submitting: after that, the buffer may already have its next owner.
+                # Read before submitting: afterwards, the buffer may already belong to someone else.
                 chunk, size_bytes = buffer.chunk, buffer.size_bytes
                 buffer.is_in_flight = True
                 stamps.submitted[chunk] = now_ns()
@@ -494,7 +500,7 @@ class WritePipeline:
         stamps.durable_bytes[stream.number] += info.size_bytes
 
     def _acknowledge(self, buffer: Buffer) -> None:
-        """Note that the storage has released `buffer`; called from any of its threads."""
+        """Note that the storage has released `buffer`; called from any of the storage's threads."""
         with self._lock:
             was_in_flight, buffer.is_in_flight = buffer.is_in_flight, False
         if not was_in_flight:

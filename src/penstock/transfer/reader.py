@@ -27,23 +27,27 @@ from penstock.storage.residency import MappedSource
 from penstock.transfer.buffers import WarmMemory
 
 LEAST_BLOCKS = 3
-"""For each stream, unless blocks would be smaller than `LEAST_BLOCK_BYTES`."""
+"""The minimum for each stream, unless blocks would then be smaller than `LEAST_BLOCK_BYTES`."""
 LEAST_BLOCK_BYTES = 2 << 20
 
 LAST_BLOCK_BYTES = 1 << 20
-"""All streams get their last block at nearly the same time, and then the device has nothing more to do."""
+"""All streams get their last block at nearly the same time; after that, the device has nothing left to do."""
 
 MOST_COPYING_THREADS = 4
-"""As many saturate memory; ranks of one host share it."""
+"""This many threads saturate memory, which the ranks of a host share."""
 
 CACHED_BLOCK_BYTES = 32 << 20
-"""Copies from the page cache wait for nothing and need no buffer: each block only costs the interpreter."""
+"""Copies from the page cache wait for nothing and need no buffer; more blocks would only cost interpreter
+time.
+"""
 
 STEP_BYTES = 1 << 20
 """Bytes are checksummed and copied in steps that stay in the processor's cache."""
 
 SMALL_PART_BYTES = 64 << 10
-"""Up to this size a part takes the interpreter longer than memory, and one thread at a time can have that."""
+"""The interpreter takes longer than memory for parts up to this size, and only one thread at a time can have
+it.
+"""
 
 GAP_BYTES = 64 * 1024
 """Gaps between spans up to this size are read as well, because another request would cost more."""
@@ -51,18 +55,20 @@ GAP_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
-    """Settings for one rank's reads: `streams` threads, each of which checksums and copies what it read.
+    """Settings for one rank's reads: `streams` threads, each of which also checksums and copies what it read.
 
-    A device needs fewer of them to be busy, so that it works while some of them do not read. Buffers hold
-    twice as many blocks.
+    A device needs fewer streams to be busy, so it continues to work while some of them do not read. There are
+    buffers for twice as many blocks.
     """
 
     streams: int = 6
     block_bytes: int = 8 << 20
-    """At most. Small loads have smaller blocks, so that little is left to do after the device's last one."""
+    """The largest block. Small loads have smaller blocks, so that little is left to do after the device's
+    last one.
+    """
 
     def fit(self, num_bytes: int) -> ReadSettings:
-        """Settings for a load of `num_bytes`: fewer streams and smaller blocks if they are few."""
+        """Settings for a load of `num_bytes`: fewer streams and smaller blocks if the load is small."""
         streams = min(self.streams, max(num_bytes // (2 * LEAST_BLOCK_BYTES), 1))
         fitting = round_up(max(num_bytes // (LEAST_BLOCKS * streams), LEAST_BLOCK_BYTES), PAGE_BYTES)
         return replace(self, streams=streams, block_bytes=min(self.block_bytes, fitting))
@@ -70,8 +76,8 @@ class ReadSettings:
     def for_cached(self, num_ranks: int) -> ReadSettings:
         """Settings for copies out of the page cache by `num_ranks` ranks of a host.
 
-        These take processor time: at most one thread for each processor, which ranks share unless each has
-        its own.
+        Such copies take processor time, so there is at most one thread for each processor. Ranks share the
+        processors unless each has its own.
         """
         most = MOST_COPYING_THREADS if num_ranks == 1 else MOST_COPYING_THREADS // 2
         processors = len(os.sched_getaffinity(0))
@@ -83,7 +89,7 @@ class ReadSettings:
 
 @dataclass(slots=True)
 class ChecksummedItem:
-    """An item that is read whole, and the checksum it must have."""
+    """An item that is read as a whole, and the checksum that it must have."""
 
     name: str
     file: str
@@ -94,7 +100,7 @@ class ChecksummedItem:
     num_summed: int = 0
 
     def require(self, checksum: bytes) -> None:
-        """Raise `DataDamaged` if the item has another checksum."""
+        """Raise `DataDamaged` unless the item's checksum is the expected one."""
         if checksum != self.expected:
             raise DataDamaged(
                 f"{self.name} is not as it was written: its checksum differs",
@@ -131,17 +137,17 @@ class Block:
     end: int
     parts: tuple[Part, ...]
     continues: bool
-    """True if the first part's item began in the block before, which must be checksummed first."""
+    """True if the first part's item began in the previous block, which must be checksummed first."""
 
 
 def plan_blocks(
     spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int, tapered_for: int = 0
 ) -> list[Block]:
-    """Plan blocks for `spans`, which are in runs that are sorted by file and beginning.
+    """Plan blocks for `spans`, which come in runs that are sorted by file and beginning.
 
-    Blocks begin at multiples of `alignment_bytes`, as `block_bytes` is one; they end where the spans do, and
-    a reader may round the end up within its file. The last blocks are smaller if they are `tapered_for` this
-    many streams.
+    Blocks begin at multiples of `alignment_bytes`, of which `block_bytes` must be a multiple. They end where
+    the spans do; a reader may round the end up within its file. The last blocks are smaller if they are
+    `tapered_for` this many streams.
     """
     blocks: list[Block] = []
     extents = list(_extents(spans))
@@ -188,7 +194,7 @@ def _extents(spans: Sequence[Span]) -> Iterator[tuple[int, int, int, int]]:
 
 
 class OpenFiles:
-    """Keeps files open while parts of them are left to read, so that few are open at a time.
+    """Keeps a file open as long as parts of it are left to read, so that few files are open at a time.
 
     `uses` has the number of each file once for each part that will be read.
     """
@@ -199,13 +205,13 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def open(self, file: int, open_file: Callable[[int], Source]) -> Source:
-        """Return the file, which the first call opens; only those that want the same file wait for that."""
+        """Return the file, which the first call opens. Only callers that need the same file wait for that."""
         with self._lock:
             is_first = file not in self._opened
             opened = self._opened.setdefault(file, Future())
         if is_first:
             with ExitStack() as undo:
-                # Whatever happens, nobody waits for ever.
+                # Ensures that no one waits forever if opening fails.
                 undo.callback(opened.cancel)
                 try:
                     opened.set_result(open_file(file))
@@ -222,7 +228,7 @@ class OpenFiles:
             self._opened.pop(file).result().close()
 
     def close(self) -> None:
-        """Close what a failure left open, after all threads have ended."""
+        """Close what was left open after a failure. Call it when all threads have ended."""
         for opened in self._opened.values():
             if not opened.cancelled() and opened.exception() is None:
                 opened.result().close()
@@ -230,7 +236,7 @@ class OpenFiles:
 
 
 class ReadBuffers:
-    """Warm memory for blocks, which is kept from load to load."""
+    """Memory for blocks, which is kept from load to load."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self.settings = settings
@@ -256,24 +262,24 @@ class SpanSink(Protocol):
     """The destination of the bytes of spans; called from the reading threads."""
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
-        """Return memory to read bytes `begin` to `end` of the file into; None if `take` must copy them."""
+        """Return memory for bytes `begin` to `end` of the file, or None if `take` must copy them."""
 
     def take(self, span: int, begin: int, content: memoryview) -> None:
-        """Copy a part's bytes, which begin at `begin` in the file."""
+        """Copy bytes of a span, which begin at `begin` in the file."""
 
     def arrived(self, part: Part) -> None:
-        """Note that all bytes of a part are in place, by `place` or by `take`."""
+        """Note that all bytes of a part are in place, through `place` or `take`."""
 
 
 class BlockViewers:
-    """Other ranks that see the blocks which are read; this class stands for none."""
+    """Other ranks that see the blocks which this rank reads. This base class stands for none."""
 
     def expect_blocks(
         self,
         blocks: Sequence[Block],  # noqa: ARG002 - nobody sees them here
         reuse: Callable[[int], None],
     ) -> Sequence[memoryview] | None:
-        """Prepare for all blocks; returns buffers that the viewers see, if blocks are to be read into these.
+        """Prepare for all blocks; return the buffers that viewers see, if blocks should be read into these.
 
         `reuse` is called with the number of each buffer that is free again.
         """
@@ -281,15 +287,18 @@ class BlockViewers:
         return None
 
     def show(self, number: int, block: Block, buffer: int, content: memoryview) -> None:
-        """Show a block that was read with this buffer, though its content may be elsewhere."""
+        """Show a block that was read with this buffer, although its content may be elsewhere."""
 
     def release(self, buffer: int) -> None:
-        """Note that the reader has passed on what was in a buffer."""
+        """Note that the reader has passed on the content of a buffer."""
         self._reuse(buffer)
 
 
 class BlockReader:
-    """Reads some blocks once, in several threads. `items` have the spans' checksums by number."""
+    """Reads some blocks once, in several threads.
+
+    Spans refer by number to `items`, which have the checksums.
+    """
 
     def __init__(
         self,
@@ -328,10 +337,10 @@ class BlockReader:
         *,
         streams: int | None = None,
     ) -> list[Future[None]]:
-        """Begin to read in `streams` of `threads`, or in as many as the buffers are for.
+        """Begin to read with `streams` of `threads`, or with as many as there are buffers for.
 
-        When one fails, its future has the error and the others stop. `prepare` is called with the memory of
-        the buffers first.
+        If one fails, its future has the error and the others stop. First, `prepare` is called with the memory
+        of the buffers.
         """
         if not self._blocks:
             return []
@@ -343,19 +352,19 @@ class BlockReader:
             try:
                 started.append(threads.submit(self._work))
             except RuntimeError as error:
-                # With fewer threads, it only takes longer.
+                # With fewer threads, reading only takes longer.
                 if not started:
                     raise no_thread(error) from error
         return started
 
     def stop(self) -> None:
-        """Read no further blocks."""
+        """Read no more blocks."""
         with self._lock:
             self._is_stopped = True
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Close the files, after all threads have ended."""
+        """Close the files. Call it when all threads have ended."""
         self._files.close()
 
     def _work(self) -> None:
@@ -372,7 +381,7 @@ class BlockReader:
             undo.pop_all()
 
     def _claim(self) -> tuple[int, int] | None:
-        """Claim the next block and a free buffer together: the earliest block always has a buffer."""
+        """Claim the next block and a free buffer together, so that the earliest block always has a buffer."""
         with self._lock:
             while not self._free and not self._is_stopped and self._next < len(self._blocks):
                 self._lock.wait()
@@ -382,7 +391,7 @@ class BlockReader:
             return number, self._free.pop()
 
     def _get(self, block: Block, buffer: memoryview) -> tuple[memoryview, bool]:
-        """Read a block; returns its content, and whether that is where it belongs."""
+        """Read a block; return its content, and whether that is already at its destination."""
         source, size = self._files.open(block.file, self._open_file), block.end - block.begin
         if isinstance(source, MappedSource) and (shown := source.view(block.begin, size)) is not None:
             return shown, False
@@ -398,9 +407,9 @@ class BlockReader:
         return buffer[:size], False
 
     def _pass_on_in_order(self, number: int, buffer: int, content: memoryview, *, is_in_place: bool) -> None:
-        """Pass a block on if it is its turn, and then those that were parked until then; otherwise park it.
+        """Pass a block on if it is its turn, and then the parked blocks that follow it; otherwise, park it.
 
-        Only a block that continues an item waits for a turn: until the block before is checksummed.
+        Only a block that continues an item must wait, until the previous block is checksummed.
         """
         part = self._blocks[number].parts[0]
         item = self._spans[part.span].item
@@ -427,7 +436,7 @@ class BlockReader:
             self._lock.notify_all()
 
     def _pass_on(self, block: Block, content: memoryview, *, is_in_place: bool) -> None:
-        # Threads that take the interpreter from each other at each of many small parts need thrice the CPU.
+        # Threads that contend for the interpreter at each of many small parts need three times the CPU time.
         is_of_small_parts = len(content) <= SMALL_PART_BYTES * len(block.parts)
         with self._interpreter if is_of_small_parts else nullcontext():
             for part in block.parts:
@@ -435,10 +444,10 @@ class BlockReader:
                 item = None if number is None else self._items[number]
                 inside = content[part.begin - block.begin : part.end - block.begin]
                 if item is not None and len(inside) == item.end - item.begin <= STEP_BYTES:
-                    # There may be a hundred thousand such items, which need no running sum.
+                    # There may be a hundred thousand such items, and they need no running checksum.
                     item.require(xxhash.xxh3_128_digest(inside))
                     item = None
-                # What is only copied needs no second look while it is in the cache.
+                # Bytes that are only copied need no steps: they are not read a second time.
                 step_bytes = len(inside) if item is None else STEP_BYTES
                 for start in range(0, len(inside), step_bytes):
                     step = inside[start : start + step_bytes]

@@ -1,9 +1,9 @@
-"""Durable changes of local files, in the order in which they survive a power cut.
+"""Durable changes to local files, in an order that survives a power failure.
 
-A file's bytes are durable after fsync of the file, its name after fsync of the folder that holds the name.
-Code outside `penstock.storage` uses these functions; file storage makes its own calls (`FileCalls`), because
-tests replace those one by one. Invariant: after `write_durably` or
-`replace_durably` the target has its old content or its new one, never a part.
+A file's bytes are durable after fsync of the file; its name is durable after fsync of the folder that holds
+the name. Code outside `penstock.storage` uses these functions; file storage makes its own calls
+(`FileCalls`), which tests can replace one by one. Invariant: after `write_durably` or `replace_durably`, the
+target has either its old or its new content, never a part.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import IO
 
 
 def sync_open_file(file: IO[bytes] | IO[str] | int) -> None:
-    """Make durable what was written to an open file, its buffer included, or to a descriptor."""
+    """Make durable what was written to an open file, including its buffer, or to a descriptor."""
     if isinstance(file, int):
         os.fsync(file)
     else:
@@ -21,7 +21,7 @@ def sync_open_file(file: IO[bytes] | IO[str] | int) -> None:
 
 
 def sync_file(path: str | os.PathLike[str]) -> None:
-    """Make a file's bytes durable, even those of another writer; a symbolic link is followed."""
+    """Make a file's bytes durable, even those that another process wrote; a symbolic link is followed."""
     _sync_path(path, os.O_RDONLY)
 
 
@@ -31,8 +31,9 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file so that it exists durably and completely, or keeps its former content."""
-    # With the PID in its name, processes that write the same file do not share a draft; the last rename wins.
+    """Write a small file durably. After a failure, the file is complete or has its previous content."""
+    # With the PID in the draft's name, processes that write the same file do not share it; the last rename
+    # wins.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open_draft(draft) as file:
         file.write(content)
@@ -41,20 +42,20 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def open_draft(path: Path) -> IO[bytes]:
-    """Make a file, also where there is one: what another user put there, as a link, is not written to."""
+    """Create a file in place of any that exists, so that another user's link there is not written to."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def replace_durably(draft: Path, target: Path) -> None:
-    """Let a finished file take the place of `target` in the same file system, durably."""
-    # The bytes first: otherwise a power cut may leave an empty file of the new name.
+    """Replace `target` durably with a finished file in the same file system."""
+    # The bytes first: otherwise, a power failure could leave an empty file under the new name.
     sync_file(draft)
     rename_durably(draft, target)
 
 
 def rename_durably(old: Path, new: Path) -> None:
-    """Rename a folder, or a file whose bytes are durable already; an existing file is replaced."""
+    """Rename a folder, or a file whose bytes are already durable, durably; an existing file is replaced."""
     os.replace(old, new)
     sync_folder(new.parent)
     if old.parent != new.parent:

@@ -1,11 +1,12 @@
 """Bytes between open files and buffers, and new files: written under a hidden name, made durable, then named.
 
-From the bottom up: `move_whole` continues short transfers and returns only when every byte has moved; a
-`WriteQueue` keeps several writes of one file in flight; `FileAccess` passes every buffer to the kernel as it
-is, or, for direct I/O (O_DIRECT), whole aligned blocks only. It copies the rest through an aligned bounce
-buffer, counted as "direct-unaligned": address, offset and length of every call are aligned; a file's last
-block is padded, then cut. Invariant of `FileSink` and `write_together`: a name appears in one step, and after
-all bytes of its file are durable, so that a crash leaves whole files and hidden ones.
+From the bottom up: `move_whole` continues short transfers and returns only when every byte is transferred; a
+`WriteQueue` keeps several writes of one file in flight; `FileAccess` passes every buffer to the kernel
+unchanged or, for direct I/O (O_DIRECT), only whole aligned blocks of it. The rest is copied through an
+aligned bounce buffer, counted as "direct-unaligned", so that address, offset and length of every call are
+aligned; a file's last block is padded, then the file is truncated. Invariant of `FileSink` and
+`write_together`: a name appears atomically, after all bytes of its file are durable, so a crash leaves only
+complete files and hidden ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open descriptor with the calls to use, the counters to count in, and the URI for errors."""
+    """An open descriptor with the calls to use, the counters to update, and the URI for errors."""
 
     descriptor: int
     uri: str
@@ -54,9 +55,9 @@ def move_whole(
     needed_bytes: int,
     step_bytes: int,
 ) -> None:
-    """Move at least `needed_bytes` between `buffer` and the file from `offset` on.
+    """Transfer at least `needed_bytes` between `buffer` and the file from `offset` on.
 
-    What comes up short is continued at a multiple of `step_bytes`; a read may reach past the file's end.
+    A short transfer is continued at a multiple of `step_bytes`; a read may extend beyond the end of the file.
     """
     move = file.calls.pwrite if doing == "Writing" else file.calls.pread_into
     done = 0
@@ -68,7 +69,7 @@ def move_whole(
             raise map_os_error(error, doing, file.uri) from error
         file.counters.add(requests=1)
         reached = done + moved
-        # Direct I/O must continue at an aligned offset: the rest of the last step moves again.
+        # Direct I/O must continue at an aligned offset: the rest of the last step is transferred again.
         done = reached if reached >= needed_bytes else reached - moved % step_bytes
         if moved < step_bytes and done < needed_bytes:
             file.counters.add(errors=1)
@@ -82,10 +83,10 @@ def move_whole(
 
 
 class WriteQueue:
-    """Writes up to `num_in_flight` pieces at a time, each in its thread; a single one in the caller's.
+    """Writes up to `num_in_flight` pieces at a time, each in a thread; if that is one, in the caller's.
 
     Each piece is released exactly once, written or not, and never while the kernel may still read its buffer.
-    That is why no wait has a limit: giving up on a stuck write would return a buffer that is still being
+    That is why no wait has a time limit: giving up on a stuck write would return a buffer that is still being
     read.
     """
 
@@ -102,7 +103,9 @@ class WriteQueue:
         self._failure: StorageError | None = None
 
     def put(self, offset: int, piece: memoryview, payload_bytes: int, release: Release | None) -> None:
-        """Wait for a free slot and write `piece`, of which `payload_bytes` are the caller's, not padding.
+        """Wait for a free slot, then write `piece`.
+
+        Its first `payload_bytes` are the caller's, the rest padding.
 
         Raises the failure of this or an earlier piece.
         """
@@ -130,7 +133,7 @@ class WriteQueue:
                 release()
 
     def drain(self) -> None:
-        """Return when everything is written; raises the first failure."""
+        """Return when everything is written; raise the first failure."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
         if self._failure is not None:
@@ -139,7 +142,7 @@ class WriteQueue:
             write.result()
 
     def give_up(self) -> None:
-        """Skip queued pieces and wait for those being written. Safe twice, raises nothing."""
+        """Skip queued pieces and wait for those being written. May be called twice; raises nothing."""
         self._failure = self._failure or StorageError("The write was given up", uri=self._file.uri)
         if self._threads is not None:
             self._threads.shutdown(wait=True)
@@ -152,7 +155,7 @@ NUM_IDLE_BOUNCES = 16
 class FileAccess:
     """Access through the page cache, or past it in blocks of `alignment_bytes` (O_DIRECT).
 
-    All files of one storage share its bounce buffers.
+    All files of one storage share these bounce buffers.
     """
 
     def __init__(self, alignment_bytes: int = 1, bounce_bytes: int = 1) -> None:
@@ -161,7 +164,7 @@ class FileAccess:
         self.is_direct = alignment_bytes > 1
 
     def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`; the caller has checked that the file is long enough."""
+        """Fill `buffer` from `offset` of the file; the caller has checked that the file is long enough."""
         aligned = aligned_range(buffer, offset, self.alignment_bytes)
         self._read_bounced(file, offset, buffer[: aligned.start])
         if aligned:
@@ -176,7 +179,7 @@ class FileAccess:
         self._read_bounced(file, offset + aligned.stop, buffer[aligned.stop :])
 
     def _read_bounced(self, file: OpenFile, offset: int, target: memoryview) -> None:
-        """Copy out of the aligned windows around `target`."""
+        """Read aligned windows around `target` into a bounce buffer, and copy from it."""
         if not target:
             return
         step_bytes, bounce = self.alignment_bytes, self.bounces.take()
@@ -195,9 +198,9 @@ class FileAccess:
 
 
 def aligned_range(buffer: memoryview, offset: int, alignment_bytes: int) -> range:
-    """The part of `buffer`, whose file offset is `offset`, that needs no bounce: whole aligned blocks.
+    """The part of `buffer`, at `offset` of its file, that needs no bounce buffer: whole aligned blocks.
 
-    Without such blocks the range is empty and lies at the buffer's end.
+    If there are no such blocks, the range is empty and at the buffer's end.
     """
     if alignment_bytes == 1:
         return range(len(buffer))
@@ -209,7 +212,7 @@ def aligned_range(buffer: memoryview, offset: int, alignment_bytes: int) -> rang
 
 
 class FileWriter:
-    """Appends buffers to an empty file in aligned pieces; used by one thread."""
+    """Appends buffers to an empty file in aligned pieces. For use by one thread."""
 
     def __init__(self, file: OpenFile, access: FileAccess, num_in_flight: int = 1) -> None:
         self._writes = WriteQueue(file, num_in_flight, access.alignment_bytes)
@@ -222,7 +225,7 @@ class FileWriter:
         self.padding_bytes = 0
 
     def append(self, buffer: memoryview, release: Release | None) -> None:
-        """Write the aligned part of `buffer`; copies of the rest wait until their block is full.
+        """Write the aligned part of `buffer`; the rest is copied, and waits until its block is full.
 
         `release` is called once, even if this raises.
         """
@@ -239,17 +242,17 @@ class FileWriter:
                 release()
         if aligned:
             self.size_bytes += len(aligned)
-            # The tail is copied before the middle is put: from then on the owner may refill the buffer.
+            # The tail is copied before the middle is queued: from then on, the owner may refill the buffer.
             self._hold(buffer[aligned.stop :])
             self._writes.put(offset, buffer[aligned.start : aligned.stop], len(aligned), release)
 
     def complete(self) -> None:
-        """Write the padded last block and wait; the file then ends with `padding_bytes` to cut off."""
+        """Write the padded last block and wait; the file then ends with `padding_bytes` to be cut off."""
         self._put_bounce()
         self._writes.drain()
 
     def give_up(self) -> None:
-        """Skip what is queued and wait for what is being written. Safe twice."""
+        """Skip what is queued and wait for what is being written. May be called twice."""
         self._writes.give_up()
         if self._bounce is not None:
             self._bounces.give_back(self._bounce)
@@ -275,7 +278,7 @@ class FileWriter:
         self.size_bytes += len(part)
 
     def _put_bounce(self) -> None:
-        # A bounce buffer that is put is full, save the last one of a file: no other piece is ever padded.
+        # A queued bounce buffer is full, except for the last one of a file: no other piece is ever padded.
         if self._bounce is None:
             return
         bounce, held = self._bounce, self._held_bytes
@@ -287,7 +290,7 @@ class FileWriter:
 
 
 class FileSource:
-    """A file opened for reading; reads from any thread carry their own offsets."""
+    """A file opened for reading. Any thread may read; each read has its own offset."""
 
     def __init__(self, file: OpenFile, access: FileAccess, size_bytes: int) -> None:
         self._file = file
@@ -318,7 +321,7 @@ class FileSource:
 
 @dataclass(slots=True, kw_only=True)
 class NewFile:
-    """A file that is being written at `written_path`, to become the object `key` at `final_path`."""
+    """A file that is written at `written_path` and will become the object `key` at `final_path`."""
 
     key: str
     file: OpenFile
@@ -331,7 +334,7 @@ class NewFile:
     is_published: bool = False
 
     def close(self) -> None:
-        """Close the file. Safe twice. Network file systems report late write errors here."""
+        """Close the file. May be called twice. Network file systems report late write errors here."""
         if self.is_open:
             self.is_open = False
             self.file.calls.close(self.file.descriptor)
@@ -346,13 +349,13 @@ class NewFile:
         self.is_published = True
 
     def discard(self) -> None:
-        """Close the file, and remove it unless it is published. What cannot be removed, the log names."""
+        """Close the file, and remove it unless it is published. If it cannot be removed, that is logged."""
         acts: list[tuple[str, Callable[[], None]]] = [("close", self.close)]
         if not self.is_published:
             self.is_published = True
             acts.append(("remove", partial(self.file.calls.unlink, self.written_path)))
         for doing, act in acts:
-            # Raised, a failure to clean up would hide why the object was given up.
+            # A failure to clean up must not hide why the object was given up, so it is not raised.
             try:
                 act()
             except FileNotFoundError:
@@ -362,11 +365,11 @@ class NewFile:
 
 
 class FileSink:
-    """A `Sink` into a file.
+    """A `Sink` that writes a file.
 
-    `finish` writes out, compares sizes, cuts padding, fsyncs the file, closes, renames, fsyncs the folder:
-    the final name appears in one step, after all bytes are safe, and a crash before it leaves a file that is
-    never listed. If only the folder's fsync fails, the whole object stays visible.
+    `finish` writes out, compares sizes, cuts padding, fsyncs the file, closes, renames, and fsyncs the
+    folder: the final name appears atomically, after all bytes are durable, and a crash before that leaves a
+    file that is never listed. If only the folder's fsync fails, the complete object stays visible.
     """
 
     def __init__(self, new: NewFile, writer: FileWriter, folders: VerifiedFolders) -> None:
@@ -377,7 +380,7 @@ class FileSink:
         self._is_ended = False
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Append `buffer`; `release` is called exactly once, also where this raises."""
+        """Append `buffer`. `release` is called exactly once, even if this raises."""
         if self._is_ended:
             if release is not None:
                 release()
@@ -387,7 +390,7 @@ class FileSink:
     def finish(self) -> ObjectInfo:
         if self._is_ended:
             raise self._ended()
-        # Set first: after a failure below only `abort` is left.
+        # Set first: after a failure below, only `abort` is allowed.
         self._is_ended = True
         self._writer.complete()
         self._check_size("declared", self._new.declared_bytes)
@@ -406,7 +409,7 @@ class FileSink:
         return ObjectInfo(key=self._new.key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
 
     def abort(self) -> None:
-        """Remove what was written. What cannot be removed stays hidden, and the log names it."""
+        """Remove what was written. What cannot be removed stays hidden, and is logged."""
         self._is_ended = True
         self._writer.give_up()
         self._new.discard()
@@ -437,9 +440,9 @@ def write_together(
 ) -> None:
     """Write small files in turn and make them durable together, for a fraction of the cost.
 
-    An fsync commits the journal for what is new in it. All bytes, and what they change in the journal, are on
-    their way to the disk before the first fsync, so that its commit serves the others. Each file gets its
-    name after its own fsync. A buffer may be reused once the next file is asked for.
+    An fsync commits whatever is new in the file system's journal. All bytes, and the changes that they cause
+    in the journal, are on their way to the disk before the first fsync, so its commit serves the others as
+    well. Each file gets its name after its own fsync. A buffer may be reused once the next file is requested.
     """
     files: list[NewFile] = []
     try:

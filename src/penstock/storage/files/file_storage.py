@@ -1,7 +1,7 @@
 """Files as objects: `file:///path` through the page cache, `direct:///path` past it.
 
-Keys become paths in `files.folders`, bytes move in `files.file_io`, and `FileSink` commits a finished object.
-Invariant: what `list` shows is a whole object, unless publish=in_place.
+`files.folders` maps keys to paths, `files.file_io` transfers bytes, and `FileSink` commits a finished object.
+Invariant: whatever `list` shows is a complete object, unless publish=in_place.
 """
 
 from __future__ import annotations
@@ -52,34 +52,37 @@ from penstock.storage.uri import Location, parse_options
 logger = logging.getLogger(__name__)
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-"""O_NONBLOCK, or opening a named pipe would wait for its other end; O_NOFOLLOW, so that a link is resolved
-and checked by us (`_open_descriptor`)."""
+"""O_NONBLOCK, because opening a named pipe would otherwise wait for its other end; O_NOFOLLOW, so that links
+are resolved and checked here (`_open_descriptor`).
+"""
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 _UNFINISHED = re.compile(r"\.penstock-[0-9a-f]{16}\.unfinished")
 
 
 def unfinished_name() -> str:
-    """A fresh name for an object that nobody may see yet."""
+    """A new name for an object that must not be visible yet."""
     return f".penstock-{secrets.token_hex(8)}.unfinished"
 
 
 def is_unfinished(name: str) -> bool:
-    """True if only an unfinished object has such a name."""
+    """True if the name is one that only unfinished objects have."""
     return name.startswith(".penstock-") and _UNFINISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileOptions:
-    """Options of writing files."""
+    """Options for writing files."""
 
     fsync: bool = True
-    """finish() waits until the file and its name survive a power cut."""
+    """finish() waits until the file and its name survive a power failure."""
     publish: Literal["rename", "in_place"] = "rename"
-    """rename: an unfinished object is never visible. in_place: for callers with their own commit protocol."""
+    """"rename": an unfinished object is never visible. "in_place": for callers with their own commit
+    protocol.
+    """
     writes_in_flight: int = 1
     """1 writes in the caller's thread; a larger number writes in that many threads for each sink."""
     preallocate: bool = True
-    """Allocate the blocks of an object of declared size before writing: a full disk fails early."""
+    """Allocate the blocks of an object of declared size before writing, so that a full disk fails early."""
 
     def __post_init__(self) -> None:
         if self.writes_in_flight < 1:
@@ -88,12 +91,12 @@ class FileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectOptions(FileOptions):
-    """Options of writing and reading files past the page cache."""
+    """Options for writing and reading files past the page cache."""
 
     alignment_bytes: int = 4096
     """Addresses, offsets and lengths are multiples of this, as the device requires."""
     bounce_bytes: int = 4 * 1024 * 1024
-    """Size of the buffers that unaligned bytes pass through."""
+    """The size of the buffers through which unaligned bytes pass."""
 
     def __post_init__(self) -> None:
         FileOptions.__post_init__(self)
@@ -110,21 +113,24 @@ class DirectOptions(FileOptions):
 
 
 def open_files(location: Location, _environment: Environment, _rank: int) -> FileStorage:
-    """Files below a folder, which the first write makes, through the page cache or (`direct://`) past it.
+    """Files below a folder, which the first write creates, through the page cache or (`direct://`) past it.
 
-    `Unavailable` at first use where the file system has no direct I/O.
+    The first use raises `Unavailable` if the file system does not support direct I/O.
     """
     kind = DirectOptions if location.scheme == "direct" else FileOptions
     return FileStorage(location, parse_options(kind, location.options, where=location.uri))
 
 
 def open_local(folder: str | os.PathLike[str]) -> FileStorage:
-    """Files below a local folder with the default options: for Penstock's own records."""
+    """Files below a local folder with the default options. For Penstock's own records."""
     return FileStorage(Location("file", os.path.abspath(folder)), FileOptions())
 
 
 class FileStorage:
-    """A `Storage` of files. A symbolic link inside the root is followed, one that leads out is refused."""
+    """A `Storage` of files.
+
+    Symbolic links are followed within the root; those that lead out of it are refused.
+    """
 
     def __init__(
         self,
@@ -135,7 +141,10 @@ class FileStorage:
         folders: VerifiedFolders | None = None,
         keep_names: bool = True,
     ) -> None:
-        """`folders` may be those of another storage of this tree; see `defer_sync` for `keep_names`."""
+        """Prepare access; nothing is opened yet. `folders` may be shared with another storage of this tree.
+
+        `keep_names` is described at `defer_sync`.
+        """
         self._access = FileAccess()
         if isinstance(options, DirectOptions):
             self._access = FileAccess(options.alignment_bytes, options.bounce_bytes)
@@ -154,10 +163,10 @@ class FileStorage:
         self._folders = folders or VerifiedFolders(location.root, location.scheme, calls)
         self._others: dict[str, FileStorage] = {}
         self.tree = FolderTree(self._folders, calls)
-        """Whole folders: made, listed, renamed, exchanged, removed."""
+        """Operations on whole folders: create, list, rename, exchange, remove."""
 
     def create(self, key: str, size_bytes: int | None = None) -> FileSink:
-        """Begin a file, under a hidden name unless publish=in_place; missing folders are made."""
+        """Begin a file, under a hidden name unless publish=in_place; missing folders are created."""
         new = self._begin(key, size_bytes)
         writer = FileWriter(new.file, self._access, self._options.writes_in_flight)
         return FileSink(new, writer, self._folders)
@@ -168,7 +177,10 @@ class FileStorage:
         write_together(files, self._access, self._folders)
 
     def open(self, key: str) -> FileSource:
-        """Open a file as it is now: an overwrite does not touch it, only writing in place does."""
+        """Open a file in its current state.
+
+        Replacing it does not affect the source; writing in place does.
+        """
         path = self.local_path(key)
         uri = self._folders.uri_of(path)
         file = OpenFile(self._open_path(path, _READ), uri, self._calls, self.counters)
@@ -182,9 +194,9 @@ class FileStorage:
         return FileSource(file, self._access, facts.st_size)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All files below `prefix`, each once, without unfinished ones; links to folders are not followed.
+        """All files below `prefix`, each once, except unfinished ones; links to folders are not followed.
 
-        A missing root is `ObjectNotFound`; a missing folder below it is empty.
+        A missing root raises `ObjectNotFound`; a missing folder below it is empty.
         """
         folder = check_prefix(prefix, self.uri)
         self._folders.require_root()
@@ -225,7 +237,7 @@ class FileStorage:
         return _describe(key, facts)
 
     def delete(self, key: str) -> None:
-        """Remove one file or symbolic link. Folders stay, even if empty."""
+        """Remove one file or symbolic link. Folders remain, even if empty."""
         path = self.local_path(key)
         with translate_os_errors("Deleting", self._folders.uri_of(path)):
             self._calls.unlink(path)
@@ -242,8 +254,9 @@ class FileStorage:
                 self._folders.sync_folder(self._folders.existing(folder))
 
     def past_cache(self, reads: str | None = None) -> FileStorage:
-        """The same tree by direct I/O, written in place; buffered where the file system has no direct I/O."""
-        # Kept, with its bounce buffers: to try direct I/O and to make them takes longer than a small file.
+        """The same tree with direct I/O, written in place; buffered if the file system has no direct I/O."""
+        # Kept together with its bounce buffers: testing direct I/O and creating them takes longer than a
+        # small file.
         if "direct" in self._others:
             return self._others["direct"]
         in_place = replace(self._options, publish="in_place")
@@ -253,7 +266,7 @@ class FileStorage:
         return self._others["direct"]
 
     def deferring(self, what: Deferred) -> FileStorage:
-        """The same tree; its caller syncs names, or everything."""
+        """The same tree, whose caller syncs names, or everything."""
         if what not in self._others:
             options = self._options if what == "names" else replace(self._options, fsync=False)
             self._others[what] = self._like_this(options)
@@ -264,7 +277,7 @@ class FileStorage:
         return FileStorage(location, options, calls=self._calls, folders=self._folders, keep_names=False)
 
     def _takes_direct_access(self, reads: str | None) -> bool:
-        """Try it, because file systems announce less than they do: on the file `reads`, or on a new one."""
+        """Test direct I/O on the file `reads` or on a new one: file systems claim less than they support."""
         path, flags = "", _READ
         if reads is None:
             folder = self._folders.ready("", keep_names=self._keep_names)
@@ -283,7 +296,7 @@ class FileStorage:
         return takes
 
     def local_path(self, key: str) -> str:
-        """Where the file of this key is or would be; its folder exists and lies inside the root."""
+        """The path that the file of this key has or would have; its folder exists and is inside the root."""
         folder, name = self._split(key)
         try:
             existing = self._folders.existing(folder)
@@ -313,7 +326,7 @@ class FileStorage:
                 self._folders.ready(folder, keep_names=self._keep_names), key, name, size_bytes
             )
         except ObjectNotFound:
-            # A remembered folder has been removed meanwhile: check and make it again, once.
+            # A remembered folder has been removed in the meantime: check and create it again, once.
             self._folders.forget()
             return self._begin_in(
                 self._folders.ready(folder, keep_names=self._keep_names), key, name, size_bytes
@@ -352,7 +365,7 @@ class FileStorage:
         except OSError as error:
             uri = self._folders.uri_of(shown_as or path)
             if error.errno == errno.EINVAL and self._access.is_direct:
-                # open(2) also fails with EINVAL where `path` is not a regular file: that error comes first.
+                # open(2) also fails with EINVAL if `path` is not a regular file; that error takes precedence.
                 if os.path.exists(path):
                     _require_regular(os.stat(path), uri)
                     # Some kernels create the file before they find that they cannot open it with O_DIRECT.
@@ -376,7 +389,10 @@ class FileStorage:
         return self._calls.open(self._folders.resolve(path), flags, 0o666)
 
     def _stat_entry(self, entry: os.DirEntry[str]) -> os.stat_result | None:
-        """The status of an object that still exists, else None; `AccessRefused` for a link that leads out."""
+        """The status of an object; None if it no longer exists.
+
+        Raises `AccessRefused` for a link that leads out.
+        """
         try:
             if entry.is_symlink():
                 facts = self._calls.lstat(self._folders.resolve(entry.path))
@@ -411,13 +427,13 @@ def _require_regular(facts: os.stat_result, uri: str) -> None:
 
 
 STALE_S: Final = 600.0
-"""An unfinished object that nobody wrote to for this long belongs to a dead writer."""
+"""An unfinished object that was not written to for this long belongs to a dead writer."""
 
 
 def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
-    """Remove objects that were begun and not touched for this long; how many there were.
+    """Remove objects that were begun and not written to for this long; return how many there were.
 
-    Object services keep unfinished uploads out of sight, and drop them by a rule of the bucket.
+    Object storage keeps unfinished uploads invisible, and removes them by a rule of the bucket.
     """
     now_s = time.time()
     old = [name for name, entry in unfinished_objects(storage) if now_s - entry.modified_s >= older_than_s]
@@ -429,7 +445,7 @@ def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> in
 
 
 def unfinished_objects(storage: Storage) -> Iterator[tuple[str, FolderEntry]]:
-    """Objects that were begun and not finished, of live and of dead writers, with their names."""
+    """Objects that were begun and not finished, by live and by dead writers, with their names."""
     tree = capabilities.find_folder_tree(storage)
     pending = [""] if tree is not None else []
     while tree is not None and pending:

@@ -1,7 +1,7 @@
 """The folders below one root: verified to be inside it, created durably, walked, renamed, removed.
 
-Every key becomes a path here. Invariant: no returned path leads outside the root through symbolic links, as
-the tree is when its folder is first used; verified folders are remembered.
+Every key becomes a path here. Invariant: no returned path leads out of the root through symbolic links, as
+far as the tree shows when a folder is first used; verified folders are remembered.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from penstock.storage.protocol import check_key, check_prefix
 logger = logging.getLogger(__name__)
 
 NUM_REMEMBERED = 4096
-"""Folders whose check is not repeated; beyond it the one that was checked first is forgotten."""
+"""The number of folders that are not checked again. Beyond it, the folder that was checked first is
+forgotten.
+"""
 _INSIDE, _MADE, _DURABLE = 1, 2, 3
-"""Known of a folder: it is inside the root; also, it and its parents exist; also, their names are durable."""
+"""What is known of a folder: it is inside the root; it and its parents also exist; their names are also
+durable.
+"""
 
 
 class VerifiedFolders:
-    """The folders below one root, for all storages that write there in different ways."""
+    """The folders below one root, shared by all storages that write there, whatever their options."""
 
     def __init__(self, root: str, scheme: str, calls: FileCalls) -> None:
         self.root = root
@@ -39,7 +43,7 @@ class VerifiedFolders:
         self._known: dict[str, int] = {}
         self._lock = threading.Lock()
         self._root_facts: os.stat_result | None = None
-        """Those of the root when it was first used."""
+        """The status of the root when it was first used."""
 
     def uri_of(self, path: str) -> str:
         """The URI of a path, for errors."""
@@ -48,7 +52,7 @@ class VerifiedFolders:
     def existing(self, folder: str) -> str:
         """The path of an existing folder inside the root."""
         path = f"{self._below_root}{folder}" if folder else self.root
-        # Without the lock: a look-up in a dict is atomic, and a path that is missed is only checked again.
+        # Without the lock: a dict lookup is atomic, and a path that is missed is merely checked again.
         if path not in self._known:
             self.resolve(path)
             self._remember(path, _INSIDE)
@@ -56,9 +60,9 @@ class VerifiedFolders:
         return path
 
     def ready(self, folder: str, *, keep_names: bool) -> str:
-        """The path of a folder inside the root, which is created with its missing parents.
+        """The path of a folder inside the root, which is created together with its missing parents.
 
-        With `keep_names` their names survive a power cut.
+        With `keep_names`, the names survive a power failure.
         """
         path = os.path.join(self.root, folder) if folder else self.root
         wanted = _DURABLE if keep_names else _MADE
@@ -72,19 +76,22 @@ class VerifiedFolders:
             self._make_folder(os.path.join(parent, name))
             # Checked after it exists: it may be a link that was there before.
             self.existing(level)
-            # Also for an existing folder: the process that created it may not have made it durable yet.
+            # Even for an existing folder: the process that created it may not have made it durable yet.
             if keep_names:
                 self.sync_folder(parent)
         self._remember(path, wanted)
         return path
 
     def make_inside(self, path: str) -> None:
-        """Make a new folder in a verified one; `OSError` where that fails."""
+        """Create a new folder in a verified one; raise `OSError` on failure."""
         self._calls.mkdir(path)
         self._remember(path, _MADE)
 
     def forget(self, *paths: str) -> None:
-        """Check and create these folders, and all below them, again at their next use; without any, all."""
+        """Forget what is known of these folders and all below them, or of all folders if none is given.
+
+        They are checked and created again at their next use.
+        """
         with self._lock:
             self._known = {
                 known: level
@@ -99,11 +106,11 @@ class VerifiedFolders:
             self._known[path] = max(level, self._known.get(path, 0))
 
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder survive a power cut."""
+        """Make the names in a folder durable."""
         self._sync(path, os.O_DIRECTORY)
 
     def sync_file(self, path: str) -> None:
-        """Make the bytes of a file survive a power cut."""
+        """Make the bytes of a file durable."""
         self._sync(path, os.O_NOFOLLOW)
 
     def require_root(self) -> None:
@@ -118,10 +125,10 @@ class VerifiedFolders:
             )
 
     def require_same_root(self) -> None:
-        """Raise if the root is gone together with its file system: a write would go to the one below.
+        """Raise if the root's file system is no longer mounted: writes would go to the file system below it.
 
-        The root counts as unmounted if it is another folder, on another device, with nothing in it but
-        leases: an empty mount point. A file system that was mounted again may differ in its device or
+        The root counts as unmounted if it is a different folder, on a different device, with nothing in it
+        but leases: an empty mount point. A file system that was mounted again may have a different device or
         inode number.
         """
         before, path = self._root_facts, self.root
@@ -144,7 +151,7 @@ class VerifiedFolders:
             )
 
     def resolve(self, path: str) -> str:
-        """`path` with all symbolic links followed; refused if it is outside the root."""
+        """`path` with all symbolic links followed; raises if it is outside the root."""
         with translate_os_errors("Resolving the path", self.uri_of(path)):
             real = os.path.realpath(path, strict=True)
             real_root = os.path.realpath(self.root, strict=True)
@@ -159,7 +166,7 @@ class VerifiedFolders:
     def walk(self, top: str) -> Iterator[os.DirEntry[str]]:
         """Every entry below the folder `top`, even if others vanish meanwhile; links are never followed.
 
-        Memory grows with the depth only: a folder's names are streamed, not collected.
+        Memory grows only with the depth: the names in a folder are streamed, not collected.
         """
         levels = _listing(self._calls, top)
         try:
@@ -176,7 +183,7 @@ class VerifiedFolders:
                 level.close()
 
     def _make_root(self) -> None:
-        """Create the root and its missing parents; their names are always made durable."""
+        """Create the root and its missing parents. Their names are always made durable."""
         self.require_same_root()
         missing: list[str] = []
         path = self.root
@@ -215,7 +222,7 @@ class VerifiedFolders:
 
 
 def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
-    """The open listing of a folder; none where it is gone or is not a folder."""
+    """The open listing of a folder; an empty list if it is gone or is not a folder."""
     try:
         return [calls.scandir(path)]
     except (FileNotFoundError, NotADirectoryError):
@@ -228,7 +235,10 @@ _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderEntry:
-    """One name in a folder. `is_plain` is true of files; links, devices and folders are not plain."""
+    """One name in a folder.
+
+    `is_plain` is True for regular files; links, devices and folders are not plain.
+    """
 
     name: str
     is_folder: bool
@@ -238,10 +248,9 @@ class FolderEntry:
 
 
 class FolderTree:
-    """Whole folders below one root; they are named like keys, "" is the root.
+    """Operations on whole folders below one root. Folders are named like keys; "" is the root.
 
-    All methods raise `StorageError` and its kinds; after an error of `move` or `exchange` nothing has
-    changed.
+    All methods raise `StorageError` or a subclass; if `move` or `exchange` raises, nothing has changed.
     """
 
     def __init__(self, folders: VerifiedFolders, calls: FileCalls) -> None:
@@ -251,7 +260,7 @@ class FolderTree:
     def make(self, folder: str, *, keep_name: bool = True) -> None:
         """Create a new folder, which must not exist, and its missing parents, durably.
 
-        Without `keep_name`, its own name survives a power cut only after a `sync` of the folder above.
+        Without `keep_name`, the folder's own name survives a power failure only after a `sync` of its parent.
         """
         self._folders.require_same_root()
         path = self._path(folder, make_parent=True)
@@ -263,9 +272,9 @@ class FolderTree:
             self._folders.sync_folder(os.path.dirname(path))
 
     def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
-        """The names directly in a folder that begin with `prefix`, unfinished objects included.
+        """The names directly in a folder that begin with `prefix`, including unfinished objects.
 
-        Empty where the folder does not exist; what vanishes meanwhile is left out.
+        Empty if the folder does not exist; entries that vanish in the meantime are left out.
         """
         self._folders.require_same_root()
         try:
@@ -291,7 +300,7 @@ class FolderTree:
                 )
 
     def move(self, folder: str, to: str) -> None:
-        """Rename a folder. `AlreadyThere` where `to` is a folder that is not empty, or a file."""
+        """Rename a folder. Raises `AlreadyThere` if `to` is a file, or a folder that is not empty."""
         old, new = self._path(folder), self._path(to, make_parent=True)
         try:
             self._calls.rename(old, new)
@@ -300,7 +309,7 @@ class FolderTree:
         self._folders.forget(old, new)
 
     def exchange(self, one: str, other: str) -> None:
-        """Let two folders change names in one step; `Unavailable` where the file system cannot."""
+        """Let two folders exchange their names atomically; raise `Unavailable` if the file system cannot."""
         paths = self._path(one), self._path(other)
         try:
             self._calls.exchange(*paths)
@@ -315,10 +324,10 @@ class FolderTree:
         self._folders.forget(*paths)
 
     def sync(self, folder: str = "", *, files: Sequence[str] = ()) -> None:
-        """Make the names directly in a folder survive a power cut: after `move` and `exchange`.
+        """Make the names directly in a folder durable, as is needed after `move` and `exchange`.
 
-        With them the bytes of these `files` in it, all at once: one commit of the file system's journal then
-        serves all of them.
+        The bytes of `files` in the folder are synced at the same time: one commit of the file system's
+        journal then serves all of them.
         """
         path = self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
         with ThreadPoolExecutor(len(files) or 1) as threads:
@@ -327,14 +336,14 @@ class FolderTree:
                 try:
                     pending.append(threads.submit(self._folders.sync_file, file_path))
                 except RuntimeError:
-                    # No more threads can be started: that only takes longer.
+                    # No more threads can be started: without them, it only takes longer.
                     self._folders.sync_file(file_path)
             self._folders.sync_folder(path)
         for each in pending:
             each.result()
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content; links are not followed, a missing name is no error."""
+        """Remove a file, or a folder with its content. Links are not followed; a missing name is no error."""
         try:
             path = self._path(name)
         except ObjectNotFound:
@@ -354,7 +363,10 @@ class FolderTree:
         return os.path.join(above, name)
 
     def _remove_below(self, path: str) -> None:
-        """Everything below, then the folder: one level of names is held in memory for each level of depth."""
+        """Remove everything below a folder, then the folder.
+
+        Memory holds the names of one folder per level of depth.
+        """
         with suppress(FileNotFoundError):
             with self._calls.scandir(path) as listing:
                 entries = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in listing]

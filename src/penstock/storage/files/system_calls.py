@@ -1,7 +1,7 @@
 """The system calls of file storage, as one object that tests replace, and the errors that they become.
 
 Invariant: every call that a crash or a full disk can interfere with goes through `FileCalls`. No signal
-interrupts one: Python repeats its own, and `call_uninterrupted` makes the others.
+interrupts such a call: Python repeats its own calls, and `call_uninterrupted` makes the others.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from penstock.errors import (
 
 @cache
 def libc() -> ctypes.CDLL:
-    """The C library, which keeps errno for `raise_on_failure`."""
+    """The C library, loaded so that `raise_on_failure` can read errno."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def _fallocate(descriptor: int, size_bytes: int) -> None:
-    """fallocate(2) itself: posix_fallocate falls back to writing into every block where it is unsupported."""
+    """Call fallocate(2) itself: where it is unsupported, posix_fallocate would write into every block."""
     raise_on_failure(
         call_uninterrupted(libc().fallocate, descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
     )
 
 
 def _sync_range(descriptor: int, *, flags: int) -> None:
-    """sync_file_range(2) on a whole file, by which bytes move sooner; what makes them durable is fsync."""
+    """Call sync_file_range(2) on a whole file: its bytes move sooner, but only fsync makes them durable."""
     everything = ctypes.c_int64(0)
     result = call_uninterrupted(libc().sync_file_range, descriptor, everything, everything, flags)
     if result and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
@@ -52,7 +52,10 @@ _AWAIT_WRITEBACK = partial(_sync_range, flags=4)
 
 
 def _rename_exchange(one: str, other: str) -> None:
-    """renameat2(2) with RENAME_EXCHANGE: both names change in one step. ENOSYS where libc lacks it."""
+    """Call renameat2(2) with RENAME_EXCHANGE, which swaps both names atomically.
+
+    Fails with ENOSYS if libc lacks it.
+    """
     if not hasattr(libc(), "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     at_cwd, exchange = -100, 2
@@ -65,10 +68,10 @@ _SIGNALS: Final = signal.valid_signals()
 
 
 def call_uninterrupted(function: Callable[..., int], *arguments: Any) -> int:
-    """Call a C function while no signal reaches this thread, so that it never fails with EINTR.
+    """Call a C function while no signal can reach this thread, so that it never fails with EINTR.
 
-    To repeat it is not enough: tmpfs and FUSE undo what fallocate has done, and under a profiler's signals
-    no attempt would ever end.
+    Repeating the call would not be enough: tmpfs and FUSE undo what fallocate has done, and under a
+    profiler's signals no attempt would ever finish.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -88,16 +91,16 @@ def raise_on_failure(result: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileCalls:
-    """The system calls of file storage; each field is by default the real one."""
+    """The system calls of file storage. By default, each field is the real call."""
 
     open: Callable[[str, int, int], int] = os.open
     close: Callable[[int], None] = os.close
     pwrite: Callable[[int, memoryview, int], int] = os.pwrite
     pread_into: Callable[[int, memoryview, int], int] = lambda file, buffer, at: os.preadv(file, [buffer], at)
     start_writeback: Callable[[int], None] = _START_WRITEBACK
-    """Let the bytes of a whole file be written out, without waiting."""
+    """Start writing out the bytes of a whole file, without waiting."""
     await_writeback: Callable[[int], None] = _AWAIT_WRITEBACK
-    """Wait until they are written out; errors reported here are not reported by fsync again."""
+    """Wait until the bytes are written out. Errors reported here are not reported again by fsync."""
     fsync: Callable[[int], None] = os.fsync
     ftruncate: Callable[[int, int], None] = os.ftruncate
     fallocate: Callable[[int, int], None] = _fallocate
@@ -115,7 +118,7 @@ REAL_CALLS = FileCalls()
 
 
 def close_after_reading(calls: FileCalls, descriptor: int) -> None:
-    """Close a file that was only read: a failure loses nothing, and Linux closes it all the same."""
+    """Close a file that was only read: a failure loses nothing, and Linux closes the file anyway."""
     with suppress(OSError):
         calls.close(descriptor)
 
@@ -155,7 +158,7 @@ _FIXES_BY_NUMBER = {
 
 
 def map_os_error(error: OSError, doing: str, uri: str) -> StorageError:
-    """`error` as an error of ours, with its errno; `doing` is what was attempted, as in "Writing"."""
+    """Convert `error` to a `StorageError` with its errno; `doing` names the attempt, such as "Writing"."""
     number = error.errno or 0
     kind = _KINDS.get(number, StorageError)
     fix = _FIXES_BY_NUMBER.get(number) or _FIXES.get(kind, "Look at the kernel log (dmesg) for the cause.")
@@ -164,7 +167,7 @@ def map_os_error(error: OSError, doing: str, uri: str) -> StorageError:
 
 @contextmanager
 def translate_os_errors(doing: str, uri: str) -> Iterator[None]:
-    """Turn OSErrors inside into errors of ours; too slow to use for every buffer."""
+    """Convert OSErrors in the block to `StorageError`s; too slow to use for every buffer."""
     try:
         yield
     except StorageError:

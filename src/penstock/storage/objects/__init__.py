@@ -1,1 +1,1 @@
-"""Objects of S3, Google and Azure as a storage: `object_storage` above, an adapter for each client below."""
+"""Objects of S3, Google Cloud and Azure as a storage: `object_storage`, on an adapter for each client."""

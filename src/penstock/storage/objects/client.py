@@ -1,8 +1,8 @@
 """The base of object clients: what the adapter of each client library implements.
 
 An adapter makes one attempt at one request on one endpoint and lets its library's errors pass; `attempt`
-turns them into `RequestFailed`. Retries, endpoints, splitting, verification and counting are done above it.
-An adapter uploads large objects in one of two ways: `PartClient` or `StreamClient`.
+turns them into `RequestFailed`. Callers handle retries, endpoints, splitting, verification and counting. An
+adapter uploads large objects in one of two ways: `PartClient` or `StreamClient`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from penstock.optional_libraries import install_command
 from penstock.storage.objects.client_settings import ClientName, ClientSettings
 
 FailureKind = Literal["answer", "foreign", "connect", "reset", "timeout", "truncated"]
-"""`foreign` is a 200 that no object service sends: a web page of a console or a login proxy, for example."""
+"""`foreign` is a 200 response that no object storage sends, such as the web page of a console or a login
+proxy.
+"""
 
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _TRANSIENT_CODES = frozenset(
@@ -42,16 +44,16 @@ _TRANSIENT_CODES = frozenset(
 
 @dataclass(slots=True)
 class RequestFailed(Exception):
-    """One failed attempt. `status` and `code` are the service's answer, where there was one."""
+    """One failed attempt. `status` and `code` are the service's answer, if there was one."""
 
     kind: FailureKind
     message: str
     status: int | None = None
     code: str = ""
     received_bytes: int = 0
-    """The requested bytes that arrived, where a body was cut short."""
+    """The number of requested bytes that arrived, if a body was cut short."""
     hidden_retries: int = 0
-    """Attempts that the library made by itself before."""
+    """The number of attempts that the library itself had made before."""
 
     def __str__(self) -> str:
         answer = " ".join(str(word) for word in (self.status, self.code) if word)
@@ -59,19 +61,19 @@ class RequestFailed(Exception):
 
     @property
     def is_transient(self) -> bool:
-        """True where the same request may succeed a moment later."""
+        """True if the same request may succeed a moment later."""
         if self.kind in ("answer", "foreign"):
             return self.status in _TRANSIENT_STATUS or self.code in _TRANSIENT_CODES
         return True
 
     @property
     def is_missing(self) -> bool:
-        """True where the service has no such object."""
+        """True if the service has no such object."""
         return self.status == 404 or self.code in ("NoSuchKey", "NoSuchBucket", "NoSuchUpload")
 
 
 def require_length(received_bytes: int, expected_bytes: int) -> None:
-    """Raise `RequestFailed` for a body that ended too early."""
+    """Raise `RequestFailed` if a body ended too early."""
     if received_bytes != expected_bytes:
         message = f"{received_bytes} of {expected_bytes} bytes arrived"
         raise RequestFailed("truncated", message, received_bytes=received_bytes)
@@ -79,7 +81,7 @@ def require_length(received_bytes: int, expected_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteObject:
-    """The service's description of one object. `key` includes the storage's prefix."""
+    """The service's description of an object. `key` includes the storage's prefix."""
 
     key: str
     size_bytes: int
@@ -93,27 +95,27 @@ def bare_etag(etag: str | None) -> str | None:
 
 
 class ObjectClient(ABC):
-    """One endpoint and bucket through one library. Any thread may call; each call is one attempt."""
+    """One endpoint and bucket through one library. Any thread may call it; each call is one attempt."""
 
     url = ""
-    """The endpoint, as counters and errors show it."""
+    """The endpoint in the form used by counters and errors."""
     read_copy = ""
-    """The reason under which a read's copy is counted; empty if reads need none."""
+    """The reason under which the copies of reads are counted; empty if reads need no copy."""
     write_copy = ""
-    """Likewise for writes."""
+    """The reason under which the copies of writes are counted; empty if writes need no copy."""
     gets_whole = False
-    """Has `get_whole`."""
+    """True if the client has `get_whole`."""
     has_conditions = False
-    """Has `put_if`, and this service checks the condition."""
+    """True if the client has `put_if` and this service checks the condition."""
     threads_of: ClassVar[str] = ""
-    """The library, if it starts threads at its first request and cannot start them again in a fork."""
+    """The library's name, if it starts threads at its first request and cannot start them again in a fork."""
     errors: ClassVar[tuple[type[Exception], ...]] = ()
     """The errors that the library raises."""
 
     @staticmethod
     @abstractmethod
     def explain(error: Exception) -> RequestFailed:
-        """Say what one of `errors` means."""
+        """Interpret one of `errors`."""
 
     @abstractmethod
     def head(self, key: str) -> RemoteObject:
@@ -121,7 +123,7 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
-        """Fill `buffer` from `offset`, of the object with this `etag` if the library can require that."""
+        """Fill `buffer` from `offset` of the object. If the library can, require that it has this `etag`."""
 
     @abstractmethod
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
@@ -133,14 +135,17 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def put(self, key: str, content: memoryview) -> str | None:
-        """Store an object, in one request if the library can; its ETag."""
+        """Store an object, in one request if the library can; return its ETag."""
 
     def get_whole(self, key: str, limit_bytes: int) -> tuple[RemoteObject, bytes | None]:
-        """Get an object with its size and ETag in one request; no bytes if it is larger than the limit."""
+        """Get an object with its size and ETag in one request; None for its bytes if it exceeds the limit."""
         raise AssertionError(f"{type(self).__name__} gets no whole objects ({key}, {limit_bytes})")
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
-        """Like `put`, if the object there has the ETag `replaces`, or is absent for None; else 412 or 409."""
+        """Like `put`, but only if the existing object has the ETag `replaces` or, for None, there is none.
+
+        Otherwise, the attempt fails with status 412 or 409.
+        """
         raise AssertionError(f"{type(self).__name__} has no conditions ({key}, {len(content)}, {replaces})")
 
 
@@ -149,15 +154,15 @@ class PartClient(ObjectClient):
 
     @abstractmethod
     def begin_upload(self, key: str) -> str:
-        """Begin a multipart upload; its ID."""
+        """Begin a multipart upload; return its ID."""
 
     @abstractmethod
     def put_part(self, key: str, upload: str, number: int, content: memoryview) -> str:
-        """Send part `number` (from 1); its ETag."""
+        """Send part `number` (from 1); return its ETag."""
 
     @abstractmethod
     def complete_upload(self, key: str, upload: str, etags: Sequence[str]) -> str | None:
-        """Combine all parts into the object; its ETag."""
+        """Combine all parts into the object; return its ETag."""
 
     @abstractmethod
     def abort_upload(self, key: str, upload: str) -> None:
@@ -165,26 +170,27 @@ class PartClient(ObjectClient):
 
 
 class StreamClient(ObjectClient):
-    """A client that takes a whole stream of parts and reports only its end.
+    """A client that takes a whole stream of parts and reports only the end of the upload.
 
-    The library retries parts itself: we cannot, because their buffers are already released.
+    The library itself retries parts: callers cannot, because their buffers have already been released.
     """
 
     @abstractmethod
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
-        """Upload `parts`, each of `part_bytes` but the last; the object's ETag.
+        """Upload `parts`, each of `part_bytes` except the last; return the object's ETag.
 
         Takes a part only when there is room for it, and keeps no reference to a view once its bytes are sent:
-        that is how the sink learns of it. An exception from `parts` aborts the upload and is raised again.
+        that is how the sink learns that they are. An exception from `parts` aborts the upload and is raised
+        again.
         """
 
 
 @contextmanager
 def attempt(client: ObjectClient) -> Iterator[None]:
-    """One attempt at a request: what the library raises becomes `RequestFailed`.
+    """Make one attempt at a request: whatever the library raises becomes `RequestFailed`.
 
-    `UsageError` in a forked process whose parent has used the library, if that has threads: the child has
-    none of them, so a request would wait for ever.
+    Raises `UsageError` in a forked process if its parent has used a library with threads: the child has none
+    of the threads, so a request would wait forever.
     """
     pid = os.getpid()
     if client.threads_of and (first_pid := _FIRST_USERS.setdefault(client.threads_of, pid)) != pid:
@@ -202,21 +208,23 @@ def attempt(client: ObjectClient) -> Iterator[None]:
 
 
 _FIRST_USERS: dict[str, int] = {}
-"""The process that sent the first request, by library."""
+"""The ID of the process that sent the first request, by library."""
 
 T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """Connections or a thread pool that each process makes for itself: a fork only seems to have them."""
+    """Connections or a thread pool that each process creates for itself: the parent's fail after a fork."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made = {os.getpid(): make()}
-        """By process. The parent's stay: destructors may wait for threads that are not here."""
+        """By process. The parent's objects are kept: their destructors could wait for threads that do not
+        exist here.
+        """
 
     def get(self) -> T:
-        """The one of the calling process; a forked child makes it when it first asks."""
+        """The object of the calling process; a forked child creates it at the first call."""
         pid = os.getpid()
         if pid not in self._made:
             self._made[pid] = self._make()
@@ -231,11 +239,11 @@ CLIENTS: Mapping[ClientName, str] = MappingProxyType(
         "s3torchconnector": "penstock.storage.objects.client_s3torchconnector",
     }
 )
-"""Client name -> the adapter's module, whose `connect` makes an `ObjectClient`."""
+"""The module of each client's adapter. Its `connect` makes an `ObjectClient`."""
 
 
 def connect(settings: ClientSettings) -> ObjectClient:
-    """The adapter for `settings.options.client`; `Unavailable` where its library is not installed."""
+    """The adapter for `settings.options.client`; raises `Unavailable` if its library is not installed."""
     name = settings.options.client
     try:
         module = import_module(CLIENTS[name])

@@ -1,8 +1,8 @@
-"""The adapter for minio-py (pure Python over urllib3): shows parts, sends and receives without a copy.
+"""The adapter for minio-py (pure Python over urllib3), which exposes parts and transfers without a copy.
 
-It sends part by part through minio's own request methods, because its public `put_object` reads from a file
-object. Its retries are switched off, so that ours are all there are; it hashes what `payload` says and
-nothing else.
+It sends parts one by one through minio's own request methods, because the public `put_object` reads from a
+file object. minio's retries are switched off, so Penstock's are the only ones; the option `payload` alone
+decides what is hashed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNSIGNED = "UNSIGNED-PAYLOAD"
 
 
 class _Minio(Minio):
-    """Minio that signs payloads when told to, rather than always on http and never on https."""
+    """Minio that signs payloads as configured, rather than always on http and never on https."""
 
     signs_payload = False
 
@@ -63,7 +63,7 @@ class _Minio(Minio):
 
 
 class MinioClient(PartClient):
-    """One endpoint; parts are sent one by one, each straight from its buffer."""
+    """One endpoint; parts are sent one by one, each directly from its buffer."""
 
     errors = (MinioException, exceptions.HTTPError, OSError)
 
@@ -85,13 +85,13 @@ class MinioClient(PartClient):
             request_headers=headers,
         )
         with closing(response):
-            # urllib3's own readinto reads into memory of its own and copies; the response below it does not.
+            # urllib3's own readinto reads into its own memory and copies; the response below it does not.
             raw = cast("http.client.HTTPResponse", response._fp)  # type: ignore[attr-defined] # noqa: SLF001
             received = 0
             while received < len(buffer) and (count := raw.readinto(buffer[received:])):
                 received += count
             require_length(received, len(buffer))
-            response.release_conn()  # only a body read to its end leaves a connection to use again
+            response.release_conn()  # only a connection whose body was read to the end can be reused
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         try:
@@ -105,7 +105,7 @@ class MinioClient(PartClient):
     def delete(self, key: str) -> None:
         self._own.get().remove_object(bucket_name=self._bucket, object_name=key)
 
-    # Below, minio says bytes and hands whatever has a buffer through to the socket.
+    # minio declares bytes here, but passes anything that has a buffer on to the socket.
 
     def put(self, key: str, content: memoryview) -> str | None:
         body = cast("bytes", content)
@@ -128,7 +128,7 @@ class MinioClient(PartClient):
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Read the service's answer out of minio's types."""
+        """Extract the service's answer from minio's exception types."""
         if isinstance(error, S3Error):
             message, code = error.message or "no explanation", error.code or ""
             return RequestFailed("answer", message, status=error.response.status, code=code)

@@ -1,9 +1,10 @@
 """The adapter for obstore (Rust, object_store): the default, and the only one for `gs://` and `az://`.
 
-Buffers go down uncopied; reads come back in obstore's own memory and are copied once. Retries are ours,
-except for the parts of a stream: obstore retries those itself, unseen until it fails, because only it still
-has their bytes. A console's folder marker (`a/`) is listed as an empty object (`a`).
-Its threads do not survive a fork, and not even a new store starts others: requests are refused there.
+Buffers are passed down without a copy; reads arrive in obstore's own memory and are copied once. Retries are
+Penstock's, except for the parts of a stream: obstore retries those itself, invisibly until it fails, because
+only it still has their bytes. A console's folder marker (`a/`) is listed as an empty object (`a`). obstore's
+threads do not survive a fork, and even a new store does not start others, so requests in a forked process are
+refused.
 """
 
 from __future__ import annotations
@@ -44,11 +45,15 @@ _FOREIGN = re.compile(
 )
 _LIST_CHUNK = 1000
 _MAX_RETRY_S = 280.0
-"""object_store signs once and not again for a retry: beyond five minutes the signature is stale."""
+"""object_store signs a request once and not again for a retry, and after five minutes the signature expires.
+"""
 
 
 def connect(settings: ClientSettings) -> ObstoreClient:
-    """A client for one endpoint; nothing is sent yet. `Unavailable` where a credential is no such thing."""
+    """Create a client for one endpoint; nothing is sent yet.
+
+    Raises `Unavailable` for a malformed credential.
+    """
     try:
         return ObstoreClient(settings)
     except BaseError as error:
@@ -60,7 +65,7 @@ def connect(settings: ClientSettings) -> ObstoreClient:
 
 
 class ObstoreClient(StreamClient):
-    """One endpoint through two stores: one that never retries, and one for streams that does."""
+    """One endpoint through two stores: one that never retries, and one for streams, which does."""
 
     read_copy = "obstore-read"
     gets_whole = True
@@ -70,14 +75,14 @@ class ObstoreClient(StreamClient):
     def __init__(self, settings: ClientSettings) -> None:
         self._options = settings.options
         self._is_azure = settings.scheme == "az"
-        # Google replaces by generation, which no listing of ours tells.
+        # Google Cloud replaces by generation, which listings here do not show.
         self.has_conditions = settings.scheme != "gs"
         self._store = _make_store(settings, max_retries=0)
         self._stream_store = _make_store(settings, max_retries=settings.options.attempts - 1)
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Read what happened out of obstore's message: it shows the service's answer in its text alone."""
+        """Extract what happened from obstore's message, which alone shows the service's answer."""
         text = str(error)
         retries, status = _RETRIES.search(text), _STATUS.search(text)
         hidden = int(retries[1]) if retries else 0
@@ -121,7 +126,7 @@ class ObstoreClient(StreamClient):
         copy_bytes(buffer, content)
 
     def get_whole(self, key: str, limit_bytes: int) -> tuple[RemoteObject, bytes | None]:
-        """Ask for all of it; the answer tells its size before its bytes."""
+        """Request the whole object; the answer gives its size before its bytes."""
         answer = obstore.get(self._store, key)
         found = _remote(answer.meta)
         if found.size_bytes > limit_bytes:
@@ -131,7 +136,7 @@ class ObstoreClient(StreamClient):
         return found, content
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        """Objects under `prefix`; obstore asks for the next page when this one is used up."""
+        """Objects under `prefix`; obstore requests the next page when the current one is used up."""
         for page in obstore.list(self._store, prefix or None, offset=after or None, chunk_size=_LIST_CHUNK):
             yield from map(_remote, page)
 
@@ -142,16 +147,16 @@ class ObstoreClient(StreamClient):
         return bare_etag(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
-        """Store an object in one request with `If-None-Match: *`, or `If-Match` the ETag that it replaces.
+        """Store an object in one request with `If-None-Match: *`, or `If-Match` and the ETag to replace.
 
-        S3 takes an ETag with and without quotes here, Ceph (16.2) none with quotes, Azure none without.
+        Here, S3 accepts an ETag with and without quotes, Ceph (16.2) only without, Azure only with quotes.
         """
         tag = f'"{replaces}"' if self._is_azure else replaces
         mode: Any = "create" if replaces is None else {"e_tag": tag}
         return bare_etag(obstore.put(self._store, key, content, use_multipart=False, mode=mode)["e_tag"])
 
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
-        """Upload `parts` as they come. obstore aborts its upload when they raise."""
+        """Upload `parts` as they come. If they raise, obstore aborts its upload."""
         done = obstore.put(
             self._stream_store,
             key,
@@ -204,7 +209,7 @@ def _make_store(settings: ClientSettings, *, max_retries: int) -> S3Store | GCSS
         )
     endpoint = settings.endpoint
     if not options.path_style:
-        # With buckets in host names obstore wants the whole host name.
+        # If buckets are in host names, obstore expects the whole host name.
         endpoint = endpoint.replace("://", f"://{settings.bucket}.", 1)
     token: Any = {"session_token": settings.session_token} if settings.session_token else {}
     return S3Store(

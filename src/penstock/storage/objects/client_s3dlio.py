@@ -1,9 +1,10 @@
-"""The adapter for s3dlio (Rust, AWS SDK): uploads from the caller's memory, ranges back by one copy.
+"""The adapter for s3dlio (Rust, AWS SDK), which uploads from the caller's memory and copies ranges once.
 
-One client per process: settings other than the first storage's are refused, uploads in parts go to its
-endpoint. It sends a request up to 3 times by itself (a read 9), which cannot be switched off; our attempts
-come on top. Listings go through obstore, because s3dlio lists names without sizes. Its `get_into_async` takes
-whole objects only and asks HEAD first, so ranges are copied. Its threads do not survive a fork.
+There is one client per process: settings that differ from the first storage's are refused, and uploads in
+parts go to its endpoint. s3dlio sends a request up to 3 times by itself (a read 9 times), which cannot be
+switched off; Penstock's attempts come on top. Listings go through obstore, because s3dlio lists names without
+sizes. Its `get_into_async` takes only whole objects and sends HEAD first, so ranges are copied. Its threads
+do not survive a fork.
 """
 
 import math
@@ -33,7 +34,7 @@ from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_settings import ClientSettings, export_credentials
 
 _exported: dict[str, str] = {}
-"""The environment as the library has read it, once, at its first request in this process."""
+"""The environment as the library read it, once, at its first request in this process."""
 _lock = threading.Lock()
 _SECRETS = frozenset({"AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"})
 _STATUS = re.compile(r"(?:HTTP|status) (\d{3})\b")
@@ -52,7 +53,7 @@ _STATUS_OF_CODE = {
 
 
 def connect(settings: ClientSettings) -> "S3dlioClient":
-    """A client for one endpoint; refused if this process already uses s3dlio with other settings."""
+    """Create a client for one endpoint; refuse if this process uses s3dlio with different settings."""
     options = settings.options
     if not options.tls_verify or not options.path_style:
         raise UsageError(
@@ -68,7 +69,7 @@ def connect(settings: ClientSettings) -> "S3dlioClient":
         }
         if settings.ca_bundle:
             wanted["AWS_CA_BUNDLE"] = settings.ca_bundle
-        # The library would silently ignore other settings.
+        # The library would silently ignore different settings.
         if differing := [name for name, value in _exported.items() if wanted.get(name, "") != value]:
             shown = [name for name in differing if name not in _SECRETS] or differing
             raise UsageError(
@@ -82,7 +83,7 @@ def connect(settings: ClientSettings) -> "S3dlioClient":
 
 
 class S3dlioClient(StreamClient):
-    """One endpoint: the process's own by plain URIs, another by URIs that name its host."""
+    """One endpoint: the process's own through plain URIs, another through URIs that name its host."""
 
     read_copy = "s3dlio-read"
     threads_of = "s3dlio"
@@ -103,7 +104,7 @@ class S3dlioClient(StreamClient):
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Read what happened out of s3dlio's message: it has no other sign of the service's answer."""
+        """Extract what happened from s3dlio's message, which alone shows the service's answer."""
         text = str(error)
         code_match, status_match = _CODE.search(text), _STATUS.search(text)
         code = code_match[1] if code_match and code_match[1] != "unknown" else ""
@@ -131,7 +132,7 @@ class S3dlioClient(StreamClient):
         )
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
-        """Fetch the range into s3dlio's memory, and copy it. It cannot insist on `etag`."""
+        """Fetch the range into s3dlio's memory, and copy it. Cannot require `etag`."""
         del etag
         content = s3dlio.get_range(f"{self._root}/{key}", offset, len(buffer)).memoryview()
         require_length(len(content), len(buffer))
@@ -146,7 +147,7 @@ class S3dlioClient(StreamClient):
         s3dlio.delete(f"{self._root}/{key}")
 
     def put(self, key: str, content: memoryview) -> str | None:
-        """Store an object in one request, straight from `content`; s3dlio does not tell the ETag."""
+        """Store an object in one request, directly from `content`; s3dlio does not return the ETag."""
         s3dlio.put_bytes(f"{self._root}/{key}", content)
         return None
 

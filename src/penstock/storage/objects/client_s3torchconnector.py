@@ -1,8 +1,8 @@
-"""The adapter for s3torchconnector's client (C, the AWS common runtime): everything is copied, both ways.
+"""The adapter for s3torchconnector's client (C, the AWS common runtime), which copies everything, both ways.
 
-It takes `bytes` alone and gives `bytes` alone, sends every object as an upload in parts, never signs
-payloads, has no timeout (calls run under ours) and always retries by itself: once, with the least that it
-accepts. Credentials are read from the process's environment, so they are put there.
+The client takes and returns only `bytes`, sends every object as an upload in parts, never signs payloads, has
+no timeout (calls run under Penstock's) and always retries by itself: once, the least that it accepts. It
+reads credentials from the process's environment, so they are put there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.storage.objects.client_settings import ClientSettings, export_cred
 T = TypeVar("T")
 
 _LEAST_ATTEMPTS = 2
-"""1 means the runtime's own default, which is 4."""
+"""1 would mean the runtime's own default, which is 4."""
 _STATUS = re.compile(r"response_status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|Forbidden: (\w+)")
 _PHRASES = (
@@ -45,7 +45,7 @@ _PHRASES = (
 
 
 def connect(settings: ClientSettings) -> S3TorchClient:
-    """A client for one endpoint; refused where it cannot do what the options say."""
+    """Create a client for one endpoint; refuse options that the library does not support."""
     options = settings.options
     if options.payload == "signed" or not options.tls_verify:
         raise UsageError(
@@ -63,7 +63,7 @@ def connect(settings: ClientSettings) -> S3TorchClient:
 
 
 class S3TorchClient(StreamClient):
-    """One endpoint. Each call runs in a thread of its own, which a stall leaves behind."""
+    """One endpoint. Each call runs in a thread of its own, which is abandoned if the call stalls."""
 
     read_copy = "s3torchconnector-read"
     write_copy = "s3torchconnector-write"
@@ -87,7 +87,7 @@ class S3TorchClient(StreamClient):
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Read what happened out of the runtime's message: it has no other sign of the service's answer."""
+        """Extract what happened from the runtime's message, which alone shows the service's answer."""
         text = str(error)
         status, code = _STATUS.search(text), _CODE.search(text)
         word = (code[1] or code[2]) if code else ""
@@ -106,7 +106,7 @@ class S3TorchClient(StreamClient):
         return RemoteObject(key, found.size, float(found.last_modified), bare_etag(found.etag))
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
-        """Collect the range, and copy it. It cannot insist on `etag`."""
+        """Collect the range, and copy it. Cannot require `etag`."""
         del etag
         end = offset + len(buffer)
         chunks = self._timed(lambda: list(self._own.get().get_object(self._bucket, key, offset, end)))
@@ -116,7 +116,10 @@ class S3TorchClient(StreamClient):
             buffer = buffer[len(chunk) :]
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        """Objects under `prefix`, page by page; it cannot begin in the middle, so earlier pages pass by."""
+        """Objects under `prefix`, page by page.
+
+        The library cannot begin in the middle, so earlier pages are skipped.
+        """
         pages = self._own.get().list_objects(self._bucket, prefix)
         while (page := self._timed(lambda: next(pages, None))) is not None:
             for found in page.object_info:
@@ -129,13 +132,13 @@ class S3TorchClient(StreamClient):
         self._timed(lambda: self._own.get().delete_object(self._bucket, key))
 
     def put(self, key: str, content: memoryview) -> str | None:
-        """Store an object; it goes up as an upload in parts all the same."""
+        """Store an object. The library sends even this as an upload in parts."""
         copy = bytes(content)
         self._timed(lambda: self._put(key, iter((copy,))))
-        return None  # it does not tell the ETag
+        return None  # the library does not return the ETag
 
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
-        """Upload `parts`, cut again by the library after the option `part_bytes`."""
+        """Upload `parts`. The library divides them again, by the option `part_bytes`."""
         del part_bytes
         self._put(key, map(bytes, parts))
         return None
@@ -147,10 +150,10 @@ class S3TorchClient(StreamClient):
                 stream.write(content)
             stream.close()
         finally:
-            del stream  # dropped unclosed, it aborts its upload
+            del stream  # a stream that is dropped without closing aborts its upload
 
     def _timed(self, call: Callable[[], T]) -> T:
-        """The result of `call`, or a timeout; the thread of a stalled call is left to itself."""
+        """Return the result of `call`, or time out; the thread of a stalled call is abandoned."""
         outcome: list[T | S3Exception] = []
         ended = threading.Event()
 

@@ -1,7 +1,7 @@
 """Settings of an object storage: options, endpoints and credentials, from a URI and the environment.
 
 Parsed once when a storage is opened; adapters receive `ClientSettings` and read nothing else. Invariant:
-neither `repr` nor the record of options ever shows a secret.
+neither the `repr` nor the recorded options ever show a secret.
 """
 
 import itertools
@@ -26,35 +26,37 @@ _MAX_ENDPOINTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectOptions:
-    """Options of reading and writing objects. All options are recorded with every result."""
+    """Options for reading and writing objects. All options are recorded with every result."""
 
     client: ClientName = "obstore"
     """The client library; `gs://` and `az://` support `obstore` only."""
     part_bytes: int = 8 * 1024 * 1024
-    """Larger objects are uploaded in parts of this size: larger ones where an object would have more than
-    10,000 parts, and a similar size where the submitted buffers can then be sent without copying."""
+    """Objects larger than this are uploaded in parts of this size. Parts are larger if an object would have
+    more than 10,000 of them, and of a similar size if the submitted buffers can then be sent without copying.
+    """
     parts_in_flight: int = 8
-    """Parts of one object in flight at once, so also how many buffers a sink holds."""
+    """The number of parts of one object in flight at once, and hence of buffers that a sink holds."""
     range_bytes: int = 8 * 1024 * 1024
-    """Larger reads are split into ranges of this size."""
+    """Reads larger than this are split into ranges of this size."""
     ranges_in_flight: int = 8
-    """Ranges of large reads in flight at once, over all readers of one storage."""
+    """The number of ranges of large reads in flight at once, over all readers of one storage."""
     endpoints: tuple[str, ...] = ()
-    """URLs or templates such as `http://10.0.0.{1...8}:9000`; empty: from the environment."""
+    """URLs or templates such as `http://10.0.0.{1...8}:9000`; if empty, the environment's endpoint."""
     region: str = ""
     path_style: bool = True
-    """Buckets in the path of a URL; false: in its host name."""
+    """True puts the bucket into the path of the URL, False into its host name."""
     tls_verify: bool = True
     payload: Payload = "unsigned"
-    """Decides if the signature covers the bytes of an object. Over https TLS protects them already, and over
-    plain http a benchmark would measure SHA-256, which is 7 times slower than the network: hence `unsigned`.
-    Use `signed` for http on an untrusted network."""
+    """Whether the signature covers the bytes of an object. Over https, TLS already protects them; over plain
+    http, a benchmark would measure SHA-256, which is 7 times slower than the network. The default is
+    therefore `unsigned`. Use `signed` for http on an untrusted network.
+    """
     attempts: int = 5
     """The number of times a request is sent before its failure is final."""
     backoff_s: float = 0.1
-    """The wait before the second attempt; it doubles with each one, with jitter, up to 20 s."""
+    """The wait before the second attempt; it doubles with each attempt, with jitter, up to 20 s."""
     request_timeout_s: float = 60.0
-    """The limit for one request, its body included."""
+    """The time limit for one request, including its body."""
 
     def __post_init__(self) -> None:
         least = {"attempts": 1, "parts_in_flight": 1, "ranges_in_flight": 1, "range_bytes": 4096}
@@ -73,22 +75,22 @@ class ObjectOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """All that an adapter needs for one endpoint. No secret is part of the `repr`."""
+    """Everything that an adapter needs for one endpoint. No secret is part of the `repr`."""
 
     scheme: str
     endpoint: str
-    """The service's URL without the bucket; empty where the client knows it (`gs://`, `az://`)."""
+    """The service's URL without the bucket; empty if the client knows it (`gs://`, `az://`)."""
     bucket: str
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
     session_token: str = field(repr=False)
     options: ObjectOptions
     ca_bundle: str = ""
-    """Path of a PEM file with further trusted authorities; empty: the system's."""
+    """The path of a PEM file with additional trusted authorities; if empty, the system's."""
 
     @property
     def uses_tls(self) -> bool:
-        """True where requests are encrypted."""
+        """True if requests are encrypted."""
         return not self.endpoint.startswith("http://")
 
 
@@ -96,7 +98,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 
 def resolve_settings(location: Location, environment: Environment) -> tuple[ClientSettings, ...]:
-    """The settings for each endpoint; the environment gives what `location` leaves open."""
+    """The settings for each endpoint; the environment provides what `location` leaves open."""
     options = parse_options(ObjectOptions, location.options, where=location.uri)
     bucket = location.root.partition("/")[0]
     if location.scheme == "s3" and not _BUCKET.fullmatch(bucket):
@@ -173,7 +175,7 @@ def _endpoints(
 
 
 def expand_endpoints(templates: tuple[str, ...]) -> tuple[str, ...]:
-    """The URLs that `templates` expand to, each once: `{1...8}` counts, and several ranges multiply."""
+    """The URLs to which `templates` expand, each once: `{1...8}` counts, and several ranges multiply."""
     urls: dict[str, None] = {}
     for template in templates:
         pieces = _RANGE.split(template.strip())
@@ -199,7 +201,7 @@ def _span(template: str, first: str, last: str) -> list[str]:
 
 
 def check_endpoint(url: str) -> str:
-    """`url` without a closing slash, if it is `http(s)://host[:port]`."""
+    """Return `url` without a trailing slash; raise unless it is `http(s)://host[:port]`."""
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
         raise UsageError(
@@ -260,9 +262,10 @@ MIN_PART_BYTES: Final = 5 * 1024 * 1024
 
 
 def export_credentials(settings: ClientSettings) -> Mapping[str, str]:
-    """Export credentials and region for libraries that read only the environment, and keep them off metadata.
+    """Export credentials and region for libraries that read only the environment; disable metadata lookups.
 
-    Without AWS_EC2_METADATA_DISABLED they would wait for the metadata service of a cloud they are not in.
+    Without AWS_EC2_METADATA_DISABLED, such a library would wait for the metadata service of a cloud in which
+    it does not run.
     """
     exported = {
         "AWS_ACCESS_KEY_ID": settings.access_key,

@@ -1,9 +1,10 @@
 """Requests with retries, and the errors that their failures become.
 
 Every request of a storage goes through `RetryingRequests.call`, which picks an endpoint, sends, counts, backs
-off, and maps the last failure to one of our errors. Endpoints take turns, each rank beginning with another
-one; a retry uses the next. Invariants: a request is sent at most `attempts` times, and every attempt is
-counted; of the service's answer only its code and short message are passed on, never headers or signatures.
+off, and maps the last failure to a `StorageError`. Endpoints take turns, and each rank begins with a
+different one; a retry uses the next. Invariants: a request is sent at most `attempts` times, and every
+attempt is counted; of the service's answer, only the code and a short message are passed on, never headers or
+signatures.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _TRUST_FIX = (
 
 
 def _explain_connection(failure: RequestFailed, endpoint: str) -> tuple[type[StorageError], str, str]:
-    """The type of the error, what happened, and the fix."""
+    """The class of the error, what happened, and the fix."""
     logs = "Look at the logs of the service and the proxies for"
     match failure.kind:
         case "timeout":
@@ -62,7 +63,7 @@ def _explain_connection(failure: RequestFailed, endpoint: str) -> tuple[type[Sto
 def _explain_answer(failure: RequestFailed, uri: str, bucket: str) -> tuple[type[StorageError], str, str]:
     status, code = failure.status, failure.code
     no_access = _REFUSALS.get(code, "Check the access keys and their permissions for this bucket.")
-    # The first that applies: a missing bucket, for instance, also has the status of a missing object.
+    # The first that applies counts: a missing bucket, for instance, also has the status of a missing object.
     answers: tuple[tuple[bool, type[StorageError], str, str], ...] = (
         (code == "NoSuchBucket", ObjectNotFound, f"The bucket {bucket!r} does not exist",
          "Create the bucket, or check its name and the endpoint."),
@@ -92,7 +93,7 @@ logger = logging.getLogger(__name__)
 
 
 class RetryingRequests:
-    """All requests of one storage, and the threads that send several at a time. Threads share it."""
+    """All requests of one storage, and the threads that send several at a time. May be shared by threads."""
 
     def __init__(
         self,
@@ -107,11 +108,11 @@ class RetryingRequests:
         self.clients = tuple(clients)
         self.counters = counters
         self.options = options
-        # Their threads start when they are first needed.
+        # The threads of these pools start when they are first needed.
         self.parts = PerProcess(lambda: ThreadPoolExecutor(options.parts_in_flight, "penstock-parts"))
         self.ranges = PerProcess(lambda: ThreadPoolExecutor(options.ranges_in_flight, "penstock-ranges"))
         self._bucket = bucket
-        self._turns = itertools.count(rank)  # next() on it is atomic: no lock
+        self._turns = itertools.count(rank)  # next() on it is atomic, so no lock is needed
         self._sleep = sleep
         self._jitter = random.Random()  # noqa: S311 - spreads retries, guards nothing
 
@@ -120,7 +121,7 @@ class RetryingRequests:
         return self.clients[next(self._turns) % len(self.clients)]
 
     def call(self, verb: str, uri: str, action: Callable[[ObjectClient], T], *, wanted_bytes: int = 0) -> T:
-        """The result of `action`, attempted until it succeeds or its failure is final."""
+        """Return the result of `action`, attempted until it succeeds or its failure is final."""
         for number in itertools.count(1):
             client = self.next_client()
             self.counters.add(requests=1, endpoint=client.url)
@@ -149,7 +150,7 @@ class RetryingRequests:
             ) from failure
         logger.info("%s %s: attempt %d failed: %s", verb, uri, attempts, failure)
         self.counters.add(retries=1)
-        # Doubling, with random jitter down to half of it.
+        # Doubles, with random jitter down to half of it.
         longest_s = min(self.options.backoff_s * 2.0 ** (attempts - 1), MAX_BACKOFF_S)
         self._sleep(longest_s * self._jitter.uniform(0.5, 1.0))
 

@@ -1,11 +1,11 @@
-"""Writing one object: buffers are cut into parts, sent, and the finished object is verified.
+"""Writing one object: buffers are cut into parts and sent, and the finished object is verified.
 
-An object of one part is one PUT at `finish`; a larger one is an upload in parts from its first whole part on:
+An object of one part is one PUT in `finish`; a larger one is an upload in parts from its first whole part on:
 `PartUpload` sends each part itself, `StreamUpload` feeds a library's own stream. All parts of an upload have
 the same size except the last, which every S3 service accepts. Invariants: an owner's `release` is called
 exactly once, when the last piece of its buffer is no longer needed; `finish` returns only after the service
-itself has reported the submitted size, unless the caller asks for all sizes; a failed upload is aborted at
-the service, too.
+itself has reported the submitted size, unless the caller will ask for all sizes; a failed upload is aborted
+at the service as well.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ MAX_PARTS: Final = 10_000
 def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: int | None) -> int:
     """The part size for an object whose first buffer has `first_buffer_bytes`; `size_bytes` if known.
 
-    It is the smallest that fits 10,000 parts or `target_bytes`, whichever is more; but where buffers of the
-    first one's size divide into equal parts of between half and twice that, such a part: nothing is copied
-    then.
+    By default, the larger of `target_bytes` and the smallest size with which the object has at most 10,000
+    parts. If buffers of the first one's size divide into equal parts of between half and twice that, such a
+    part is used instead: nothing is copied then.
     """
     least_bytes = max(MIN_PART_BYTES, -(-(size_bytes or 0) // MAX_PARTS))
     target_bytes = min(max(target_bytes, least_bytes), MAX_PART_BYTES)
@@ -67,11 +67,11 @@ def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: in
 
 
 GATHER_COPY = "objects-gather"
-"""Reason under which copies of buffers that are not whole parts are counted."""
+"""The reason under which copies of buffers that are not whole parts are counted."""
 
 
 class SharedRelease:
-    """Calls `release` once, when the last holder drops its hold; `force` does not wait for them."""
+    """Calls `release` once, when the last holder drops its hold; `force` does not wait for the holders."""
 
     def __init__(self, release: Release | None) -> None:
         self._release = release
@@ -79,13 +79,13 @@ class SharedRelease:
         self._lock = threading.Lock()
 
     def hold(self) -> Release:
-        """Add a holder; the function that it calls once to drop its hold."""
+        """Add a holder; return the function that it must call once to drop its hold."""
         with self._lock:
             self._holders += 1
         return self.drop
 
     def drop(self) -> None:
-        """Drop one hold. The first one belongs to the creator of this object."""
+        """Drop one hold. The first hold belongs to the creator of this object."""
         with self._lock:
             self._holders -= 1
             is_last = self._holders <= 0
@@ -93,7 +93,7 @@ class SharedRelease:
             self.force()
 
     def force(self) -> None:
-        """Release now: an upload that still holds a part will never be completed."""
+        """Release now. For an upload that will never be completed, although it may still hold a part."""
         with self._lock:
             due, self._release = self._release, None
         if due is not None:
@@ -101,13 +101,13 @@ class SharedRelease:
 
 
 Part = tuple[memoryview, Release]
-"""A piece of the object for one request, and what to call when its bytes are no longer needed."""
+"""A piece of the object for one request, and the function to call when its bytes are no longer needed."""
 
 
 class PartCutter:
     """Cuts submitted buffers into parts of exactly `part_bytes`; smaller pieces are gathered into parts.
 
-    Gathered parts are released for reuse, so there are as many of their buffers as are in flight.
+    Buffers of gathered parts are reused once released, so there are only as many as parts are in flight.
     """
 
     def __init__(self, part_bytes: int, counters: Counters) -> None:
@@ -118,7 +118,7 @@ class PartCutter:
         self._filled_bytes = 0
 
     def cut(self, view: memoryview, shared: SharedRelease, *, ends_object: bool) -> Iterator[Part]:
-        """The parts that `view` completes; `ends_object` promises that it is the last buffer."""
+        """The parts that `view` completes; `ends_object` promises that `view` is the last buffer."""
         while view:
             if self._filled_bytes == 0 and (len(view) >= self.part_bytes or ends_object):
                 yield view[: self.part_bytes], shared.hold()
@@ -126,7 +126,7 @@ class PartCutter:
                 continue
             if self._filling is None:
                 try:
-                    # One that was used before if possible, because its pages are in memory.
+                    # A buffer that was used before, if possible, because its pages are in memory.
                     self._filling = self._free.get_nowait()
                 except queue.Empty:
                     self._filling = np.empty(self.part_bytes, np.uint8).data
@@ -139,7 +139,7 @@ class PartCutter:
                 yield from self.rest()
 
     def rest(self) -> Iterator[Part]:
-        """The gathered bytes as a part, the last one of the object; nothing if there are none."""
+        """The gathered bytes as the last part of the object; no part if there are none."""
         if self._filling is not None:
             part = self._filling[: self._filled_bytes], partial(self._free.put, self._filling)
             self._filling, self._filled_bytes = None, 0
@@ -156,12 +156,13 @@ class NewObject:
     uri: str
     declared_bytes: int | None
     confirms: bool = True
-    """True if `finish` asks the service for the size of what it stored."""
+    """True if `finish` asks the service for the size of the stored object."""
 
 
 STALL_GRACE_S = 5.0
 RELEASE_LIMIT_S = 10.0
-"""The time that an abandoned client library may keep buffers before they are released regardless."""
+"""The time for which an abandoned client library may keep buffers. After that, they are released regardless.
+"""
 
 
 class _Upload(ABC):
@@ -172,13 +173,13 @@ class _Upload(ABC):
         self._requests = requests
         options = requests.options
         self._stall_s = options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S
-        """The time that an upload may make no progress: longer than its client's own limits."""
+        """The time for which an upload may make no progress; longer than its client's own limits."""
         self._slots = threading.BoundedSemaphore(options.parts_in_flight)
         self._num_released = 0
         self._failure: StorageError | None = None
 
     def send(self, part: memoryview, release: Release) -> None:
-        """Pass on the next part; blocks while too many are in flight, raises an earlier part's error."""
+        """Pass on the next part. Blocks while too many are in flight; raises the error of an earlier part."""
         self._wait_for(lambda limit_s: self._slots.acquire(timeout=limit_s))
         if self._failure is not None:
             self._slots.release()
@@ -187,7 +188,7 @@ class _Upload(ABC):
         self._send(part, release)
 
     def _wait_for(self, ready: Callable[[float], bool]) -> None:
-        """Wait until `ready`; `StorageTimeout` once no part was released for as long as the limit."""
+        """Wait until `ready`; raise `StorageTimeout` if no part is released for as long as the limit."""
         before = self._num_released
         while not ready(self._stall_s):
             if self._num_released == before:
@@ -211,15 +212,15 @@ class _Upload(ABC):
 
     @abstractmethod
     def _send(self, part: memoryview, release: Release) -> None:
-        """Take a part for which there is a slot; release both once its bytes are no longer needed."""
+        """Take a part, for which a slot is free; release part and slot once its bytes are not needed."""
 
     @abstractmethod
     def finish(self) -> str | None:
-        """Wait for all parts, and complete the object; its ETag."""
+        """Wait for all parts, and complete the object; return its ETag."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Abort the upload at the service, and release all parts. Safe after a failure."""
+        """Abort the upload at the service, and release all parts. May be called after any failure."""
 
 
 class PartUpload(_Upload):
@@ -255,7 +256,7 @@ class PartUpload(_Upload):
             self._slots.release()
 
     def finish(self) -> str | None:
-        # The waits are bounded by the attempts of each part.
+        # The waits are bounded by the number of attempts for each part.
         key, etags = self._new.remote_key, [part.result() for part in self._parts]
         return self._call(
             "CompleteMultipartUpload", lambda client: client.complete_upload(key, self._upload, etags)
@@ -263,7 +264,7 @@ class PartUpload(_Upload):
 
     def abort(self) -> None:
         self._failure = self._failure or StorageError("The upload was given up", uri=self._new.uri)
-        # A part that arrived after the abort would stay stored, and billed.
+        # A part that arrived after the abort would remain stored, and billed.
         wait(self._parts)
         key, upload = self._new.remote_key, self._upload
         try:
@@ -273,15 +274,15 @@ class PartUpload(_Upload):
 
 
 class _Abandoned(Exception):
-    """Raised inside the library's stream to make it abort the upload."""
+    """Raised inside the library's stream to make the library abort the upload."""
 
 
 class StreamUpload(_Upload):
     """A library's own upload, run in a thread and fed part by part; the library iterates over this object.
 
     Libraries do not report which part is acknowledged, but they drop their reference to its memory when they
-    are done with it, and a finalizer observes that: a stream far larger than memory passes through a few
-    buffers, uncopied.
+    are done with it, and a finalizer observes that. A stream far larger than memory thus passes through a few
+    buffers without being copied.
     """
 
     def __init__(self, new: NewObject, requests: RetryingRequests, part_bytes: int) -> None:
@@ -317,7 +318,7 @@ class StreamUpload(_Upload):
         return self
 
     def __next__(self) -> memoryview:
-        # No reference to the part may stay here.
+        # No reference to the part may remain here.
         part = self._waiting.get()
         if part is None:
             raise StopIteration
@@ -326,7 +327,7 @@ class StreamUpload(_Upload):
         raise _Abandoned
 
     def _drain(self) -> None:
-        """Drop the parts that were not read yet."""
+        """Drop the parts that the library has not read."""
         while not self._waiting.empty():
             self._waiting.get()
 
@@ -338,16 +339,16 @@ class StreamUpload(_Upload):
 
         self._sent_bytes += len(part)
         self._requests.counters.add(requests=1, endpoint=self._client.url)
-        view = part[:]  # a new one: when it is collected, the library is done
+        view = part[:]  # a new view: when it is collected, the library is done
         # Not at exit: the library may still be reading then, and the owner would refill the buffer.
         weakref.finalize(view, done).atexit = False
         self._waiting.put(view)
         del view
-        if self._ended.is_set():  # it failed meanwhile and will not read this part
+        if self._ended.is_set():  # the upload has failed and will not read this part
             self._drain()
 
     def _wait_until_released(self) -> bool:
-        """Take back all slots, for the last time; False where the library does not release their parts."""
+        """Take back all slots, for good; return False if the library does not release their parts."""
         slots = range(self._requests.options.parts_in_flight)
         return all(self._slots.acquire(timeout=RELEASE_LIMIT_S) for _ in slots)
 
@@ -364,7 +365,7 @@ class StreamUpload(_Upload):
         return self._etag
 
     def abort(self) -> None:
-        """Make the library abort the upload, and wait a while until it has released its parts."""
+        """Make the library abort the upload, and wait for a limited time until it has released its parts."""
         self._drain()
         self._waiting.put(_Abandoned)
         if not self._ended.wait(RELEASE_LIMIT_S):
@@ -373,7 +374,7 @@ class StreamUpload(_Upload):
 
 
 class ObjectSink:
-    """A `Sink` on objects."""
+    """A `Sink` that writes an object."""
 
     def __init__(self, new: NewObject, requests: RetryingRequests) -> None:
         self._new = new
@@ -388,7 +389,7 @@ class ObjectSink:
         self._is_over = False
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Append `buffer`: whole parts of it go down as they are, the rest is gathered."""
+        """Append `buffer`: whole parts of it are sent without a copy, the rest is gathered."""
         view = flat(buffer)
         shared = SharedRelease(release)
         self._owners.add(shared)
@@ -396,13 +397,13 @@ class ObjectSink:
         try:
             self._check_open()
             self._submitted_bytes += len(view)
-            # Before anything is sent: of an object that is too long nothing should remain.
+            # Before anything is sent: of an object that is too long, nothing should remain.
             self._check_declared()
             if not view:
                 return
             if self._cutter is None:
                 part_bytes = choose_part_bytes(self._requests.options.part_bytes, len(view), declared)
-                # An object that fits into one part is that part.
+                # If the object fits into one part, the whole object is that part.
                 self._cutter = PartCutter(min(part_bytes, declared or part_bytes), self._requests.counters)
             ends_object = self._submitted_bytes == declared
             for part, done in self._cutter.cut(view, shared, ends_object=ends_object):
@@ -452,7 +453,7 @@ class ObjectSink:
             return ObjectInfo(
                 key=self._new.key, size_bytes=self._submitted_bytes, modified_s=time.time(), checksum=etag
             )
-        # An acknowledged upload may still lack a part: the size that the service reports afterwards shows it.
+        # An acknowledged upload may still lack a part; the size that the service reports afterwards shows it.
         stored = self._requests.call(
             "HeadObject", self._new.uri, lambda client: client.head(self._new.remote_key)
         )
@@ -477,7 +478,10 @@ class ObjectSink:
         return etag
 
     def _verify(self, stored: RemoteObject, etag: str | None) -> None:
-        """Refuse an object that is not the one submitted; remove a damaged one, but not another writer's."""
+        """Raise if the object is not the one submitted.
+
+        A damaged one is removed, but not another writer's.
+        """
         if etag and stored.etag and etag != stored.etag:
             raise StorageError(
                 f"The object found (ETag {stored.etag}) is not the one just uploaded (ETag {etag})",

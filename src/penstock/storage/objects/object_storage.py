@@ -1,8 +1,8 @@
-"""Objects of S3, Google and Azure as a `Storage`: keys below a bucket and prefix, through any of the clients.
+"""Objects of S3, Google Cloud and Azure as a `Storage`: keys below a bucket and prefix, through any client.
 
-Large reads become ranges, several in flight at once, straight into the caller's buffer. Invariants: every
-request is counted; no key that passes `check_key` leaves the prefix; `read_into` returns or
-raises only when no request still writes into the buffer.
+Large reads become ranges, several in flight at once, directly into the caller's buffer. Invariants: every
+request is counted; no key that passes `check_key` leads out of the prefix; `read_into` returns or raises only
+when no request writes into the buffer any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.storage.uri import Location
 
 
 class ObjectSource:
-    """A `Source` on objects: the object as it was when opened, where the client can require its ETag."""
+    """A `Source` that reads an object as it was when opened, if the client can require its ETag."""
 
     def __init__(self, described: RemoteObject, uri: str, requests: RetryingRequests) -> None:
         self._object = described
@@ -86,15 +86,15 @@ class ObjectSource:
 SMALL_BYTES = 8 << 20
 """Larger objects are read in ranges."""
 PAGE_KEYS = 1000
-"""Keys in one page of a listing, which is one request."""
+"""The number of keys in one page of a listing, which is one request."""
 _CONDITION_FAILED = (409, 412)
 
 
 class ObjectStorage:
-    """A `Storage` on objects; a finished object is durable, as the service promises.
+    """A `Storage` of objects. A finished object is durable, as the service promises.
 
-    Opening it sends no request. `Unavailable` without an endpoint, credentials or the client's library;
-    `rank` decides which of several endpoints is used first.
+    Opening it sends no request. Raises `Unavailable` if there is no endpoint, no credentials, or the client's
+    library is not installed; `rank` decides which of several endpoints is used first.
     """
 
     def __init__(self, location: Location, environment: Environment, rank: int = 0) -> None:
@@ -110,7 +110,7 @@ class ObjectStorage:
         for client, each in zip(clients, settings, strict=True):
             client.url = each.endpoint or self.uri
         self.endpoints = tuple(client.url for client in clients)
-        """The URLs of the service; for Google and Azure, which have one each, the storage's own URI."""
+        """The URLs of the service. Google Cloud and Azure have one each: for them, the storage's own URI."""
         self.has_conditions = clients[0].has_conditions
         self._requests = RetryingRequests(
             clients, bucket=bucket, counters=self.counters, options=options, rank=rank
@@ -123,7 +123,7 @@ class ObjectStorage:
         return f"{self.uri}/{key}"
 
     def create(self, key: str, size_bytes: int | None = None) -> ObjectSink:
-        """Begin an object; a declared size saves requests and lets parts grow to fit it."""
+        """Begin an object. A declared size saves requests, and lets parts grow to suit it."""
         new = NewObject(
             key=check_key(key, self.uri),
             remote_key=self._remote(key),
@@ -157,11 +157,11 @@ class ObjectStorage:
         return replace(self.stat(key), checksum=etag)
 
     def open(self, key: str) -> ObjectSource:
-        """Open an object for ranged reads: one request, for its size."""
+        """Open an object for ranged reads. Sends one request, for its size."""
         return ObjectSource(self._head(key), self._uri_of(key), self._requests)
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
-        """An object and what describes it: one request for a small one, if the client can."""
+        """An object and its description; for a small object, one request if the client supports that."""
         if self._requests.clients[0].gets_whole:
             remote = self._remote(check_key(key, self.uri))
             found, small = self._requests.call(
@@ -177,7 +177,10 @@ class ObjectStorage:
         return _describe(key, found), content
 
     def deferring(self, what: Deferred) -> ObjectStorage:  # noqa: ARG002 - there is one way
-        """The same objects, whose sizes the caller compares with a listing: finishing asks for none."""
+        """The same objects.
+
+        The caller compares their sizes with a listing, so `finish` does not ask for them.
+        """
         other = copy(self)
         other._confirms = False  # noqa: SLF001 - its own class
         return other
@@ -191,7 +194,7 @@ class ObjectStorage:
         return _describe(key, self._head(key))
 
     def delete(self, key: str) -> None:
-        """Remove one object; silent if there is none, because S3 does not report that."""
+        """Remove one object. If there is none, nothing is raised, because S3 does not report that."""
         remote = self._remote(check_key(key, self.uri))
 
         def delete(client: ObjectClient) -> None:
@@ -234,9 +237,9 @@ class ObjectStorage:
                 return
 
     def _require_service(self, client: ObjectClient) -> None:
-        """Fail if an endpoint that has listed nothing yet answers to every request, as web pages do.
+        """Raise if an endpoint that has listed nothing yet answers every request, as a web page does.
 
-        To clients a page is an empty listing: a run that is there would look like a new one.
+        Clients take such a page for an empty listing, so an existing run would look like a new one.
         """
         if client.url in self._known_services:
             return
