@@ -34,6 +34,7 @@ from penstock.submission.authoring import owned_tree
 from penstock.submission.authoring.owned_tree import HIDDEN
 from penstock.submission.check import RehearsalAssessment, assess_rehearsal, check
 from penstock.submission.edition import load_edition
+from penstock.submission.rules.rule import Verdict
 from penstock.units import format_bytes, format_seconds
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
@@ -157,6 +158,12 @@ def rehearse(
         assessment = assess_rehearsal(checked.findings)
         assert assessment is not None
         needs = [*sizes, *_list_needs(description, assessment)]
+        # Warnings break no rule, but these say that the figures are not the storage's.
+        needs += dict.fromkeys(
+            f"reads: {finding.proof}. {finding.fix}"
+            for finding in checked.findings
+            if finding.rule == "reads.memory" and finding.verdict is Verdict.WARNING
+        )
         own = f"--submission ~/results --system NAME --{division.value}"
         verb, option_name = ("checkpointing", "--to") if workload in limits.models else ("training", "--data")
         words = [verb, workload, "--accelerator", accelerator]

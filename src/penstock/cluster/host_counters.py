@@ -188,15 +188,19 @@ _NETWORK: Final = frozenset(
 )
 _POOLS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
 """File systems over several drives, under a device number of their own."""
+_MEMORY_KINDS: Final = frozenset({"tmpfs", "ramfs"})
 _IN_MEMORY: Final = ("loop", "ram", "zram")
 """Devices backed by files or memory: what they count may have come from RAM."""
 
-Watched = Literal["device", "drives", "network", "client", "nothing"]
+Watched = Literal["device", "drives", "network", "client", "memory", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterCoverage:
-    """The counters to read: of one device, drives, networks, a client's networks and caches, or none."""
+    """The counters to read: of one device, drives, networks, a client's networks and caches, or none.
+
+    Of a file system in memory no device moves a byte: there is nothing to read, and that is known.
+    """
 
     watched: Watched
     device: str = ""
@@ -239,4 +243,6 @@ def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCov
         return CounterCoverage(watched="client")
     if kind in _POOLS:
         return CounterCoverage(watched="drives")
+    if kind in _MEMORY_KINDS:
+        return CounterCoverage(watched="memory")
     return CounterCoverage(watched="nothing", reason=f"{kind} at {folder} is on no device with counters")

@@ -405,6 +405,11 @@ _TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
             run("off", do.record(shuffle="off"), WARNING),
             run("one order", do.same_epochs, WARNING),
         ),
+        "reads.memory": (
+            run("no record", do.drop("/run.json"), PASS),
+            run("from a drive", do.reads("pass"), PASS),
+            run("from memory", do.reads("fail"), WARNING),
+        ),
         "order.once": (
             run("no record", do.drop("/run.json"), NA),
             run("no samples", do.record(item_samples=0), UNKNOWN),

@@ -92,7 +92,7 @@ def uncovered(reason: str) -> CounterCoverage:
         ("/data", 99 << 8, uncovered("device 99:0 has no counters")),
         ("/pfs/deep", 40, CounterCoverage(watched="client")),
         ("/pool/x", 41, CounterCoverage(watched="drives")),
-        ("/my memory", 42, uncovered("tmpfs at /my memory is on no device with counters")),
+        ("/my memory", 42, CounterCoverage(watched="memory")),
         (
             "/pfs/inner/x",
             43,

@@ -52,6 +52,7 @@ def test_read_fails_if_devices_moved_less_than_the_application(wanted: int, move
         ("drives", {"a vda": 1, "a nvme0n1": 2}),
         ("network", {"a eth0": 4, "a mlx5_0/1": 8}),
         ("client", {"a vda": 1, "a nvme0n1": 2, "a eth0": 4, "a mlx5_0/1": 8}),
+        ("memory", {}),
     ],
 )
 def test_only_what_can_carry_the_storages_bytes_counts(watched: Watched, by: dict[str, int]) -> None:

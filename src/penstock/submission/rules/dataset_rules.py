@@ -33,6 +33,7 @@ from penstock.submission.rules.rule import (
     limit,
     not_applicable,
     not_checked,
+    nothing,
     num_hosts,
     pass_if,
     require_all_hosts,
@@ -378,6 +379,13 @@ def _epochs(record: ParsedFile) -> list[tuple[ParsedFile, list[ParsedFile]]]:
     return epochs
 
 
+def _find_reads_from_memory(case: Case) -> Iterator[str]:
+    record = case.run.record
+    for one in record.parts("deliveries").values() if record.has("deliveries") else ():
+        if one.text("direction") == "read" and one.text("verdict") == "fail":
+            yield one.text("why")
+
+
 def _num_samples(record: ParsedFile) -> int:
     dataset = ("workload", "dataset")
     return record.integer(*dataset, "num_files_train") * record.integer(*dataset, "num_samples_per_file")
@@ -616,5 +624,19 @@ RULES: Final = (
         passes="eight ranks with an eighth each",
         fails="one rank that has what another has (a warning)",
         judge=_judge_repeated_samples,
+    ),
+    nothing(
+        id="reads.memory",
+        title="What was read came from the storage, not from memory",
+        editions=LATER,
+        benchmarks=BOTH,
+        source="ours",
+        formula="devices and networks moved 90 % of what was read, as run.json compares them (else warning)",
+        passes="84.7 MiB of a drive for 84.0 MiB of the application",
+        fails="84.0 MiB read on tmpfs (a warning)",
+        problems=_find_reads_from_memory,
+        proof="no read is known to have come from memory",
+        fix="Read past the page cache, and put the data on the storage under test.",
+        otherwise=Verdict.WARNING,
     ),
 )
