@@ -143,3 +143,8 @@ def _format_subminute(elapsed_s: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """A number of things: `1 file`, `2 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def format_number(value: float | None, style: str) -> str:
+    """A number in a format's style, or a dash."""
+    return "-" if value is None else format(value, style)

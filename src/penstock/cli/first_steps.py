@@ -163,8 +163,10 @@ def demo(
 
       penstock demo --out /mnt/pfs/demo --json
     """
+    from penstock.bench.checkpoint.checkpoint_result import direction_rows
     from penstock.bench.probe.probe_run import headline_rows
-    from penstock.workflows.demo import checkpoint_rows, tour, training_rows
+    from penstock.results.phase_figures import epoch_rows
+    from penstock.workflows.demo import tour
 
     terminal.note(f"A tour at {out.resolve()}: storage limits, training, and checkpoints ...")
     with terminal.progress() as progress:
@@ -174,8 +176,8 @@ def demo(
     view: View = [
         *results.sentences(),
         TextTable(f"The limits of {probe.uri}", headline_rows(probe.measurements)),
-        TextTable(f"Training {training.workload}, small", training_rows(training)),
-        TextTable(f"Checkpoints of {checkpoints.model}, small", checkpoint_rows(checkpoints)),
+        TextTable(f"Training {training.workload}, small", epoch_rows(training.train.epochs)),
+        TextTable(f"Checkpoints of {checkpoints.model}, small", direction_rows(checkpoints)),
     ]
     terminal.result(results.document(), view)
     terminal.note(f"Full report: {results.report}")

@@ -36,10 +36,10 @@ from penstock.cli.parsers import (
 )
 from penstock.cli.rank_options import followed
 from penstock.cli.run_reports import PAGES
-from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
+from penstock.cli.terminal import Terminal, TextTable, View, bold, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
-from penstock.units import format_bytes, format_count, format_seconds
+from penstock.units import format_bytes, format_count, format_number, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -392,22 +392,11 @@ def compare(
       penstock kvcache compare results/fast results/slow --json
     """
     from penstock.kvcache.cache_figures import compare_cache_runs, latency_note, read_cache_run
-    from penstock.kvcache.cache_pages import make_comparison_page
+    from penstock.kvcache.cache_pages import figure_rows, make_comparison_page
 
     comparison = compare_cache_runs([read_cache_run(folder) for folder in runs])
-    rows = [
-        {
-            "figure": name,
-            **{
-                f"run {index + 1}": format_number(value, ",.3f")
-                for index, value in enumerate(figure["values"])
-            },
-            "best first": ", ".join(str(index + 1) for index in figure["best_first"]) or "-",
-        }
-        for name, figure in comparison["figures"].items()
-    ]
     names = [f"run {index + 1}: {target}" for index, target in enumerate(comparison["targets"])]
-    terminal.result(comparison, [*names, *table("Figures", rows)])
+    terminal.result(comparison, [*names, *table("Figures", figure_rows(comparison))])
     write_page(page, lambda: make_comparison_page(comparison), terminal)
     if not comparison["is_comparable"]:
         terminal.note("These runs executed different operations: their figures cannot be compared.")

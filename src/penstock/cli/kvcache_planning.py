@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.cli.option_groups import PAGE, STORAGE, write_page
 from penstock.cli.options import argument, flag, group, option, optional_argument, verb
 from penstock.cli.parsers import FILE, SIZE, TEXT, URI, choice, several, whole
-from penstock.cli.terminal import Terminal, TextTable, View, format_number, table
+from penstock.cli.terminal import Terminal, TextTable, View, table
 from penstock.environment import process_environment
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
@@ -229,33 +229,18 @@ def simulate(
 
 
 def _view_simulation(document: dict[str, Any]) -> View:
+    from penstock.kvcache.cache_pages import size_rows, tier_rows
+
     yield (
         f"{document['requests']:,} requests in {document['span_s']:,.0f} s, {document['blocks']:,} blocks of "
         f"{document['block_tokens']} tokens ({format_bytes(document['block_bytes'])}, {document['model']}); "
         f"{document['unique_blocks']:,} different ones, {document['used_once']:.1%} of these used once"
     )
     best = max((row["prefix_hit_ratio"] for row in document["rows"]), default=0.0) or 1.0
-    rows = [
-        {
-            "blocks": "no limit" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}",
-            "cache": "-" if row["capacity_bytes"] is None else format_bytes(row["capacity_bytes"]),
-            "prefix hits": f"{row['prefix_hit_ratio']:.3f}",
-            "": "#" * round(30 * row["prefix_hit_ratio"] / best),
-        }
-        for row in document["rows"]
-    ]
+    bars = ["#" * round(30 * row["prefix_hit_ratio"] / best) for row in document["rows"]]
+    rows = [row | {"": bar} for row, bar in zip(size_rows(document), bars, strict=True)]
     yield TextTable("Prefix hits by the size of the cache (LRU)", rows)
-    tiers = [
-        {
-            "tier": tier["tier"],
-            "blocks": "no limit" if tier["capacity_blocks"] is None else f"{tier['capacity_blocks']:,}",
-            "hits": f"{tier['hit_ratio']:.3f}",
-            "read": format_bytes(tier["read_bytes"]),
-            "written": format_bytes(tier["written_bytes"]),
-        }
-        for tier in document["tiers"]
-    ]
-    yield TextTable("What each tier serves and takes", tiers)
+    yield TextTable("What each tier serves and takes", tier_rows(document))
 
 
 @verb

@@ -13,7 +13,7 @@ from penstock.cli.option_groups import PAGE, RUNS_FOLDER, write_page
 from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
 from penstock.cli.parsers import FOLDER, NEW_PAGE, RUN, TEXT, whole
 from penstock.cli.run_reports import PAGES, reconciliation_lines
-from penstock.cli.terminal import Line, Terminal, TextTable, View, bold, format_number
+from penstock.cli.terminal import Line, Terminal, TextTable, View, bold
 from penstock.environment import TRACE
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.history import (
@@ -28,7 +28,7 @@ from penstock.results.history import (
     select_runs,
 )
 from penstock.results.run_comparison import RunSummary
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_bytes, format_number, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.results.phase_figures import PhaseFigures

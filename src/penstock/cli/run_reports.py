@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.cli.terminal import TextTable, View, bold, format_number, render_text
+from penstock.cli.terminal import TextTable, View, bold, render_text
 from penstock.errors import name_some
 from penstock.results.run_folder import PAGE_FILE
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -138,25 +138,12 @@ def checkpoint_warnings(result: CheckpointResult) -> list[str]:
 
 def view_checkpoints(result: CheckpointResult) -> View:
     """The throughput of each direction, and the bottleneck."""
-    directions = (("write", result.write, "generate"), ("read", result.read, "verify"))
-    yield TextTable(
-        f"{format_bytes(result.total_bytes)} a checkpoint of {result.model}, at {result.target}",
-        [
-            {
-                "": name,
-                "bytes": format_bytes(figures["bytes"]),
-                "took": format_seconds(figures["duration_s"]),
-                "GiB/s": format_number(figures["gib_per_s"], ".2f"),
-                "each": format_number(figures["mean_gib_per_s"], ".2f"),
-                "content": format_number(figures[f"{verb}_gib_per_s"], ".2f"),
-                "drain": format_seconds(figures["drain_s"]),
-                "p99": f"{figures['p99_ms']:.1f} ms",
-            }
-            for name, figures, verb in directions
-            if figures is not None
-        ],
-    )
-    held = ", ".join(f"{name} {figures['bottleneck']}" for name, figures, _ in directions if figures)
+    from penstock.bench.checkpoint.checkpoint_result import direction_rows
+
+    title = f"{format_bytes(result.total_bytes)} a checkpoint of {result.model}, at {result.target}"
+    yield TextTable(title, direction_rows(result))
+    directions = (("write", result.write), ("read", result.read))
+    held = ", ".join(f"{name} {figures['bottleneck']}" for name, figures in directions if figures)
     yield bold(f"Bottleneck: {held}")
     yield bold(f"Verdict: {result.verdict.upper()}")
     yield "  GiB/s: all bytes over all time; each: mean of checkpoints; content: making or verifying it"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FOLDER, NEW_FILE, NEW_FOLDER, NEW_PAGE, RULE
-from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number, table
+from penstock.cli.terminal import Terminal, TextTable, View, bold, table
 from penstock.errors import name_some, printable
 from penstock.submission import check as judging
 from penstock.submission.check import CheckedResult
@@ -81,20 +81,7 @@ def check(
 
 
 def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionChoice) -> View:
-    rows = [
-        {
-            "organisation": result.organisation,
-            "division": result.division or "-",
-            "system": result.system or "-",
-            "workload": result.workload or "-",
-            "accelerators": result.accelerators,
-            "samples/s": format_number(
-                result.metrics.get("train_throughput_mean_samples_per_second"), ",.1f"
-            ),
-            "verdict": result.verdict.value,
-        }
-        for result in results
-    ]
+    rows = [result.row() for result in results]
     yield TextTable(f"Results, by the rules of {edition.edition}", rows)
     for result in results:
         yield from _view_findings(result)

@@ -185,11 +185,6 @@ def render_text(view: View) -> str:
     return text.getvalue()
 
 
-def format_number(value: float | None, style: str) -> str:
-    """A number in a format's style, or a dash."""
-    return "-" if value is None else format(value, style)
-
-
 def clear_progress() -> None:
     """Erase the progress bars that a process left when it ended early, and show the cursor again."""
     if sys.stderr.isatty():

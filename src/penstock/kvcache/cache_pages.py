@@ -26,7 +26,7 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_number, format_seconds
 
 GIB: Final = 1 << 30
 _ENOUGH: Final = 0.95
@@ -72,31 +72,40 @@ def make_simulation_page(document: Mapping[str, Any]) -> Report:
         ),
         highlights=[hits],
         sections=[
-            table_section("sizes", "Sizes", [_size_row(row) for row in document["rows"]]),
-            table_section(
-                "tiers",
-                "Tiers",
-                [
-                    {
-                        "tier": tier["tier"],
-                        "hits": f"{tier['hit_ratio']:.3f}",
-                        "read": format_bytes(tier["read_bytes"]),
-                        "written": format_bytes(tier["written_bytes"]),
-                    }
-                    for tier in document["tiers"]
-                ],
-            ),
+            table_section("sizes", "Sizes", size_rows(document)),
+            table_section("tiers", "Tiers", tier_rows(document)),
         ],
     )
 
 
-def _size_row(row: Mapping[str, Any]) -> dict[str, str]:
-    blocks, size = row["capacity_blocks"], row["capacity_bytes"]
-    return {
-        "blocks": "no limit" if blocks is None else f"{blocks:,}",
-        "cache": "-" if size is None else format_bytes(size),
-        "prefix hits": f"{row['prefix_hit_ratio']:.3f}",
-    }
+def size_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """One row for each size of the cache."""
+    return [
+        {
+            "blocks": _count_blocks(row["capacity_blocks"]),
+            "cache": "-" if row["capacity_bytes"] is None else format_bytes(row["capacity_bytes"]),
+            "prefix hits": f"{row['prefix_hit_ratio']:.3f}",
+        }
+        for row in document["rows"]
+    ]
+
+
+def tier_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """One row for each tier."""
+    return [
+        {
+            "tier": tier["tier"],
+            "blocks": _count_blocks(tier["capacity_blocks"]),
+            "hits": f"{tier['hit_ratio']:.3f}",
+            "read": format_bytes(tier["read_bytes"]),
+            "written": format_bytes(tier["written_bytes"]),
+        }
+        for tier in document["tiers"]
+    ]
+
+
+def _count_blocks(blocks: int | None) -> str:
+    return "no limit" if blocks is None else f"{blocks:,}"
 
 
 _MOSTLY: Final = 0.9
@@ -396,7 +405,7 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
                 ],
                 why_empty="None was measured.",
             ),
-            table_section("figures", "All figures", _figure_rows(comparison, runs)),
+            table_section("figures", "All figures", figure_rows(comparison)),
         ],
     )
 
@@ -416,13 +425,14 @@ def _compare_bars(name: str, runs: Sequence[str], values: Sequence[float | None]
     return bar_chart(_in_words(name), "comparison", bars, "s" if is_time else "B/s")
 
 
-def _figure_rows(comparison: Mapping[str, Any], runs: Sequence[str]) -> list[dict[str, str]]:
+def figure_rows(comparison: Mapping[str, Any]) -> list[dict[str, str]]:
+    """One row for each figure, with the order of the runs that it gives."""
     return [
         {
             "figure": name,
             **{
-                run: "-" if value is None else f"{value:,.3f}"
-                for run, value in zip(runs, figure["values"], strict=True)
+                f"run {number}": format_number(value, ",.3f")
+                for number, value in enumerate(figure["values"], start=1)
             },
             "best first": ", ".join(str(index + 1) for index in figure["best_first"]) or "-",
         }

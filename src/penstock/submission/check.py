@@ -28,6 +28,7 @@ from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import Finding, Rule, Validity, Verdict, combine, not_checked
 from penstock.submission.rules.tree_rules import REHEARSAL_RULE, judge_schema
 from penstock.submission.tree_layout import find_folder, list_folder
+from penstock.units import format_number
 
 Source = TypeVar("Source")
 Fact = TypeVar("Fact")
@@ -77,6 +78,19 @@ class CheckedResult:
             "workload": self.workload,
             "accelerator": self.accelerator,
             "num_accelerators": self.num_accelerators,
+        }
+
+    def row(self) -> dict[str, str]:
+        """The result in a table of verdicts."""
+        throughput = self.metrics.get("train_throughput_mean_samples_per_second")
+        return {
+            "organisation": self.organisation,
+            "division": self.division or "-",
+            "system": self.system or "-",
+            "workload": self.workload or "-",
+            "accelerators": self.accelerators,
+            "samples/s": format_number(throughput, ",.1f"),
+            "verdict": self.verdict.value,
         }
 
 

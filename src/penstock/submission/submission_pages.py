@@ -87,17 +87,8 @@ def _answer(checked: Sequence[CheckedResult]) -> Banner:
 
 
 def _verdict_row(number: int, result: CheckedResult) -> Row:
-    throughput = result.metrics.get("train_throughput_mean_samples_per_second")
-    return {
-        "result": Cell(result.name, link=f"#r{number}"),
-        "verdict": Cell(result.verdict.value, look=_LOOK[result.verdict]),
-        "organisation": result.organisation,
-        "division": result.division or "-",
-        "system": result.system or "-",
-        "workload": result.workload or "-",
-        "accelerators": result.accelerators,
-        "samples/s": "-" if throughput is None else f"{throughput:,.1f}",
-    }
+    verdict = Cell(result.verdict.value, look=_LOOK[result.verdict])
+    return {"result": Cell(result.name, link=f"#r{number}"), **result.row(), "verdict": verdict}
 
 
 def _verdict_section(number: int, result: CheckedResult) -> Section:

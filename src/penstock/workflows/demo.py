@@ -2,8 +2,7 @@
 
 The page has a few sentences with their figures and charts, and below them everything measured. Invariants:
 the tour writes only below its own folder, and leaves nothing there but its report and its runs; no figure
-lies above a limit that the page states. Where a run was faster than the probe, the limit is the run's, and a
-sentence says so.
+lies above a limit that the page states: where checkpoints were faster than the probe, the limit is theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Final
 
 from penstock import __version__
 from penstock.bench.checkpoint import checkpoint_run
-from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, direction_rows
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_page, probe_run
 from penstock.bench.state_layout import plan_layout
@@ -48,6 +47,7 @@ from penstock.reports.report import (
     table_section,
 )
 from penstock.results.event_files import read_events
+from penstock.results.phase_figures import epoch_rows
 from penstock.results.step_series import RunSteps
 from penstock.storage import open_storage
 from penstock.transfer.pipeline import PipelineSettings
@@ -64,8 +64,6 @@ _NUM_CHECKPOINTS = 2
 PROBE_SIZE_BYTES = 512 << 20
 PROBE_MAX_SECONDS = 4.0
 GIB: Final = 2**30
-_NEAR: Final = 1.02
-"""A run that is faster than the probe by this factor is reported; less is noise."""
 _WORKLOADS: Final = ("unet3d_h100", "resnet50_h100", "cosmoflow_h100")
 
 
@@ -88,7 +86,6 @@ class Tour:
             say_training(self),
             say_checkpoints(self),
             say_limits(self),
-            *find_excess(self),
             f"What would help most: {say_what_helps(self)}",
         ]
 
@@ -199,15 +196,17 @@ def _take_checkpoints(
         )
 
 
-def find_limit(tour: Tour, op: str) -> tuple[float, str, float]:
-    """The best rate of one direction: bytes a second, what reached it, and its multiple of the probe's."""
+def find_limit(tour: Tour, op: str) -> tuple[float, str]:
+    """The best rate of one direction: bytes a second, and what reached it."""
     probed = probe_page.best(tour.probe, op)
-    by = f"{probe_page.describe(probed)}, {probed.mode}"
     rounds = [one.phase.gib_per_s for one in tour.checkpoints.rounds if one.round.direction == op]
     fastest = max([probed.gib_per_s, *rounds])
     if fastest > probed.gib_per_s:
-        by = "the checkpoints"
-    return fastest * GIB, by, fastest / probed.gib_per_s
+        return fastest * GIB, _CHECKPOINTS_LIMIT
+    return fastest * GIB, f"{probe_page.describe(probed)}, {probed.mode}"
+
+
+_CHECKPOINTS_LIMIT: Final = "the checkpoints, faster than the probe"
 
 
 def say_headline(tour: Tour) -> str:
@@ -246,7 +245,7 @@ def say_checkpoints(tour: Tour) -> str:
 
 def say_limits(tour: Tour) -> str:
     """The best rates of this storage."""
-    (read, read_by, _), (write, write_by, _) = find_limit(tour, "read"), find_limit(tour, "write")
+    (read, read_by), (write, write_by) = find_limit(tour, "read"), find_limit(tour, "write")
     random = probe_page.best(tour.probe, "random_read")
     return (
         f"Sequentially reads up to {format_rate(read)} ({read_by}) and writes up to {format_rate(write)} "
@@ -273,21 +272,6 @@ def say_what_helps(tour: Tour) -> str:
 _ASKED: Final = 90.0
 
 
-def find_excess(tour: Tour) -> Iterator[str]:
-    """A sentence, where runs were faster than the probe."""
-    above = [
-        f"{doing} at up to {format_rate(rate)}, {(excess - 1) * 100:.0f} % more than the probe's best"
-        for op, doing in (("read", "read"), ("write", "written"))
-        for rate, _, excess in [find_limit(tour, op)]
-        if excess > _NEAR
-    ]
-    if above:
-        yield (
-            f"Checkpoints were {', and '.join(above)}: the speed of this storage varies, and the limits "
-            "here are the highest seen."
-        )
-
-
 def make_demo_page(tour: Tour) -> Report:
     """The page of a tour."""
     results = tour.probe
@@ -296,8 +280,8 @@ def make_demo_page(tour: Tour) -> Report:
     unet3d = load(_WORKLOADS[0]).workload
     rate, _ = probe_page.read_rate(results, unet3d)
     feeds_none = passed and not forecast_accelerators(unet3d, Fraction(rate)).num_accelerators
-    read, _, excess = find_limit(tour, "read")
-    beyond = {f"checkpoints read {format_rate(read)}": read}
+    read, read_by = find_limit(tour, "read")
+    beyond = {f"checkpoints read {format_rate(read)}": read} if read_by == _CHECKPOINTS_LIMIT else {}
     verdict = tour.training.train.verdict
     training = "not known" if verdict is None else verdict.bottleneck.replace("none", "nothing")
     held = [
@@ -323,12 +307,11 @@ def make_demo_page(tour: Tour) -> Report:
             limited_by=f"training: {training}; checkpoints, {', '.join(held)}",
             since="the start: nothing changed while it ran",
             to_do=say_what_helps(tour),
-            troubles=list(find_excess(tour)),
         ),
         highlights=[
             _utilization(tour),
             _checkpoints(tour),
-            probe_page.throughput_curve(tour.probe, limits=beyond if excess > _NEAR else {}),
+            probe_page.throughput_curve(tour.probe, limits=beyond),
         ],
         sections=[
             *_tables(tour),
@@ -386,12 +369,16 @@ def _tables(tour: Tour) -> Iterator[Section]:
         "best", "What this storage can do", probe_run.headline_rows(measurements), bars="GiB/s"
     )
     yield table_section(
-        "training", "Can it feed an accelerator?", training_rows(tour.training), text=_TRAINING, bars="AU %"
+        "training",
+        "Can it feed an accelerator?",
+        epoch_rows(tour.training.train.epochs),
+        text=_TRAINING,
+        bars="AU %",
     )
     yield table_section(
         "checkpoints",
         "Can it take checkpoints and give them back?",
-        checkpoint_rows(tour.checkpoints),
+        direction_rows(tour.checkpoints),
         text=_CHECKPOINTS.format(target=tour.checkpoints.target),
         bars="GiB/s",
     )
@@ -418,37 +405,3 @@ _CHECKPOINTS: Final = (
     "At {target}: every byte is generated while it is written, durable at the end, read from storage and "
     "verified. GiB/s: all bytes over all time."
 )
-
-
-def training_rows(result: TrainingResult) -> list[dict[str, str]]:
-    """One row an epoch, and the ceiling: the same run on storage without cost."""
-    runs = [
-        (f"epoch {rate.epoch}", rate.au_compat_percent, rate.au_strict_percent, rate.samples_per_s_strict)
-        for rate in result.train.epochs
-    ]
-    if (ceiling := result.stages.ceiling) is not None:
-        runs.append(("ceiling", ceiling["au_compat"], ceiling["au_strict"], ceiling["samples_per_s"]))
-    return [
-        {
-            "run": name,
-            "AU %": f"{au:.2f}",
-            "strictly": "-" if strict is None else f"{strict:.2f}",
-            "samples/s": f"{rate:,.1f}",
-        }
-        for name, au, strict, rate in runs
-    ]
-
-
-def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
-    """One row for each direction."""
-    return [
-        {
-            "direction": name,
-            "GiB/s": "-" if figures["gib_per_s"] is None else f"{figures['gib_per_s']:.2f}",
-            "content, GiB/s": f"{figures[f'{verb}_gib_per_s'] or 0:.2f}",
-            "took": format_seconds(figures["duration_s"]),
-            "held up by": figures["bottleneck"],
-        }
-        for name, figures, verb in (("write", result.write, "generate"), ("read", result.read, "verify"))
-        if figures is not None
-    ]

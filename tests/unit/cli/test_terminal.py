@@ -12,16 +12,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from penstock.cli.terminal import (
-    Terminal,
-    TextTable,
-    View,
-    bold,
-    format_number,
-    render_text,
-    table,
-)
-from penstock.units import format_count
+from penstock.cli.terminal import Terminal, TextTable, View, bold, render_text, table
+from penstock.units import format_count, format_number
 
 ROWS = [{"what": "write", "GiB/s": "1.5"}, {"what": "read", "GiB/s": "12.0"}]
 

@@ -17,6 +17,7 @@ from penstock.results.counter_files import IoReconciliation
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 from penstock.transfer.ledger import PipelineFigures, StreamRecord, WrongByte
+from penstock.units import format_bytes, format_number, format_seconds
 
 Direction = Literal["write", "read"]
 
@@ -257,3 +258,21 @@ class CheckpointResult:
             "checkpoints": [figures.document() for figures in self.rounds],
             "results_dir": self.results_dir,
         }
+
+
+def direction_rows(result: CheckpointResult) -> list[dict[str, str]]:
+    """One row for each direction; the content is made while writing, and verified while reading."""
+    return [
+        {
+            "": name,
+            "bytes": format_bytes(figures["bytes"]),
+            "took": format_seconds(figures["duration_s"]),
+            "GiB/s": format_number(figures["gib_per_s"], ".2f"),
+            "each": format_number(figures["mean_gib_per_s"], ".2f"),
+            "content": format_number(figures[f"{verb}_gib_per_s"], ".2f"),
+            "drain": format_seconds(figures["drain_s"]),
+            "p99": f"{figures['p99_ms']:.1f} ms",
+        }
+        for name, figures, verb in (("write", result.write, "generate"), ("read", result.read, "verify"))
+        if figures is not None
+    ]

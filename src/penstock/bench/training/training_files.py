@@ -250,7 +250,4 @@ def _look_up(
                     num_missing += 1
                     missing.append((place, key))
             del missing[_NAMED:]
-            if num_missing:
-                left = len(places) - start - len(chunk)
-                progress.begin(f"validating files, {num_missing:,} missing so far", left)
     return len(places), num_missing, missing

@@ -20,8 +20,6 @@ from penstock.storage import Source, aligned
 from penstock.storage.protocol import Release
 
 BUFFER_BYTES: Final = 4 << 20
-_SHORT_BYTES: Final = 4096
-"""Up to here a slice is copied faster than arrays are set up for it: records begin with a few bytes."""
 _STEP_BYTES: Final = 128 << 10
 """Content is made and summed in steps that stay in a core's own cache between the two."""
 _COPIED_BYTES: Final = 64 << 10
@@ -117,10 +115,7 @@ class DataFileWriter(FormatSink):
         return window
 
     def _take_text(self, window: memoryview, text: memoryview) -> None:
-        if window.nbytes <= _SHORT_BYTES:
-            window[:] = text
-        else:
-            aligned.copy_bytes(window, text)
+        aligned.copy_bytes(window, text)
 
     def _take_content(self, window: memoryview) -> None:
         self.content.fill(window, self.offset)

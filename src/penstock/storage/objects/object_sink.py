@@ -44,26 +44,14 @@ def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: in
     """The part size for an object whose first buffer has `first_buffer_bytes`; `size_bytes` if known.
 
     By default, the larger of `target_bytes` and the smallest size with which the object has at most 10,000
-    parts. If buffers of the first one's size divide into equal parts of between half and twice that, such a
-    part is used instead: nothing is copied then.
+    parts. A buffer of between half and twice that, unless it is exactly twice as large, is used as a part
+    itself: nothing is copied then.
     """
     least_bytes = max(MIN_PART_BYTES, -(-(size_bytes or 0) // MAX_PARTS))
     target_bytes = min(max(target_bytes, least_bytes), MAX_PART_BYTES)
-    if first_buffer_bytes == size_bytes:
-        return target_bytes
-    # From the number of parts that comes closest to the target, outwards: the first that divides evenly.
-    nearest = max(1, round(first_buffer_bytes / target_bytes))
-    for step in range(nearest + 1):
-        for pieces in (nearest + step, nearest - step):
-            if pieces < 1 or first_buffer_bytes % pieces:
-                continue
-            part_bytes = first_buffer_bytes // pieces
-            fits = (
-                max(least_bytes, -(-target_bytes // 2)) <= part_bytes <= min(2 * target_bytes, MAX_PART_BYTES)
-            )
-            if fits:
-                return part_bytes
-    return target_bytes
+    lowest, highest = max(least_bytes, -(-target_bytes // 2)), min(2 * target_bytes, MAX_PART_BYTES)
+    is_near = lowest <= first_buffer_bytes <= highest and first_buffer_bytes % target_bytes
+    return first_buffer_bytes if is_near and first_buffer_bytes != size_bytes else target_bytes
 
 
 GATHER_COPY = "objects-gather"

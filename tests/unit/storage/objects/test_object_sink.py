@@ -30,9 +30,9 @@ def test_an_object_of_known_size_fits_into_ten_thousand_allowed_parts(
 
 
 @given(target=targets, first=buffers)
-def test_a_part_is_near_its_target_and_either_it_or_a_divisor_of_the_buffer(target: int, first: int) -> None:
+def test_a_part_is_near_its_target_and_either_it_or_the_buffer(target: int, first: int) -> None:
     part_bytes = choose_part_bytes(target, first, None)
-    assert part_bytes == target or first % part_bytes == 0
+    assert part_bytes in (target, first)
     assert target / 2 <= part_bytes <= 2 * target
 
 
@@ -43,8 +43,7 @@ def test_buffers_of_whole_targets_are_cut_at_the_target(pieces: int, target: int
 
 def test_a_buffer_that_is_a_neighbouring_size_becomes_the_part() -> None:
     assert choose_part_bytes(8 * MIB, 5 * MIB, None) == 5 * MIB
-    assert choose_part_bytes(8 * MIB, 12 * MIB, None) == 6 * MIB
-    assert choose_part_bytes(8 * MIB, 100_000_000, None) * 10 == 100_000_000
+    assert choose_part_bytes(8 * MIB, 12 * MIB, None) == 12 * MIB
 
 
 def test_an_object_in_one_buffer_needs_no_even_cut() -> None:
