@@ -1,1 +1,1 @@
-"""Data sets on storage: names of files, the bytes in them, and how both are made and verified."""
+"""Data sets on storage: the names of files, their bytes, and how files are generated and verified."""

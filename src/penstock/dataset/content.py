@@ -1,7 +1,7 @@
 """Content: any byte of generated data, from (seed, object, offset) alone, at the speed of memory.
 
-Written data can be verified from the seed; nothing is stored for it. The bytes of a version of the algorithm
-never change, on any machine. Version 1, in unsigned little-endian 64-bit integers:
+Written data can be verified from the seed; nothing is stored for that. The bytes of a version of the
+algorithm never change, on any machine. Version 1, in unsigned little-endian 64-bit integers:
 
     a, b       = both halves of blake2b-128(seed as 8 bytes + kind + object, person "penstock content"), where
                  kind is "i" and object a number of 8 bytes, or kind is "n" and object a name in UTF-8;
@@ -12,8 +12,8 @@ never change, on any machine. Version 1, in unsigned little-endian 64-bit intege
                  x ^ x >> 31
     content    = word(a, b, 0), word(a, b, 1), ...: 512 words are block 0, the next 512 block 1, and so on
 
-For one object `word` is a bijection of i, so it never repeats a word; two objects differ in 128 bits of key.
-Only where storage is meant to save something, each block k has a draw d = word(b, a, k):
+For one object, `word` is a bijection of i, so it never repeats a word; two objects differ in 128 bits of key.
+Only if storage is meant to save space, each block k has a draw d = word(b, a, k):
 
     dedupable    if d >> 32 < share * 2**32, the block is block k' = d mod 256 of the pool instead: from here
                  on the keys are p and q, and d = word(q, p, k')
@@ -35,7 +35,7 @@ from penstock.storage.aligned import flat
 Words = NDArray[np.uint64]
 
 CONTENT_VERSION: Final = 1
-"""Recorded with generated data: another number means other bytes from the same seed."""
+"""Recorded with generated data: with a different version, the same seed gives different bytes."""
 
 _WORD_BYTES: Final = 8
 _BLOCK_WORDS: Final = 512
@@ -45,11 +45,11 @@ _PERSON: Final = b"penstock content"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """The savings that storage may make on content: shares from 0 to 1, exact on average over 4 KiB blocks.
+    """The space that storage may save on content: shares from 0 to 1, exact on average over blocks of 4 KiB.
 
-    `compressible` zeroes that share at the end of each block; the block keeps its first word, so that it does
-    not become dedupable by it. `dedupable` takes that share of blocks from a pool of 256, the same one for
-    all objects of a seed.
+    `compressible` zeroes that share at the end of each block; the block keeps its first word, so that zeroing
+    does not make it dedupable. `dedupable` takes that share of blocks from a pool of 256, which is the same
+    for all objects of a seed.
     """
 
     compressible: float = 0.0
@@ -62,16 +62,16 @@ class Reduction:
 
 
 IRREDUCIBLE: Final = Reduction()
-"""Unique and incompressible: the default."""
+"""Unique and incompressible content: the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One object's bytes. `name` identifies it within the seed: a number below 2**64, or a text.
+    """One object's bytes. `name` identifies the object within the seed: a number below 2**64, or a text.
 
-    Any thread may use it, at any offset and length. The first one on a machine compiles a loop in half a
-    second, later ones load it from the cache: make one before timing, and call `prepare_verification` where
-    content is verified in a timed section.
+    Any thread may use it, at any offset and length. The first one on a machine compiles a loop, which takes
+    half a second; later ones load the loop from a cache. Create one before timing, and call
+    `prepare_verification` if content is verified in a timed section.
     """
 
     seed: int
@@ -92,7 +92,7 @@ class Content:
         _load_fill()
 
     def prepare_verification(self) -> None:
-        """Load what `verify` needs, or compile it."""
+        """Load what `verify` needs from a cache, or compile it."""
         _load_find()
 
     def fill(self, buffer: memoryview, offset: int = 0) -> None:
@@ -103,7 +103,7 @@ class Content:
             _load_fill()(np.frombuffer(target, dtype=np.uint8), offset, self._recipe)
 
     def verify(self, buffer: memoryview, offset: int = 0) -> int | None:
-        """Where in `buffer` the first byte is that doesn't belong at `offset`; None if all do."""
+        """The position in `buffer` of the first byte that does not belong at `offset`; None if all do."""
         stored = flat(buffer)
         _require_offset(stored, offset)
         head = min(-offset % _WORD_BYTES, stored.nbytes)
@@ -122,7 +122,7 @@ class Content:
         return None
 
     def _bytes(self, offset: int, size_bytes: int) -> bytes:
-        """A few bytes: what is left before and after whole words."""
+        """A few bytes: those before and after whole words."""
         found = np.empty(size_bytes, dtype=np.uint8)
         _load_fill()(found, offset, self._recipe)
         return found.tobytes()
@@ -134,7 +134,7 @@ class Content:
 
 @lru_cache(maxsize=64)
 def _shared_recipe(seed: bytes, reduction: Reduction) -> Words:
-    """The part that the recipes of all objects of a seed share: all but the first two words."""
+    """The part of a recipe that all objects of a seed share: everything but the first two words."""
     shares = np.array([reduction.dedupable * 2**32, reduction.compressible * _BLOCK_WORDS * 2**24])
     pool = _keys(seed + b"p")
     return np.concatenate([pool, pool, np.rint(shares).astype(np.uint64)])
@@ -142,7 +142,7 @@ def _shared_recipe(seed: bytes, reduction: Reduction) -> Words:
 
 @cache
 def _load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
-    # Imported here because numba takes a third of a second, which only those who use content should pay.
+    # Imported here because numba takes a third of a second, which only users of content should spend.
     from penstock.dataset.content_kernels import load_fill  # noqa: PLC0415
 
     return load_fill()

@@ -1,6 +1,6 @@
 """The two loops that generate and compare content, compiled to machine code, without the GIL.
 
-`content.py` states the algorithm and is the only caller; it imports this module, and numba with it, when
+`content.py` states the algorithm and is the only caller; it imports this module, and with it numba, when
 content is first used. Every number in a compiled body is a uint64 or a position, because numba turns a
 mixture of signed and unsigned into a float.
 """
@@ -18,9 +18,9 @@ from penstock.compiling import compile_loop
 Words = NDArray[np.uint64]
 
 BLOCK_WORDS: Final = 512
-"""Words of a block of 4 KiB: the smallest unit in which storage systems look for duplicates."""
+"""The number of words in a block of 4 KiB, the smallest unit in which storage systems look for duplicates."""
 POOL_BLOCKS: Final = 256
-"""Blocks that dedupable content draws from: 1 MiB, more than compressors look back."""
+"""The number of blocks from which dedupable content is drawn: 1 MiB, more than compressors look back."""
 
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -28,13 +28,13 @@ _SECOND_FACTOR: Final = np.uint64(0x94D049BB133111EB)
 _BLOCK_WORDS: Final = np.uint64(BLOCK_WORDS)
 _POOL_BLOCKS: Final = np.uint64(POOL_BLOCKS)
 _WORD_BYTES: Final = np.uint64(8)
-_RUN_WORDS: Final = np.uint64(8192)  # 64 KiB: what is compared in one go, out of the nearest caches
+_RUN_WORDS: Final = np.uint64(8192)  # 64 KiB: the amount compared at a time, out of the nearest caches
 _FRACTION_BITS: Final = np.uint64(24)
 _FRACTION_MASK: Final = np.uint64(2**24 - 1)
 
-# Compiled because NumPy is too slow: the same arithmetic on cache-sized arrays makes 4 GiB/s on a core with
-# AVX-512, where these loops make 33, because each of its ten operations reads and writes memory. Coverage
-# cannot see compiled bodies; tests compare them with an independent implementation.
+# Compiled because NumPy is too slow: with arrays that fit the cache, the same arithmetic makes 4 GiB/s on a
+# core with AVX-512, where these loops make 33, because each of its ten operations reads and writes memory.
+# Coverage cannot see compiled bodies; tests compare them with an independent implementation.
 
 
 @numba.njit
@@ -46,10 +46,10 @@ def _mix(counter: Any, key_b: Any) -> Any:  # pragma: no cover - compiled
 
 @numba.njit
 def _run(recipe: Any, index: Any, num_wanted: Any) -> Any:  # pragma: no cover - compiled
-    """Describe the content from word `index` on, as far as one rule makes it.
+    """Describe the content from word `index` on, as far as one rule generates it.
 
-    Returns the counter of the first word, the second key, the number of words that are random, and the number
-    of words in all; those after the random ones are zeros.
+    Returns the counter of the first word, the second key, the number of random words, and the total number of
+    words; those after the random ones are zeros.
     """
     key_a, key_b, share, zeros = recipe[0], recipe[1], recipe[4], recipe[5]
     if share == np.uint64(0) and zeros == np.uint64(0):
@@ -70,7 +70,7 @@ def _run(recipe: Any, index: Any, num_wanted: Any) -> Any:  # pragma: no cover -
 
 @numba.njit
 def _edge(target: Any, offset: Any, recipe: Any) -> None:  # pragma: no cover - compiled
-    """Bytes of one word, which `target` does not hold whole."""
+    """Generate the bytes of one word that `target` does not hold completely."""
     counter, key_b, num_random, _ = _run(recipe, offset // _WORD_BYTES, np.uint64(1))
     word = _mix(counter, key_b) if num_random else np.uint64(0)
     shift = offset % _WORD_BYTES
@@ -103,7 +103,7 @@ def _find(words: Any, first_word: Any, recipe: Any) -> int:  # pragma: no cover 
     while left.size:
         first, key_b, num_random, num_words = _run(recipe, first_word, np.uint64(left.size))
         random, zeros = left[: np.int64(num_random)], left[np.int64(num_random) : np.int64(num_words)]
-        # The whole run is compared before anything is decided: a branch a word would cost the vectors.
+        # The whole run is compared before anything is decided: a branch per word would prevent vectorization.
         difference, counter = np.uint64(0), first
         for position in range(random.size):
             difference |= random[position] ^ _mix(counter, key_b)
@@ -127,7 +127,7 @@ _RECIPE: Final = "Array(uint64, 1, 'C', True, aligned=True)"
 
 @cache
 def load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
-    """The loop that writes an object's bytes: from the cache on disk, or compiled in half a second.
+    """The loop that writes an object's bytes, loaded from the cache on disk or compiled in half a second.
 
     It takes bytes at any address, their offset in the object, and the recipe: two keys of the object, two of
     the pool, the share of the pool, and the zeros.
@@ -137,5 +137,5 @@ def load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
 
 @cache
 def load_find() -> Callable[[Words, int, Words], int]:
-    """The loop that gives the position of the first word that is not the object's; -1 if all are."""
+    """The loop that returns the position of the first word that is not the object's, or -1 if all are."""
     return compile_loop(_find, f"int64(Array(uint64, 1, 'C', True, aligned=False), uint64, {_RECIPE})")

@@ -1,7 +1,8 @@
-"""The files of a data set: their names as a formula, a visit of each over all ranks and threads, and removal.
+"""The files of a data set: their names as a formula, a visit to each by all ranks and threads, and removal.
 
 File names are computed or looked up in a listing, never held as a list in memory. Rank r of n takes the files
-r, r + n, ...; work that fails on one file lets the files in progress finish, starts no other, and raises.
+r, r + n, ...; if the work fails on one file, the files in progress are finished, no others are started, and
+the error is raised.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_IN_A_ROW: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """All files of a data set, training files first: the number of a file is also that of its content."""
+    """All files of a data set, training files first. The number of a file is also that of its content."""
 
     kind: FileFormat
     train: NumberedFiles | Listing
@@ -41,7 +42,7 @@ class DataFiles:
         return len(self.train) + len(self.evaluation)
 
     def plan(self, index: int) -> FilePlan:
-        """File `index` as it is or will be."""
+        """The plan of file `index`, whether it exists or not."""
         num_train = len(self.train)
         if index < num_train:
             return self.kind.plan(index, self.train.name(index))
@@ -57,10 +58,10 @@ def for_each_group(
     threads: int,
     in_a_row: int | None = None,
 ) -> Iterator[Outcome]:
-    """The results of `work` on groups of this rank's files, in their order, `threads` groups at a time.
+    """The results of `work` on groups of this rank's files, in order, `threads` groups at a time.
 
     Without `in_a_row`, a thread takes several files at once if they are so small that waking it up for each
-    would take longer.
+    file would take longer than the work.
     """
     in_progress: deque[Future[tuple[list[Outcome], float]]] = deque()
     stopped = threading.Event()
@@ -77,7 +78,8 @@ def for_each_group(
                 if start < len(indices):
                     in_progress.append(pool.submit(work_on, indices[start : start + step]))
                     start += step
-                # Results come in order: twice as many tasks as threads keep those busy behind a slow one.
+                # Results come in order: twice as many tasks as threads keep the threads busy behind a slow
+                # task.
                 if len(in_progress) > 2 * threads or start >= len(indices):
                     outcomes, elapsed_s = in_progress.popleft().result()
                     if in_a_row is None:
@@ -89,13 +91,13 @@ def for_each_group(
 
 
 def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> int:
-    """Delete the manifest and those of these files that exist; how many did. Collective. Folders stay.
+    """Delete the manifest and those of the files that exist; return how many did. Collective. Folders stay.
 
-    A storage that deletes without a look, as object stores do, counts all of them.
+    A storage that deletes without checking, as object storage does, counts all of them.
     """
 
     def delete(*keys: str) -> int:
-        """1 if any of them was deleted, else 0."""
+        """Return 1 if any of the objects was deleted, otherwise 0."""
         deleted = 0
         for key in keys:
             with suppress(ObjectNotFound):
@@ -106,7 +108,7 @@ def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> i
     def remove_group(plans: Iterator[FilePlan]) -> list[int]:
         return [delete(*(part.key(plan.name) for part in plan.parts)) for plan in plans]
 
-    # The manifest goes first: files must never be missing from a data set that claims to be whole.
+    # The manifest goes first: a data set that claims to be complete must never lack files.
     if comm.rank == 0:
         delete(KEY)
     comm.barrier(awaiting="rank 0 to withdraw the manifest")
@@ -116,10 +118,10 @@ def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedFiles:
-    """The names that DLIO's generator gives: `train/03/img_0017_of_1000.npz`.
+    """Names like those of DLIO's generator: `train/03/img_0017_of_1000.npz`.
 
-    `num_subfolders` of 0 and 1 mean none; else file i is in subfolder i mod n. Numbers are padded with zeros
-    to the width of the counts themselves: 10 subfolders are 00 to 09.
+    `num_subfolders` of 0 or 1 means none; otherwise, file i is in subfolder i mod n. Numbers are padded with
+    zeros to the width of the counts themselves: 10 subfolders are 00 to 09.
     """
 
     folder: str
@@ -139,7 +141,7 @@ class NumberedFiles:
         return f"{self._folder_of(index)}{self.prefix}_{number}_of_{self.count}.{self.suffix}"
 
     def folders(self) -> tuple[str, ...]:
-        """The folders that hold all of them."""
+        """The folders that hold all of the files."""
         numbers = range(max(1, self.num_subfolders))
         return tuple(self._folder_of(number).rstrip("/") for number in numbers)
 

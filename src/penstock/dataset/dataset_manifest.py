@@ -1,7 +1,7 @@
-"""The manifest of a generated data set: `penstock-dataset.json`, written before its first file.
+"""The manifest of a generated data set: `penstock-dataset.json`, written before the first file.
 
 It holds everything that determines the bytes of the files, so that a later run can resume, verify, or refuse
-to mix two data sets. `complete` is true only when every file was written.
+to mix two data sets. `complete` is true only if every file was written.
 """
 
 import json
@@ -48,7 +48,7 @@ class DatasetRecipe:
     reduction: Reduction
 
     def document(self) -> dict[str, Any]:
-        """The recipe as plain data: two are equal exactly when their files are."""
+        """The recipe as plain data. Two recipes are equal exactly when their files are."""
         described = asdict(self.dataset)
         document = {
             "content_version": CONTENT_VERSION,
@@ -56,12 +56,13 @@ class DatasetRecipe:
             "reduction": asdict(self.reduction),
             "dataset": {name: described[name] for name in _BYTES_FOLLOW_FROM},
         }
-        # As a stored one is read: fractions as exact text, enums as their words, tuples as lists.
+        # In the form in which a stored recipe is read: fractions as exact text, enums as their words, tuples
+        # as lists.
         return dict(json.loads(json.dumps(document, default=str)))
 
 
 def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
-    """True if the folder was claimed for this data set before; `UsageError` if it is another one's."""
+    """True if the folder was claimed for this data set before; raises `UsageError` if for another one."""
     manifest = read_manifest(storage)
     differing = [] if manifest is None else _differences(recipe.document(), manifest["recipe"])
     if differing:
@@ -74,7 +75,7 @@ def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
 
 
 def require_same(storage: Storage, recipe: DatasetRecipe) -> None:
-    """`UsageError` unless a data set of this recipe is here, complete or not."""
+    """Raise `UsageError` unless a data set of this recipe exists here, complete or not."""
     if not is_claimed(storage, recipe):
         raise UsageError(
             "There is no generated data set here",
@@ -95,7 +96,7 @@ def _differences(requested: Mapping[str, Any], stored: Mapping[str, Any], prefix
 
 
 def write_manifest(storage: Storage, recipe: DatasetRecipe, *, complete: bool) -> None:
-    """Replace the manifest, in one step."""
+    """Replace the manifest atomically."""
     document = {
         "manifest_version": _FORMAT_VERSION,
         "penstock": __version__,
@@ -106,7 +107,10 @@ def write_manifest(storage: Storage, recipe: DatasetRecipe, *, complete: bool) -
 
 
 def read_manifest(storage: Storage) -> dict[str, Any] | None:
-    """The manifest at `storage`, or None. One that cannot be parsed is an error, never ignored."""
+    """The manifest at `storage`, or None.
+
+    A manifest that cannot be parsed raises an error; it is never ignored.
+    """
     try:
         text = read_object(storage, KEY)
     except ObjectNotFound:
@@ -114,7 +118,7 @@ def read_manifest(storage: Storage) -> dict[str, Any] | None:
     try:
         document: dict[str, Any] = json.loads(text)
         version = document["manifest_version"]
-        # Looked up for the KeyError alone: callers rely on it.
+        # Looked up only for the KeyError: callers rely on this key.
         document["recipe"]["dataset"]
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(

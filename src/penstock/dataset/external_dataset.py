@@ -1,7 +1,7 @@
 """The files of an external data set: rank 0 lists them once, in parallel, into one file for each node.
 
-Used where there is no manifest of Penstock. Collective: all ranks of all nodes see the same files, or all
-fail. The listing's file is removed once every rank has mapped it.
+Used if there is no manifest of Penstock. Collective: all ranks of all nodes see the same files, or all raise.
+The file with the listing is removed once every rank has mapped it.
 """
 
 import shutil
@@ -27,7 +27,7 @@ from penstock.storage.files.system_calls import map_os_error
 from penstock.workload.spec import Dataset
 
 LONGEST_LISTING_S: Final = 24 * 3600.0
-"""Rank 0 lists for all: an object service with 50 million objects takes hours."""
+"""The longest that ranks wait while rank 0 lists: object storage with 50 million objects takes hours."""
 _ADVICE: Final = (
     "Check --data (penstock-dlio: dataset.data_folder), or make the data set with "
     "`penstock training generate` (workflow.generate_data=True)"
@@ -39,7 +39,7 @@ _LOOK_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalFiles:
-    """The listings; `evaluation` is None where no evaluation files are needed."""
+    """The listings; `evaluation` is None if no evaluation files are needed."""
 
     train: Listing
     evaluation: Listing | None
@@ -49,7 +49,7 @@ class ExternalFiles:
 def list_external_files(
     dataset: Dataset, storage: Storage, *, evaluates: bool, comm: Comm, progress: Progress
 ) -> ExternalFiles:
-    """List the files of `dataset`; `UsageError` where there are fewer than it asks for. Collective."""
+    """List the files of `dataset`; raise `UsageError` if there are fewer than it needs. Collective."""
     began_s = time.monotonic()
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     first_here = hosts.index(comm.host)
@@ -89,7 +89,7 @@ def list_external_files(
 def _list_both(
     dataset: Dataset, storage: Storage, folder: Path | None, *, evaluates: bool, progress: Progress
 ) -> dict[str, int]:
-    """List into files of `folder`; their names and sizes."""
+    """List training and evaluation files into files of `folder`; return these files' names and sizes."""
     assert folder is not None
     asked = [("train", training_files(dataset).folders())]
     if evaluates and dataset.num_files_eval:
@@ -100,7 +100,7 @@ def _list_both(
 
 
 def _hand_on(comm: Comm, folder: Path | None, sizes: Mapping[str, int]) -> None:
-    """Copy the listings of rank 0 to each other node, piece by piece. Collective."""
+    """Copy rank 0's listings to each other node, piece by piece. Collective."""
     failures: list[StorageError] = []
 
     def raise_first() -> None:
@@ -117,7 +117,7 @@ def _hand_on(comm: Comm, folder: Path | None, sizes: Mapping[str, int]) -> None:
                     own = listing.read(_PIECE_BYTES)
             piece = comm.broadcast(own, awaiting="rank 0 to hand on its listing")
             if comm.rank and folder is not None and not failures:
-                # The other ranks send on meanwhile: the failure is reported once they have finished.
+                # The other ranks continue to send: the failure is reported once they have finished.
                 try:
                     with (folder / name).open("ab") as copy:
                         copy.write(piece)
@@ -127,7 +127,7 @@ def _hand_on(comm: Comm, folder: Path | None, sizes: Mapping[str, int]) -> None:
 
 
 def _require_here(storage: Storage, files: Listing, host: str) -> None:
-    """`StorageError` unless this node sees what rank 0 has listed, by its first and its last file."""
+    """Raise `StorageError` unless this node sees the first and the last file that rank 0 has listed."""
     for number in sorted({0, len(files) - 1}):
         name = files.name(number)
         try:
@@ -155,12 +155,12 @@ def _list_one(
     listing = list_files(list_in_parallel(files, folders, threads=dataset.listing_threads), path)
     if len(listing) or len(folders) == 1:
         return listing
-    listing.close()  # subfolders of other names than DLIO's
+    listing.close()  # subfolders whose names are not DLIO's
     return list_files(files(path.name), path)
 
 
 def _require_root(storage: Storage) -> None:
-    """Raise the storage's own error if its root does not exist, as for a misspelt folder or bucket."""
+    """Raise the storage's own error if its root does not exist, for example because it is misspelt."""
     try:
         next(iter(storage.list("")), None)
     except ObjectNotFound as error:
@@ -204,7 +204,7 @@ def list_in_parallel(
                     if future.done():
                         future.result()
         finally:
-            # Lets threads leave that wait for room in the queue; the others never start.
+            # Releases threads that wait for room in the queue; those that have not started never will.
             stopped.set()
             for future in waiting:
                 future.cancel()
@@ -219,6 +219,6 @@ def _put_pages(
     found = files(folder)
     page = list(islice(found, _PAGE))
     while page and not stopped.is_set():
-        with suppress(Full):  # then see whether the listing was stopped meanwhile
+        with suppress(Full):  # then check whether the listing was stopped in the meantime
             pages.put(page, timeout=_LOOK_S)
             page = list(islice(found, _PAGE))

@@ -1,8 +1,8 @@
-"""The listing of an external data set: sorted names in one file per node that every rank maps.
+"""The listing of an external data set: sorted names in one file per node, which every rank maps.
 
-50 million names do not fit into the memory of every rank: one sorts them, and all find a name by its number
-in the mapped file. The file lives only while ranks start, so it has no version; its size shows a copy that
-reached another node incompletely.
+50 million names do not fit into the memory of every rank: one rank sorts them, and all ranks find a name by
+its number in the mapped file. The file exists only while ranks start, so it has no version; its size reveals
+an incomplete copy on another node.
 
     names    in UTF-8, without separators, sorted by their bytes
     ends     for each file, where its name ends in `names`: 8 bytes, native
@@ -30,7 +30,7 @@ _END: Final = struct.Struct("=Q")
 
 
 class Listing:
-    """The files of a data set by number. Any thread may ask."""
+    """The files of a data set by number. May be used by any thread."""
 
     __slots__ = ("_bytes", "_names_bytes", "_num_files", "path")
 
@@ -60,7 +60,7 @@ class Listing:
         return self._bytes[begin : _END.unpack_from(self._bytes, at)[0]].decode("utf-8", "surrogateescape")
 
     def close(self) -> None:
-        """Unmap the file. Safe to call twice."""
+        """Unmap the file. May be called twice."""
         self._bytes.close()
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
@@ -79,8 +79,8 @@ class Listing:
 def list_files(objects: Iterable[ObjectInfo], path: Path) -> Listing:
     """Write the listing of `objects` to `path`, a local file, and open it.
 
-    A name that comes twice is a `StorageError`: no storage has two objects of one name, so the stream is not
-    one listing.
+    Raises `StorageError` if a name occurs twice: no storage has two objects of one name, so the stream cannot
+    be a single listing.
     """
     names = sorted(found.key.encode("utf-8", "surrogateescape") for found in objects)
     for name, following in pairwise(names):

@@ -1,4 +1,4 @@
-"""Generates a data set, or resumes one that was interrupted.
+"""Generates a data set, or resumes an interrupted generation.
 
 A file appears under its name only when it is complete, so existing files are kept. The recipe alone
 determines the bytes of each file, whichever rank writes it and when.
@@ -32,13 +32,13 @@ from penstock.workload.spec import Dataset
 
 _GROUP_FILES: Final = 64
 _GROUP_BYTES: Final = 16 << 20
-"""The bytes that each thread writes before the first file of a group is synced."""
+"""The number of bytes that each thread writes before the first file of a group is synced."""
 _TASKS_A_THREAD: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """The result over all ranks. `written_bytes` are new; `kept_files` were there from an earlier attempt."""
+    """The result over all ranks. `written_bytes` are new; `kept_files` existed from an earlier attempt."""
 
     num_files: int
     written_files: int
@@ -48,7 +48,7 @@ class GenerationResult:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """The rate of writing, end to end."""
+        """The rate of the whole generation, end to end."""
         return self.written_bytes / self.elapsed_s if self.elapsed_s else 0.0
 
 
@@ -68,7 +68,7 @@ def expected_bytes(dataset: Dataset) -> int:
 
 
 def missing_bytes(recipe: DatasetRecipe, storage: Storage) -> int:
-    """The bytes that generating would still write; `UsageError` if another data set is there."""
+    """The number of bytes that remain to be written; raises `UsageError` if another data set is there."""
     size_bytes = expected_bytes(recipe.dataset)
     if not is_claimed(storage, recipe):
         return size_bytes
@@ -78,24 +78,25 @@ def missing_bytes(recipe: DatasetRecipe, storage: Storage) -> int:
 def generate(
     recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
 ) -> GenerationResult:
-    """Write all files that do not exist yet; collective. Can be interrupted and called again."""
+    """Write all files that do not exist yet. Collective. Can be interrupted and called again."""
     files = data_files(recipe)
     size_bytes = expected_bytes(recipe.dataset)
     is_resumed = comm.broadcast(
         _prepare(recipe, storage, size_bytes) if comm.rank == 0 else None,
         awaiting="rank 0 to claim the place",
     )
-    # A name that a power cut takes away is written again by the next attempt, so one sync a folder does.
+    # If a power failure removes a name, the next attempt writes the file again, so one sync per folder
+    # suffices.
     tree = capabilities.find_folder_tree(storage)
     target = storage if tree is None else capabilities.defer_sync(storage, "names")
     pool = buffer_pool()
-    # Small files become durable together, in groups of which each thread gets several.
+    # Small files become durable together, in groups; each thread gets several groups.
     are_small = size_bytes // max(1, len(files)) <= _GROUP_BYTES // _GROUP_FILES
     together = target if are_small and isinstance(target, SupportsWritesAtOnce) else None
     group_files = max(1, min(_GROUP_FILES, len(files) // (comm.size * threads * _TASKS_A_THREAD)))
 
     def write_group(plans: Iterator[FilePlan]) -> list[tuple[FilePlan, int | None]]:
-        """The plans of these files and the bytes written, None for a file that was there."""
+        """The plans of these files, each with the bytes written, or None for a file that existed."""
         outcomes: list[tuple[FilePlan, int | None]] = []
 
         def missing() -> Iterator[tuple[FilePlan, Content]]:
@@ -113,7 +114,7 @@ def generate(
             outcomes.append((plan, sum(part.size_bytes for part in stored)))
         return outcomes
 
-    # On a machine's first use this compiles; every thread of the pool would wait for it.
+    # On a machine's first use, this compiles; every thread of the pool would wait for it.
     progress.begin("loading the content generator", 1)
     Content(recipe.seed, 0)
     progress.advance(1)
@@ -131,7 +132,7 @@ def generate(
         written_files += new_bytes is not None
         written_bytes += new_bytes or 0
         progress.advance(plan.num_samples * plan.sample_bytes)
-    # Each rank makes the names that it has written, and those of their folders, survive a power cut.
+    # Each rank makes durable the names that it has written, and those of their folders.
     folders = *training_files(recipe.dataset).folders(), *evaluation_files(recipe.dataset).folders()
     for folder in sorted({"", "train", "valid", *folders}):
         with suppress(ObjectNotFound):
@@ -142,7 +143,7 @@ def generate(
     # Every rank took part in the reductions above, so all files are written.
     if comm.rank == 0:
         for folder in ("train", "valid"):
-            # DLIO lists both of them, also where one has no file.
+            # DLIO lists both folders, even if one has no file.
             with suppress(AlreadyThere):
                 if tree is not None:
                     tree.make(folder)
@@ -157,12 +158,12 @@ def generate(
 
 
 def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
-    # A resumed data set occupies part of its space already; how much is not known yet.
+    # A resumed data set already occupies part of its space; how much is not known yet.
     if is_claimed(storage, recipe):
-        # A killed process leaves up to a group of files a thread that it had begun.
+        # A killed process leaves up to one group of unfinished files per thread.
         file_storage.reclaim_unfinished(storage)
         return True
-    # Before the claim: a refused data set must not keep another one from this place.
+    # Before the claim: a data set that is refused must not keep another one out of this folder.
     volumes.require_free_space(
         capabilities.find_local_root(storage),
         size_bytes,

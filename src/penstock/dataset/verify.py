@@ -1,6 +1,6 @@
-"""Compares every file of a data set with what its recipe makes: nothing else is stored to compare it with.
+"""Compares every file of a data set with what its recipe generates; nothing else is stored for comparison.
 
-A file that is missing or truncated counts as wrong and does not end the verification; failing storage does.
+A missing or truncated file counts as wrong and does not end the verification; a failure of storage does.
 """
 
 import time
@@ -21,7 +21,7 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 
 MAX_REPORTED: Final = 100
-"""Wrong files that are reported one by one; all are counted."""
+"""The number of wrong files that are reported one by one; all are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class VerificationResult:
 def verify(
     recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
 ) -> VerificationResult:
-    """Compare every file with the recipe; collective, with the same result on every rank."""
+    """Compare every file with the recipe. Collective, with the same result on every rank."""
     files = data_files(recipe)
     Content(recipe.seed, 0).prepare_verification()
     progress.begin("verifying files", -(-len(files) // comm.size))
@@ -69,7 +69,7 @@ def verify(
 def _find_fault(
     files: DataFiles, plan: FilePlan, recipe: DatasetRecipe, storage: Storage
 ) -> WrongFile | None:
-    """Compare one file with its recipe; None if it is right."""
+    """Compare one file with its recipe; return None if it is right."""
     try:
         return verify_file(files.kind, plan, storage, Content(recipe.seed, plan.index, recipe.reduction))
     except (ObjectNotFound, ShortTransfer) as error:

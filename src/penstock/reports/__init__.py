@@ -1,6 +1,6 @@
-"""Reports: what a run, a probe or a comparison found, as plain data, and the one renderer that draws it.
+"""Reports: findings of a run, a probe or a comparison as plain data, and the one renderer that draws them.
 
-Return a `Report` and draw nothing: the renderer alone knows ticks, scales, SVG and CSS.
+Callers return a `Report` and draw nothing: the renderer alone knows ticks, scales, SVG and CSS.
 
     from penstock.reports.page import write_report
     from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, Series, table_section
@@ -25,8 +25,8 @@ Return a `Report` and draw nothing: the renderer alone knows ticks, scales, SVG 
     )
     write_report(report, Path("report.html"))
 
-Colours follow names: every chart, series or cell that gives the same `run` has the same hue, on each page.
-A page loads nothing, so it can be mailed and printed, and it suits phones and dark rooms.
+Colours follow names: every chart, series or cell with the same `run` has the same hue, on every page. A page
+loads nothing, so it can be mailed and printed; it works on phones and in dark mode.
 
 `report` has the model, `drawing` turns a chart into shapes and ticks, `page` renders and writes.
 """

@@ -1,6 +1,6 @@
-"""Turn charts into drawings: SVG paths by their look, with ticks as text next to them.
+"""Turn charts into drawings: SVG paths grouped by look, with ticks as text next to them.
 
-A drawing is `WIDTH` units wide and as many pixels high as it needs; the page stretches it sideways only, so
+A drawing is `WIDTH` units wide, and its height is in pixels. The page stretches it only horizontally, so
 texts keep their size on a phone. Looks are CSS classes: `t-TONE` for a tone, `run-N` for the hue of a run.
 """
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 WIDTH: Final = 1000
 HEIGHT: Final = 104
 NUM_HUES: Final = 10
-"""Runs that have a hue of their own on a page; further ones share them, and have their names."""
+"""The number of runs that have a hue of their own on a page; further runs share hues and differ by name."""
 _NUM_LEVELS: Final = 8
-"""Tones of a heat map."""
+"""The number of tones in a heat map."""
 _HEADROOM: Final = 1.18
-"""Room above the largest value for the texts of limits."""
+"""Leaves room above the largest value for the texts of limits."""
 _MARGIN: Final = 1.03
-"""Room for a line that runs along the largest value."""
+"""Leaves room for a line that runs along the largest value."""
 _LEAST: Final = 1.0
-"""The least height of a bar, so that little is not drawn as nothing."""
+"""The smallest height of a bar, so that small values remain visible."""
 _SHORTEST_S: Final = 1e-6
 _MOST_POINTS: Final = 200
 _LABEL_LETTERS: Final = 12
 
 Tick = tuple[str, float]
-"""A text on an axis, and its place in percent from the left or the top."""
+"""A text on an axis, and its position in percent from the left or the top."""
 Box = tuple[float, float, float, float]
 """Left, right, top, bottom."""
 
@@ -53,7 +53,7 @@ class Drawing:
     y_ticks: Sequence[Tick] = ()
     x_title: str = ""
     marks: Sequence[tuple[str, float, float]] = ()
-    """The text of a limit, and the places of its line and of its text in percent from the top."""
+    """The text of a limit, and the positions of its line and of its text in percent from the top."""
     legend: Mapping[str, str] = ()  # type: ignore[assignment] # a default that is never changed
     note: str = ""
     is_wide: bool = False
@@ -62,7 +62,7 @@ class Drawing:
 def assign_hues(runs: Iterable[str]) -> dict[str, int]:
     """Give each run a hue that follows from its name, so that it is the same on every page.
 
-    Only a run whose hue an earlier one of the same page has taken gets the next free one.
+    Only if an earlier run of the same page has taken that hue does a run get the next free one.
     """
     hues: dict[str, int] = {}
     for run in dict.fromkeys(runs):
@@ -255,7 +255,7 @@ def _dots(chart: Chart, look: Look, _: int) -> dict[str, Any]:
     height = row_height * len(chart.names)
     shapes = []
     if chart.interval:
-        # An interval may be narrower than a pixel; it is drawn all the same.
+        # An interval may be narrower than a pixel, but is drawn all the same.
         begin, end = map(across, chart.interval)
         shapes.append(("band", _boxes_path([(begin, max(end, begin + 1), 0, height)]), ""))
     for text, value in chart.limits.items():
@@ -278,9 +278,11 @@ def _dots(chart: Chart, look: Look, _: int) -> dict[str, Any]:
 
 
 _STRIP: Final = 6.0
-"""The part of a lane, above its calls, that shows what its program's loop does."""
+"""The height of the strip of a lane, above its calls, that shows what the program's loop does."""
 _EDGE: Final = 1.5
-"""How much shorter than it was a bar on the strip's line is drawn, so that the next one is seen to begin."""
+"""The amount by which a bar on the strip's line is shortened, so that the beginning of the next one is
+visible.
+"""
 
 
 def _lanes(chart: Chart, look: Look, _: int) -> dict[str, Any]:
@@ -336,13 +338,13 @@ _PLOTS: Final[Mapping[Kind, Callable[[Chart, Look, int], dict[str, Any]]]] = {
 
 
 def _intervals(one: Series) -> Iterator[tuple[float, float, float]]:
-    """Begins, ends and values: `x` has edges if there are no `ends`."""
+    """Begins, ends and values. If there are no `ends`, `x` contains edges."""
     ends = one.ends if len(one.ends) else one.x[1:]
     return zip(one.x, ends, one.y, strict=False)
 
 
 def _time_axis(chart: Chart) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """Return where a time is from the left, and the ticks."""
+    """Return a function from times to horizontal positions, and the ticks."""
     ends = [float(times[-1]) for one in chart.series for times in (one.x, one.ends) if len(times)]
     ends += [float(max(one.ends)) for one in chart.series if len(one.ends)]
     end = max(chart.x_end or max(ends, default=0.0), _SHORTEST_S)
@@ -352,7 +354,7 @@ def _time_axis(chart: Chart) -> tuple[Callable[[float], float], dict[str, Any]]:
 
 
 def _value_axis(chart: Chart, values: Sequence[float]) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """Return where a value is from the top, and the ticks and limits."""
+    """Return a function from values to positions from the top, and the ticks and limits."""
     known = [value for value in (*values, *chart.limits.values()) if value == value]  # noqa: PLR0124 - not NaN
     low = min(chart.y_begin, 0.0, *known)
     high = chart.y_end or max(known, default=0.0) * _MARGIN
@@ -382,7 +384,7 @@ _PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 
 
 def _readable_unit(largest: float, unit: str) -> tuple[float, str]:
-    """Choose the unit that suits the largest value: its size, and its name."""
+    """Choose the unit that suits the largest value; return its size and its name."""
     if unit == "s":
         return next(((step, name) for step, name in _TIMES if largest >= 2 * step), _TIMES[-1])
     if unit in ("B", "B/s"):
@@ -392,7 +394,7 @@ def _readable_unit(largest: float, unit: str) -> tuple[float, str]:
 
 
 def choose_ticks(low: float, high: float, num: int) -> list[float]:
-    """Choose about `num` round numbers from `low` to `high`, which is above it."""
+    """Choose about `num` round numbers between `low` and `high`, which must be larger."""
     exact = (high - low) / num
     magnitude = 10.0 ** math.floor(math.log10(exact))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= exact)
@@ -400,7 +402,7 @@ def choose_ticks(low: float, high: float, num: int) -> list[float]:
 
 
 def _name_ticks(names: Sequence[str], letters: int) -> list[Tick]:
-    """Names in the middle of their places; if they would run into each other, every second, third, ..."""
+    """Names at the centres of their places; only every second, third, ... if they would overlap."""
     every = max(-(-len(names) // 12), -(-sum(map(len, names)) // letters), 1)
     return [
         (name, 100 * (number + 0.5) / len(names)) for number, name in enumerate(names) if number % every == 0
@@ -421,7 +423,7 @@ def _format_power(power: int) -> str:
 
 
 def _spread_marks(lines: Sequence[tuple[str, float]]) -> list[tuple[str, float, float]]:
-    """Move texts of limits that would cover each other upwards, and those that leave the drawing down."""
+    """Move texts of limits up if they would overlap, and down if they would leave the drawing."""
     apart = 100 * 13 / HEIGHT
     placed: list[tuple[str, float, float]] = []
     for text, percent in sorted(lines, key=lambda line: -line[1]):
@@ -439,7 +441,7 @@ def _spread_marks(lines: Sequence[tuple[str, float]]) -> list[tuple[str, float, 
 
 
 def _boxes_path(boxes: Iterable[Box]) -> str:
-    """Rectangles; thin ones are widened, so that they can be seen."""
+    """Rectangles. Thin ones are widened so that they remain visible."""
     return "".join(
         _rectangle(left, max(right, min(left + 1, WIDTH)), top, bottom) for left, right, top, bottom in boxes
     )
@@ -450,7 +452,7 @@ def _rectangle(left: float, right: float, top: float, bottom: float) -> str:
 
 
 def _steps_path(steps: Iterable[tuple[float, float, float]], base: float) -> str:
-    """An area over `base` of left, right, height: neighbours share an edge, and gaps stay open."""
+    """An area over `base` from (left, right, height): adjacent steps share an edge, and gaps stay open."""
     path: list[str] = []
     end: float | None = None
     for left, right, height in steps:
@@ -466,7 +468,7 @@ def _line_path(points: Iterable[tuple[float, float]]) -> str:
 
 
 def _dots_path(points: Iterable[tuple[float, float]]) -> str:
-    """A dot at each point: a line without length, whose round ends stay round however the page stretches."""
+    """A dot at each point: a line of zero length, whose round ends stay round however the page stretches."""
     return "".join(f"M{_short(left)} {_short(top)}h0" for left, top in points)
 
 

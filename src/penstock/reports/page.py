@@ -1,6 +1,6 @@
 """Render a report as one HTML document, and write it.
 
-Jinja2 escapes every text. A name that the template uses and nobody passed is an error.
+Jinja2 escapes every text. If the template uses a name that was not passed, rendering fails.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.storage.files.file_storage import open_local
 from penstock.storage.protocol import write_object
 
 _LONG_TEXT: Final = 36
-"""From this many characters on, the text of a table cell may wrap."""
+"""The length in characters from which on the text of a table cell may wrap."""
 _LETTERS: Final = {"first": 34, "grid": 50, "wide": 100}
-"""The letters that fit below a chart, by how much room it has."""
+"""The number of letters that fit below a chart, by how much room it has."""
 
 
 def is_page(path: Path) -> bool:
-    """Check whether Penstock made a file as a page."""
+    """Return whether Penstock wrote this file as a page."""
     try:
         with path.open("rb") as file:
             return b'<meta name="generator" content="Penstock">' in file.read(512)
@@ -33,7 +33,7 @@ def is_page(path: Path) -> bool:
 
 
 def require_replaceable(path: Path) -> Path:
-    """Raise `UsageError` if a page at `path` would replace a file that is no page; return the path."""
+    """Raise `UsageError` if a page at `path` would replace a file that is not a page; return the path."""
     if path.exists() and not is_page(path):
         raise UsageError(
             "This file is not a page of Penstock, and is kept", where=str(path), fix="Choose another name."
@@ -42,15 +42,15 @@ def require_replaceable(path: Path) -> Path:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write the page, over an earlier one; any other file is kept, and an error."""
+    """Write the page, over an earlier one. Any other file is kept, and an error is raised."""
     require_replaceable(path)
     text = render_report(report).encode(errors="backslashreplace")
-    # Complete or not at all, as every file of a run's folder.
+    # Written completely or not at all, like every file in a run's folder.
     write_object(open_local(path.parent), path.name, [text])
 
 
 def render_report(report: Report) -> str:
-    """Return the page as HTML; it loads nothing."""
+    """Return the page as HTML. The page loads nothing."""
     hues = assign_hues([*report.runs, *_runs_of(report)])
     drawn = {
         id(chart): draw(chart, hues, letters=_LETTERS[room])
@@ -61,7 +61,7 @@ def render_report(report: Report) -> str:
     template = Environment(
         loader=PackageLoader("penstock.reports"),
         autoescape=True,
-        # Names of files may have control characters; what is markup was finalized when it was made.
+        # File names may contain control characters; markup was already finalized when it was created.
         finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -84,7 +84,7 @@ def _sections_of(sections: Sequence[Section]) -> Iterator[Section]:
 
 
 def _charts_of(report: Report) -> Iterator[tuple[str, Chart]]:
-    """All charts, with the room that each has."""
+    """All charts, each with the room that it has."""
     yield from (("first", chart) for chart in report.highlights)
     for section in _sections_of(report.sections):
         for chart in section.charts:
@@ -104,7 +104,7 @@ def _runs_of(report: Report) -> Iterator[str]:
 
 
 def _shared_legend(drawings: Sequence[Drawing]) -> Mapping[str, str]:
-    """Return one legend for all charts of a section, or nothing if no legend has all entries."""
+    """Return one legend for all charts of a section; empty unless one chart's legend has all entries."""
     widest = max((drawing.legend for drawing in drawings), key=len, default={})
     is_shared = len(drawings) > 1 and not any("run-" in look for look in widest.values())
     return widest if is_shared and all(one.legend.items() <= widest.items() for one in drawings) else {}
@@ -130,7 +130,7 @@ def _lay_out(table: Table, hues: Mapping[str, int]) -> dict[str, Any]:
         looks += ["bar"] if has_bar else []
         looks += [cell.look.value] if cell.look is not Look.PLAIN else []
         looks += [f"{'hued' if has_bar else 'hue'} run-{hues[cell.run]}"] if cell.run else []
-        # Quoted and below this page's folder, so that no name of a file becomes a scheme.
+        # Quoted and below this page's folder, so that no file name becomes a URL scheme.
         link = f"./{quote(cell.link)}" if cell.link else ""
         if cell.link.startswith("#"):
             link = f"#{quote(cell.link[1:])}"

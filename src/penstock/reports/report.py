@@ -1,6 +1,6 @@
 """The model of every report: a banner of answers, charts to highlight, and sections with the evidence.
 
-It is plain data. Values of charts are in base units: bytes, seconds, percent.
+A report is plain data. Values in charts are in base units: bytes, seconds, percent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     Values = Sequence[float] | NDArray[np.float64]
 
 Tone = Literal["full", "dark", "light", "pale", "bad", "doubt", "ink", "faint"]
-"""A tone of a run's colour (`full` to `pale`) or a colour that means the same in all runs."""
+"""A tone of a run's colour (`full` to `pale`), or a colour with the same meaning for all runs."""
 
 
 class Look(StrEnum):
-    """The colour of a verdict. Its word always stands next to it."""
+    """The colour of a verdict, which always stands next to the verdict's word."""
 
     GOOD = "good"
     BAD = "bad"
@@ -30,31 +30,37 @@ class Look(StrEnum):
 
 
 class Kind(StrEnum):
-    """Kinds of charts, and which values their series have.
+    """The kinds of charts, and the values that their series must have.
 
-    Times on an x axis are seconds. `x` of `n` values may have `n + 1` edges instead of `x` and `ends`.
+    Times on an x axis are in seconds. For `n` values, `x` may have `n + 1` edges instead of `x` and `ends`.
     """
 
     BARS = "bars"
-    """Values `y` over the `names` of the chart, at the numbers `x` (default: 0, 1, ...); series stack."""
+    """Values `y` over the `names` of the chart, at the numbers `x` (default: 0, 1, ...); series are stacked.
+    """
     AREA = "area"
     """Values `y` from `x` to `ends`; negative ones hang from zero. Series are drawn over each other."""
     LAYERS = "layers"
-    """Like AREA, but series stack."""
+    """Like AREA, but series are stacked."""
     LINES = "lines"
-    """Values `y` at times `x`; or, if the chart has `names`, at their numbers and with dots."""
+    """Values `y` at times `x`. If the chart has `names`, at their numbers and with dots."""
     HEAT = "heat"
-    """A row for each series: values `y` from `x` to `ends` as tones. `y_end` has the full tone."""
+    """One row for each series: values `y` from `x` to `ends` as tones. The value `y_end` has the full tone.
+    """
     STACK = "stack"
-    """One bar whose parts are the only value of each series."""
+    """One bar, whose parts are the single value of each series."""
     CUMULATIVE = "cumulative"
-    """The percentage of each series' values, seconds, that are at most the value on a logarithmic axis."""
+    """For each value on a logarithmic axis, the percentage of each series' values (in seconds) that are at
+    most that.
+    """
     DOTS = "dots"
-    """Values `y` across, a row for each of the `names`; rows `x` of a series (default: 0, 1, ...)."""
+    """Values `y` along the horizontal axis, one row for each of the `names`; `x` has the rows (default: 0, 1,
+    ...).
+    """
     LANES = "lanes"
-    """Times from `x` to `ends` in the lanes number `y`, which have `names`.
+    """Times from `x` to `ends` in the lanes numbered `y`, which have `names`.
 
-    `full` and `dark` fill a lane, `light` is at its foot and `pale` behind both. Above them is a strip with
+    `full` and `dark` fill a lane, `light` is at its bottom, and `pale` is behind both. A strip above them has
     `faint`, and below that `bad`, `doubt` and `ink`.
     """
     SPANS = "spans"
@@ -63,7 +69,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Values of one name; see `Kind` for which a chart needs."""
+    """Values under one name. `Kind` tells which of them a chart needs."""
 
     y: Values
     name: str = ""
@@ -72,7 +78,7 @@ class Series:
     tops: Values = ()
     tone: Tone = "full"
     run: str = ""
-    """The run whose colour this has, if that is not the chart's."""
+    """The run whose colour the series has, if that is not the chart's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +95,15 @@ class Chart:
     names: Sequence[str] = ()
     x_title: str = ""
     x_end: float = 0.0
-    """Where axes end, if several charts share one (default: at the last value)."""
+    """The end of the axis, if several charts share one (default: the last value)."""
     y_end: float = 0.0
     y_begin: float = 0.0
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Values to compare with, by the text at their line."""
+    """Values to compare with, by the text next to their line."""
     interval: tuple[float, float] | None = None
-    """A range of values of DOTS that is shaded."""
+    """In DOTS, a range of values that is shaded."""
     note: str = ""
-    """The main figures in words."""
+    """The main figures, in words."""
     is_wide: bool = False
     """Give the chart the width of the page, even if others could stand next to it."""
 
@@ -122,10 +128,10 @@ Row = Mapping[str, str | Cell]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of the same columns.
+    """Rows with the same columns.
 
-    The numbers of the column `bars` get bars. Columns in `numbers` are aligned right (default: those in
-    which every text is a number).
+    The numbers in the column `bars` get bars. Columns in `numbers` are aligned right (default: those in which
+    every text is a number).
     """
 
     rows: Sequence[Row]
@@ -157,14 +163,14 @@ class Section:
     look: Look | None = None
     mark: str = ""
     aside: str = ""
-    """What stands behind the title, fainter."""
+    """Fainter text after the title."""
     run: str = ""
-    """The run whose colour marks the title and fills bars; such parts stand side by side."""
+    """The run whose colour marks the title and fills bars. Parts with a run stand side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A problem of a run, and its remedy; `since` is when it began, if not at the start."""
+    """A problem of a run, and its remedy. `since` tells when it began, if not at the start."""
 
     kind: str
     says: str
@@ -174,7 +180,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Banner:
-    """The answers that every page begins with, each a word or a sentence."""
+    """The answers with which every page begins, each a word or a sentence."""
 
     verdict: str
     look: Look
@@ -183,13 +189,13 @@ class Banner:
     since: str
     to_do: str
     troubles: Sequence[str] = ()
-    """Sentences about what stands out, the gravest first."""
+    """Sentences about what stands out, most serious first."""
     more: Mapping[str, str] = field(default_factory=dict)
-    """Further answers by name."""
+    """Additional answers by name."""
 
     @property
     def answers(self) -> dict[str, str]:
-        """The answers below the figure, by their names."""
+        """The answers below the figure, by name."""
         fixed = {"Limited by": self.limited_by, "Since": self.since, "To do": self.to_do}
         return {**self.more, **fixed}
 
@@ -205,18 +211,18 @@ class Report:
     """Charts next to the banner, on the first screen."""
     sections: Sequence[Section] = ()
     runs: Sequence[str] = ()
-    """Runs in the order in which they choose colours (default: as they appear)."""
+    """Runs in the order in which they choose colours (default: the order of appearance)."""
     has_contents: bool = False
     """List the sections at the top, as links."""
     filters: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """Boxes that show or hide, and whether they are ticked at first.
+    """Boxes that show or hide sections or findings, and whether they are initially ticked.
 
     The first group has the marks of sections with parts, the second those of findings in them.
     """
 
 
 def table_section(name: str, title: str, rows: Sequence[Row], *, text: str = "", bars: str = "") -> Section:
-    """A table that opens with a click."""
+    """A section with a table that opens with a click."""
     return Section(
         name=name,
         title=title,

@@ -1,7 +1,7 @@
-"""DLIO's keys: aliases, keys that DLIO ignores or misreads, and keys without effect here.
+"""DLIO's keys: aliases, keys that DLIO ignores or misreads, and keys that have no effect here.
 
-Between reading a layer and `read_workload`. No key is dropped silently: it becomes a value of the spec, a
-remark, or an error.
+Applied between reading a layer and `read_workload`. No key is dropped silently: it becomes a value of the
+spec, a remark, or an error.
 """
 
 from collections.abc import Mapping
@@ -43,13 +43,13 @@ ALIASES: Final[Mapping[KeyPath, KeyPath]] = {
         }
     ).items()
 }
-"""Other words of DLIO's files, old or misplaced, for keys that we know."""
+"""Other names that DLIO's files use, old or misplaced, for keys that Penstock knows."""
 
 _ALIAS_REMARKS: Final = {
     "record_length": "DLIO reads only the key with _bytes and ignores this one; here both mean the same",
     "model_size": "DLIO ignores model_size and writes 10 KiB checkpoints; here it is model.model_size_bytes",
 }
-"""By the beginning of the alias's last word, as in `record_length_stdev`."""
+"""Remarks, by the beginning of the alias's last word, as in `record_length_stdev`."""
 
 UNSET_BY_MINUS_ONE: Final[frozenset[KeyPath]] = frozenset(
     {
@@ -65,7 +65,7 @@ UNSET_BY_MINUS_ONE: Final[frozenset[KeyPath]] = frozenset(
 """Keys for which DLIO writes -1 to leave them unset."""
 
 _LISTS: Final[set[KeyPath]] = {("storage", "endpoint_uris"), ("profiling", "iostat_devices")}
-"""Keys that also accept one text for a list of one."""
+"""Keys that also accept a single text for a list of one."""
 
 _RANKS_DIFFER = "each rank begins with another endpoint in any case"
 _IN_TURN = "requests take the endpoints in turn"
@@ -105,7 +105,8 @@ EXPLAINED: Final[Mapping[KeyPath, str]] = _by_path(
         "storage.storage_options.sim_log_secs": _HARNESS_LIMIT,
     }
 )
-"""Keys that are accepted, mean nothing here, and why; a whole section where its path is short."""
+"""Keys that are accepted but have no effect here, with the reason. A short path stands for a whole section.
+"""
 
 _CLASSES = (
     "classes are not loaded by name: install a package that offers yours as an entry point of the group "
@@ -122,7 +123,7 @@ REFUSED: Final[Mapping[KeyPath, str]] = _by_path(
         "checkpoint.checkpoint_mechanism_classname": f"{_CLASSES}{Extension.CHECKPOINT_MECHANISM}",
     }
 )
-"""Keys that only null is accepted for, and why."""
+"""Keys for which only null is accepted, with the reason."""
 
 DEPARTURES: Final[Mapping[KeyPath, tuple[str, tuple[object, ...], str]]] = _by_path(
     {
@@ -162,17 +163,17 @@ DEPARTURES: Final[Mapping[KeyPath, tuple[str, tuple[object, ...], str]]] = _by_p
         "storage.storage_type": ("for", ("parallel_fs",), "DLIO refuses it; here it is files"),
     }
 )
-"""Keys that DLIO ignores or misreads: for, or except for, these values, and what is done here."""
+"""Keys whose value DLIO ignores or misreads, for (or except for) the given values, and what is done here."""
 
 _ONLY_WITH: Final[Mapping[KeyPath, tuple[KeyPath, str, str]]] = {
     ("dataset", "compression"): (("dataset", "format"), "tfrecord", "npz"),
     ("reader", "sample_shuffle"): (("reader", "data_loader"), "tensorflow", "pytorch"),
 }
-"""Departures that need another key (with this default) to have a value."""
+"""Departures that apply only if another key (with this default) has this value."""
 
 
 def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[KeyPath, Any], list[str]]:
-    """One layer under the names that we use, and remarks. A wrapping `workload:` is taken off."""
+    """Read one layer under canonical key names, and return remarks. A wrapping `workload:` is removed."""
     inner = tree["workload"] if set(tree) == {"workload"} else tree
     values: dict[KeyPath, Any] = {}
     remarks = []
@@ -193,7 +194,7 @@ def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[KeyPath, Any]
 
 
 def canonical_path(given: KeyPath) -> KeyPath:
-    """The key that we know by the one that was given."""
+    """The canonical name of the key that was given."""
     if given == ("model",):  # a bare `model: resnet50`
         return ("model", "name")
     section = (SECTION_ALIASES.get(given[0], given[0]), *given[1:])
@@ -201,15 +202,15 @@ def canonical_path(given: KeyPath) -> KeyPath:
 
 
 def canonical_values(tree: object) -> dict[KeyPath, Any]:
-    """The values of a configuration by the keys that we know; empty unless it is a mapping."""
+    """The values of a configuration by canonical key; empty unless the configuration is a mapping."""
     given = flatten(tree) if isinstance(tree, Mapping) else ()
     return {canonical_path(path): value for path, value in given}
 
 
 def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[str], list[tuple[KeyPath, str]]]:
-    """Remove settings without effect here; return remarks, and why others are refused, by path.
+    """Remove settings that have no effect here; return remarks, and why others are refused, by path.
 
-    Remarks also say where DLIO treats a value that stays differently.
+    Remarks also tell where DLIO treats a remaining value differently.
     """
     settings = stack.settings
     remarks: list[str] = []
@@ -225,7 +226,7 @@ def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[str], list[tuple[KeyP
     for path, setting in list(settings.items()):
         value = setting.value
         is_unset = value is None or (path in UNSET_BY_MINUS_ONE and value == -1)
-        # Without workers DLIO's own tests say None, which hydra reads as text.
+        # DLIO's own tests write None if there are no workers, which hydra reads as text.
         if is_unset or (path == ("reader", "multiprocessing_context") and value == "None"):
             del settings[path]
         elif reason := explanation(path):
@@ -251,6 +252,6 @@ def _departs(path: KeyPath, value: object, settings: Mapping[KeyPath, Setting]) 
 
 
 def explanation(path: KeyPath) -> str:
-    """Why the key at `path`, or its section, means nothing here; "" if it does mean something."""
+    """The reason why the key at `path`, or its section, has no effect here; "" if it has one."""
     sections = (path[:length] for length in range(len(path), 0, -1))
     return next((EXPLAINED[section] for section in sections if section in EXPLAINED), "")

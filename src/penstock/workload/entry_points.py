@@ -1,7 +1,7 @@
 """Loaders, readers and checkpoint mechanisms of other packages, found by the names of their entry points.
 
 A package declares one in its pyproject: `[project.entry-points."penstock.loaders"]`, `mine = "mine:options"`.
-Nothing is imported before it is named by a user.
+Nothing is imported before a user names it.
 """
 
 from enum import StrEnum
@@ -12,10 +12,10 @@ from penstock.errors import Unavailable, UsageError
 
 
 class Extension(StrEnum):
-    """The groups of entry points, and the arguments that each name in them is called with."""
+    """The groups of entry points, and the arguments with which those in each group are called."""
 
     LOADER = "penstock.loaders"
-    """`(workload, threads)`, threads None unless the user gives them; returns `LoaderOptions`."""
+    """`(workload, threads)`; threads is None unless the user sets it. Returns `LoaderOptions`."""
     READER = "penstock.readers"
     """`(dataset, seed)`; returns the `FileFormat` that lays out, reads and decodes the files."""
     CHECKPOINT_MECHANISM = "penstock.checkpoint_mechanisms"
@@ -28,9 +28,9 @@ def installed_extensions(kind: Extension) -> dict[str, EntryPoint]:
 
 
 def load_extension(kind: Extension, name: str, *, where: str, own: tuple[str, ...] = ()) -> Any:
-    """Load an entry point; for an unknown name `UsageError` lists the known ones, with our `own`.
+    """Load an entry point; for an unknown name, raise `UsageError` that lists the known ones and `own`.
 
-    `Unavailable`, with the reason, if its package cannot be imported.
+    Raises `Unavailable`, with the reason, if its package cannot be imported.
     """
     offered = installed_extensions(kind)
     if name not in offered:

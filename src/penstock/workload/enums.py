@@ -1,11 +1,11 @@
-"""The values that a workload may use where it has a choice, spelled as in DLIO."""
+"""The values between which a workload may choose, spelled as in DLIO."""
 
 from enum import StrEnum
 from typing import Self
 
 
 class Choice(StrEnum):
-    """A value of a fixed set, read in any case."""
+    """A value from a fixed set, read in any case."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
@@ -23,9 +23,10 @@ class Framework(Choice):
 class DataFormat(Choice):
     """The format of data files. One line declares a format.
 
-    The line holds its name in workloads, its opener (`module:callable` of `penstock.dataset.formats`, called
-    with the data set and the seed of its sample sizes), the endings of file names in external data sets if
-    they differ from the name, and whether files are streams, read front to back.
+    The line holds the format's name in workloads, its opener (`module:callable` of
+    `penstock.dataset.formats`, called with the data set and the seed of its sample sizes), the endings of
+    file names in external data sets if they differ from the name, and whether files are streams, read front
+    to back.
     """
 
     opener: str
@@ -39,7 +40,7 @@ class DataFormat(Choice):
         endings: tuple[str, ...] = (),
         is_stream: bool = False,  # noqa: FBT001, FBT002 - members are rows of a table
     ) -> Self:
-        """Keep the columns of the table next to the name, which is the member's value."""
+        """Keep the columns of the table as attributes; the name is the member's value."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.opener = opener
@@ -76,7 +77,10 @@ class Compression(Choice):
 
 
 class Shuffle(Choice):
-    """Off: in turn. Seed: another order each epoch, the same in every run. Random: different in every run."""
+    """Off: in order.
+
+    Seed: a new order in each epoch, the same in every run. Random: different in every run.
+    """
 
     OFF = "off"
     SEED = "seed"
@@ -108,7 +112,7 @@ class ReadType(Choice):
 
 
 class FileSharing(Choice):
-    """Each rank reads files of its own, or all ranks read parts of the same ones."""
+    """Each rank reads its own files, or all ranks read parts of the same files."""
 
     MULTI = "multi"
     SHARED = "shared"
@@ -134,7 +138,7 @@ class StorageKind(Choice):
 
 
 class StorageLibrary(Choice):
-    """The client library that speaks to an object service."""
+    """The client library for object storage."""
 
     OBSTORE = "obstore"
     MINIO = "minio"
@@ -143,7 +147,7 @@ class StorageLibrary(Choice):
 
 
 class Decode(Choice):
-    """Parquet bytes stay raw, or are decoded once they are read."""
+    """Parquet bytes stay raw, or are decoded after reading."""
 
     RAW = "raw"
     ARROW = "arrow"
@@ -164,7 +168,7 @@ class CheckpointMode(Choice):
 
 
 class Datatype(Choice):
-    """Element types of model and optimizer state."""
+    """The element types of model and optimizer state."""
 
     INT8 = "int8"
     UINT8 = "uint8"
@@ -175,7 +179,7 @@ class Datatype(Choice):
 
 
 class Profiler(Choice):
-    """The observer of a run from outside."""
+    """The program that observes a run from outside."""
 
     NONE = "none"
     IOSTAT = "iostat"

@@ -1,4 +1,4 @@
-"""Loads a `Workload` from a name, a YAML file and overrides, with remarks on keys that DLIO treats otherwise.
+"""Loads a `Workload` from a name, a YAML file and overrides; remarks on keys that DLIO treats differently.
 
 The only way in: catalog or file, then overrides, become layers of settings, which are normalized
 (`dlio_keys`), parsed (`spec.read_workload`) and checked. All problems are reported in one error.
@@ -34,7 +34,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWorkload:
-    """A workload, and remarks on keys that DLIO reads otherwise or that mean nothing here."""
+    """A workload, and remarks on keys that DLIO reads differently or that have no effect here."""
 
     workload: Workload
     remarks: tuple[str, ...] = ()
@@ -51,9 +51,10 @@ def load(
 ) -> LoadedWorkload:
     """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
-    A file `NAME.yaml` of `config_dir`, or of its folder `workload`, comes before a shipped one. Names that
-    only DLIO gives are known, too; `prefers_dlio` decides about those that mean another workload here. A data
-    set needs no accelerator: `is_data_set` then loads what all of them share.
+    A file `NAME.yaml` in `config_dir`, or in its folder `workload`, takes precedence over a shipped one.
+    Names that only DLIO uses are known as well; `prefers_dlio` decides about those that mean a different
+    workload here. A data set needs no accelerator: `is_data_set` loads the values that all accelerators
+    share.
     """
     if (path := _find_file(name, config_dir)) is not None:
         tree, source = parse_yaml(read_text(path), source=str(path)), str(path)
@@ -62,7 +63,7 @@ def load(
     if is_data_set:
         if is_family and not accelerator:
             return _load_shared(name, overrides)
-    elif (card := shipped_card(name)) is not None:  # its checkpoints, without any training
+    elif (card := shipped_card(name)) is not None:  # the model's checkpoints, without training
         return _load_layers([card.sections], card.name, overrides, is_ours=True)
     elif not accelerator and (prefers_dlio or not is_family) and name in dlio_workloads():
         own = dict(dlio_workloads()[name])
@@ -101,7 +102,7 @@ def shipped() -> tuple[LoadedWorkload, ...]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that a user named."""
+    """The text of a file that a user has named."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -113,7 +114,7 @@ def read_text(path: Path) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """True if a word names a file rather than something shipped."""
+    """True if the word names a file rather than something shipped."""
     return name.endswith(_SUFFIXES) or "/" in name
 
 
@@ -126,7 +127,7 @@ def _find_file(name: str, config_dir: Path | None) -> Path | None:
 
 
 def _choose_member(name: str, accelerator: str) -> tuple[str, str]:
-    """The family and accelerator of a shipped workload; `name` is the family's, or both in one word."""
+    """The family and accelerator of a shipped workload; `name` is the family, or both in one word."""
     stem, _, named = name.rpartition("_")
     family, named = (name, "") if name in families() else (stem, named)
     if family not in families():
@@ -162,7 +163,7 @@ def _load_layers(
     source: str = "",
     is_ours: bool = False,
 ) -> LoadedWorkload:
-    """The workload of these layers and overrides; `source`, by default the name, is for messages."""
+    """The workload of these layers and overrides. Messages name `source` (default: the name)."""
     source = source or name
     stack = LayeredSettings()
     remarks = []
@@ -201,13 +202,13 @@ _DEVIATION: Final = ("dataset", "record_length_bytes_stdev")
 
 
 def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterator[str]:
-    """Scale a shipped deviation with a mean that --set changed: kept, it would decide how large files are."""
+    """Scale a shipped deviation along with a mean that --set changed; otherwise, it would dominate sizes."""
     length, deviation = stack.settings.get(_LENGTH), stack.settings.get(_DEVIATION)
     if not (shipped and length and deviation and deviation.is_ours and deviation.value):
         return
     try:
         mean, wanted = read_exact_bytes(shipped.value), read_exact_bytes(length.value)
-    except UsageError:  # the workload's types say so with the key
+    except UsageError:  # the workload's types report this together with the key
         return
     if length.source.startswith("--set") and mean and mean != wanted:
         scaled = round(read_exact_bytes(deviation.value) * wanted / mean)
@@ -219,7 +220,7 @@ def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterato
 
 
 def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:
-    """Values that are each right, and make no sense together."""
+    """Values that are valid individually but contradict each other."""
     dataset, model = workload.dataset, workload.model
     if dataset.record_dims and dataset.record_length_bytes_stdev:
         why = "cannot go with record_dims, which fix every record's size; set one of them"
@@ -236,7 +237,7 @@ def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:
 
 
 def suggest_key(path: KeyPath) -> str:
-    """The key that was probably meant by `path`, or the keys next to it."""
+    """The key that `path` probably means, or the keys next to it."""
     known = (*known_paths(), *ALIASES, *EXPLAINED, *((section,) for section in SECTION_ALIASES))
 
     def children(section: KeyPath) -> list[str]:
@@ -259,8 +260,8 @@ def suggest_key(path: KeyPath) -> str:
 class CheckpointModel:
     """A model with the workload that asks for its checkpoints.
 
-    `num_ranks` is the number that it is laid out for, None if any will do; `files` is empty unless the
-    layout is known file by file.
+    `num_ranks` is the number of ranks for which it is laid out, None if any number will do; `files` is empty
+    unless the layout is known file by file.
     """
 
     about: str
@@ -290,7 +291,7 @@ def load_model(name: str, *, overrides: Sequence[Override] = ()) -> CheckpointMo
 
 
 def model_of_workload(name: str, workload: Workload) -> CheckpointModel:
-    """The model of a workload that was loaded by `name`, with the facts of its card, if it has one."""
+    """The model of a workload that was loaded as `name`, with the facts from its card, if it has one."""
     return _model(shipped_card(name), LoadedWorkload(workload=workload))
 
 

@@ -1,6 +1,7 @@
 """The keys that the divisions of MLPerf Storage let a training run change, for runs and checks. Pure.
 
-A key that no set names is forbidden, so a key that a later edition adds is refused until its rule is entered.
+A key that no set names is forbidden, so a key that a later edition adds is refused until its rule is added
+here.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,7 +15,7 @@ from penstock.workload.spec import KeyPath
 
 
 class SubmissionDivision(StrEnum):
-    """The division that a result is compared in: `closed` fixes the workload, `open` lets it be adapted."""
+    """The division in which a result is compared: `closed` fixes the workload, `open` lets it be adapted."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -36,7 +37,7 @@ CLOSED_KEYS: Final = frozenset(
         "checkpoint.checkpoint_folder",
     }
 )
-"""Rule 3.6.2."""
+"""The keys that rule 3.6.2 allows to change."""
 
 OPEN_KEYS: Final = CLOSED_KEYS | {
     "framework",
@@ -44,7 +45,7 @@ OPEN_KEYS: Final = CLOSED_KEYS | {
     "dataset.num_samples_per_file",
     "reader.data_loader",
 }
-"""Rule 3.6.3."""
+"""The keys that rule 3.6.3 allows to change."""
 
 PLACE_KEYS: Final = frozenset(
     {
@@ -61,17 +62,18 @@ PLACE_KEYS: Final = frozenset(
         "storage.storage_options.s3_force_path_style",
     }
 )
-"""Keys for where data is and how it is found, which tools set by themselves; never a change."""
+"""Keys for where data is and how it is found. Tools set them by themselves, so they never count as a change.
+"""
 
 ODIRECT_WORKLOADS: Final = frozenset({"unet3d"})
-"""Workloads whose reader has a way past the page cache in the reference implementation."""
+"""The workloads whose reader can bypass the page cache in the reference implementation."""
 
 RULES: Final = {SubmissionDivision.CLOSED: "3.6.2", SubmissionDivision.OPEN: "3.6.3"}
 _ALLOWED: Final = {SubmissionDivision.CLOSED: CLOSED_KEYS, SubmissionDivision.OPEN: OPEN_KEYS}
 
 
 def describe_breach(rule: str, key: str, why: str) -> str:
-    """A change that a rule forbids, in a sentence."""
+    """Describe in a sentence a change that a rule forbids."""
     return f"{key} {why} (rule {rule})"
 
 
@@ -92,7 +94,7 @@ def find_breaches(
 
 
 def require_allowed(division: SubmissionDivision, changed: Iterable[KeyPath], *, workload: str) -> None:
-    """`UsageError` that names every forbidden key with its rule."""
+    """Raise `UsageError` with every forbidden key and its rule."""
     if breaches := find_breaches(division, changed, workload=workload):
         free = ", ".join(sorted(_ALLOWED[division]))
         raise UsageError(
@@ -111,11 +113,11 @@ def choose_reading(
     loader: str | None,
     remainder: str | None,
 ) -> tuple[str, str]:
-    """The loader and the handling of remainders that a run uses: as asked, as prescribed, or the default.
+    """The loader and the handling of remainders for a run: as requested, as prescribed, or the default.
 
-    Raises UsageError unless the division allows this workload, one of the shipped `families`, with these
-    changed keys. The closed division prescribes torch's loader and drops remainders; otherwise our own loader
-    reads, and no sample is left out of two epochs in a row.
+    Raises `UsageError` unless the division allows this workload, one of the shipped `families`, with these
+    changed keys. The closed division prescribes torch's loader and drops remainders. Otherwise, Penstock's
+    own loader reads, and no sample is left out of two epochs in a row.
     """
     if division is not None:
         family = workload if workload in families else workload.rpartition("_")[0]

@@ -1,6 +1,6 @@
 """Quantities of a workload, read from text: sizes and times with units, element types, durations.
 
-What does not fit is a UsageError; nothing is guessed.
+Text that cannot be read raises `UsageError`; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Distribution(StrEnum):
-    """The distributions that DLIO knows, and a fixed time."""
+    """The distributions that DLIO supports, and a fixed time."""
 
     FIXED = "fixed"
     NORMAL = "normal"
@@ -32,7 +32,7 @@ class Distribution(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """A time in seconds under one `law`, which reads only its own fields; a draw is never negative.
+    """A time in seconds under one `law`, which uses only its own fields; a drawn time is never negative.
 
     fixed: `mean_s`. normal: `mean_s`, `stdev_s`. uniform: `min_s`, `max_s`. gamma: `shape`, `scale_s`.
     exponential: `scale_s`. poisson: `expected_events`, a whole number of seconds.
@@ -59,7 +59,7 @@ class Duration:
         return expected(self)
 
     def draw(self, generator: np.random.Generator) -> float:
-        """One time in seconds, from the caller's generator: the same generator, the same times."""
+        """Draw a time in seconds from the caller's generator. Equal generators give equal times."""
         _, _, draw = _LAWS[self.law]
         return float(draw(self, generator))
 
@@ -104,7 +104,8 @@ _LAWS: Final[Mapping[Distribution, tuple[Mapping[str, str], _Mean, _Draw]]] = {
         lambda time, generator: generator.poisson(time.expected_events),
     ),
 }
-"""Parameters in DLIO's words, each with its field of `Duration`; the mean; a draw."""
+"""For each distribution: its parameters in DLIO's words, each with its field of `Duration`; the mean; a draw.
+"""
 
 
 _BYTE_TYPES: Final = ("string", "binary")
@@ -118,7 +119,7 @@ def read_bytes(value: Any) -> Any:
 
 
 def read_exact_bytes(value: Any) -> Fraction:
-    """A size that may have a fraction of a byte, taken as written: 114660.07 is 11466007/100."""
+    """A size that may include a fraction of a byte, taken literally: 114660.07 is 11466007/100."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Fraction):
         raise UsageError(f"{value!r} is not a size", fix="Write bytes, or a size such as 4MiB.")
     if isinstance(value, str) and not value.replace("_", "").replace(".", "", 1).isdecimal():
@@ -135,7 +136,7 @@ def read_seconds(value: Any) -> Any:
 
 
 def read_element_type(name: str) -> str:
-    """`name`, if numpy knows it or it is one of Parquet's own."""
+    """Return `name` if numpy knows it or it is one of Parquet's own types."""
     import numpy as np  # noqa: PLC0415 - only element types need it
 
     if name in _BYTE_TYPES:
@@ -150,7 +151,7 @@ def read_element_type(name: str) -> str:
 
 
 def element_bytes(name: str) -> int:
-    """Bytes of one element of a type that `read_element_type` accepts."""
+    """The size of one element of a type that `read_element_type` accepts."""
     import numpy as np  # noqa: PLC0415 - see above
 
     return 1 if name in _BYTE_TYPES else np.dtype(name).itemsize
@@ -162,7 +163,7 @@ def read_duration(value: Any) -> Duration:
         return value
     if not isinstance(value, Mapping):
         return Duration(mean_s=_non_negative("it", value))
-    # Without a type a spread means a normal distribution, as in DLIO.
+    # Without a type, a spread implies a normal distribution, as in DLIO.
     named = value.get("type", Distribution.NORMAL if "stdev" in value else Distribution.FIXED)
     try:
         law = Distribution(named)
@@ -187,7 +188,7 @@ def read_duration(value: Any) -> Duration:
 
 
 def write_duration(duration: Duration) -> float | dict[str, str | float]:
-    """The inverse of `read_duration`: a bare number for a fixed time."""
+    """The inverse of `read_duration`; a fixed time becomes a bare number."""
     if duration.law is Distribution.FIXED:
         return duration.mean_s
     known, _, _ = _LAWS[duration.law]

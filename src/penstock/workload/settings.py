@@ -1,8 +1,9 @@
-"""The settings of a workload: values by path, in layers, and the text in which a command line sets them.
+"""The settings of a workload: values by path, in layers, and the text with which a command line sets them.
 
 File, catalog and overrides become layers; a later layer wins, and every value knows its source. Overrides are
-`dataset.num_files_train=42`, or a command line of DLIO's; the grammar of their values is the part of Hydra's
-that DLIO's users write: words, numbers, quoted text, [lists] and {mappings}. `spec` says what a path means.
+`dataset.num_files_train=42`, or a command line of DLIO's. The grammar of their values is the part of Hydra's
+that DLIO's users write: words, numbers, quoted text, [lists] and {mappings}. `spec` defines what a path
+means.
 """
 
 import re
@@ -15,12 +16,12 @@ from penstock.workload.spec import SECRET_NAMES, KeyPath
 
 
 def dotted(path: KeyPath) -> str:
-    """`dataset.num_files_train`."""
+    """A path as text, as in `dataset.num_files_train`."""
     return ".".join(path)
 
 
 def flatten(tree: Mapping[Any, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every leaf with its path; lists are leaves, and an empty mapping sets nothing."""
+    """Every leaf with its path. Lists are leaves, and an empty mapping sets nothing."""
     for key, value in tree.items():
         path = (*above, str(key))
         if isinstance(value, Mapping):
@@ -31,7 +32,7 @@ def flatten(tree: Mapping[Any, Any], above: KeyPath = ()) -> Iterator[tuple[KeyP
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value, and where it was set; `is_ours` marks the shipped ones."""
+    """A value, and where it was set; `is_ours` marks values that Penstock ships."""
 
     value: Any
     source: str
@@ -45,7 +46,7 @@ class LayeredSettings:
         self.settings: dict[KeyPath, Setting] = {}
 
     def add_layer(self, values: Mapping[KeyPath, Any], *, source: str, is_ours: bool = False) -> None:
-        """Put one layer on top. A value replaces what stood at its path, and everything below it."""
+        """Put one layer on top. A value replaces any value at its path, and everything below it."""
         for path, value in sorted(values.items(), key=lambda setting: len(setting[0])):
             for below in [known for known in self.settings if known[: len(path)] == path]:
                 del self.settings[below]
@@ -54,9 +55,10 @@ class LayeredSettings:
             self.settings[path] = Setting(value, source, is_ours)
 
     def _open(self, above: KeyPath, path: KeyPath, value: Any, source: str) -> None:
-        """A bare time becomes a mapping when a part is set below it; any other value cannot be entered.
+        """Make room for `path` below a value at `above`; raise `UsageError` unless that is a bare time.
 
-        It is the mean of a normal distribution. It means nothing to any other one, and is replaced.
+        For a normal distribution, the bare time becomes the mean. For any other, it has no meaning and is
+        removed.
         """
         standing = self.settings.get(above)
         if standing is None:
@@ -101,7 +103,7 @@ _OUTERMOST: Final = ","
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """One value to set. `source` is the text it came from, for messages."""
+    """One value to set. `source` is the text that sets it, for messages."""
 
     path: KeyPath
     value: Any
@@ -122,9 +124,9 @@ def parse_settings(texts: Iterable[str]) -> tuple[Override, ...]:
 
 
 def parse_dlio_words(words: Sequence[str]) -> tuple[tuple[Override, ...], dict[str, str]]:
-    """A command line of `dlio_benchmark`: `workload=NAME ++workload.a.b=v hydra.run.dir=D --config-dir D`.
+    """Parse a command of `dlio_benchmark`: `workload=NAME ++workload.a.b=v hydra.run.dir=D --config-dir D`.
 
-    Returns the overrides, and the other words by name; a null is "".
+    Returns the overrides, and the other words by name; a null becomes "".
     """
     given: dict[str, str] = {}
     overrides = []
@@ -138,8 +140,8 @@ def parse_dlio_words(words: Sequence[str]) -> tuple[tuple[Override, ...], dict[s
                 raise UsageError(f"{word} names no folder", fix=_DLIO_USAGE)
             given["--config-dir"] = folder
         elif name == "--config-dir":
-            given[name] = value  # an option, not an override: no grammar, no quotes
-        elif word.startswith("~workload.") and not equals:  # hydra's word for leaving out a key
+            given[name] = value  # an option rather than an override: no grammar, no quotes
+        elif word.startswith("~workload.") and not equals:  # hydra's syntax for leaving out a key
             overrides.append(_override(f"{bare.removeprefix('~workload.')}=null", source=word))
         elif equals and name.startswith("workload."):
             overrides.append(_override(bare.removeprefix("workload."), source=word))
@@ -177,13 +179,16 @@ def _override(text: str, *, source: str) -> Override:
     try:
         return Override(path=path, value=parse_value(value, source=source), source=source)
     except UsageError:
-        if not is_secret:  # no message may quote its value
+        if not is_secret:  # no message may quote a secret's value
             raise
         raise UsageError("A secret cannot be read", where=source, fix="Put it in quotes.") from None
 
 
 def parse_value(text: str, *, source: str) -> Any:
-    """The value that `text` writes. Sizes and times stay text, because only their key knows the kind."""
+    """The value of `text`.
+
+    Sizes and times remain text, because only their key determines which of them it is.
+    """
     scanner = _Scanner(text.strip(), source)
     value = scanner.value(ends=_OUTERMOST)
     if scanner.peek() == ",":
@@ -243,7 +248,7 @@ class _Scanner:
         return _primitive(text)
 
     def _elements(self, opening: str) -> Iterator[Any]:
-        """Values between brackets; of a mapping, keys and values as pairs."""
+        """The values between brackets; for a mapping, pairs of keys and values."""
         closing = _ENDS[opening]
         self.at += 1
         while self.peek() != closing:
@@ -274,7 +279,7 @@ class _Scanner:
 
     def _quoted(self) -> str:
         quote = self.text[self.at]
-        # A backslash escapes the quote or itself, and stands for itself before anything else.
+        # A backslash escapes the quote or itself; before any other character, it stands for itself.
         found = re.compile(rf"{quote}((?:\\[{quote}\\]|[^{quote}])*+){quote}").match(self.text, self.at)
         if found is None:
             raise self.error(f"no closing {quote}", "Close the quotes.")
@@ -288,5 +293,5 @@ class _Scanner:
         return self.text[self.at : self.at + 1]
 
     def error(self, what: str, fix: str) -> UsageError:
-        """The error for this text."""
+        """The error for the text that is being read."""
         return UsageError(f"{self.text!r} has {what}", where=self._source, fix=fix)

@@ -2,7 +2,7 @@
 
 A family's file holds `about`, `workload` (what all accelerators share, in DLIO's keys) and `accelerators`
 (what each of them changes). A model card holds the sections of a workload and, next to them, `about`,
-`ranks`, `aliases`, and `files` if the checkpoint's files are known one by one.
+`ranks`, `aliases`, and `files` if the checkpoint's files are known individually.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ Family = Mapping[str, Any]
 
 @cache
 def families() -> Mapping[str, Family]:
-    """The content of each family's file, by name, in order."""
+    """Map each family's name to the content of its file, in catalogue order."""
     return {name: {"accelerators": {}, **tree} for name, tree in _read_folder("catalog") if name != "dlio"}
 
 
@@ -36,7 +36,7 @@ def dlio_workloads() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _read_folder(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The YAML files of a shipped folder: name and content."""
+    """The name and content of each YAML file in a shipped folder."""
     entries = sorted((resources.files("penstock.workload") / folder).iterdir(), key=lambda entry: entry.name)
     for entry in entries:
         if entry.name.endswith(".yaml"):
@@ -44,13 +44,13 @@ def _read_folder(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 CARD_KEYS: Final = ("about", "ranks", "aliases", "files")
-"""The keys of a card that are no sections of its workload."""
+"""The keys of a card that are not sections of its workload."""
 
 
 class FileRule(BaseModel):
-    """Files of one kind: on each `every`-th rank; `count` of them on each, numbered by `{index}`.
+    """Files of one kind: `count` of them on each `every`-th rank, numbered by `{index}`.
 
-    `name` may hold `{epoch}`, `{step}`, `{rank}` and `{index}`; a file's bytes are the sum of its `parts`.
+    `name` may contain `{epoch}`, `{step}`, `{rank}` and `{index}`; a file's size is the sum of its `parts`.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -62,7 +62,10 @@ class FileRule(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """One model. `ranks` of None leaves their number to the model's own parallelism."""
+    """A card that describes one model.
+
+    If `ranks` is None, their number follows from the model's own parallelism.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -76,18 +79,18 @@ class ModelCard(BaseModel):
 
 @cache
 def cards() -> Mapping[str, ModelCard]:
-    """All shipped cards by name, in order."""
+    """All shipped cards by name, in catalogue order."""
     files = _read_folder("catalog/models")
     return {name: read_card(tree, name=name, source=f"{name}.yaml") for name, tree in files}
 
 
 def shipped_card(name: str) -> ModelCard | None:
-    """The card of this name or alias."""
+    """The card with this name or alias, or None."""
     return cards().get(name) or next((card for card in cards().values() if name in card.aliases), None)
 
 
 def read_card(tree: Mapping[str, Any], *, name: str, source: str) -> ModelCard:
-    """A card from a file's content: its own keys apart, the rest being the sections of a workload."""
+    """Read a card from a file's content: first its own keys; the rest are the sections of a workload."""
     about = {key: tree[key] for key in CARD_KEYS if key in tree}
     sections = {key: value for key, value in tree.items() if key not in CARD_KEYS}
     if set(sections) == {"workload"}:

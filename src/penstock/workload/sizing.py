@@ -1,6 +1,6 @@
-"""How large samples and a data set are, and how many accelerators a bandwidth feeds. Pure and exact.
+"""The sizes of samples and data sets, and how many accelerators a bandwidth can feed. Pure and exact.
 
-The same arithmetic plans a data set and checks a run. It uses fractions up to the printed text, because
+The same arithmetic plans a data set and checks a run. It uses fractions right up to the printed text, because
 rounding a quotient before taking its ceiling can lose a file.
 """
 
@@ -18,15 +18,15 @@ from penstock.workload.quantities import element_bytes
 from penstock.workload.spec import Dataset, ParquetColumn, Workload
 
 MIN_STEPS: Final = 500
-"""Steps an epoch must have on every accelerator."""
+"""The number of steps that an epoch must have on every accelerator."""
 MEMORY_MULTIPLE: Final = 5
-"""How many times all hosts' memory a data set must hold."""
+"""The size of a data set must be at least this multiple of all hosts' memory."""
 FILES_PER_FOLDER: Final = 10_000
-"""Beyond this many, listing and creating in one folder slow down on shared file systems."""
+"""With more files than this in one folder, listing and creating slow down on shared file systems."""
 
 
 def record_bytes(dataset: Dataset) -> Fraction:
-    """The mean size of a sample on storage, before compression: columns, else dimensions, else length."""
+    """The mean size of a sample on storage, before compression: by columns, else dimensions, else length."""
     row_bytes = parquet_row_bytes(dataset)
     if row_bytes is not None:
         return Fraction(row_bytes)
@@ -36,7 +36,7 @@ def record_bytes(dataset: Dataset) -> Fraction:
 
 
 def read_bytes_per_sample(dataset: Dataset) -> Fraction:
-    """The bytes that training reads of a sample: in Parquet only columns with `read: true`."""
+    """The bytes of a sample that training reads: in Parquet, only columns with `read: true`."""
     if parquet_row_bytes(dataset) is None:
         return record_bytes(dataset)
     return Fraction(sum(column_bytes(column) for column in dataset.parquet.columns if column.read))
@@ -56,7 +56,7 @@ def column_bytes(column: ParquetColumn) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSizingRequest:
-    """Everything that decides the size. `host_memory_bytes` has one entry per host; hosts may differ."""
+    """Everything that determines the size. `host_memory_bytes` has one entry per host; hosts may differ."""
 
     record_bytes: Fraction
     read_bytes_per_sample: Fraction
@@ -69,10 +69,10 @@ class DatasetSizingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSizing:
-    """The smallest data set that is large enough, what it asks of storage, and the arithmetic as text.
+    """The smallest data set that is large enough, what it requires of storage, and the arithmetic as text.
 
-    `num_subfolders` of 0 means none. Rates are those of accelerators that never wait, None
-    without computation.
+    `num_subfolders` of 0 means none. Rates are those of accelerators that never wait, None without
+    computation.
     """
 
     request: DatasetSizingRequest
@@ -95,7 +95,7 @@ class DatasetSizing:
 def make_sizing_request(
     workload: Workload, *, num_accelerators: int, host_memory_bytes: Iterable[int]
 ) -> DatasetSizingRequest:
-    """The request to size `workload`'s data set for these machines."""
+    """The request for sizing `workload`'s data set for these machines."""
     hosts = tuple(host_memory_bytes)
     if num_accelerators < 1 or not hosts or min(hosts) < 1:
         raise UsageError(
@@ -114,14 +114,14 @@ def make_sizing_request(
 
 
 def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
-    """The smallest data set by both rules: 500 steps for each accelerator, five times all memory."""
+    """The smallest data set by both rules: 500 steps for each accelerator, five times all hosts' memory."""
     hosts, per_file = request.host_memory_bytes, request.num_samples_per_file
     by_steps = MIN_STEPS * request.batch_size * request.num_accelerators
     by_memory_exactly = MEMORY_MULTIPLE * sum(hosts) / request.record_bytes
     by_memory = math.ceil(by_memory_exactly)
     min_samples = max(by_steps, by_memory)
     min_files = -(-min_samples // per_file)
-    if len(set(hosts)) == 1:  # one figure where hosts are equal (`1024 GiB`), a sum where they differ
+    if len(set(hosts)) == 1:  # one figure if hosts are equal (`1024 GiB`), otherwise a sum
         memory = _gibibytes(sum(hosts))
     else:
         groups = groupby(sorted(hosts, reverse=True))
@@ -161,17 +161,17 @@ def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
 
 
 def _gibibytes(memory_bytes: int) -> str:
-    """In GiB where that is exact, so that the line can be checked by hand; else in bytes."""
+    """The size in GiB if that is exact, so that the line can be checked by hand; otherwise in bytes."""
     return f"{memory_bytes >> 30} GiB" if memory_bytes % (1 << 30) == 0 else f"{memory_bytes} B"
 
 
 def bytes_text(size_bytes: Fraction) -> str:
-    """Bytes as the workload gives them, without separators, so that they can be pasted: `114660.07`."""
+    """The size in bytes as a workload gives it, without separators, ready to be pasted: `114660.07`."""
     return f"{size_bytes.numerator}" if size_bytes.denominator == 1 else f"{float(size_bytes):.15g}"
 
 
 def quotient_text(value: Fraction) -> str:
-    """One decimal, or as many as tell `value` from a whole number that it is not: 37,500.2."""
+    """`value` with one decimal, or with as many as distinguish it from a whole number: 37,500.2."""
     if value.denominator == 1:
         return f"{value.numerator:,}"
     for digits in range(1, 30):
@@ -185,14 +185,14 @@ MODEL: Final = (
     "prefetching hides reading: step = max(computation, reading), utilization = computation / step, "
     "bandwidth shared evenly, no other cost"
 )
-"""The model of `forecast_accelerators`, which is exact within it."""
+"""The assumptions of `forecast_accelerators`, which is exact under them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorForecast:
-    """The largest number of accelerators at the threshold, and the utilization there and one further.
+    """The largest number of accelerators that meets the threshold; the utilization of that and of one more.
 
-    `num_accelerators` of 0 means that not even one is kept busy enough; then `au` is 1 of it.
+    `num_accelerators` of 0 means that not even one is kept busy enough; `au` is then that of one accelerator.
     """
 
     num_accelerators: int
@@ -264,5 +264,5 @@ def _accelerators(num: int) -> str:
 
 
 def _percent(share: Fraction) -> str:
-    """Cut, not rounded, so that what misses a threshold never looks as if it reached it."""
+    """The percentage, truncated so that a value below a threshold never seems to reach it."""
     return f"{math.floor(share * 10_000) / 100:.2f}"

@@ -1,8 +1,8 @@
 """A workload as typed data: one frozen dataclass per section, with DLIO's defaults.
 
 Types tell `read_workload` and `write_workload` how to read and write a value; the constructors check nothing.
-A spec is never changed: an override makes another one. Units are part of the names; an alias is the key where
-DLIO's differs. What `write_workload` prints (secrets apart), `read_workload` reads as an equal workload.
+A spec never changes: an override creates a new one. Units are part of the names; an alias is the key where
+DLIO's differs. `read_workload` reads what `write_workload` prints as an equal workload, except for secrets.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from penstock.workload import enums, quantities
 
 KeyPath = tuple[str, ...]
-"""The place of a value: `("dataset", "num_files_train")`."""
+"""The path of a value: `("dataset", "num_files_train")`."""
 
 
 Integer = Annotated[int, Strict()]
@@ -41,7 +41,8 @@ _Exact = Annotated[
     PlainSerializer(lambda value: int(value) if value.denominator == 1 else float(value)),
 ]
 ExactBytes = Annotated[_Exact, Gt(0)]
-"""Mean sizes may be fractions of a byte (114660.07): kept exactly, so that ceilings are right."""
+"""Mean sizes may include fractions of a byte (114660.07); they are kept exactly, so that ceilings are right.
+"""
 SpreadBytes = Annotated[_Exact, Ge(0)]
 Seconds = Annotated[float, Strict(), Ge(0), BeforeValidator(quantities.read_seconds)]
 Time = Annotated[
@@ -51,12 +52,12 @@ Share = Annotated[float, Strict(), Ge(0), Le(1)]
 ElementType = Annotated[str, AfterValidator(quantities.read_element_type)]
 """A numpy name such as float32; in Parquet also `string` and `binary`, whose elements are bytes."""
 Secret = Annotated[str | None, Field(exclude=True)]
-"""No printed form shows it."""
+"""A value that no printed form shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workflow:
-    """The stages that run. `checkpoint` without `train` measures checkpoints alone."""
+    """The stages that run. `checkpoint` without `train` measures only checkpoints."""
 
     generate_data: bool = False
     train: bool = True
@@ -67,7 +68,7 @@ class Workflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetColumn:
-    """One Parquet column: `size` elements of `dtype` in every row; training reads it if `read` says so."""
+    """One Parquet column: `size` elements of `dtype` in every row. Training reads it if `read` is true."""
 
     name: str
     dtype: ElementType = "float32"
@@ -77,9 +78,11 @@ class ParquetColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parquet:
-    """The layout of Parquet files. Without `columns` there is one, of record-sized byte strings.
+    """The layout of Parquet files.
 
-    `row_group_size` and `generation_batch_size` are rows; a batch of 0 rows is one row group.
+    Without `columns`, there is one column, of byte strings of a record's size.
+
+    `row_group_size` and `generation_batch_size` are in rows; a batch of 0 rows is one row group.
     """
 
     columns: tuple[ParquetColumn, ...] = ()
@@ -90,7 +93,7 @@ class Parquet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hdf5:
-    """The chunks of HDF5 datasets: `chunk_dims` in elements, empty for contiguous."""
+    """The chunks of HDF5 datasets: `chunk_dims` in elements, empty for contiguous datasets."""
 
     chunk_dims: tuple[AtLeastOne, ...] = ()
     num_dset_per_record: AtLeastOne = 1
@@ -99,9 +102,9 @@ class Hdf5:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """The files on storage. `record_dims`, where given, count instead of `record_length_bytes`.
+    """The files on storage. `record_dims`, if given, replaces `record_length_bytes`.
 
-    `num_subfolders_*` of 0 and 1 mean none. `record_length_bytes_resize` is the size of a sample after
+    `num_subfolders_*` of 0 or 1 means none. `record_length_bytes_resize` is the size of a sample after
     preprocessing, 0 for its size as read; `listing_validation_interval` of 0 validates nothing.
     """
 
@@ -132,7 +135,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSection:
-    """The reading of samples. `read_threads` and `write_threads` of None are chosen by the machine's cores.
+    """Settings for reading samples. `read_threads` and `write_threads` of None depend on the machine's cores.
 
     `prefetch_size` is in batches, `shuffle_size` in samples; `transfer_bytes` of None leaves the size of
     sequential reads to the format. `drop_page_cache`, which DLIO does not have, evicts what an epoch is about
@@ -188,7 +191,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
-    """The times and the way of checkpoints; `steps_between_checkpoints`, where given, replaces epochs."""
+    """Settings for writing checkpoints: when and how.
+
+    `steps_between_checkpoints`, if given, replaces epochs.
+    """
 
     checkpoint_folder: str = "./checkpoints/"
     checkpoint_after_epoch: AtLeastOne = 1
@@ -206,7 +212,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The ranks that a model is split over; `data` of None follows from the number of ranks."""
+    """The ranks over which a model is split; `data` of None follows from the number of ranks."""
 
     tensor: AtLeastOne = 1
     pipeline: AtLeastOne = 1
@@ -230,7 +236,7 @@ class Model:
     """The content of a checkpoint: plain bytes, explicit layers, or a `transformer`.
 
     `num_layers` of None means that the layout is not by layers. `layer_parameters` and `optimization_groups`
-    count elements a rank holds of each tensor.
+    count the elements of each tensor that a rank holds.
     """
 
     name: str = "default"
@@ -255,7 +261,7 @@ class OutputSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """The judgement of a run: the accelerator utilization `au` it must keep, and steps that do not count."""
+    """The criteria for a run: the accelerator utilization `au` to reach, and the steps that do not count."""
 
     au: Share = 0.90
     exclude_start_steps: Count = 1
@@ -264,7 +270,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiling:
-    """The observer of a run from outside, and the devices that it watches."""
+    """The program that observes a run from outside, and the devices that it watches."""
 
     profiler: enums.Profiler = enums.Profiler.IOSTAT
     iostat_devices: tuple[str, ...] = ()
@@ -272,10 +278,10 @@ class Profiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
-    """The way to an object service. None leaves the choice to the storage's own defaults.
+    """Options for access to object storage. None leaves the choice to the storage's own defaults.
 
-    `prefetch_window` and `max_outstanding` are reads in flight, of a worker and of a process. The two keys
-    are secrets: they are left out of every printed form.
+    `prefetch_window` and `max_outstanding` are reads in flight, per worker and per process. The two keys are
+    secrets, left out of every printed form.
     """
 
     endpoint_url: str | None = None
@@ -299,7 +305,7 @@ SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSection:
-    """The place of data, in DLIO's terms; a `--data` URI replaces it.
+    """The location of data, in DLIO's terms; a `--data` URI replaces it.
 
     `endpoint_uris` are the addresses of one service, used in turn instead of `endpoint_url`.
     """
@@ -314,7 +320,7 @@ class StorageSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One request. `name` is the family's or the file's; `accelerator` is "" where none was named."""
+    """One request. `name` is the family's or the file's; `accelerator` is "" if none was named."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections
 
@@ -335,7 +341,7 @@ class Workload:
 
     @property
     def full_name(self) -> str:
-        """`unet3d_h100`: what `workload=` of DLIO's command line calls it."""
+        """The name for `workload=` on DLIO's command line, such as `unet3d_h100`."""
         return f"{self.name}_{self.accelerator}" if self.accelerator else self.name
 
 
@@ -360,13 +366,13 @@ def read_workload(
 
 
 def write_workload(workload: Workload) -> dict[str, Any]:
-    """All values under DLIO's keys, defaults included, as plain values; None where a value is unset."""
+    """All values under DLIO's keys, including defaults, as plain values; None if a value is unset."""
     tree = _adapter().dump_python(workload, mode="json", by_alias=True)
     return {key: value for key, value in tree.items() if key not in _NOT_IN_FILES}
 
 
 def known_paths(section: type = Workload, above: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key, as a path; keys of a list's elements are below the list's own."""
+    """Every key as a path; the keys of a list's elements are below the list's own key."""
     hints = get_type_hints(section, include_extras=True)
     for entry in fields(section):
         if section is Workload and entry.name in _NOT_IN_FILES:

@@ -14,7 +14,7 @@ _BLOCK_PREFIX: Final = re.compile(r"^[-?: \t]+", re.MULTILINE)
 
 
 class _UniqueKeys:
-    """Refuses a key that stands twice in one mapping; mixed into a loader."""
+    """Refuses a key that occurs twice in one mapping; to be mixed into a loader."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - the loader's signature
         loader: Any = super()
@@ -33,20 +33,22 @@ class _UniqueKeys:
 
 
 class _PlainLoader(_UniqueKeys, yaml.SafeLoader):
-    """PyYAML's loader in Python, which raises RecursionError where documents nest too deeply."""
+    """PyYAML's loader in Python, which raises RecursionError if documents nest too deeply."""
 
 
 _FAST_LOADER: Final[Any] = type(
     "FastLoader", (_UniqueKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {}
 )
-"""libyaml's, seven times as fast. It recurses on the C stack: brackets alone could end the process."""
+"""The loader of libyaml, seven times as fast. It recurses on the C stack, so brackets alone could end the
+process.
+"""
 
 
 def parse_yaml(
     text: str, *, source: str, kind: str = "A workload", page: str = "workloads"
 ) -> dict[str, Any]:
-    """The mapping that `text` holds; errors name `source`, and the page that describes such documents."""
-    # Each bracket and each column of indentation opens one level at most.
+    """The mapping in `text`. Errors name `source`, and the page that describes such documents."""
+    # Each bracket and each column of indentation opens at most one level.
     block_levels = max(map(len, _BLOCK_PREFIX.findall(text)), default=0)
     may_nest_deeply = text.count("[") + text.count("{") + block_levels > _FAST_NESTING
     try:

@@ -1,8 +1,8 @@
-"""Numbers as text, a row a sample, without a header, as with DLIO; every number has the same width.
+"""Numbers as text, one row per sample, without a header, like DLIO's; every number has the same width.
 
-Invariant: because of the leading zeros each row's place is known, and sizes are exact beforehand. A number is
-content, too: its element's bytes as an unsigned integer, without the sign's bit for signed types; for floats
-the digits after "0.", as many as the type holds.
+Invariant: because of leading zeros, the position of each row is known, and sizes are exact in advance.
+Numbers are content, too: an element's bytes as an unsigned integer, without the sign bit for signed types;
+for floats, the digits after "0.", as many as the type holds.
 """
 
 import math
@@ -19,15 +19,15 @@ from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 
 _STEP_ELEMENTS: Final = 1 << 18
-"""Numbers that are turned into text at a time: memory holds these, not a file."""
+"""The number of numbers that are turned into text at a time: memory holds these rather than a file."""
 _ZERO, _COMMA, _NEWLINE = b"0,\n"
 
 
 class CsvFormat(fp.ReadWhole):
-    """Files that any reader of CSV takes as numbers."""
+    """Files that any CSV reader takes as numbers."""
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
-        """A sample is a row of numbers, whatever its dimensions."""
+        """The shape of a sample, which is a row of numbers, whatever its dimensions."""
         shape = super()._draw_shape(index)
         if np.dtype(shape.dtype).kind == "c":
             raise UsageError(
@@ -43,7 +43,7 @@ class CsvFormat(fp.ReadWhole):
         return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
-        """Rows in steps; a step may be a part of a row."""
+        """Emit rows in steps; a step may be a part of a row."""
         num_elements = plan.num_samples * plan.dims[0]
         for start in range(0, num_elements, _STEP_ELEMENTS):
             numbers = _numbers(plan, out.content, start, min(_STEP_ELEMENTS, num_elements - start))
@@ -70,13 +70,13 @@ class CsvFormat(fp.ReadWhole):
         return _values(numbers, kind).reshape(len(samples), *plan.dims)
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """The numbers that the text says."""
+        """The numbers that the text represents."""
         numbers = _numbers(plan, content, samples.start * plan.dims[0], len(samples) * plan.dims[0])
         return _values(numbers, np.dtype(plan.dtype)).reshape(len(samples), *plan.dims)
 
 
 def _measure(kind: np.dtype[np.generic]) -> tuple[int, int, int]:
-    """The number of values of an element, the characters before its digits, and those of all with its end."""
+    """The values in an element, the characters before its digits, and all characters with the separator."""
     is_float = kind.kind == "f"
     limit = int(10 ** np.finfo(kind.str).precision) if is_float else int(np.iinfo(kind.str).max) + 1
     prefix = len(b"0.") if is_float else 0
@@ -98,7 +98,7 @@ def _values(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> fp.Sampl
 
 
 def _text(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> NDArray[np.uint8]:
-    """A row of characters a number, its last column free for what ends it."""
+    """One row of characters for each number; the last column is free for the separator."""
     limit, prefix, width = _measure(kind)
     text = np.empty((len(numbers), width), dtype=np.uint8)
     text[:, :prefix] = np.frombuffer(b"0."[:prefix], dtype=np.uint8)

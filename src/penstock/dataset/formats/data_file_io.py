@@ -26,16 +26,16 @@ KEPT_BUFFERS = 8
 
 
 def buffer_pool() -> BufferPool:
-    """Buffers as `write_file` uses them; one pool serves any number of files and threads."""
+    """A pool of the buffers that `write_file` uses; one pool serves any number of files and threads."""
     return BufferPool(BUFFER_BYTES, KEPT_BUFFERS)
 
 
 def write_file(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content, pool: BufferPool
 ) -> tuple[ObjectInfo, ...]:
-    """Write all parts of one file, the file itself last; what is stored, in the order of `plan.parts`."""
+    """Write all parts of one file, the file itself last; return what is stored, ordered as `plan.parts`."""
     stored: list[ObjectInfo] = []
-    # A reader that finds the file finds its indexes, too, whenever this is interrupted.
+    # A reader that finds the file also finds its indexes, whenever this is interrupted.
     for part in reversed(range(len(plan.parts))):
         size_bytes = plan.parts[part].size_bytes
         with ExitStack() as undo:
@@ -55,7 +55,10 @@ def write_together(
     storage: SupportsWritesAtOnce,
     pool: BufferPool,
 ) -> list[tuple[fp.FilePlan, int]]:
-    """Write small files, which become durable together; the bytes of each. Memory holds one of them."""
+    """Write small files, which become durable together; return the size of each.
+
+    Memory holds one file at a time.
+    """
     written: list[tuple[fp.FilePlan, int]] = []
 
     def made() -> Iterator[tuple[str, memoryview]]:
@@ -66,7 +69,7 @@ def write_together(
                 out = DataFileWriter(content, lambda *filled, kept=kept: kept.append(filled), pool)
                 kind.emit(plan, part, out)
                 out.flush()
-                # A copy only if it is more than a buffer.
+                # Copied only if the file takes more than one buffer.
                 text = kept[0][0] if len(kept) == 1 else memoryview(b"".join(buffer for buffer, _ in kept))
                 yield plan.parts[part].key(plan.name), text
                 for _, release in kept:
@@ -80,7 +83,7 @@ def write_together(
 
 @dataclass(frozen=True, slots=True)
 class WrongFile:
-    """A stored part that differs from its recipe, and how."""
+    """A stored part that differs from its recipe, and how it differs."""
 
     name: str
     what: str
@@ -89,7 +92,7 @@ class WrongFile:
 def verify_file(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> WrongFile | None:
-    """Compare every byte of every part with the generator; None if the file is as it was written.
+    """Compare every byte of every part with the generator; return None if the file is as it was written.
 
     Raises `ShortTransfer` for a part that is truncated or too long, `ObjectNotFound` for one that is missing.
     """
@@ -128,7 +131,7 @@ def _first_wrong_byte(
 
 
 def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: int) -> ShortTransfer:
-    """The error of a stored part that ends before the bytes which it must have."""
+    """The error for a stored part that ends before the bytes that it must have."""
     name = plan.parts[part].key(plan.name)
     return ShortTransfer(
         f"{name} is truncated: it has {actual_bytes} bytes of at least {needed_bytes}",
@@ -140,7 +143,7 @@ def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: in
 
 
 def _describe(kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content) -> str:
-    """Say which sample a file's wrong bytes belong to."""
+    """Say to which sample a file's wrong bytes belong."""
     find = _first_wrong_block if kind.is_taken_apart_by_library else _first_wrong_sample
     try:
         wrong = find(kind, plan, storage, content)
@@ -157,7 +160,7 @@ def _describe(kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content:
 def _first_wrong_sample(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
-    """The first sample that decodes to something else."""
+    """The first sample that decodes to something else than expected."""
     with closing(storage.open(plan.name)) as source:
         survey = kind.survey(plan, source)
         for start in range(0, plan.num_samples, plan.block_samples):
@@ -173,7 +176,7 @@ def _first_wrong_sample(
 def _first_wrong_block(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
-    """The first sample of the first block with other bytes than in a file made for comparison, in memory."""
+    """The first sample of the first block that differs from a file generated in memory for comparison."""
     whole = kind.with_all_columns()
     plan = whole.plan(plan.index, plan.name)
     right = MemoryStorage()
@@ -192,7 +195,7 @@ def _first_wrong_block(
 def read_samples(
     kind: fp.FileFormat, plan: fp.FilePlan, survey: fp.FileSurvey, source: Source, samples: range
 ) -> fp.Sample:
-    """Read and decode `samples` of an open file, one range after the other: for verification and tests."""
+    """Read and decode `samples` of an open file, one range after the other. For verification and tests."""
     pieces = [_read(source, read) for read in kind.reads(plan, survey, samples) if read.part == 0]
     return kind.decode(plan, survey, pieces, samples)
 

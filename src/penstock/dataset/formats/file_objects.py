@@ -1,4 +1,4 @@
-"""File objects for h5py, pyarrow and zipfile: over the ranges of a stored file, or in memory."""
+"""File objects for h5py, pyarrow and zipfile: over ranges of a stored file, or in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RangesFile(io.RawIOBase):
-    """A file of `size_bytes` whose ranges `fill(offset, buffer)` reads, all of them inside the file."""
+    """A file of `size_bytes`, whose ranges `fill(offset, buffer)` reads; no range extends beyond the file."""
 
     def __init__(self, size_bytes: int, fill: Callable[[int, memoryview], None]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GrowingBuffer(io.RawIOBase):
         self._drained_bytes = 0
 
     def writable(self) -> bool:
-        """Encoders ask first."""
+        """Return True; encoders ask before they write."""
         return True
 
     def write(self, text: ReadableBuffer, /) -> int:
@@ -59,11 +59,11 @@ class GrowingBuffer(io.RawIOBase):
         return view.nbytes
 
     def tell(self) -> int:
-        """Everything that was ever written."""
+        """The number of bytes ever written."""
         return self._drained_bytes + len(self._waiting)
 
     def drain(self, out: FormatSink) -> None:
-        """Hand over what waits."""
+        """Pass on what was written since the last `drain`."""
         waiting, self._waiting = self._waiting, bytearray()
         self._drained_bytes += len(waiting)
         out.raw(memoryview(waiting))

@@ -1,4 +1,4 @@
-"""Writes a format's bytes through warm buffers, or compares them with a stored file.
+"""Writes a format's bytes through reusable buffers, or compares them with a stored file.
 
 A format emits a file once, front to back, to a `FormatSink`: a `DataFileWriter` or a `DataFileChecker`.
 Neither holds more of a file than a few buffers of `BUFFER_BYTES`, whatever its size.
@@ -21,19 +21,19 @@ from penstock.storage.protocol import Release
 
 BUFFER_BYTES: Final = 4 << 20
 _STEP_BYTES: Final = 128 << 10
-"""Content is made and summed in steps that stay in a core's own cache between the two."""
+"""Content is generated and summed in steps that stay in a core's own cache in between."""
 _COPIED_BYTES: Final = 64 << 10
 
 
 class Checksum(Enum):
-    """The sums that formats keep of their bytes."""
+    """The checksums that formats keep of their bytes."""
 
     CRC32 = "crc32"
     CRC32C = "crc32c"
 
 
 class FormatSink(ABC):
-    """Takes a file front to back, in windows of memory: one kind writes it, the other compares it."""
+    """Takes a file front to back, in windows of memory. One subclass writes it, the other compares it."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
@@ -43,7 +43,7 @@ class FormatSink(ABC):
         self._sum = 0
 
     def raw(self, text: bytes | memoryview) -> None:
-        """Take bytes of the format itself, or of an encoder; `text` may be changed after the call."""
+        """Take bytes of the format itself, or of an encoder; `text` may change after the call."""
         view = memoryview(text).cast("B")
         while view:
             window = self._window(view.nbytes)
@@ -52,7 +52,7 @@ class FormatSink(ABC):
             view = view[window.nbytes :]
 
     def fill(self, size_bytes: int) -> None:
-        """Take that much content, from the file's own offset on."""
+        """Take `size_bytes` of content, from the file's own offset on."""
         end = self.offset + size_bytes
         while self.offset < end:
             window = self._window(min(end - self.offset, _STEP_BYTES))
@@ -60,38 +60,41 @@ class FormatSink(ABC):
             self._took(window)
 
     def start_sum(self, kind: Checksum) -> None:
-        """Sum up what comes from here on."""
+        """Begin a checksum of the bytes that follow."""
         self._kind, self._sum = kind, 0
 
     def end_sum(self) -> int:
-        """The sum since `start_sum`."""
+        """The checksum of the bytes since `start_sum`."""
         self._kind = None
         return self._sum
 
     @abstractmethod
     def _window(self, wanted: int) -> memoryview:
-        """The next memory: at least one byte, at most `wanted`."""
+        """The next window of memory: at least one byte, at most `wanted`."""
 
     @abstractmethod
     def _take_text(self, window: memoryview, text: memoryview) -> None:
-        """Put `text` into the window, or compare both."""
+        """Put `text` into the window, or compare the two."""
 
     @abstractmethod
     def _take_content(self, window: memoryview) -> None:
-        """Put content into the window, or compare both."""
+        """Put content into the window, or compare the two."""
 
     def _took(self, window: memoryview) -> None:
         if self._kind is Checksum.CRC32:
             self._sum = isal_zlib.crc32(window, self._sum)
         elif self._kind is Checksum.CRC32C:
-            # The library takes nothing but `bytes`; in steps that fit the cache the copy costs little.
+            # The library accepts only `bytes`; in steps that fit into the cache, the copy costs little.
             for start in range(0, window.nbytes, _COPIED_BYTES):
                 self._sum = google_crc32c.extend(self._sum, bytes(window[start : start + _COPIED_BYTES]))
         self.offset += window.nbytes
 
 
 class DataFileWriter(FormatSink):
-    """Fills buffers of `pool` and submits them, as to a `Sink`, as they get full; the last one at `flush`."""
+    """Fills buffers from `pool` and submits each one when it is full, and the last one at `flush`.
+
+    `submit` is that of a `Sink`.
+    """
 
     def __init__(
         self, content: Content, submit: Callable[[memoryview, Release], None], pool: aligned.BufferPool
@@ -103,7 +106,7 @@ class DataFileWriter(FormatSink):
         self._used = 0
 
     def flush(self) -> None:
-        """Submit the buffer as far as it is filled; after the last one the writer is not used again."""
+        """Submit the filled part of the buffer. Afterwards, the writer must not be used again."""
         self._submit(self._buffer[: self._used], partial(self._pool.give_back, self._buffer))
 
     def _window(self, wanted: int) -> memoryview:
@@ -122,7 +125,7 @@ class DataFileWriter(FormatSink):
 
 
 class FirstDifference(Exception):
-    """Not an error: stops a format that emits a file at the first `offset` where the stored part differs."""
+    """Not an error: stops a format at the first `offset` where the stored part differs from what it emits."""
 
     def __init__(self, offset: int) -> None:
         super().__init__(offset)
@@ -130,7 +133,7 @@ class FirstDifference(Exception):
 
 
 class DataFileChecker(FormatSink):
-    """Compares the stored part with what the format emits; `FirstDifference` at the first wrong byte."""
+    """Compares the stored part with what the format emits; raises `FirstDifference` at a wrong byte."""
 
     def __init__(self, content: Content, source: Source, on_short: Callable[[int], ShortTransfer]) -> None:
         super().__init__(content)
@@ -140,7 +143,7 @@ class DataFileChecker(FormatSink):
         self._unread = self._buffer[:0]
 
     def finish(self) -> None:
-        """Check that nothing follows."""
+        """Check that nothing follows the last byte."""
         if self.offset != self._source.size_bytes:
             raise FirstDifference(self.offset)
 

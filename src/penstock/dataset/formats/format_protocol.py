@@ -1,13 +1,13 @@
-"""The base of data file formats: plans of files, sizes of samples, and what each format must be able to do.
+"""The base of data file formats: plans of files, sizes of samples, and what each format must support.
 
-Between a data set's specification and everything that writes, reads or verifies files. A `FilePlan` is a pure
-function of (data set, seed, index), so any file is known by itself; only `survey` opens a stored file.
-Nothing here copies a sample if one of the ranges holds it: arrays are views.
+Connects a data set's specification with everything that writes, reads or verifies files. A `FilePlan` is a
+pure function of (data set, seed, index), so each file is determined independently; only `survey` opens a
+stored file. A sample that is contained in one range is not copied: arrays are views.
 
-The size of a file's samples is drawn by (seed, file index) alone, exactly to the byte. The draw, so that
-others can repeat it: u = (h + 1/2) / 2**64, where h is the little-endian BLAKE2b digest of 8 bytes of
+The size of a file's samples is drawn from (seed, file index) alone, exact to the byte. To make the draw
+reproducible by others: u = (h + 1/2) / 2**64, where h is the little-endian BLAKE2b digest of 8 bytes of
 "penstock sample size SEED INDEX"; the size is mean + stdev x the normal quantile of u, rounded to whole
-elements, and never below one element or what the format needs at least.
+elements, and never below one element or the format's minimum.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ from penstock.workload.spec import Dataset
 
 _KNOWN_LAYOUTS: Final = 4096
 _SEARCHED_ROWS: Final = 1 << 16
-"""The most row counts that `near_square` tries: a few hundred microseconds, once a size."""
+"""The largest number of row counts that `near_square` tries, which takes a few hundred microseconds for each
+size.
+"""
 
 Sample = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """One object of a data file: itself, or an index of it. A size that only an encoder knows is None."""
+    """One object of a data file: the file itself or an index of it.
+
+    A size that only an encoder knows is None.
+    """
 
     pattern: str = "{}"
     size_bytes: int | None
@@ -55,7 +60,8 @@ class FilePart:
 class FilePlan:
     """One data file before it exists. Its samples have `sample_bytes` each, and decode to `dims` of `dtype`.
 
-    `block_samples` in a row are read together: an order shuffles blocks, then samples within reach.
+    `block_samples` consecutive samples are read together: an order shuffles blocks, then samples within
+    reach.
     """
 
     name: str
@@ -70,7 +76,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead:
-    """One range of one part that training asks storage for."""
+    """A range of one part that training requests from storage."""
 
     part: int = 0
     offset: int
@@ -79,7 +85,7 @@ class RangeRead:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of a stored file that were read, and their offset in the file."""
+    """Bytes that were read from a stored file, and their offset in it."""
 
     offset: int
     content: bytes | memoryview
@@ -87,7 +93,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSurvey:
-    """Facts that only a stored file has: size, `known` bytes, the ranges of blocks, a library's own view."""
+    """Facts that only a stored file has: its size, `known` bytes, the ranges of blocks, a library's view."""
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
@@ -95,18 +101,21 @@ class FileSurvey:
     opened: object = None
 
 
-COMPUTED = FileSurvey()  # of formats whose layout is computed: nothing to find out
+COMPUTED = FileSurvey()  # for formats whose layout is computed: there is nothing to find out
 
 
 class FileFormat(ABC):
-    """A kind of data file for one data set and seed. Pure but for `survey`; any thread may call anything."""
+    """A kind of data file for one data set and seed.
+
+    Pure except for `survey`; any thread may call anything.
+    """
 
     compressions: ClassVar[tuple[Compression, ...]] = ()
-    """The ways in which the format can compress."""
+    """The compressions that the format supports."""
     is_taken_apart_by_library: ClassVar[bool] = False
-    """True if only a library can take files apart, and ends the process over some damaged ones.
+    """True if only a library can decode files, and it ends the process for some damaged ones.
 
-    So verification never hands it a file that differs from what it would write itself.
+    Verification therefore never gives it a file that differs from what it would itself write.
     """
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
@@ -124,13 +133,16 @@ class FileFormat(ABC):
         self._layouts: dict[SampleShape, FilePlan] = {}
 
     def plan(self, index: int, name: str) -> FilePlan:
-        """File `index`, unique over training and evaluation, as it will be stored under `name`."""
+        """The plan of file `index`, to be stored under `name`.
+
+        Indexes are unique over training and evaluation.
+        """
         shape = self._common_shape or self._draw_shape(index)
         if not self._dataset.record_length_bytes_stdev:
             self._common_shape = shape
         layout = self._layouts.get(shape)
         if layout is None:
-            # The same for all files with such samples.
+            # The same for all files with samples of this shape.
             num_samples = self._dataset.num_samples_per_file
             layout = FilePlan(
                 name="",
@@ -153,37 +165,40 @@ class FileFormat(ABC):
 
     @abstractmethod
     def _lay_out(self, plan: FilePlan) -> tuple[int, tuple[FilePart, ...]]:
-        """The samples of a block and the parts of a file, of which only these are not yet planned."""
+        """The number of samples in a block, and the parts of a file: all that `plan` leaves to the format."""
 
     @abstractmethod
     def emit(self, plan: FilePlan, part: int, out: FormatSink) -> None:
-        """Give the bytes of one part to `out`, front to back."""
+        """Emit the bytes of one part to `out`, front to back."""
 
     def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
-        """Read what `reads` and `decode` must know of the stored file; once for each opened file.
+        """Read what `reads` and `decode` must know of the stored file. Called once for each opened file.
 
-        Nothing, where the layout follows from the plan alone.
+        Reads nothing if the layout follows from the plan alone.
         """
         return COMPUTED
 
     @abstractmethod
     def reads(self, plan: FilePlan, survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
-        """The ranges to read for these samples, in order; the survey's own came before."""
+        """The ranges to read for these samples, in order; those of `survey` were read before."""
 
     @abstractmethod
     def decode(self, plan: FilePlan, survey: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
-        """These samples, first axis, from the pieces of part 0 that `reads` named."""
+        """Decode these samples, along the first axis, from the pieces of part 0 that `reads` named."""
 
     def check_sums(self, plan: FilePlan, pieces: Sequence[Extent]) -> None:  # noqa: B027 - most have none
-        """Raise `StorageError` where checksums are wrong that readers compare and `decode` does not."""
+        """Raise `StorageError` if a checksum is wrong that readers compare but `decode` does not."""
 
     def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
-        """The samples that `decode` must give: by default, content one after the other from offset 0 on."""
+        """The samples that `decode` must return.
+
+        By default, they are consecutive content from offset 0 on.
+        """
         text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))
 
     def with_all_columns(self) -> FileFormat:
-        """The same files, with everything of each sample read."""
+        """The same files, but everything in each sample is read."""
         return self
 
 
@@ -206,7 +221,7 @@ class GatheredRanges:
         self._starts = [piece.offset for piece in self._pieces]
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
-        """A view of one piece, or bytes joined out of several; `OSError` where a byte was not read."""
+        """A view of one piece, or a copy joined from several; raises `OSError` if a byte was not read."""
         joined = bytearray()
         while True:
             at, piece = offset + len(joined), memoryview(b"")
@@ -221,18 +236,18 @@ class GatheredRanges:
             if len(joined) == size_bytes:
                 return memoryview(joined)
             if not piece.nbytes:
-                # Not a zero: what decodes was all read.
+                # Never a zero instead: decoding needs only bytes that were read.
                 raise OSError(f"byte {at} was not read")
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`, as `read` finds its bytes."""
+        """Fill `buffer` with the bytes that `read` returns."""
         buffer[:] = self.read(offset, buffer.nbytes)
 
 
 def read_range(
     plan: FilePlan, pieces: Sequence[Extent] | GatheredRanges, offset: int, size_bytes: int
 ) -> memoryview:
-    """A range of the file from the pieces read of it, as `GatheredRanges.read` gives it."""
+    """A range of the file from the pieces that were read of it, as in `GatheredRanges.read`."""
     gathered = pieces if isinstance(pieces, GatheredRanges) else GatheredRanges(pieces)
     try:
         return gathered.read(offset, size_bytes)
@@ -245,7 +260,7 @@ def read_range(
 
 
 def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
-    """Ranges of part 0 in the order of the file, neighbours as one."""
+    """The ranges of part 0 in file order, with adjacent ranges merged."""
     ranges: list[RangeRead] = []
     for read in sorted(reads, key=lambda read: read.offset):
         if ranges and read.offset == ranges[-1].offset + ranges[-1].size_bytes:
@@ -257,7 +272,7 @@ def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
 
 
 def make_damage_error(plan: FilePlan, why: str) -> StorageError:
-    """The error of a file that cannot be decoded."""
+    """The error for a file that cannot be decoded."""
     return StorageError(
         f"{plan.name} is damaged: {why}",
         uri=plan.name,
@@ -266,12 +281,12 @@ def make_damage_error(plan: FilePlan, why: str) -> StorageError:
 
 
 def as_array(plan: FilePlan, text: memoryview, num_samples: int = 1) -> Sample:
-    """`text` as that many samples, first axis."""
+    """`text` as an array of `num_samples` samples along the first axis."""
     return np.frombuffer(text, dtype=plan.dtype).reshape(num_samples, *plan.dims)
 
 
 def make_content(content: Content, offset: int, size_bytes: int) -> memoryview:
-    """Content in memory of its own."""
+    """Content in newly allocated memory."""
     buffer = memoryview(bytearray(size_bytes))
     content.fill(buffer, offset)
     return buffer
@@ -279,7 +294,7 @@ def make_content(content: Content, offset: int, size_bytes: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class SampleShape:
-    """One sample: `dims` elements of the numpy type `dtype`, decoded from `size_bytes` of its file."""
+    """The shape of a sample: `dims` elements of the numpy type `dtype`, from `size_bytes` of its file."""
 
     dims: tuple[int, ...]
     dtype: str
@@ -287,20 +302,21 @@ class SampleShape:
 
 
 def draw_bytes(dataset: Dataset, seed: int, index: int) -> int:
-    """The size of the samples of file `index`; not yet rounded to elements, and possibly below 1."""
+    """The size of the samples of file `index`, not yet rounded to elements, and possibly below 1."""
     mean, stdev = dataset.record_length_bytes, dataset.record_length_bytes_stdev
     if not stdev:
         return round(mean)
     digest = blake2b(f"penstock sample size {seed} {index}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
-    # The largest digests round to 1.0, where the quantile is infinite.
+    # The largest digests round to 1.0, for which the quantile is infinite.
     return round(NormalDist(float(mean), float(stdev)).inv_cdf(min(uniform, 1 - 2**-53)))
 
 
 def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: int = 1) -> SampleShape:
-    """The shape of file `index`: the dimensions asked for, or two nearly equal ones of the size drawn.
+    """The shape of samples in file `index`: the requested dimensions, or two nearly equal ones.
 
-    Their product is the size exactly, where DLIO squares the whole root and loses up to two rows.
+    The product of the two is exactly the drawn size. DLIO instead squares the integer root, and loses up to
+    two rows.
     """
     # Little-endian numbers, for which any bytes are valid.
     kind = np.dtype(dataset.record_element_type).newbyteorder("<")
@@ -320,7 +336,10 @@ def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: in
 
 @lru_cache(maxsize=4096)
 def near_square(number: int) -> tuple[int, int]:
-    """Two factors of `number`, the first at most the second and as close to it as a search finds."""
+    """Two factors of `number`.
+
+    The first is at most the second, and as close to it as a limited search finds.
+    """
     top = math.isqrt(number)
     candidates = np.arange(max(1, top - _SEARCHED_ROWS + 1), top + 1, dtype=np.int64)
     divisors = candidates[number % candidates == 0]

@@ -1,8 +1,8 @@
 """HDF5 files as DLIO writes them: `records_0` to `records_k`, each (samples, rows, columns), and `labels`.
 
-For `hdf5` and `hdf5_opt`. Sample i is the content from i x sample_bytes on, divided evenly among the
-datasets of a record; labels are the content behind all samples. One file is held in memory while it is
-written, and its metadata while it is read.
+For `hdf5` and `hdf5_opt`. Sample i is the content from i x sample_bytes on, divided evenly among the datasets
+of a record; labels are the content that follows all samples. One file is held in memory while it is written,
+and its metadata while it is read.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _BATCH_BYTES: Final = 8 << 20
 _LARGEST_CHUNK: Final = 1 << 30
 """HDF5 allows less than 4 GiB, and a reader holds a whole chunk in memory."""
 _UNREADABLE: Final = (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError)
-"""The errors that h5py raises for damaged files."""
+"""The exceptions that h5py raises for damaged files."""
 
 
 class Hdf5Format(fp.FileFormat):
-    """Files that h5py opens; read by chunk, or by sample where there are no chunks."""
+    """Files that h5py opens. They are read by chunk, or by sample if there are no chunks."""
 
     compressions = (Compression.GZIP, Compression.LZF)
     is_taken_apart_by_library = True
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         super().__init__(dataset, seed)
-        # Samples can be cut into the datasets of a record.
+        # Samples must be divisible into the datasets of a record.
         self._num_datasets = self._elements_multiple = dataset.hdf5.num_dset_per_record
         if dataset.record_dims and dataset.record_dims[0] % self._num_datasets:
             raise UsageError(
@@ -54,7 +54,7 @@ class Hdf5Format(fp.FileFormat):
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
         """Build the file in memory."""
-        # HDF5 goes back to what it wrote before, which a sink cannot.
+        # HDF5 goes back to what it has written, which a sink cannot do.
         whole, rows = io.BytesIO(), plan.dims[0] // self._num_datasets
         with h5py.File(whole, "w") as file:
             targets = [self._create(file, plan, number) for number in range(self._num_datasets)]
@@ -72,7 +72,7 @@ class Hdf5Format(fp.FileFormat):
         out.raw(whole.getbuffer())
 
     def survey(self, plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
-        """Read the file's metadata, as h5py does, and learn where each chunk is."""
+        """Read the file's metadata, as h5py does, to find each chunk."""
         known: list[fp.Extent] = []
 
         def record(offset: int, target: memoryview) -> None:
@@ -104,7 +104,7 @@ class Hdf5Format(fp.FileFormat):
         )
 
     def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """The chunks that hold the samples, whole; neighbours in one range."""
+        """The whole chunks that contain the samples; adjacent ones are merged into one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             yield from fp.merge_ranges(read for block in survey.blocks[first : last + 1] for read in block)
@@ -140,7 +140,7 @@ class Hdf5Format(fp.FileFormat):
         )
 
     def _chunks(self, dims: tuple[int, ...], dtype: str) -> tuple[int, ...] | None:
-        """A chunk's shape: as asked for, or by its size, or None where nothing needs chunks."""
+        """A chunk's shape: as requested, or derived from the requested size; None if none is needed."""
         asked, num_samples = self._dataset.hdf5, self._dataset.num_samples_per_file
         shape = (num_samples, dims[0] // self._num_datasets, *dims[1:])
         if asked.chunk_dims:
@@ -158,7 +158,7 @@ class Hdf5Format(fp.FileFormat):
     def _full_rank(
         self, asked: tuple[int, ...], shape: tuple[int, ...], *, first: int
     ) -> tuple[int, ...] | None:
-        """Dimensions of a sample, or of the samples of a file, as those of a file's dataset."""
+        """Extend the dimensions of a sample, or of a file's samples, to those of the file's datasets."""
         if not asked:
             return None
         if len(asked) == len(shape) - 1:

@@ -1,15 +1,15 @@
-"""JPEG and PNG images of exactly the size asked for: noise that any decoder shows.
+"""JPEG and PNG images of exactly the requested size, which show noise in any decoder.
 
-A file is one sample and is read whole. Its bytes follow from its size and content and depend on no library,
-so a lossy format is verified by its bytes, without decoding.
+A file is one sample and is read as a whole. Its bytes follow from its size and content and do not depend on
+any library, so a lossy format is verified by its bytes, without decoding.
 
-JPEG is coloured noise, about 2 bits a pixel as photographs have. Coded data is content, bent to be valid: the
-only Huffman code, "0", stands before each value, which is a DC difference of 10 bits or, behind 8 zeros, an
-AC value of 10 bits; so a block is 1 + 7 values of 11 bits: 11 bytes. Six blocks are a unit of 16 x 16 pixels
-with halved colours. Invariant: no coded byte is 0xFF, so nothing is stuffed and sizes are exact.
+JPEG is coloured noise with about 2 bits per pixel, like photographs. Coded data is content, modified to be
+valid: the only Huffman code, "0", precedes each value, which is a DC difference of 10 bits or, after 8 zeros,
+an AC value of 10 bits. A block is thus 1 + 7 values of 11 bits: 11 bytes. Six blocks are a unit of 16 x 16
+pixels with halved colours. Invariant: no coded byte is 0xFF, so no bytes are stuffed and sizes are exact.
 
-PNG is RGB noise, stored without compressing it. Invariant: pixels are content at their place in the file, cut
-by the few bytes that begin each row.
+PNG is RGB noise, stored without compression. Invariant: pixels are content at their offset in the file,
+interrupted by the few bytes that begin each row.
 """
 
 import io
@@ -33,7 +33,7 @@ from penstock.workload.spec import Dataset
 
 
 class ImageFormat(fp.ReadWhole):
-    """One image a file; memory holds one file."""
+    """One image per file; memory holds one file."""
 
     smallest_bytes: ClassVar[int]
     largest_bytes: ClassVar[int]
@@ -55,7 +55,7 @@ class ImageFormat(fp.ReadWhole):
             )
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
-        """The shape of an image of the size drawn, or of the nearest size that an image can have."""
+        """The shape of an image of the drawn size, or of the nearest size that an image can have."""
         drawn = round(record_bytes(self._dataset))
         if not self._dataset.record_dims:
             drawn = fp.draw_bytes(self._dataset, self._seed, index)
@@ -78,16 +78,16 @@ class ImageFormat(fp.ReadWhole):
         return _pixels(plan, fp.read_range(plan, pieces, 0, plan.sample_bytes))
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """Pixels of the image as it is generated."""
+        """The pixels of the image as it is generated."""
         return _pixels(plan, self.encode(plan.sample_bytes, content))[samples.start : samples.stop]
 
     @abstractmethod
     def dims(self, size_bytes: int) -> tuple[int, int, int]:
-        """Rows, columns and colours of the image which fills that many bytes."""
+        """The rows, columns and colours of the image that fills this many bytes."""
 
     @abstractmethod
     def encode(self, size_bytes: int, content: Content) -> memoryview:
-        """The file."""
+        """The bytes of the file."""
 
 
 def _pixels(plan: fp.FilePlan, text: memoryview) -> fp.Sample:
@@ -108,7 +108,7 @@ _UNIT_BYTES: Final = 6 * _BLOCK_BYTES
 _PAIR_BYTES: Final = 2 * _UNIT_BYTES
 _MOST_UNITS: Final = 65535 // 16
 _LARGEST_SEGMENT: Final = 65533
-"""The most that a comment holds; 4 bytes come before it."""
+"""The most bytes that a comment holds; 4 more precede them."""
 _COMMENT_HEAD_BYTES: Final = 4
 _FREE_COLUMNS: Final = (3, 7, 10)
 """The bytes of a block in which no value begins: only these could be 0xFF."""
@@ -119,9 +119,9 @@ def _segment(marker: int, body: bytes) -> bytes:
 
 
 def _head(rows: int, columns: int) -> bytes:
-    """All before the coded data: JFIF, flat quantization, the frame, codes, the scan."""
+    """Everything before the coded data: JFIF, flat quantization, the frame, codes, the scan."""
     frame = struct.pack(">BHHB", 8, rows, columns, 3) + bytes([1, 0x22, 0, 2, 0x11, 0, 3, 0x11, 0])
-    only_code = [1, *[0] * 15]  # the lengths of a Huffman table's codes: one bit, "0"
+    only_code = [1, *[0] * 15]  # the number of Huffman codes of each length: a single one of one bit, "0"
     scan = bytes([3, 1, 0x00, 2, 0x00, 3, 0x00, 0, 63, 0])
     return b"".join(
         (
@@ -151,7 +151,7 @@ class JpegFormat(ImageFormat):
         return 16 * down, 16 * across, 3
 
     def encode(self, size_bytes: int, content: Content) -> memoryview:
-        """Head, coded content, comments of content that fill the file up, end."""
+        """The head, coded content, comments of content that fill up the file, and the end."""
         across, down, _ = fit_jpeg(size_bytes)
         image = memoryview(bytearray(size_bytes))
         content.fill(image, 0)
@@ -166,9 +166,9 @@ class JpegFormat(ImageFormat):
 
 @lru_cache(maxsize=4096)
 def fit_jpeg(size_bytes: int) -> tuple[int, int, int]:
-    """Units across and down the image of about 4:3 which leaves least to comments, and how much that is.
+    """The units across and down of the image of about 4:3 that leaves least to comments, and what it leaves.
 
-    An even number of units is across. What is left has room for a comment's head at least, or is nothing.
+    The number of units across is even. The rest is either nothing or large enough for the head of a comment.
     """
     room = size_bytes - _JPEG_BYTES
     middle = max(1, min(_MOST_UNITS, math.isqrt(room // _UNIT_BYTES * 3 // 4)))
@@ -185,14 +185,14 @@ def fit_jpeg(size_bytes: int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=1)
 def _code_mask() -> NDArray[np.uint8]:
-    """Zeros where the codes are, every 11 bits, for a step of pairs of units."""
+    """Zeros at the positions of codes, every 11 bits, for a step of pairs of units."""
     bits = np.ones(_BLOCK_BYTES * 8, dtype=np.uint8)
     bits[::11] = 0
     return np.tile(np.packbits(bits), 512 * _PAIR_BYTES // _BLOCK_BYTES)
 
 
 def _bend(coded: NDArray[np.uint8]) -> None:
-    """Make valid coded data of content, in place."""
+    """Turn content into valid coded data, in place."""
     mask, cancel = _code_mask(), _load_cancel()
     for start in range(0, len(coded), len(mask)):
         step = coded[start : start + len(mask)]
@@ -201,13 +201,14 @@ def _bend(coded: NDArray[np.uint8]) -> None:
 
 
 def _cancel(coded: Any) -> None:  # pragma: no cover - compiled
-    """Let every second DC difference of a component be the negative of the one before: its bits turned.
+    """Make every second DC difference of a component the negative of the one before, by inverting its bits.
 
-    Without this the sum of thousands of differences would leave the range of DC values. A DC value is bits 1
-    to 10 of a block: seven of byte 0 and three of byte 1.
+    Otherwise, the sum of thousands of differences would leave the range of DC values. A DC value is bits 1 to
+    10 of a block: seven of byte 0 and three of byte 1.
     """
     for pair in range(0, coded.size, _PAIR_BYTES):
-        # The luminance of a unit has four blocks; each of its two colours has one, and turns the next unit's.
+        # The luminance of a unit has four blocks. Each of its two colours has one, which inverts that of the
+        # next unit.
         for number in range(6):
             first = pair + (number // 2 * _UNIT_BYTES + number % 2 * 2 * _BLOCK_BYTES)
             second = first + _BLOCK_BYTES
@@ -231,7 +232,7 @@ def _load_cancel() -> Callable[[NDArray[np.uint8]], None]:
 
 
 def _stamp_comments(room: memoryview) -> None:
-    """Cut what is left into comments, each at least a head long."""
+    """Divide the rest into comments, each at least as long as a head."""
     start = 0
     while start < room.nbytes:
         left = room.nbytes - start - _COMMENT_HEAD_BYTES
@@ -246,7 +247,7 @@ _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHUNK_BYTES: Final = 12
 _LARGEST_CHUNK: Final = 2**31 - 1
 _ROW_HEAD_BYTES: Final = 6
-"""A stored block of zlib, final or not, its length twice, and the row's filter, none."""
+"""The head of a stored zlib block (final or not, its length twice), and the row's filter, none."""
 _ZLIB_BYTES: Final = 6
 _WIDEST: Final = (0xFFFF - 1) // 3
 _PNG_BYTES: Final = len(_SIGNATURE) + (_CHUNK_BYTES + 13) + (_CHUNK_BYTES + _ZLIB_BYTES) + _CHUNK_BYTES
@@ -264,7 +265,7 @@ class PngFormat(ImageFormat):
         return height, width, 3
 
     def encode(self, size_bytes: int, content: Content) -> memoryview:
-        """Header, one chunk of stored rows, a private chunk of content that fills the file up, end."""
+        """The header, one chunk of stored rows, a private chunk that fills up the file, and the end."""
         width, height, padding = fit_png(size_bytes)
         image = memoryview(bytearray(size_bytes))
         content.fill(image, 0)
@@ -275,7 +276,7 @@ class PngFormat(ImageFormat):
         _stamp_rows(image[end + 8 : end + 8 + rows_bytes + _ZLIB_BYTES], width, height)
         end = _close_chunk(image, end, b"IDAT", rows_bytes + _ZLIB_BYTES)
         if padding:
-            # By the case of its letters: ancillary, private, and safe to copy.
+            # According to the case of its letters: ancillary, private, and safe to copy.
             end = _close_chunk(image, end, b"paDd", padding - _CHUNK_BYTES)
         _close_chunk(image, end, b"IEND", b"")
         return image
@@ -283,9 +284,9 @@ class PngFormat(ImageFormat):
 
 @lru_cache(maxsize=4096)
 def fit_png(size_bytes: int) -> tuple[int, int, int]:
-    """Width and height of the image, about square, which leaves least to be filled up, and how much that is.
+    """The width and height of the nearly square image that leaves least to fill up, and how much it leaves.
 
-    What is left has room for a chunk, or is nothing.
+    The rest is either nothing or large enough for a chunk.
     """
     room = size_bytes - _PNG_BYTES
     middle = min(math.isqrt(room // 3), _WIDEST)
@@ -301,7 +302,7 @@ def fit_png(size_bytes: int) -> tuple[int, int, int]:
 
 
 def _stamp_rows(stream: memoryview, width: int, height: int) -> None:
-    """Make a zlib stream of what is there: a stored block each row, behind them the sum of all rows."""
+    """Turn the existing bytes into a zlib stream: one stored block per row, then the checksum of all rows."""
     length = 1 + 3 * width
     rows = np.frombuffer(stream[2:-4], dtype=np.uint8).reshape(height, -1)
     head = struct.pack("<BHHB", 0, length, length ^ 0xFFFF, 0)
@@ -315,7 +316,7 @@ def _stamp_rows(stream: memoryview, width: int, height: int) -> None:
 
 
 def _close_chunk(image: memoryview, start: int, kind: bytes, body: bytes | int) -> int:
-    """Write length, kind and checksum around a body, given or already in place; where the chunk ends."""
+    """Write length, kind and checksum around a body, given or already in place; return the chunk's end."""
     length = body if isinstance(body, int) else len(body)
     image[start : start + 8] = struct.pack(">I4s", length, kind)
     if not isinstance(body, int):

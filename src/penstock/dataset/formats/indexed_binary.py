@@ -1,7 +1,8 @@
 """Raw records one after the other, and two index files: offsets and sizes, little-endian uint64.
 
-Both `indexed_binary` and `mmap_indexed_binary`, which differ in how others open them. Invariant: offset i is
-the sum of all sizes before it, over the whole file; records are content at their place in the file.
+For `indexed_binary` and `mmap_indexed_binary`, which differ in how other programs open them. Invariant:
+offset i is the sum of all sizes before it, over the whole file; records are content at their offset in the
+file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from penstock.dataset.formats.file_writer import FormatSink
 _ENTRY_BYTES: Final = 8
 _RECORDS, _OFFSETS, _SIZES = range(3)
 _STEP: Final = 1 << 16
-"""Entries of an index that are made at a time."""
+"""The number of index entries that are generated at a time."""
 
 
 class IndexedFormat(fp.FileFormat):
@@ -30,7 +31,7 @@ class IndexedFormat(fp.FileFormat):
         )
 
     def emit(self, plan: fp.FilePlan, part: int, out: FormatSink) -> None:
-        """Content, or an index in steps."""
+        """Emit content, or an index in steps."""
         if part == _RECORDS:
             out.fill(plan.num_samples * plan.sample_bytes)
             return
@@ -42,7 +43,7 @@ class IndexedFormat(fp.FileFormat):
             out.raw(entries.data.cast("B"))
 
     def reads(self, plan: fp.FilePlan, _survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """Both indexes whole, as readers load them, and the records: neighbours in one range."""
+        """Both whole indexes, as readers load them, and the records; adjacent ones are merged."""
         if not samples:
             return
         for part in (_OFFSETS, _SIZES):

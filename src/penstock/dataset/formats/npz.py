@@ -1,10 +1,10 @@
-"""NumPy files as DLIO writes them: one array of a header and content, or archives of two arrays.
+"""NumPy files as DLIO writes them: one array (a header and content), or archives of two arrays.
 
 All samples of a file are one array (rows, columns, samples), called `x` in archives, which also have the
 labels `y`, int64. Uncompressed, the bytes of both arrays are content at their offset in the file, and the
 CRC-32 follows each array (a ZIP "data descriptor"), so a file is written in one pass. The length of every ZIP
-record depends on sizes and offsets only, so the file's size is known beforehand. Members of 4 GiB and more
-use ZIP64. Labels are content, too: thousands of zeros would deduplicate across files.
+record depends only on sizes and offsets, so the file's size is known in advance. Members of 4 GiB or more use
+ZIP64. Labels are content, too, because thousands of zeros would deduplicate across files.
 """
 
 import io
@@ -40,7 +40,7 @@ class StackedFormat(fp.ReadWhole):
     """A format with all samples of a file in one array, along its last axis; a file is one block."""
 
     def _content_offset(self, _plan: fp.FilePlan) -> int:
-        """Where the array's content begins in the file."""
+        """The offset of the array's content in the file."""
         return 0
 
     def decode(
@@ -51,13 +51,13 @@ class StackedFormat(fp.ReadWhole):
         return unstack(plan, text, samples)
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """The samples out of the whole array."""
+        """The samples within the whole array."""
         text = fp.make_content(content, self._content_offset(plan), plan.num_samples * plan.sample_bytes)
         return unstack(plan, text, samples)
 
 
 class NpyFormat(StackedFormat):
-    """`numpy.load` gives an array of (rows, columns, samples)."""
+    """`numpy.load` returns an array of (rows, columns, samples)."""
 
     def _content_offset(self, plan: fp.FilePlan) -> int:
         return len(stacked_header(plan))
@@ -67,7 +67,7 @@ class NpyFormat(StackedFormat):
         return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
-        """Header, then content."""
+        """Emit a header, then content."""
         out.raw(stacked_header(plan))
         out.fill(plan.num_samples * plan.sample_bytes)
 
@@ -88,21 +88,21 @@ def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
 
 
 def stacked_header(plan: fp.FilePlan) -> bytes:
-    """The header of all samples of a file as one array."""
+    """The header of an array of all samples of a file."""
     return array_header(plan.dtype, (*plan.dims, plan.num_samples))
 
 
 def unstack(plan: fp.FilePlan, text: memoryview, samples: range) -> fp.Sample:
-    """Samples of an array that has them along its last axis, without a copy."""
+    """Views of samples in an array that has them along its last axis."""
     stacked = np.frombuffer(text, dtype=plan.dtype).reshape(*plan.dims, plan.num_samples)
     return np.moveaxis(stacked, -1, 0)[samples.start : samples.stop : samples.step]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One stored member: where its local header begins, and how many bytes follow the header.
+    """One stored member: the offset of its local header, and how many bytes follow the header.
 
-    Of these `head` is the header of an array, and the rest is content.
+    Of these bytes, `head` is the header of an array, and the rest is content.
     """
 
     name: str
@@ -112,12 +112,12 @@ class Member:
 
     @property
     def is_large(self) -> bool:
-        """True where its size needs 64 bits."""
+        """True if the size needs 64 bits."""
         return self.size_bytes >= _LARGE
 
 
 def local_header(member: Member) -> bytes:
-    """The record before a member; its sum and sizes come after it."""
+    """The record before a member. The member's checksum and sizes follow after it."""
     sizes = (_LARGE, _LARGE) if member.is_large else (0, 0)
     extra = struct.pack("<HHQQ", 1, 16, 0, 0) if member.is_large else b""
     version = _ZIP64_VERSION if member.is_large else _PLAIN_VERSION
@@ -130,13 +130,13 @@ def local_header(member: Member) -> bytes:
 
 
 def trailer(member: Member, crc: int) -> bytes:
-    """The record after a member: its sum and sizes."""
+    """The record after a member: its checksum and sizes."""
     layout = "<4sIQQ" if member.is_large else "<4sIII"
     return struct.pack(layout, b"PK\x07\x08", crc, member.size_bytes, member.size_bytes)
 
 
 def directory_entry(member: Member, crc: int) -> bytes:
-    """A member and its sum in the directory."""
+    """A member and its checksum in the directory."""
     wide = [member.size_bytes] * 2 * member.is_large + [member.offset] * (member.offset >= _LARGE)
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version = _ZIP64_VERSION if wide else _PLAIN_VERSION
@@ -151,7 +151,7 @@ def directory_entry(member: Member, crc: int) -> bytes:
 
 
 def end_of_archive(num_members: int, directory_bytes: int, directory_offset: int) -> bytes:
-    """The end of an archive, which says where its directory is."""
+    """The end of an archive, which tells where its directory is."""
     wide = b""
     if directory_offset >= _LARGE:
         record = struct.pack(
@@ -178,7 +178,7 @@ _METHODS: Final[Mapping[Compression, int]] = MappingProxyType(
     }
 )
 _UNPACKING: Final = (lzma.LZMAError, OSError, KeyError, ValueError, NotImplementedError, RuntimeError)
-"""The errors that zipfile and its decompressors raise for damaged members."""
+"""The exceptions that zipfile and its decompressors raise for damaged members."""
 _STEP_BYTES: Final = 1 << 20
 
 
@@ -192,7 +192,7 @@ def _members(plan: fp.FilePlan) -> tuple[Member, Member]:
 
 
 class NpzFormat(StackedFormat):
-    """`numpy.load` gives `x` and `y`; stored, without compression."""
+    """`numpy.load` returns `x` and `y`; stored without compression."""
 
     def _content_offset(self, plan: fp.FilePlan) -> int:
         samples, _ = _members(plan)
@@ -207,7 +207,7 @@ class NpzFormat(StackedFormat):
         return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
     def check_sums(self, plan: fp.FilePlan, pieces: Sequence[fp.Extent]) -> None:
-        """Compare the CRC-32 of `x` with that of the archive, as numpy does when it loads one."""
+        """Compare the CRC-32 of `x` with that in the archive, as numpy does when it loads an archive."""
         member = _members(plan)[0]
         start = len(local_header(member))
         text = fp.read_range(plan, pieces, start, member.size_bytes)
@@ -216,10 +216,10 @@ class NpzFormat(StackedFormat):
             raise fp.make_damage_error(plan, f"the CRC-32 of {member.name} is wrong")
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
-        """Both arrays, each with the CRC-32 behind it, then the directory."""
+        """Emit both arrays, each followed by its CRC-32, then the directory."""
         members, directory, behind = _members(plan), b"", b""
         for member in members:
-            # As few pieces as there can be: of small files they cost more than their bytes.
+            # As few pieces as possible: in small files, pieces cost more than their bytes.
             out.raw(behind + local_header(member))
             out.start_sum(Checksum.CRC32)
             out.raw(member.head)
@@ -232,9 +232,9 @@ class NpzFormat(StackedFormat):
 
 
 class CompressedNpzFormat(StackedFormat):
-    """The same arrays, compressed: their sizes are known once they are written.
+    """The same arrays, compressed: their sizes are known only once they are written.
 
-    The content of `x` begins at offset 0 and that of `y` after it, as if nothing else were in the file.
+    The content of `x` begins at offset 0 and that of `y` follows it, as if nothing else were in the file.
     """
 
     compressions = tuple(_METHODS)
@@ -243,7 +243,7 @@ class CompressedNpzFormat(StackedFormat):
         return plan.num_samples, (fp.FilePart(size_bytes=None),)
 
     def survey(self, _plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
-        """The size, which an open file knows without a read."""
+        """Find the size, which an open file knows without a read."""
         return fp.FileSurvey(blocks=((fp.RangeRead(offset=0, size_bytes=source.size_bytes),),))
 
     def reads(self, _plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
@@ -286,6 +286,6 @@ class CompressedNpzFormat(StackedFormat):
 
 
 def open_npz(dataset: Dataset, seed: int) -> StackedFormat:
-    """Stored or compressed archives, whichever the data set asks for."""
+    """Stored or compressed archives, as the data set requests."""
     is_stored = dataset.compression is Compression.NONE
     return NpzFormat(dataset, seed) if is_stored else CompressedNpzFormat(dataset, seed)

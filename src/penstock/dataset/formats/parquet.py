@@ -1,6 +1,6 @@
-"""Parquet files of the columns asked for, or of one column `data` of byte strings, by row group.
+"""Parquet files with the requested columns, or with one column `data` of byte strings, by row group.
 
-Row groups follow each other in the content; within a row group each column's elements are contiguous. A
+Row groups follow each other in the content; within a row group, each column's elements are contiguous. A
 sample is the bytes of a row's columns that are marked `read`. Memory holds one batch of row groups while a
 file is written.
 """
@@ -34,7 +34,7 @@ _SMALL_INTEGERS: Final = ("int8", "uint8", "int16", "uint16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnType:
-    """One column. `kind` is arrow's; lists have `size` elements of `dtype` in a row."""
+    """One column. `kind` is Arrow's; lists have `size` elements of `dtype` in a row."""
 
     name: str
     dtype: str
@@ -45,28 +45,31 @@ class ColumnType:
 
     @property
     def field(self) -> pa.Field:
-        """The column in a schema; nothing is ever null, which saves a byte an element or so."""
+        """The column in a schema. Nothing is ever null, which saves about a byte per element."""
         return pa.field(self.name, self.kind, nullable=False)
 
     @property
     def path(self) -> str:
-        """Parquet's name for the column's values."""
+        """The path of the column's values in Parquet's schema."""
         return f"{self.name}.list.element" if pa.types.is_fixed_size_list(self.kind) else self.name
 
     @property
     def encoding(self) -> str:
-        """Parquet has no integers of less than 4 bytes: small ones are packed, to about their size."""
+        """The encoding.
+
+        Parquet has no integers of less than 4 bytes, so small ones are packed to about their size.
+        """
         is_number = not pa.types.is_fixed_size_binary(self.kind)
         return "DELTA_BINARY_PACKED" if self.dtype in _SMALL_INTEGERS and is_number else "PLAIN"
 
     def valid(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Bytes that the type can hold: text of 64 ASCII characters, truth of one bit, all else as it is."""
+        """Bytes that the type can hold: text of 64 ASCII characters, booleans of one bit, else unchanged."""
         if self.dtype == "string":
             return (rows & np.uint8(0x3F)) + np.uint8(0x30)
         return rows & np.uint8(1) if self.dtype == "bool" else rows
 
     def to_arrow(self, rows: NDArray[np.uint8]) -> pa.Array:
-        """Rows of bytes as an array of the column."""
+        """Convert rows of bytes to an array of the column."""
         flat = np.ascontiguousarray(rows).reshape(-1)
         if self.dtype in _TEXT_TYPES:
             offsets = np.arange(len(rows) + 1, dtype=np.int64) * self.row_bytes
@@ -102,7 +105,7 @@ class ColumnType:
 
 
 def column_type(column: ParquetColumn, *, as_bytes: bool = False) -> ColumnType:
-    """The column's type: byte strings for several elements of one byte, lists for several of others."""
+    """The type of a column: byte strings for several one-byte elements, lists for several larger ones."""
     size, row_bytes = column.size, column_bytes(column)
     if column.dtype in _TEXT_TYPES:
         kind = _TEXT_TYPES[column.dtype]
@@ -134,12 +137,12 @@ _CODECS: Final[Mapping[Compression, str]] = MappingProxyType(
     }
 )
 _UNREADABLE: Final = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
-"""The errors that pyarrow raises for damaged files; a few damaged footers end the process instead."""
+"""The exceptions that pyarrow raises for damaged files; a few damaged footers end the process instead."""
 _WITH_LEVEL: Final = (Compression.GZIP, Compression.ZSTD)
 
 
 class ParquetFormat(fp.FileFormat):
-    """Files that pyarrow opens; read by row group, and of it only the columns marked `read`."""
+    """Files that pyarrow opens. They are read by row group, and only in the columns marked `read`."""
 
     compressions = tuple(_CODECS)
     is_taken_apart_by_library = True
@@ -160,11 +163,11 @@ class ParquetFormat(fp.FileFormat):
         self._columns = tuple(column_type(column) for column in columns)
 
     def __reduce__(self) -> tuple[type[ParquetFormat], tuple[Dataset, int]]:
-        # Arrow's types forget their element's name and nullability when they are pickled: make them again.
+        # Pickling makes Arrow's types forget their element's name and nullability, so they are created again.
         return ParquetFormat, (self._dataset, self._seed)
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
-        """A sample decodes to the bytes of the columns that are read."""
+        """The shape of a sample, which decodes to the bytes of the columns that are read."""
         columns = self._columns or _byte_strings(super()._draw_shape(index).size_bytes)
         read_bytes = sum(column.row_bytes for column in columns if column.read)
         return fp.SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
@@ -194,7 +197,7 @@ class ParquetFormat(fp.FileFormat):
         buffer.drain(out)
 
     def survey(self, plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
-        """Read the footer: the file's last 64 KiB, and the rest of it where it is longer."""
+        """Read the footer: the file's last 64 KiB, and the rest of the footer if it is longer."""
         wanted = {column.name for column in self._columns_of(plan) if column.read}
         try:
             metadata = pq.read_metadata(file_objects.RangesFile(source.size_bytes, source.read_into))
@@ -210,7 +213,7 @@ class ParquetFormat(fp.FileFormat):
         return fp.FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
 
     def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """Row group by row group, the columns to be read, whole; neighbours in one range."""
+        """The whole columns to be read, row group by row group; adjacent ones are merged into one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             for block in survey.blocks[first : last + 1]:
@@ -219,13 +222,13 @@ class ParquetFormat(fp.FileFormat):
     def decode(
         self, plan: fp.FilePlan, survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
-        """Rows of bytes, as arrow decodes the columns; pages' checksums are verified."""
+        """Rows of bytes, from columns that Arrow decodes; the checksums of pages are verified."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
         columns = [column for column in self._columns_of(plan) if column.read]
         first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
         try:
-            # Without pre-buffering arrow reads the column chunks and never the gaps between them.
+            # Without pre-buffering, Arrow reads the column chunks and never the gaps between them.
             file = pq.ParquetFile(
                 file_objects.RangesFile(survey.size_bytes, fp.GatheredRanges(pieces).read_into),
                 metadata=survey.opened,
@@ -268,10 +271,10 @@ class ParquetFormat(fp.FileFormat):
         return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)
 
     def _refuse_other_levels(self, plan: fp.FilePlan, stored: pq.ParquetSchema) -> None:
-        """Raise where a column of ours has other levels than written.
+        """Raise if a column's levels differ from those that were written.
 
         Arrow compares levels with the sizes of histograms when it is asked for a column chunk, and ends the
-        process if they differ: one flipped bit in a footer's schema does that.
+        process if they differ: a single flipped bit in a footer's schema has this effect.
         """
         ours = _written_levels(self._columns_of(plan))
         for path, levels in _levels(stored).items():
@@ -292,7 +295,7 @@ class ParquetFormat(fp.FileFormat):
             schema,
             compression=_CODECS[compression],
             compression_level=level if compression in _WITH_LEVEL else None,
-            use_dictionary=False,  # random values never repeat enough
+            use_dictionary=False,  # random values do not repeat enough
             column_encoding={column.path: column.encoding for column in columns},
             write_statistics=False,
             write_page_checksum=True,
@@ -301,7 +304,7 @@ class ParquetFormat(fp.FileFormat):
 
 @lru_cache(maxsize=64)
 def _written_levels(columns: tuple[ColumnType, ...]) -> dict[str, tuple[int, int]]:
-    """The levels of these columns, as a file without rows shows them."""
+    """The levels of these columns, as found in a file without rows."""
     buffer = pa.BufferOutputStream()
     pq.ParquetWriter(buffer, pa.schema([column.field for column in columns])).close()
     return _levels(pq.read_metadata(pa.BufferReader(buffer.getvalue())).schema)
@@ -328,7 +331,7 @@ def _groups(plan: fp.FilePlan, samples: range) -> Iterator[range]:
 def _elements(
     plan: fp.FilePlan, columns: Sequence[ColumnType], rows: range, number: int, content: Content
 ) -> fp.Sample:
-    """The content of one column in one row group, a row a row."""
+    """The content of one column in one row group, as one row of bytes for each row."""
     num_rows, row_bytes = len(rows), columns[number].row_bytes
     before = sum(column.row_bytes for column in columns[:number])
     assert before + row_bytes <= plan.sample_bytes

@@ -14,13 +14,13 @@ from penstock.errors import UsageError
 
 
 class SyntheticFormat(fp.FileFormat):
-    """Files by name only."""
+    """Files that exist only as names."""
 
     def _lay_out(self, _plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
         return 1, ()
 
     def emit(self, plan: fp.FilePlan, _part: int, _out: FormatSink) -> None:
-        """Refused: a synthetic file has no bytes."""
+        """Raise an error, because a synthetic file has no bytes."""
         raise UsageError(
             f"{plan.name} is synthetic: it has no bytes",
             where="dataset.format",
@@ -28,7 +28,7 @@ class SyntheticFormat(fp.FileFormat):
         )
 
     def reads(self, _plan: fp.FilePlan, _survey: fp.FileSurvey, _samples: range) -> Iterator[fp.RangeRead]:
-        """None."""
+        """No ranges."""
         return iter(())
 
     def decode(
@@ -38,5 +38,5 @@ class SyntheticFormat(fp.FileFormat):
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)
 
     def expected(self, plan: fp.FilePlan, _content: Content, samples: range) -> fp.Sample:
-        """The same zeros."""
+        """The same zeros as `decode` returns."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)

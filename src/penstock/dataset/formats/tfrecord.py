@@ -1,7 +1,7 @@
-"""TensorFlow's records: length, masked CRC-32C, a `tf.Example` of `size` and `image` as DLIO's, and its CRC.
+"""TensorFlow's records: length, masked CRC-32C, a `tf.Example` of `size` and `image` like DLIO's, its CRC.
 
-One of the formats behind `FileFormat`. Invariant: images are content at their place in the file, and every
-record of a file has the same length, so that any record is found by its number.
+One of the formats behind `FileFormat`. Invariant: images are content at their offset in the file, and all
+records of a file have the same length, so any record can be found by its number.
 """
 
 import struct
@@ -29,7 +29,7 @@ class TFRecordFormat(fp.ReadWhole):
         return plan.num_samples, (fp.FilePart(size_bytes=size_bytes),)
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
-        """Record by record."""
+        """Emit record by record."""
         length, head = record_head(plan.sample_bytes)
         for _ in range(plan.num_samples):
             out.raw(length)
@@ -41,7 +41,7 @@ class TFRecordFormat(fp.ReadWhole):
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
-        """The images; their records' lengths and sums are checked."""
+        """Decode the images; the lengths and checksums of their records are verified."""
         gathered, images = fp.GatheredRanges(pieces), []
         length, head = record_head(plan.sample_bytes)
         size_bytes = record_bytes(plan.sample_bytes)
@@ -63,21 +63,21 @@ class TFRecordFormat(fp.ReadWhole):
 
 
 def mask(crc: int) -> int:
-    """TFRecord's own turn of a CRC, so that sums of data that hold sums stay good."""
+    """Mask a CRC as TFRecord does, so that checksums of data that contains checksums remain effective."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def record_bytes(image_bytes: int) -> int:
-    """One whole record."""
+    """The size of one whole record."""
     length, head = record_head(image_bytes)
     return len(length) + len(head) + image_bytes + _SUM_BYTES
 
 
 @lru_cache(maxsize=4096)
 def record_head(image_bytes: int) -> tuple[bytes, bytes]:
-    """The bytes before an image: the length with its sum, and the example up to the image's first byte.
+    """The bytes before an image: the length with its checksum, and the example up to the image's first byte.
 
-    The image is the example's last field, so that nothing follows it but the sum.
+    The image is the example's last field, so only the checksum follows it.
     """
     size = _field(1, _field(1, b"size") + _field(2, _field(3, _field(1, _varint(image_bytes)))))
     image = _field(1, _field(1, b"", image_bytes), image_bytes)  # Feature.bytes_list, BytesList.value
@@ -88,7 +88,7 @@ def record_head(image_bytes: int) -> tuple[bytes, bytes]:
 
 
 def _field(number: int, body: bytes, more_bytes: int = 0) -> bytes:
-    """A length-delimited field, whose body goes on for `more_bytes`."""
+    """A length-delimited field, whose body continues for `more_bytes`."""
     return _varint(number << 3 | _DELIMITED) + _varint(len(body) + more_bytes) + body
 
 
