@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,9 @@ def report(
     path = out or (None if terminal.as_json else Path(_PAGE))
     if path is not None:
         check_output(path, (), kind="an earlier report", is_kind=is_page)
-    with _open_study(spec, Path(), read.dask, terminal, strict=read.strict) as (study, progress):
+    host = "" if tiers else socket.gethostname()
+    opened = _open_study(spec, Path(), read.dask, terminal, strict=read.strict, host=host)
+    with opened as (study, progress):
         made = report_runs(study, progress=progress)
     view = [
         *made.says,
@@ -197,7 +200,7 @@ def _view_comparison(comparison: ComparisonResult) -> View:
 
 @contextmanager
 def _open_study(
-    description: ComparisonSpec, folder: Path, dask: str, terminal: Terminal, *, strict: bool
+    description: ComparisonSpec, folder: Path, dask: str, terminal: Terminal, *, strict: bool, host: str = ""
 ) -> Iterator[tuple[Study, Progress]]:
     """Load all traces of a comparison, and print what was lost."""
     from penstock.trace.compare.trace_study import open_study
@@ -205,7 +208,7 @@ def _open_study(
 
     with (
         terminal.progress() as progress,
-        open_study(description, folder, progress=progress, dask=dask) as study,
+        open_study(description, folder, progress=progress, dask=dask, host=host) as study,
     ):
         accounts = [account for of_run in study.accounts.values() for account in of_run]
         report_losses(accounts, terminal, strict=strict)

@@ -5,6 +5,7 @@ What was lost of damaged traces is printed before any answer, and is an error wi
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -176,6 +177,7 @@ def parse_dimensions(
     from penstock.trace import dimensions as trace_dimensions
 
     prefixes: dict[str, list[str]] = {}
+    host = "" if tiers else socket.gethostname()
     for text in tiers:
         name, prefix = trace_dimensions.parse_tier(text)
         prefixes.setdefault(name, []).append(prefix)
@@ -192,7 +194,7 @@ def parse_dimensions(
         patterns[name] = trace_dimensions.check_pattern(pattern)
     # The user's rules come first, because the first rule that matches an event decides.
     rules = (*map(trace_dimensions.parse_phase, phases), *trace_dimensions.DEFAULT_PHASES)
-    return trace_dimensions.Dimensions(tiers=prefixes, file_classes=patterns, phases=rules)
+    return trace_dimensions.Dimensions(tiers=prefixes, host=host, file_classes=patterns, phases=rules)
 
 
 def view_answer(answer: Answer) -> View:

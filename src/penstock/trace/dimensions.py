@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import UsageError
-from penstock.trace.event_schema import SCHEMA
+from penstock.trace.event_schema import SCHEMA, SUM
 
 if TYPE_CHECKING:
     import duckdb
@@ -66,6 +66,8 @@ class Dimensions:
     """
 
     tiers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    host: str = ""
+    """The host whose mount points the tiers are: they say nothing of files of others."""
     file_classes: Mapping[str, str] = field(default_factory=dict)
     phases: Sequence[PhaseRule] = DEFAULT_PHASES
     phase_of: PhaseOf | None = None
@@ -81,6 +83,10 @@ class Dimensions:
             f" THEN {sql_literal(name)}"
             for prefix, name in prefixes
         )
+        if self.host:
+            # Darshan's sums have no host, and are mostly read on another.
+            is_foreign = f"host <> {sql_literal(self.host)} OR (host IS NULL AND starts_with(args, '{SUM}'))"
+            cases = f" WHEN {is_foreign} THEN {sql_literal(OTHER)}{cases}"
         return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE {sql_literal(OTHER)} END"
 
     def file_class_sql(self) -> str:

@@ -38,6 +38,18 @@ def test_the_root_is_a_tier_below_all_others() -> None:
     assert [row[0] for row in seen(dimensions, {"path": "/etc/x"}, {"path": "/data/x"})] == ["root", "data"]
 
 
+def test_mount_points_of_one_host_say_nothing_of_files_of_others() -> None:
+    dimensions = Dimensions(tiers={"/": ["/"]}, host="here")
+    rows: list[dict[str, Any]] = [
+        {"host": "here"},
+        {"host": "node7"},
+        {"host": None},
+        {"host": None, "args": '{"is_sum":true}'},
+    ]
+    tiers = [row[0] for row in seen(dimensions, *({"path": "/p/x", **row} for row in rows))]
+    assert tiers == ["/", "other", "/", "other"]
+
+
 def test_a_class_is_the_name_without_digits_unless_an_own_pattern_matches() -> None:
     dimensions = Dimensions(file_classes={"weights": r"^(layer|model)-"})
     paths = ["/d/layer-0-1-600-0.pt", "/d/optimizer-1-400-1.pt", "/d/filemap_3", "/d/2024/x"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
@@ -107,9 +107,12 @@ _IN_MEMORY_EVENTS: Final = 500_000
 
 @contextmanager
 def open_study(
-    spec: ComparisonSpec, folder: Path, *, progress: Progress | None = None, dask: str = ""
+    spec: ComparisonSpec, folder: Path, *, progress: Progress | None = None, dask: str = "", host: str = ""
 ) -> Iterator[Study]:
-    """Open the runs of `spec`, whose globs are relative to `folder`; `dask` as in `open_trace_set`."""
+    """Open the runs of `spec`, whose globs are relative to `folder`; `dask` as in `open_trace_set`.
+
+    With `host`, tiers are those of its files only.
+    """
     runs = {
         run: [str(folder / glob) for glob in ([globs] if isinstance(globs, str) else globs)]
         for run, globs in spec.runs.items()
@@ -118,9 +121,9 @@ def open_study(
         # The description may be somebody else's.
         traces.confine()
         num_events = sum(account.events + account.salvaged for account in traces.accounts)
-        events = view_events(
-            traces.connection, RELATION, spec.dimensions(), is_stored=num_events <= _IN_MEMORY_EVENTS
-        )
+        dimensions = replace(spec.dimensions(), host=host)
+        is_stored = num_events <= _IN_MEMORY_EVENTS
+        events = view_events(traces.connection, RELATION, dimensions, is_stored=is_stored)
         yield Study(events=events, accounts=traces.accounts_of_runs, spec=spec)
 
 
