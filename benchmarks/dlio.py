@@ -33,7 +33,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from penstock.storage import open_storage, residency
+from harness import evict_all
+from penstock.storage import open_storage
 
 BESIDE_US = Path(__file__).parent.parent
 OURS = (str(Path(sys.executable).parent / "penstock-dlio"),)
@@ -289,7 +290,7 @@ def _sides(
 def _dropping(data: Path, place: Path) -> Iterator[Path]:
     """A folder with a `sudo` that asks this process to drop the data's pages; they are dropped now, too."""
     storage = open_storage(str(data), {})
-    residency.evict_objects(storage)
+    evict_all(storage)
     folder = Path(tempfile.mkdtemp(dir=place))
     ask, answer = folder / "ask", folder / "answer"
     for pipe in (ask, answer):
@@ -299,7 +300,7 @@ def _dropping(data: Path, place: Path) -> Iterator[Path]:
 
     def serve() -> None:
         while ask.read_text() == "drop\n":
-            residency.evict_objects(storage)
+            evict_all(storage)
             answer.write_text("dropped\n")
 
     server = threading.Thread(target=serve)

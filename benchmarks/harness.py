@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from penstock.storage import Storage, residency
+from penstock.storage.capabilities import find_local_paths
+
 # Benchmarks share servers, ranks and made-up data with the tests, whose root is not on the path of
 # `python benchmarks/run.py`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -158,3 +161,10 @@ def is_ours(ratio: Ratio, record: Record, machine: Mapping[str, str]) -> bool:
     if record.machine.get("cores") != machine["cores"] or record.machine.get("kernel") != machine["kernel"]:
         return True
     return ratio.ours < WORST_ACCEPTED * record.ours[ratio.name]
+
+
+def evict_all(storage: Storage) -> None:
+    """Drop the pages of all files of a storage from memory."""
+    files = find_local_paths(storage)
+    assert files is not None, "only local files have pages"
+    residency.evict_files(files.local_path(found.key) for found in storage.list())

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from harness import Ratio, compare, interleave, take_turns
+from harness import Ratio, compare, evict_all, interleave, take_turns
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.recorded_run import EventsInMemory
@@ -147,7 +147,7 @@ def _generation_figure(name: str, work: Callable[[Path], None], places: Iterator
 
 def _figure(name: str, work: Callable[[], None], *, before: Storage | None = None) -> Mapping[str, float]:
     if before is not None:
-        residency.evict_objects(before)
+        evict_all(before)
     began_s = time.process_time()
     work()
     return {name: NUM_FILES / (time.process_time() - began_s)}

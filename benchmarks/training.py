@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from harness import Ratio, interleave
+from harness import Ratio, evict_all, interleave
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import DEFAULT_BUFFER_BYTES, NativeLoader, NativeOptions
@@ -43,7 +43,7 @@ from penstock.dataset.dataset_manifest import DatasetRecipe, write_manifest
 from penstock.dataset.generate import generate
 from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
-from penstock.storage import Storage, open_storage, residency
+from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import DataFormat
 from penstock.workload.load_workload import load
@@ -190,7 +190,7 @@ def _print_ceilings() -> None:
 
 def _native(storage: Storage) -> Mapping[str, float]:
     prepared = _prepared(WORKLOAD, storage)
-    residency.evict_objects(storage)
+    evict_all(storage)
     works = make_phase_works(WORKLOAD, prepared, storage, rank=0)
     recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
@@ -236,7 +236,7 @@ class _TorchSide:
         """One epoch through worker processes, made for it as DLIO does."""
         from torch.utils.data import DataLoader  # noqa: PLC0415 - heavy, and ours runs without
 
-        residency.evict_objects(self.storage)
+        evict_all(self.storage)
         paths = sorted(str(path) for path in self.folder.glob("train/*.npz"))
         before_s = _cpu_s()
         with warnings.catch_warnings():

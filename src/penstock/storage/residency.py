@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -204,31 +203,6 @@ def evict_files(paths: Iterable[str], advance: Callable[[int], None] = lambda _f
             total = sum(threads.map(evict_file, chunk), total)
             advance(len(chunk))
     return total
-
-
-def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
-    """Drop the pages of all files below `prefix`. Raises `Unavailable` for a storage without local files."""
-    paths = find_local_paths(storage)
-    if paths is None:
-        raise Unavailable(
-            "The page cache of this node holds only local files",
-            where=storage.uri,
-            fix="Evict files only; the caches of an object service cannot be dropped from here.",
-        )
-    return evict_files(paths.local_path(info.key) for info in storage.list(prefix))
-
-
-def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
-    """Drop the whole page cache of this node. Needs root, and slows down everyone on the node."""
-    os.sync()
-    try:
-        control.write_text("3\n")
-    except OSError as error:
-        raise Unavailable(
-            f"The whole page cache cannot be dropped: {error.strerror}",
-            where=str(control),
-            fix="Run as root on the host itself, or drop file by file, which needs read permission only.",
-        ) from error
 
 
 POPULATE_READ = 22

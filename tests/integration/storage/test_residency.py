@@ -9,21 +9,16 @@ from typing import NoReturn
 import pytest
 
 from penstock.errors import ObjectNotFound, StorageError, Unavailable
-from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import WrappedStorage, write_object
 from penstock.storage.residency import (
     COUNTERS,
     Method,
     Residency,
     count_by_cachestat,
     count_by_mincore,
-    drop_page_cache,
     evict_file,
     evict_files,
-    evict_objects,
     measure_file_residency,
 )
-from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import arbitrary_bytes
 
 SIZE = 2 * 2**20 + 123
@@ -166,53 +161,3 @@ def test_an_absent_file_is_not_found(tmp_path: Path) -> None:
         measure_file_residency(str(tmp_path / "absent"))
     with pytest.raises(ObjectNotFound, match="absent"):
         evict_file(str(tmp_path / "absent"))
-
-
-def test_all_objects_below_a_prefix_are_dropped_and_no_others(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path), {})
-    for key in ("a/1", "a/b/2", "c/3"):
-        write_object(storage, key, [arbitrary_bytes(100_000)])
-    drop = evict_objects(storage, "a")
-    assert (drop.before.resident_bytes, drop.after.resident_bytes) == (200_000, 0)
-    assert drop.after.total_bytes == 200_000
-    rest = evict_objects(storage)
-    assert (rest.before.resident_bytes, rest.before.total_bytes) == (100_000, 300_000)
-
-
-def test_the_files_of_a_wrapped_storage_are_found(tmp_path: Path) -> None:
-    storage = WrappedStorage(open_storage(str(tmp_path), {}))
-    write_object(storage, "key", [bytes(5000)])
-    drop = evict_objects(storage)
-    assert (drop.before.resident_bytes, drop.after.fraction) == (5000, 0.0)
-
-
-def test_a_storage_without_files_has_no_pages_to_drop() -> None:
-    with pytest.raises(Unavailable, match="holds only local files") as caught:
-        evict_objects(MemoryStorage())
-    assert "mem://" in str(caught.value)
-
-
-def test_no_objects_are_not_resident(tmp_path: Path) -> None:
-    assert evict_objects(open_storage(str(tmp_path), {})).before.fraction == 0.0
-
-
-def test_dropping_everything_writes_the_kernels_word(tmp_path: Path) -> None:
-    control = tmp_path / "drop_caches"
-    drop_page_cache(control)
-    assert control.read_text() == "3\n"
-
-
-def test_dropping_everything_without_the_right_names_another_way(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="cannot be dropped") as caught:
-        drop_page_cache(tmp_path / "no" / "such" / "control")
-    assert "file by file" in caught.value.fix
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may drop the whole page cache")
-def test_dropping_everything_drops_this_file_too(cached: Path) -> None:
-    try:
-        drop_page_cache()
-    except Unavailable as refused:
-        pytest.skip(str(refused))
-    assert measure_file_residency(str(cached)).fraction < 1.0

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.bench.checkpoint.checkpoint_run import require_room
+from penstock.bench.page_cache_eviction import evict
 from penstock.bench.probe.probe_run import ProbeRequest, probe
 from penstock.checkpoint.commit.checkpoints import local_path, split_path
 from penstock.cluster.comm import SoloComm
@@ -25,7 +26,6 @@ from penstock.progress import Progress
 from penstock.storage import Storage, uri
 from penstock.storage.capabilities import find_local_root, uses_page_cache
 from penstock.storage.protocol import read_object, write_object
-from penstock.storage.residency import evict_objects
 from penstock.storage.uri import find_local_paths_at, has_option, open_storage
 from penstock.submission.authoring.preflight import locate_checkpoints
 from penstock.testing.storage_contract import StorageContract
@@ -74,7 +74,7 @@ def test_its_folder_and_its_cache_are_known(tmp_path: Path, storage: Storage) ->
 
 def test_its_pages_are_evicted(storage: Storage) -> None:
     write_object(storage, "a/b", [bytes(1 << 20)])
-    assert evict_objects(storage).after.total_bytes == 1 << 20
+    assert evict(storage, ["a/b"], comm=SoloComm()).total_bytes == 1 << 20
 
 
 def test_its_free_space_is_checked(storage: Storage) -> None:
