@@ -234,8 +234,9 @@ def _explain_error(error: Exception, *, traceback: bool) -> int:
     if isinstance(error, ModuleNotFoundError):
         error = missing_library(error) or error
     if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
+        context = getattr(error, "ctx", None)
+        more = f" `{context.command_path} --help` shows what it takes." if context else ""
+        return _explain(error.format_message() + more, error.exit_code, traceback=traceback)
     if isinstance(error, PenstockError):
         return _explain(str(error), error.exit_code, traceback=traceback)
     if isinstance(error, OSError) and error.filename is not None:

@@ -22,7 +22,10 @@ from penstock.submission.tree_layout import SENTINEL
 
 _MODES: Final = ("closed", "open", "whatif")
 _BENCHMARKS: Final = ("training", "checkpointing")
-_UNSUPPORTED: Final = {"vectordb": "Vector search", "kvcache": "The key-value cache benchmark"}
+_UNSUPPORTED: Final = {
+    "vectordb": "Run vector search with mlpstorage itself.",
+    "kvcache": "Run the key-value cache benchmark with `penstock kvcache run mlperf-v3 --to URI`.",
+}
 _PHASES: Final = ("datasize", "datagen", "run", "configview")
 _OTHER_COMMANDS: Final = (
     "init", "reports", "history", "runs", "validate", "rules-coverage", "lockfile", "version",
@@ -220,9 +223,9 @@ def translate(
     """
     if command.benchmark in _UNSUPPORTED:
         raise UsageError(
-            f"{_UNSUPPORTED[command.benchmark]} is not supported by Penstock",
+            "penstock-mlpstorage runs training and checkpointing alone",
             where=command.benchmark,
-            fix="Penstock runs training and checkpointing; run the others with mlpstorage itself.",
+            fix=_UNSUPPORTED[command.benchmark],
         )
     remarks = [f"--{name} is ignored: {why}" for name, why in IGNORED.items() if command.has(name)]
     if command.benchmark:

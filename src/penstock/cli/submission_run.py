@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -161,7 +162,7 @@ def training(
     next_verb = "check" if is_complete else "status"
     view = [
         *table(f"{series.model} on {series.system}: {state}", rows),
-        f"Next: penstock submission {next_verb} {series.tree.root}",
+        f"Next: penstock submission {next_verb} {shlex.quote(str(series.tree.root))}",
     ]
     terminal.result(document, view)
     return 0

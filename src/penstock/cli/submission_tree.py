@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def init(
     verb_ = "now belongs" if tree.is_new else "already belongs"
     text = [
         f"{tree.root} {verb_} to {tree.organisation} ({SENTINEL}).",
-        f"Next: penstock submission describe --submission {folder} --system NAME --closed",
+        f"Next: penstock submission describe --submission {shlex.quote(str(folder))} --system NAME --closed",
     ]
     document = {"root": str(tree.root), "organisation": tree.organisation, "is_new": tree.is_new}
     terminal.result(document, text)

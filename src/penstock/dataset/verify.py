@@ -72,5 +72,7 @@ def _find_fault(
     """Compare one file with its recipe; return None if it is right."""
     try:
         return verify_file(files.kind, plan, storage, Content(recipe.seed, plan.index, recipe.reduction))
-    except (ObjectNotFound, ShortTransfer) as error:
+    except ObjectNotFound:
+        return WrongFile(plan.name, "missing; `penstock training generate` makes it, with the same options")
+    except ShortTransfer as error:
         return WrongFile(plan.name, str(error))

@@ -262,6 +262,8 @@ def _describe_error(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
         text = "there is no such key" + (f"; is {meant} meant?" if meant else "")
     elif error["input"] is None and "product_nodes" in steps and steps[-1] in _FACTS_OF_A_SERVER:
         text, is_accepted = "null, which is accepted for hardware that is no server", True
+    elif error["input"] in ("", None):
+        text = f"fill in {text.removeprefix('Input should be ')}"
     return SchemaProblem(
         path=".".join(steps), line=_line_of(steps, lines), text=text, is_accepted=is_accepted
     )

@@ -78,11 +78,11 @@ def load(
 
 def _load_shared(family: str, overrides: Sequence[Override]) -> LoadedWorkload:
     """The values that all accelerators of a family share."""
-    tree = families()[family]
+    tree, given = families()[family], {override.path for override in overrides}
     otherwise = [
-        f"{variant} sets {', '.join(sorted(changes['dataset']))}"
+        f"{variant} sets {', '.join(keys)}"
         for variant, changes in tree["accelerators"].items()
-        if "dataset" in changes
+        if (keys := sorted(key for key in changes.get("dataset", ()) if ("dataset", key) not in given))
     ]
     note = f"dataset: values shared by all accelerators; {'; '.join(otherwise)} differently"
     loaded = _load_layers([tree["workload"]], family, overrides, is_ours=True)

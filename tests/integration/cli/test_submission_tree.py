@@ -216,7 +216,7 @@ def test_a_description_is_printed_with_what_to_fill_in(tree: str, penstock: Pens
     assert written[0] == f"{path}: written"
     count, *problems, picture = written[1:]
     assert count == f"{len(problems)} to fill in or correct:"
-    assert "  line 21: system_under_test.deployment: Input should be 'onprem' or 'cloud'" in problems
+    assert "  line 21: system_under_test.deployment: fill in 'onprem' or 'cloud'" in problems
     assert picture == f"A picture of the system is missing: {path.with_suffix('.pdf')}"
 
     path.with_suffix(".pdf").touch()

@@ -26,7 +26,7 @@ def failing(error: BaseException) -> int:
         (UsageError("no such thing", fix="Name another."), 2, "penstock: no such thing. Name another.\n"),
         (StorageError("it failed", uri="/x"), 1, "penstock: it failed (/x)\n"),
         (Unavailable("no MPI"), 3, "penstock: no MPI\n"),
-        (click.UsageError("odd words"), 2, "Error: odd words\n"),
+        (click.UsageError("odd words"), 2, "penstock: odd words\n"),
         (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
         (click.Abort(), 130, "penstock: interrupted\n"),
         (SystemExit(130), 130, "penstock: interrupted\n"),

@@ -78,8 +78,8 @@ def test_the_size_of_a_data_set_is_submitted_later() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("vectordb run --anything", "Vector search is not supported"),
-        ("closed kvcache run --cache-dir /x", "The key-value cache benchmark is not supported"),
+        ("vectordb run --anything", "Run vector search with mlpstorage"),
+        ("closed kvcache run --cache-dir /x", "penstock kvcache run mlperf-v3"),
         ("trainin run", "Did you mean training"),
         ("closed training unet3d run file --num-acelerators 8", "Did you mean --num-accelerators"),
         ("closed training unet3d fly", "'fly' is not a known word"),

@@ -116,7 +116,7 @@ def test_what_published_descriptions_have_is_no_problem(change: Change, tmp_path
         ),
         (
             lambda system: system["clients"][0]["chassis"].update(cpu_qty=None),
-            "wrong clients.0.chassis.cpu_qty: Input should be a valid integer",
+            "wrong clients.0.chassis.cpu_qty: fill in a valid integer",
         ),
         (
             lambda system: system.update(total_rack_units=7),

@@ -279,6 +279,8 @@ def test_a_data_set_needs_no_accelerator_and_what_differs_is_said() -> None:
     assert [str(remark) for remark in loaded.remarks] == [
         "dataset: values shared by all accelerators; b200 sets num_files_train differently"
     ]
+    own = parse_settings(["dataset.num_files_train=8"])
+    assert load("unet3d", overrides=own, is_data_set=True).remarks == ()
 
 
 def test_a_data_set_that_is_the_same_for_all_needs_no_words() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable, UsageError
+from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable, UsageError, name_some
 from penstock.units import format_bytes
 
 OWN_FOLDER: Final = str(Path(__file__).parents[2]) + os.sep
@@ -60,11 +60,12 @@ def load_user_code(text: str, *, where: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        offered = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
+        functions = inspect.getmembers(sys.modules[module_name], inspect.isfunction)
+        offered = [key for key, _ in functions if not key.startswith("_")]
         raise UsageError(
             f"{module_name} has nothing to call that is named {name}",
             where=where,
-            fix=f"It has the functions {', '.join(offered)}." if offered else "Define a function.",
+            fix=f"It has the functions {name_some(offered, 8)}." if offered else "Define a function.",
         )
     return found  # type: ignore[no-any-return]
 

@@ -64,7 +64,7 @@ def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
 def require_none(breaches: Iterable[str], where: str) -> None:
     """Raise `UsageError` with every breach and its rule."""
     if found := "; ".join(breaches):
-        raise UsageError(found, where=where, fix="Change these: nothing was made yet.")
+        raise UsageError(found, where=where, fix="Give others, or --open; no run was started.")
 
 
 def training_breaches(
