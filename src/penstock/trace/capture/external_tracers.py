@@ -121,7 +121,8 @@ def dftracer_preload() -> Path | None:
 
 _MARK: Final = "PENSTOCK_RECORDING"
 """Set for the processes of a recording, so that they can be told from all others of the machine."""
-_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_PAUSE_S: Final = 0.1
+"""Between two looks at the processes of the machine, each of which costs about a millisecond."""
 _STARTED: Final = re.compile(rb'"name":"start".*?"pid":(\d{1,10}),.*?"ppid":(\d{1,10})')
 """The first event of each process in dftracer's files."""
 
@@ -187,9 +188,7 @@ def _watching_ranks(environment: Environment) -> Iterator[dict[int, LauncherRank
 
 def _watch_ranks(mark: bytes, ranks: dict[int, LauncherRank], is_over: Event) -> None:
     others: set[int] = set()
-    pause_s = _FIRST_LOOK_S
-    while not is_over.wait(pause_s):
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    while not is_over.wait(_PAUSE_S):
         running = {int(name) for name in os.listdir("/proc") if name.isdecimal()}  # noqa: PTH208 - names
         others &= running
         for pid in running - others - ranks.keys():

@@ -21,7 +21,7 @@ def write(folder: str, rank: str) -> None:
         (Path(folder) / f"forked-{rank}.bin").write_bytes(bytes(1000))
         os._exit(0)
     os.waitpid(forked, 0)
-    # Ranks are noted from outside, twice a second.
+    # Ranks are noted from outside, ten times a second.
     time.sleep(1)
 
 
