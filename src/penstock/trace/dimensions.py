@@ -33,6 +33,8 @@ PhaseRule = tuple[str, tuple[str, ...]]
 DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
     ("compute", ("name~compute",)),
     ("compute", ("cat=compute",)),
+    ("wait", ("name~enumerate(DataLoader)#",)),
+    ("loop", ("name~ProfilerStep#",)),
     ("wait", ("cat=wait",)),
     ("barrier", ("cat=barrier",)),
     ("stall", ("cat=stall",)),
@@ -48,8 +50,8 @@ DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
 Calls that make, await and end a `process` are no I/O, although tracers list them beside it.
 `wait` (for data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is no I/O,
 although I/O may be its cause; a `loop` contains all of them. Of PyTorch's profiler, kernels of devices and
-operators are computation. Its user annotations are not, because they may contain anything, also waiting for
-data; copies to and from a device are neither computation nor storage.
+operators are computation, and two of its annotations are known: a DataLoader's wait, and a step. Others are
+not, because they may contain anything; copies to and from a device are neither computation nor storage.
 """
 
 
@@ -178,6 +180,41 @@ def _condition_sql(condition: str) -> str:
 IS_IO: Final = "phase = 'io'"
 IS_WRITE: Final = "op IN ('write', 'pwrite', 'writev', 'pwritev', 'fwrite')"
 IS_READ: Final = "op IN ('read', 'pread', 'readv', 'preadv', 'fread')"
+IS_CALL: Final = "NOT contains(args, '\"is_sum\"')"
+"""SQL condition of a single call; Darshan's counters are sums of many."""
+
+LEADER: Final = """CASE WHEN rank IS NULL AND cat = 'POSIX' AND contains(args, '"parent"')
+    THEN coalesce(json_extract_string(args, '$.parent')::BIGINT, pid) ELSE pid END"""
+"""SQL expression: the process that an event is for: of a trainer's workers and forked writers, the trainer's.
+
+Where ranks are known, these have their trainer's; else strace shows whose descendants they are.
+"""
+RANK_NAME: Final = f"""CASE WHEN rank IS NOT NULL THEN 'rank ' || rank
+    ELSE 'process ' || ({LEADER}) || coalesce(' on ' || host, '') END"""
+"""SQL expression: the rank that an event belongs to, else the process that it is for."""
+
+_MODULE_PARTS: Final = ("/site-packages", "/dist-packages", "/__pycache__", "/lib/python", ".so.", "memfd:")
+_MODULE_ENDS: Final = (".py", ".pyc", ".so", "pyvenv.cfg")
+_SYSTEM: Final = (
+    "/proc/", "/sys/", "/etc/", "/usr/lib", "/usr/share/", "/usr/bin/", "/lib/", "/lib64/", "/bin/",
+    "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pt", "/dev/nvidia",
+    *(f"/dev/shm/{part}" for part in ("torch_", "sem.", "psm_", "pym")),  # noqa: S108 - names of others
+)  # fmt: skip
+
+
+def _is_runtime_sql() -> str:
+    tests = [
+        *(f"contains(path, {sql_literal(part)})" for part in _MODULE_PARTS),
+        *(f"ends_with(path, {sql_literal(end)})" for end in _MODULE_ENDS),
+        *(f"starts_with(path, {sql_literal(start)})" for start in _SYSTEM),
+        # Descriptors that are no files: socket:[4711], pipe:[3], anon_inode:[eventpoll].
+        "(NOT starts_with(path, '/') AND contains(path, ':['))",
+    ]
+    return f"(phase = 'io' AND coalesce({' OR '.join(tests)}, false))"
+
+
+IS_RUNTIME: Final = _is_runtime_sql()
+"""SQL condition of I/O that starts a program or is among its processes: modules, sockets, shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +223,16 @@ class EventsView:
 
     connection: duckdb.DuckDBPyConnection
     relation: str
+    is_stored: bool = False
+
+    def work(self) -> EventsView:
+        """What the program does: without the I/O of its runtime, and with the column `rank_name`."""
+        kind = "TABLE" if self.is_stored else "VIEW"
+        self.connection.execute(
+            f"CREATE OR REPLACE TEMP {kind} penstock_work AS"
+            f" SELECT *, {RANK_NAME} AS rank_name FROM {self.relation} WHERE NOT {IS_RUNTIME}"
+        )
+        return EventsView(self.connection, "penstock_work", self.is_stored)
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         """The rows of a query in which `{events}` stands for the relation."""
@@ -232,7 +279,7 @@ def view_events(
         f" SELECT {columns}, {dimensions.tier_sql()} AS tier, {dimensions.file_class_sql()} AS file_class,"
         f" {phase} AS phase FROM {source}{join}"
     )
-    return EventsView(connection, "penstock_events")
+    return EventsView(connection, "penstock_events", is_stored)
 
 
 def check_keys(by: Sequence[str]) -> Sequence[str]:

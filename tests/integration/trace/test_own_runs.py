@@ -149,7 +149,7 @@ def train_until(
     ("compute_s", "read_s", "said"),
     [
         (0.4 * READ_S, READ_S, "there is less computation to hide them behind."),
-        (COMPUTE_S, COMPUTE_S / 0.4, "Reads are slower."),
+        (COMPUTE_S, COMPUTE_S / 0.4, "Reads are slower: "),
     ],
     ids=["computation cut", "reading slowed"],
 )

@@ -305,24 +305,21 @@ def traced(
     return decorate
 
 
-def steps(
-    items: Iterable[Item], name: str = "loop", *, cat: str = "compute", **args: Value
-) -> Iterator[Item]:
+def steps(items: Iterable[Item], name: str = "loop", *, cat: str = "step", **args: Value) -> Iterator[Item]:
     """Iterate over `items` with two spans per step, which begin with `name`.
 
-    `NAME.wait` is the wait for the next item, `NAME.step` the loop's body, of category `cat`.
+    `NAME.wait` is the wait for the next item, `NAME.step` the loop's body, of category `cat`. A body may do
+    anything: what in it is computation, or a checkpoint, only spans of its own tell. The wait that ends the
+    loop is no step's.
     """
-    source = iter(items)
-    number = 0
-    while True:
-        with span(f"{name}.wait", cat="wait", step=number, **args):
-            try:
-                item = next(source)
-            except StopIteration:
-                return
+    recorder = _CHOSEN.get() or _from_environment()
+    number, began_ns = 0, clock_ns()
+    for item in items:
+        if recorder is not None:
+            recorder.record(span_kind(f"{name}.wait", "wait"), began_ns, args={"step": number, **args})
         with span(f"{name}.step", cat=cat, step=number, **args):
             yield item
-        number += 1
+        number, began_ns = number + 1, clock_ns()
 
 
 @cache

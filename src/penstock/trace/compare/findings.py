@@ -6,12 +6,15 @@ finding, write a function here or there, and add it to `FINDING_RULES`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, Final
 
 from penstock.trace.compare import query_findings
+from penstock.trace.compare.slow_calls import slow_calls
 from penstock.trace.compare.trace_study import (
     PROCESS,
     Study,
@@ -20,9 +23,9 @@ from penstock.trace.compare.trace_study import (
     format_ranges,
     longest_process_sql,
 )
-from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, sql_literal
+from penstock.trace.dimensions import IS_CALL, IS_IO, IS_READ, IS_WRITE, RANK_NAME, EventsView, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, measure_groups, ranks
+from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, measure_groups, ranks, union_times
 from penstock.units import format_bytes, format_rate, format_seconds
 
 _CONCURRENCY: Final = 1.5
@@ -33,16 +36,27 @@ _LATE_COLUMNS: Final = (
     "work_to_median",
 )  # fmt: skip
 _LOOP_PARTS: Final = {
+    "stall": "checkpointing",
+    "barrier": "waiting for other ranks",
     "wait": "waiting for data",
     "compute": "computing",
-    "barrier": "waiting for other ranks",
-    "stall": "checkpointing",
+    "step": "the rest of each step",
 }
-"""The parts of a loop by the phases of their spans."""
+"""The parts of a loop by their spans. Where these overlap, time belongs to the first: a checkpoint in the
+body of a step, or in a function that computes, is no computation."""
 _READING: Final = "reading, at the same time"
 _READ_BYTES: Final = "bytes read"
+_WAIT_IN_IO: Final = "waiting with I/O under way"
 _WORTH_SAYING: Final = 0.02
+_WORTH_FIXING: Final = 0.05
 _CHANGED: Final = 1.25
+_READS_DATA: Final = 0.1
+_FIXES: Final = {
+    "wait": "Read further ahead, with more workers or threads, or bring the data closer.",
+    "barrier": "Look at the rank that arrives last: its I/O, its share of the data, its host.",
+    "stall": "Write checkpoints in the background, or to a nearer tier first.",
+}
+"""What to do about the parts of a loop that do no work."""
 
 
 def missing_ranks(study: Study) -> list[TraceFinding]:
@@ -93,7 +107,7 @@ def summed_threads(study: Study) -> list[TraceFinding]:
     """F3: sums over threads that run side by side look like time, but are not."""
     busiest: dict[tuple[str, str], tuple[Any, ...]] = {}
     rows = measure_groups(
-        study.events,
+        study.work,
         ("run", "tier", "host", "pid"),
         where=f"{IS_IO} AND tier IS NOT NULL",
         extra=["count(DISTINCT tid)"],
@@ -107,7 +121,7 @@ def summed_threads(study: Study) -> list[TraceFinding]:
     findings = []
     longest = {
         tuple(key): longest_us
-        for *key, longest_us in study.events.ask(f"""
+        for *key, longest_us in study.work.ask(f"""
             SELECT run, tier, host, pid, max(total)::BIGINT FROM (
                 SELECT run, tier, host, pid, sum(dur_us) AS total FROM {{events}}
                 WHERE {IS_IO} AND tier IS NOT NULL GROUP BY run, tier, host, pid, tid)
@@ -128,7 +142,7 @@ def summed_threads(study: Study) -> list[TraceFinding]:
         row = [run, tier, pid, num_threads, sum_us, union_us, concurrency, longest_us]
         evidence = Answer(name=f"f3_{run}_{tier}", title="The busiest process", columns=columns, rows=[row])
         title = f"{run}: time on {tier} is a sum over parallel threads"
-        findings.append(TraceFinding("F3", Weight.ALARM, title, [run], says, evidence))
+        findings.append(TraceFinding("F3", Weight.NOTE, title, [run], says, evidence))
     return findings
 
 
@@ -178,10 +192,10 @@ def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
 
     A checkpoint waits for the slowest, whatever its reason.
     """
-    code, title = ("F8", "Stragglers") if are_stragglers else ("F13", "More work on some ranks")
-    says, rows, lost_us, runs = [], [], 0.0, []
+    code, title = ("F8", "stragglers") if are_stragglers else ("F13", "more work on some ranks")
+    findings: list[TraceFinding] = []
     records: list[dict[str, Any]] = [
-        row for row in ranks(study.events).records() if row["to_median"] is not None
+        row for row in ranks(study.work).records() if row["to_median"] is not None
     ]
     for run in study.runs:
         of_run = [row for row in records if row["run"] == run]
@@ -195,13 +209,14 @@ def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
         usual_us, usual_bytes = (median(row[name] for row in of_run) for name in ("union_us", "moved_bytes"))
         worst = max(late, key=lambda row: row["to_median"])
         numbers = [row["rank"] for row in late if row["rank"] is not None]
-        pids = [row["pid"] for row in late]
+        # Numbers of processes have no neighbours.
+        pids = [str(row["pid"]) for row in late]
         names = f"rank {format_ranges(numbers)}" if numbers else f"process {format_ranges(pids)}"
         name = f"process {worst['pid']}" if worst["rank"] is None else f"rank {worst['rank']}"
         rate = format_rate(worst["busy_rate"])
         if are_stragglers:
-            says.append(
-                f"{run}: busy with I/O for more than {STRAGGLER_RATIO:g} times the median, and for longer "
+            says = (
+                f"Busy with I/O for more than {STRAGGLER_RATIO:g} times the median, and for longer "
                 f"than their work explains: {names}; longest {name}, {_seconds(worst['union_us'])} "
                 f"({worst['to_median']:.2f} times) for {worst['work_to_median']:.2f} times the work, at "
                 f"{rate}."
@@ -211,19 +226,21 @@ def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
             if usual_bytes:
                 moved, usual = format_bytes(worst["moved_bytes"]), format_bytes(round(usual_bytes))
                 work = f"moves {moved}, not {usual}"
-            says.append(
-                f"{run}: more work than on the median rank: {names}. {name.capitalize()} {work}, and is busy "
+            says = (
+                f"More work than on the median rank: {names}. {name.capitalize()} {work}, and is busy "
                 f"for {_seconds(worst['union_us'])}, not {_seconds(usual_us)}, at {rate}, not "
                 f"{format_rate(usual_bytes * 1e6 / usual_us)}: the others wait for it, but it is not slow."
             )
-        runs.append(run)
-        rows += [[row[column] for column in (*_LATE_COLUMNS, "busy_rate")] for row in late]
-        lost_us = max(lost_us, *(row["union_us"] - usual_us for row in late))
-    if not runs:
-        return []
-    columns = make_columns(*_LATE_COLUMNS, "busy_rate")
-    evidence = Answer(name=code.lower(), title=title, columns=columns, rows=rows)
-    return [TraceFinding(code, Weight.COST, title, runs, says, evidence, round(lost_us))]
+        rows = [[row[column] for column in (*_LATE_COLUMNS, "busy_rate")] for row in late]
+        columns = make_columns(*_LATE_COLUMNS, "busy_rate")
+        evidence = Answer(name=f"{code.lower()}_{run}", title="Late ranks", columns=columns, rows=rows)
+        lost_us = round(max(row["union_us"] - usual_us for row in late))
+        full = f"{run}: {title}, {names}"
+        of_base_us = sum(one.amount for one in findings if one.runs == [study.baseline])
+        findings.append(
+            TraceFinding(code, Weight.COST, full, [run], [says], evidence, lost_us, "", lost_us, of_base_us)
+        )
+    return findings
 
 
 def changed_loop(study: Study) -> list[TraceFinding]:
@@ -233,7 +250,7 @@ def changed_loop(study: Study) -> list[TraceFinding]:
     parts follow one another on each rank, so their seconds add up. Reading runs at the same time: it costs
     only the waiting that it causes, and is reported as the reason of that.
     """
-    loops = _measure_loops(study)
+    loops = measure_loops(study)
     findings = []
     for run in study.runs:
         if run != study.baseline and {run, study.baseline} <= loops.keys():
@@ -241,35 +258,65 @@ def changed_loop(study: Study) -> list[TraceFinding]:
     return findings
 
 
-def _measure_loops(study: Study) -> dict[str, tuple[float, dict[str, float]]]:
+_LOOPS: Final = "penstock_loops"
+"""Table of the spans of each rank's loop: run, rank_name, ts_us, dur_us, end_us and `part`."""
+
+
+def measure_loops(study: Study) -> dict[str, tuple[float, dict[str, float]]]:
     """The steps of an average rank, its time in each part of the loop, and what it read, by run.
 
-    Runs that recorded neither waiting nor computing have no loop.
+    Runs that recorded neither waiting nor computing nor steps have no loop. Processes that record no step of
+    a loop that others record are workers, whose computing is none of it. A checkpoint is part of a loop if
+    its thread is the loop's, in runs that record no stalls; one of another thread or process is hidden.
     """
-    is_checkpoint = "(phase = 'app_io' AND contains(cat, 'checkpoint'))"
-    spans: dict[str, dict[str, tuple[int, int, int]]] = {}
-    for run, part, took_us, num_spans, num_ranks in study.events.ask(f"""
-        SELECT run, CASE WHEN {is_checkpoint} THEN 'saving' ELSE phase END AS part, sum(dur_us)::BIGINT,
-               count(*), coalesce(nullif(count(DISTINCT rank), 0), count(DISTINCT ({PROCESS})))
-        FROM {{events}} WHERE phase IN {tuple(_LOOP_PARTS)} OR {is_checkpoint} GROUP BY run, part"""):
-        spans.setdefault(run, {})[part] = (took_us, num_spans, num_ranks)
-    reads: dict[str, Counter[str]] = {}
-    moved = "coalesce(sum(size_bytes), 0)::BIGINT"
-    for run, *_, busy_us, _, read_bytes in measure_groups(
-        study.events, ("run", "host", "pid"), where=f"{IS_IO} AND {IS_READ}", extra=[moved]
+    is_saving = "(phase = 'app_io' AND contains(cat, 'checkpoint'))"
+    events = EventsView(study.events.connection, _LOOPS)
+    events.ask(f"""
+        CREATE OR REPLACE TEMP TABLE {_LOOPS} AS
+        SELECT run, rank_name, ts_us, dur_us, end_us,
+               CASE part WHEN 'saving' THEN 'stall' ELSE part END AS part
+        FROM (
+            SELECT *, bool_or(part IN ('wait', 'step')) OVER (PARTITION BY run) AS has_steps,
+                   bool_or(part IN ('wait', 'step')) OVER (PARTITION BY run, {PROCESS}) AS is_stepping,
+                   bool_or(part = 'stall') OVER (PARTITION BY run) AS has_stalls,
+                   bool_or(part <> 'saving') OVER (PARTITION BY run, {PROCESS}, tid) AS is_looping
+            FROM (SELECT run, {RANK_NAME} AS rank_name, {PROCESS}, tid, ts_us, dur_us, end_us,
+                         CASE WHEN {is_saving} THEN 'saving' WHEN phase = 'loop' THEN 'step' ELSE phase END
+                             AS part
+                  FROM {study.events.relation}
+                  WHERE phase IN ('wait', 'compute', 'barrier', 'stall') OR {is_saving}
+                     OR phase = 'loop' AND cat NOT IN ('epoch', 'run')))
+        WHERE (is_stepping OR NOT has_steps) AND (part <> 'saving' OR is_looping AND NOT has_stalls)
+        ORDER BY ts_us""")
+    counted = {
+        (run, part): num_spans
+        for run, part, num_spans in events.ask("SELECT run, part, count(*) FROM {events} GROUP BY run, part")
+    }
+    num_ranks = dict(events.ask("SELECT run, count(DISTINCT rank_name) FROM {events} GROUP BY run"))
+    # What the parts up to each cover: its own time is what it adds.
+    covers = [f"part IN {(*parts, '')}" for parts in accumulate((part,) for part in _LOOP_PARTS)]
+    amounts: dict[str, Counter[str]] = {run: Counter() for run in num_ranks}
+    for (run, _), covered in union_times(events, ("run", "rank_name"), *covers).items():
+        own = (until - before for before, until in pairwise((0, *covered)))
+        amounts[run].update(dict(zip(_LOOP_PARTS.values(), own, strict=True)))
+    is_read, is_wait = f"{IS_IO} AND {IS_READ}", "phase = 'wait'"
+    sets = (is_read, IS_IO, is_wait, f"({IS_IO} OR {is_wait})")
+    for (run, _), times in union_times(study.work, ("run", "rank_name"), *sets).items():
+        read_us, io_us, wait_us, either_us = times
+        if run in amounts:
+            amounts[run].update({_READING: read_us, _WAIT_IN_IO: io_us + wait_us - either_us})
+    for run, moved in study.work.ask(
+        f"SELECT run, sum(size_bytes)::BIGINT FROM {{events}} WHERE {is_read} GROUP BY run"
     ):
-        reads.setdefault(run, Counter()).update({_READING: busy_us, _READ_BYTES: read_bytes})
+        if run in amounts:
+            amounts[run][_READ_BYTES] = moved or 0
     loops = {}
-    for run, found in spans.items():
-        if {"wait", "compute"} & found.keys():
-            # A program that records no stalls may have waited for its checkpoints as they lasted.
-            found.setdefault("stall", found.get("saving", (0, 0, 0)))
-            num_ranks = max(part[2] for part in found.values())
-            num_steps = max(found[phase][1] for phase in ("wait", "compute") if phase in found)
-            amounts = {name: found[phase][0] for phase, name in _LOOP_PARTS.items() if phase in found}
-            amounts |= {_READING: 0, _READ_BYTES: 0} | reads.get(run, {})
-            of_rank = {name: amount / num_ranks for name, amount in amounts.items()}
-            loops[run] = (num_steps / num_ranks, of_rank)
+    for run, of_run in amounts.items():
+        # A step waits once, but may compute in several pieces.
+        steps_of = [counted[run, part] for part in ("wait", "step", "compute") if (run, part) in counted]
+        if steps_of:
+            of_rank = {name: amount / num_ranks[run] for name, amount in of_run.items() if amount}
+            loops[run] = (steps_of[0] / num_ranks[run], of_rank)
     return loops
 
 
@@ -302,21 +349,13 @@ def _compare_loops(  # noqa: PLR0917 - two loops
     says = [f"Over {num_steps:,.0f} steps, a rank of {run} spent on {'; on '.join(each)}."]
     if round(num_steps) != round(base_steps):
         says.append(f"{study.baseline} took {base_steps:,.0f} steps; its seconds are those of as many steps.")
-    if worst == _LOOP_PARTS["wait"] and here[_READING] and base[_READING]:
-        # It waits for data because reading is slower, there is more to read, or less to hide it behind.
-        rate, base_rate = (loop[_READ_BYTES] * 1e6 / loop[_READING] for loop in (here, base))
-        computed = [loop.get(_LOOP_PARTS["compute"], 0.0) for loop in (here, base)]
-        why = ""
-        if rate * _CHANGED < base_rate:
-            why = " Reads are slower."
-        elif here[_READ_BYTES] > base[_READ_BYTES] * _CHANGED:
-            why = " There is more to read."
-        elif computed[0] * _CHANGED < computed[1]:
-            why = " Reads are as fast as before: there is less computation to hide them behind."
+    if worst == _LOOP_PARTS["wait"] and here.get(_READING) and base.get(_READING):
+        rate, base_rate = (loop.get(_READ_BYTES, 0.0) * 1e6 / loop[_READING] for loop in (here, base))
         says.append(
-            f"Reading kept it busy for {_seconds(here[_READING])} ({format_bytes(round(here[_READ_BYTES]))} "
-            f"at {format_rate(rate)}); in {study.baseline} for {_seconds(base[_READING])} "
-            f"({format_bytes(round(base[_READ_BYTES]))} at {format_rate(base_rate)}).{why}"
+            f"Reading kept it busy for {_seconds(here[_READING])} "
+            f"({format_bytes(round(here.get(_READ_BYTES, 0)))} at {format_rate(rate)}); in {study.baseline} "
+            f"for {_seconds(base[_READING])} ({format_bytes(round(base.get(_READ_BYTES, 0)))} at "
+            f"{format_rate(base_rate)}). {_explain_waiting(study, run, here, base)}".rstrip()
         )
     rows: list[Sequence[Value]] = []
     for name in [*sorted(parts, key=lambda part: -changes[part]), _READING]:
@@ -336,8 +375,146 @@ def _compare_loops(  # noqa: PLR0917 - two loops
     return [TraceFinding("F10", weight, title, [run], says, evidence, lost_us)]
 
 
+def _explain_waiting(study: Study, run: str, here: Mapping[str, float], base: Mapping[str, float]) -> str:
+    """Why a loop waits longer: slower reads, more to read, work between reads, less to hide reading."""
+    slower = query_findings.compare_reads(study, run)
+    waits = [loop.get(_LOOP_PARTS["wait"], 0.0) - loop.get(_WAIT_IN_IO, 0.0) for loop in (here, base)]
+    more_us = here.get(_LOOP_PARTS["wait"], 0.0) - base.get(_LOOP_PARTS["wait"], 0.0)
+    computed = [loop.get(_LOOP_PARTS["compute"], 0.0) for loop in (here, base)]
+    if slower and slower[0] > _CHANGED * slower[1]:
+        here_us, base_us = map(_seconds, slower)
+        return f"Reads are slower: {here_us} a call, not {base_us}, at equal sizes."
+    if here.get(_READ_BYTES, 0.0) > base.get(_READ_BYTES, 0.0) * _CHANGED:
+        return "There is more to read."
+    if waits[0] - waits[1] > more_us / 2:
+        return (
+            f"No I/O was under way for {_seconds(waits[0])} of the waiting, in {study.baseline} for "
+            f"{_seconds(waits[1])}: the time goes to what follows reading, as decompression and decoding."
+        )
+    if computed[0] * _CHANGED < computed[1]:
+        return "Reads are as fast as before: there is less computation to hide them behind."
+    return ""
+
+
 def _seconds(elapsed_us: float) -> str:
     return format_seconds(elapsed_us / 1e6)
+
+
+def changed_readers(study: Study) -> list[TraceFinding]:
+    """F15: another number of threads or processes reads for a rank than in the baseline."""
+    is_read = f"{IS_IO} AND {IS_READ} AND {IS_CALL}"
+    readers = {
+        run: (num_threads, num_processes)
+        for run, num_threads, num_processes in study.work.ask(f"""
+            SELECT run, sum(num_threads) / count(*), sum(num_processes) / count(*) FROM (
+                SELECT run, rank_name, count(*) AS num_threads, count(DISTINCT ({PROCESS})) AS num_processes
+                FROM (SELECT run, rank_name, {PROCESS}, tid, count(*) AS num_reads,
+                             max(num_reads) OVER (PARTITION BY run, rank_name) AS most_reads
+                      FROM {{events}} WHERE {is_read} GROUP BY run, rank_name, {PROCESS}, tid)
+                -- One that reads a description is no reader of data.
+                WHERE num_reads >= {_READS_DATA} * most_reads GROUP BY run, rank_name)
+            GROUP BY run""")
+    }
+    moved = "coalesce(sum(size_bytes), 0)::BIGINT"
+    busy: dict[str, Counter[str]] = {}
+    for run, _, _, _, union_us, _, read_bytes in measure_groups(
+        study.work, ("run", "rank_name"), where=is_read, extra=[moved]
+    ):
+        busy.setdefault(run, Counter()).update({"us": union_us, "bytes": read_bytes, "ranks": 1})
+    findings = []
+    base = study.baseline
+    for run in study.runs:
+        if run == base or not {run, base} <= readers.keys():
+            continue
+        here, there = readers[run][0], readers[base][0]
+        if max(here, there) < _CHANGED * min(here, there):
+            continue
+        # What the baseline's ranks would be busy for as many bytes.
+        usual_us = busy[base]["us"] * (
+            busy[run]["bytes"] / busy[base]["bytes"] if busy[base]["bytes"] else 1.0
+        )
+        lost_us = round((busy[run]["us"] - usual_us) / busy[run]["ranks"]) if here < there else 0
+        fewer = "fewer" if here < there else "more"
+        rows = [
+            (name, *readers[name], round(busy[name]["us"] / busy[name]["ranks"]), busy[name]["bytes"])
+            for name in (run, base)
+        ]
+        says = (
+            f"{here:.3g} threads in {readers[run][1]:.3g} processes read for a rank, in {base} {there:.3g} "
+            f"in {readers[base][1]:.3g}; reads were under way for {_seconds(rows[0][3])}, "
+            f"not {_seconds(rows[1][3])}."
+        )
+        columns = make_columns(
+            "run", Column("threads", Unit.NUMBER), Column("processes", Unit.NUMBER), "union_us", "read_bytes"
+        )
+        evidence = Answer(name=f"f15_{run}", title="Readers of a rank", columns=columns, rows=rows)
+        weight = Weight.COST if lost_us > 0 else Weight.NOTE
+        title = f"{run}: {fewer} readers than in {base}"
+        findings.append(TraceFinding("F15", weight, title, [run], [says], evidence, max(lost_us, 0) or None))
+    return findings
+
+
+def loop_waits(study: Study) -> list[TraceFinding]:
+    """R5: the loop waits for data, for other ranks or for checkpoints, for a share worth knowing."""
+    findings = []
+    for run, (num_steps, spent) in measure_loops(study).items():
+        whole_us = sum(spent.get(name, 0.0) for name in _LOOP_PARTS.values())
+        rows = [(name, round(spent[name])) for name in _LOOP_PARTS.values() if spent.get(name)]
+        for part, fix in _FIXES.items():
+            name = _LOOP_PARTS[part]
+            if spent.get(name, 0.0) < _WORTH_FIXING * whole_us:
+                continue
+            took, whole = _seconds(spent[name]), _seconds(whole_us)
+            says = [f"Over {num_steps:,.0f} steps, a rank spent {took} of {whole} on {name}."]
+            if part == "wait" and spent.get(_READING):
+                says.append(f"I/O was under way for {_seconds(spent.get(_WAIT_IN_IO, 0.0))} of it.")
+            columns = make_columns("part", "of_rank_us")
+            evidence = Answer(
+                name=f"r5_{run}_{part}", title="The loop of an average rank", columns=columns, rows=rows
+            )
+            title = f"{run}: {name} takes {spent[name] / whole_us:.0%} of the loop"
+            lost_us = round(spent[name])
+            findings.append(TraceFinding("R5", Weight.COST, title, [run], says, evidence, lost_us, fix))
+    return findings
+
+
+def unhidden_io(study: Study) -> list[TraceFinding]:
+    """R6: I/O that no computation of its rank hides, where a program records no waiting."""
+    is_compute = "phase = 'compute'"
+    spent: dict[str, Counter[str]] = {}
+    for (run, _), (io_us, compute_us, either_us) in union_times(
+        study.work, ("run", "rank_name"), IS_IO, is_compute, f"({IS_IO} OR {is_compute})"
+    ).items():
+        if io_us and compute_us:
+            amounts = {
+                "io_us": io_us,
+                "compute_us": compute_us,
+                "alone_us": either_us - compute_us,
+                "ranks": 1,
+            }
+            spent.setdefault(run, Counter()).update(amounts)
+    waiting = {run for (run,) in study.events.ask("SELECT DISTINCT run FROM {events} WHERE phase = 'wait'")}
+    findings = []
+    for run, sums in spent.items():
+        if run in waiting:
+            continue
+        io_us, compute_us, alone_us = (
+            round(sums[name] / sums["ranks"]) for name in ("io_us", "compute_us", "alone_us")
+        )
+        hidden = _seconds(io_us - alone_us)
+        says = [f"A rank had I/O under way for {_seconds(io_us)}, and computed for {hidden} of that."]
+        columns = make_columns("run", "io_us", "compute_us", "io_alone_us")
+        evidence = Answer(
+            name=f"r6_{run}",
+            title="An average rank",
+            columns=columns,
+            rows=[(run, io_us, compute_us, alone_us)],
+        )
+        title = f"{run}: {alone_us / io_us:.0%} of the I/O is hidden by no computation"
+        findings.append(
+            TraceFinding("R6", Weight.COST, title, [run], says, evidence, alone_us, _FIXES["wait"])
+        )
+    return findings
 
 
 FINDING_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
@@ -354,12 +531,78 @@ FINDING_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "F11": query_findings.changed_sizes,
     "F12": query_findings.calls_after_close,
     "F13": partial(late_ranks, are_stragglers=False),
+    "F14": slow_calls,
+    "F15": changed_readers,
 }
+RUN_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
+    **query_findings.HABIT_RULES,
+    "R5": loop_waits,
+    "R6": unhidden_io,
+}
+"""What costs time in a single run."""
 
 
 def find_all(study: Study) -> list[TraceFinding]:
-    """The findings of every rule, in the order of the report."""
-    return rank_findings([finding for rule in FINDING_RULES.values() for finding in rule(study)])
+    """The findings of every rule, in the order of the report.
+
+    Of several runs, habits count by what exceeds the baseline's: a baseline is no worse than itself.
+    """
+    rules: Iterable[Callable[[Study], list[TraceFinding]]] = FINDING_RULES.values()
+    if len(study.runs) > 1:
+        rules = [*rules, *query_findings.HABIT_RULES.values()]
+    found = [finding for rule in rules for finding in rule(study)]
+    return rank_findings(_keep_relevant(study, _compare_habits(study, _leave_out_explained(found))))
+
+
+def find_in_runs(study: Study) -> list[TraceFinding]:
+    """The findings of a report, where each run's habits count in full, and what its loop waits for."""
+    rules = [*FINDING_RULES.values(), *RUN_RULES.values()]
+    found = [finding for rule in rules for finding in rule(study)]
+    return rank_findings(_keep_relevant(study, _leave_out_explained(found)))
+
+
+def _leave_out_explained(found: Sequence[TraceFinding]) -> list[TraceFinding]:
+    """Leave out stragglers whose time is that of slow files: the files are why."""
+    of_files = [one for one in found if one.evidence.name.endswith("_files") and one.code == "F14"]
+    return [
+        one
+        for one in found
+        if one.code != "F8"
+        or not any(
+            cause.runs == one.runs and 2 * (cause.lost_us or 0) > (one.lost_us or 0) for cause in of_files
+        )
+    ]
+
+
+def _compare_habits(study: Study, found: Sequence[TraceFinding]) -> list[TraceFinding]:
+    """Habits that the baseline has, too, cost what they are more than its; its own findings are notes."""
+    if len(study.runs) == 1:
+        return list(found)
+    loops = measure_loops(study)
+    base_steps = loops.get(study.baseline, (0.0, {}))[0]
+    compared = []
+    for one in found:
+        (run, *_) = one.runs
+        if one.weight is Weight.COST and run == study.baseline:
+            compared.append(replace(one, weight=Weight.NOTE, lost_us=None))
+        elif one.usual_amount:
+            share = loops[run][0] / base_steps if run in loops and base_steps else 1.0
+            excess = max(0.0, 1 - one.usual_amount * share / one.amount)
+            lost_us = round((one.lost_us or 0) * excess)
+            compared.append(replace(one, lost_us=lost_us))
+        else:
+            compared.append(one)
+    return compared
+
+
+def _keep_relevant(study: Study, found: Sequence[TraceFinding]) -> list[TraceFinding]:
+    """Leave out what costs less than 2 % of the time of its run."""
+    spans = dict(study.work.ask("SELECT run, max(end_us) - min(ts_us) FROM {events} GROUP BY run"))
+    return [
+        one
+        for one in found
+        if one.lost_us is None or one.lost_us >= _WORTH_SAYING * max(spans.get(run, 0) for run in one.runs)
+    ]
 
 
 def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight
-from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, sql_literal
+from penstock.trace.dimensions import IS_CALL, IS_IO, IS_READ, IS_WRITE, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.breakdowns import measure_groups, union_times
 from penstock.units import format_bytes, format_seconds
@@ -27,8 +27,9 @@ _ENOUGH_CALLS: Final = 100
 _ENOUGH_FILES: Final = 10
 """Fewer files, or calls, are no habit of a program."""
 _READ_BACK_SHARE: Final = 0.5
-_MEMORY_RATE: Final = 8e9
+MEMORY_RATE: Final = 8e9
 """Bytes per second of a single call beyond any device of one host, for tiers without a stated rate."""
+_UNSERVED_SHARE: Final = 0.02
 _EXTRA_A_FILE: Final = 0.5
 _STATS_A_FILE: Final = 3
 _OPENS_A_FILE: Final = 2
@@ -41,6 +42,7 @@ _LOOKS: Final = f"({_LOOKUPS} OR op IN ('chmod', 'chown', 'utime', 'truncate', '
 """Calls that move no bytes, and that a closed file no longer needs; it may be renamed or removed."""
 _MOVES: Final = f"({IS_READ} OR {IS_WRITE} OR op IN ('sendfile', 'copy_file_range', 'splice'))"
 _SYNCS: Final = "op IN ('fsync', 'fdatasync', 'sync', 'syncfs', 'msync', 'sync_file_range')"
+_IS_OPEN: Final = "op IN ('open', 'fopen')"
 _IS_SMALL: Final = f"size_bytes < {_SMALL_BYTES}"
 _IS_UNALIGNED: Final = f'"offset" % {_PAGE_BYTES} <> 0'
 
@@ -53,46 +55,51 @@ def _find(  # noqa: PLR0917 - what every rule has
     says: Callable[[Rows], Sequence[str]],
     sql: str,
     *,
-    by: int = 1,
     weight: Weight = Weight.COST,
     where: str | Callable[[Rows], str] = "",
+    habit: str = "",
     fix: str = "",
 ) -> list[TraceFinding]:
-    """A finding for each group of the query's rows, which begin with their run and end with their time.
+    """A finding for each run of the query's rows, which begin with it and end with their time.
 
-    A group has equal values in the first `by` columns. `says` gives its title and sentences. `where` is the
-    SQL condition of the calls in which it lost time. `{run}` in the title of the evidence is the run, whose
-    column is left out if `columns` lack it.
+    An alarm is one of each of the values in the second column. `says` gives title and sentences. `where` is
+    the SQL condition of the calls in which it lost time. What tells how often a run has this habit is
+    `habit`: the number of these `calls`, or the sum of a column. `{run}` in the title of the evidence is the
+    run, whose column is left out if `columns` lack it.
     """
-    findings = []
-    for key, rows in _group(study, sql, by).items():
+    findings: list[TraceFinding] = []
+    for key, rows in _group(study, sql, 2 if weight is Weight.ALARM else 1).items():
         title, *sentences = says(rows)
-        runs = list(dict.fromkeys(row[0] for row in rows))
+        run = rows[0][0]
         lost_us = None
-        if where:
-            lost_us = max(
-                spread_over_ranks(
-                    study,
-                    run,
-                    where=where if isinstance(where, str) else where(rows),
-                    sum_us=sum(row[-1] for row in rows if row[0] == run),
-                )
-                for run in runs
-            )
+        of_calls = where if isinstance(where, str) else where(rows)
+        if of_calls:
+            lost_us = spread_over_ranks(study, run, where=of_calls, sum_us=sum(row[-1] for row in rows))
         answer = Answer(
             name="_".join([code.lower(), *map(str, key)]),
-            title=evidence.replace("{run}", runs[0]),
+            title=evidence.replace("{run}", run),
             columns=make_columns(*columns),
             rows=rows if columns[0] == "run" else [row[1:] for row in rows],
         )
-        findings.append(TraceFinding(code, weight, title, runs, sentences, answer, lost_us, fix))
+        amount, usual = 0.0, 0.0
+        if habit == "calls":
+            amount, usual = study.work.ask_one(f"""
+                SELECT count(*) FILTER (WHERE run = {sql_literal(run)}),
+                       count(*) FILTER (WHERE run = {sql_literal(study.baseline)})
+                FROM {{events}} WHERE {IS_IO} AND ({of_calls})""")
+        elif habit:
+            amount = sum(float(row[habit] or 0) for row in answer.records())
+            usual = sum(one.amount for one in findings if one.runs == [study.baseline])
+        findings.append(
+            TraceFinding(code, weight, title, [run], sentences, answer, lost_us, fix, amount, usual)
+        )
     return findings
 
 
 def _group(study: Study, sql: str, by: int) -> dict[tuple[Any, ...], list[tuple[Any, ...]]]:
     """The rows of a query by their first `by` columns, in the order of the runs, which are the first."""
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-    for row in sorted(study.events.ask(sql), key=lambda row: study.runs.index(row[0])):
+    for row in sorted(study.work.ask(sql), key=lambda row: study.runs.index(row[0])):
         groups.setdefault(row[:by], []).append(row)
     return groups
 
@@ -103,15 +110,15 @@ def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> i
     `where` chooses the calls that the sum is a part of: those that ran at the same time share their seconds.
     """
     chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
-    busy = measure_groups(study.events, ("host", "pid"), where=chosen)
-    total_us, busy_us = (sum(row[place] for row in busy) for place in (3, 4))
+    busy = measure_groups(study.work, ("rank_name",), where=chosen)
+    total_us, busy_us = (sum(row[place] for row in busy) for place in (2, 3))
     return round(sum_us * busy_us / total_us / count_ranks(study, run)) if total_us else 0
 
 
 def count_ranks(study: Study, run: str) -> int:
     """The ranks of a run, or its processes if no rank is known; at least 1."""
-    (num_ranks, num_processes) = study.events.ask_one(f"""
-        SELECT count(DISTINCT rank), count(DISTINCT ({PROCESS})) FROM {{events}}
+    (num_ranks, num_processes) = study.work.ask_one(f"""
+        SELECT count(DISTINCT rank), count(DISTINCT rank_name) FROM {{events}}
         WHERE run = {sql_literal(run)}""")
     return int(num_ranks or num_processes or 1)
 
@@ -217,7 +224,6 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
         FROM moved m
         WHERE written > 0 AND read_back >= {_READ_BACK_SHARE} * written AND other IS NOT NULL
         ORDER BY tier""",
-        by=2,
         weight=Weight.ALARM,
     )  # fmt: skip
 
@@ -229,7 +235,7 @@ def _small_sql(is_wanted: str, share: float, order: str) -> str:
                quantile_cont(size_bytes, 0.5),
                coalesce(sum(size_bytes) FILTER (WHERE {_IS_SMALL}), 0)::BIGINT,
                coalesce(sum(dur_us) FILTER (WHERE {_IS_SMALL}), 0)::BIGINT AS small_us
-        FROM {{events}} WHERE {IS_IO} AND {is_wanted} AND size_bytes > 0 AND path IS NOT NULL
+        FROM {{events}} WHERE {IS_IO} AND {IS_CALL} AND {is_wanted} AND size_bytes > 0 AND path IS NOT NULL
         GROUP BY run, file_class
         HAVING num_small >= {_ENOUGH_CALLS} AND num_small >= {share} * num_calls
         ORDER BY {order} DESC, file_class"""
@@ -241,8 +247,8 @@ def small_writes(study: Study) -> list[TraceFinding]:
     def says(rows: Rows) -> Sequence[str]:
         run, kind, num, small = max(rows, key=lambda row: int(row[6]))[:4]
         return (
-            "Small writes",
-            f"In {run}, {small:,} of {num:,} writes of {kind} move less than {format_bytes(_SMALL_BYTES)}.",
+            f"{run}: small writes",
+            f"{small:,} of {num:,} writes of {kind} move less than {format_bytes(_SMALL_BYTES)}.",
             "A writer that collects headers and small records in one buffer needs a fraction of the calls.",
         )
 
@@ -253,8 +259,8 @@ def small_writes(study: Study) -> list[TraceFinding]:
         ("run", "file_class", "num_writes", "num_small", "median_bytes", "small_bytes", "small_us"),
         says,
         _small_sql(IS_WRITE, 0.25, "num_small"),
-        by=0,
         where=f"{IS_WRITE} AND {_IS_SMALL}",
+        habit="calls",
     )
 
 
@@ -266,8 +272,8 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
         run, kind, files, stats, opens = max(rows, key=lambda row: (int(row[6]), int(row[5])))[:5]
         does, most = ("looks up", stats) if stats >= _STATS_A_FILE else ("opens", opens)
         return (
-            "Redundant opens and stats",
-            f"In {run}, one process {does} each of {files:,} files of {kind} up to {most} times.",
+            f"{run}: redundant opens and stats",
+            f"One process {does} each of {files:,} files of {kind} up to {most} times.",
             "The first answer is known already; on a parallel file system each further one is a round trip.",
         )
 
@@ -281,23 +287,26 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
         f"""
         WITH looked_up AS (
             SELECT run, file_class, path, {PROCESS}, count(*) FILTER (WHERE {_LOOKUPS}) AS stats,
-                   count(*) FILTER (WHERE op IN ('open', 'fopen')) AS opens,
+                   count(*) FILTER (WHERE {_IS_OPEN}) AS opens,
                    coalesce(sum(dur_us) FILTER (WHERE {_LOOKUPS}), 0) AS took
             FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, path, {PROCESS})
         SELECT run, file_class, count(*), max(stats), max(opens), sum(stats)::BIGINT, sum(took)::BIGINT
         FROM looked_up WHERE stats >= {_STATS_A_FILE} OR opens > {_OPENS_A_FILE}
         GROUP BY run, file_class HAVING count(*) >= {_ENOUGH_FILES} ORDER BY 7 DESC, file_class""",
-        by=0,
         where=_LOOKUPS,
+        habit="calls",
     )  # fmt: skip
 
 
 def unserved_reads(study: Study) -> list[TraceFinding]:
-    """F9: large reads faster than any device: the page cache served them."""
+    """F9: reads faster than any device: the page cache served them.
+
+    A large read is judged alone. Of small ones most may be fast because one before them fetched their bytes,
+    too: they are judged together, by file class, thread and second.
+    """
     rates = study.spec.device_rates
     cases = "".join(f" WHEN {sql_literal(tier)} THEN {rate}" for tier, rate in rates.items())
-    limit = f"CASE tier{cases} ELSE {_MEMORY_RATE} END" if cases else str(_MEMORY_RATE)
-    fast = f"size_bytes > {limit} * dur_us / 1e6"
+    limit = f"CASE tier{cases} ELSE {MEMORY_RATE} END" if cases else str(MEMORY_RATE)
 
     def says(rows: Rows) -> Sequence[str]:
         ((run, tier, _, _, total, unserved, _),) = rows
@@ -312,100 +321,112 @@ def unserved_reads(study: Study) -> list[TraceFinding]:
     return _find(
         study,
         "F9",
-        "Reads of 1 MiB and more",
+        f"Reads of {format_bytes(_PAGE_BYTES)} and more",
         ("run", "tier", "num_reads", "num_unserved", "read_bytes", "unserved_bytes",
          Column("fastest", Unit.RATE)),
         says,
         f"""
-        SELECT run, tier, count(*), count(*) FILTER (WHERE {fast}), sum(size_bytes)::BIGINT,
-               coalesce(sum(size_bytes) FILTER (WHERE {fast}), 0)::BIGINT AS unserved,
-               max(size_bytes * 1e6 / dur_us)
-        FROM {{events}}
-        WHERE {IS_IO} AND {IS_READ} AND tier IS NOT NULL AND size_bytes >= {_LARGE_BYTES}
-        GROUP BY run, tier HAVING unserved > 0 ORDER BY tier""",
-        by=2,
+        WITH together AS (
+            SELECT run, tier, count(*) AS num, sum(size_bytes) AS moved, sum(dur_us) AS took
+            FROM {{events}}
+            WHERE {IS_IO} AND {IS_READ} AND {IS_CALL} AND tier IS NOT NULL AND size_bytes >= {_PAGE_BYTES}
+            GROUP BY run, tier, file_class, {PROCESS}, tid, ts_us // 1000000,
+                     CASE WHEN size_bytes >= {_LARGE_BYTES} THEN ts_us END),
+        judged AS (
+            SELECT *, moved >= {_SMALL_BYTES} AND moved > {limit} * took / 1e6 AS is_fast FROM together)
+        SELECT run, tier, sum(num)::BIGINT, coalesce(sum(num) FILTER (WHERE is_fast), 0)::BIGINT,
+               sum(moved)::BIGINT AS total,
+               coalesce(sum(moved) FILTER (WHERE is_fast), 0)::BIGINT AS unserved,
+               max(moved * 1e6 / took) FILTER (WHERE moved >= {_SMALL_BYTES})
+        FROM judged GROUP BY run, tier HAVING unserved > {_UNSERVED_SHARE} * total ORDER BY tier""",
         weight=Weight.ALARM,
     )  # fmt: skip
 
 
-def _typical_sql(keys: str) -> str:
-    """SELECT `keys`, writes, bytes, and the size at which half of the bytes are written.
+_DIRECTION: Final = f"CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END"
 
-    Headers are most of the writes, but next to nothing of the bytes.
+
+def _typical_sql(keys: str) -> str:
+    """SELECT `keys`, calls, bytes, and the size at which half of the bytes are moved.
+
+    Headers are most of the calls, but next to nothing of the bytes.
     """
     return f"""
-        SELECT {keys}, sum(num_writes)::BIGINT AS num_writes, any_value(whole)::BIGINT AS written,
+        SELECT {keys}, sum(num_calls)::BIGINT AS num_calls, any_value(whole)::BIGINT AS moved_bytes,
                min(size_bytes) FILTER (WHERE upto >= whole / 2) AS typical
-        FROM (SELECT {keys}, size_bytes, count(*) AS num_writes, sum(size_bytes) AS moved,
+        FROM (SELECT {keys}, size_bytes, count(*) AS num_calls, sum(size_bytes) AS moved,
                      sum(moved) OVER (PARTITION BY {keys} ORDER BY size_bytes) AS upto,
                      sum(moved) OVER (PARTITION BY {keys}) AS whole
-              FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND size_bytes > 0 AND path IS NOT NULL
+              FROM (SELECT *, {_DIRECTION} AS direction FROM {{events}}
+                    WHERE {IS_IO} AND {IS_CALL} AND ({IS_WRITE} OR {IS_READ}) AND size_bytes > 0
+                      AND path IS NOT NULL)
               GROUP BY {keys}, size_bytes)
         GROUP BY {keys}"""
 
 
 def changed_sizes(study: Study) -> list[TraceFinding]:
-    """F11: the bytes of a class of files are written in pieces of another size than in the baseline."""
+    """F11: the bytes of a class of files are moved in pieces of another size than in the baseline."""
     base = study.baseline
     groups = _group(
         study,
         f"""
-        WITH typical AS ({_typical_sql("run, tier, file_class")}),
-        usual AS ({_typical_sql("run, file_class")})
-        SELECT t.run, t.tier, t.file_class, t.num_writes, t.written, t.typical, u.num_writes, u.written,
-               u.typical, t.typical / u.typical
-        FROM typical t JOIN usual u ON t.file_class = u.file_class AND u.run = {sql_literal(base)}
-        WHERE t.run <> u.run AND t.written >= {_LARGE_BYTES}
+        WITH typical AS ({_typical_sql("run, direction, tier, file_class")}),
+        usual AS ({_typical_sql("run, direction, file_class")})
+        SELECT t.run, t.direction, t.tier, t.file_class, t.num_calls, t.moved_bytes, t.typical, u.num_calls,
+               u.moved_bytes, u.typical, t.typical / u.typical
+        FROM typical t JOIN usual u USING (direction, file_class)
+        WHERE u.run = {sql_literal(base)} AND t.run <> u.run AND t.moved_bytes >= {_LARGE_BYTES}
           AND greatest(t.typical / u.typical, u.typical / t.typical) >= {_OTHER_SIZE}
-        ORDER BY t.tier, t.written DESC, t.file_class""",
-        by=1,
+        ORDER BY t.direction, t.tier, t.moved_bytes DESC, t.file_class""",
+        by=2,
     )
 
     def busy_us(run: str, where: str) -> float:
-        """The time in which an average rank wrote."""
-        chosen = f"run = {sql_literal(run)} AND {IS_IO} AND {IS_WRITE} AND ({where})"
-        return (
-            sum(us for (us,) in union_times(study.events, ("host", "pid"), chosen).values()) / num_ranks[run]
-        )
+        """The time in which an average rank made such calls."""
+        chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
+        return sum(us for (us,) in union_times(study.work, ("rank_name",), chosen).values()) / num_ranks[run]
 
-    num_ranks = {run: count_ranks(study, run) for run in (base, *(run for (run,) in groups))}
+    num_ranks = {run: count_ranks(study, run) for run in (base, *(run for run, _ in groups))}
     findings = []
-    for (run,), rows in groups.items():
-        _, tier, kind, num, _, typical, num_base, _, typical_base, ratio = max(
-            rows, key=lambda row: int(row[4])
+    for (run, direction), rows in groups.items():
+        _, _, tier, kind, num, _, typical, num_base, _, typical_base, ratio = max(
+            rows, key=lambda row: int(row[5])
         )
+        does = f"written to {tier}" if direction == "write" else f"read from {tier}"
         says = [
             (
-                f"{kind} is written to {tier} in pieces of {format_bytes(typical)}, in {base} of "
-                f"{format_bytes(typical_base)} (half of the bytes are in larger ones): {num:,} writes, not "
-                f"{num_base:,}."
+                f"{kind} is {does} in pieces of {format_bytes(typical)}, in {base} of "
+                f"{format_bytes(typical_base)} (half of the bytes are in larger ones): {num:,} {direction}s, "
+                f"not {num_base:,}."
             )
         ]
         # What the baseline's ranks would take for as many bytes.
-        written = sum(row[4] for row in rows) / num_ranks[run]
-        usual = sum({row[2]: row[7] for row in rows}.values()) / num_ranks[base]
-        same_kinds = match_rows(("file_class",), (row[1:] for row in rows))
-        usual_us = busy_us(base, same_kinds) * written / usual
-        lost_us = round(busy_us(run, match_rows(("tier", "file_class"), rows)) - usual_us)
+        moved = sum(row[5] for row in rows) / num_ranks[run]
+        usual = sum({row[3]: row[8] for row in rows}.values()) / num_ranks[base]
+        is_direction = IS_WRITE if direction == "write" else IS_READ
+        same_kinds = match_rows(("file_class",), (row[2:] for row in rows))
+        usual_us = busy_us(base, f"{is_direction} AND ({same_kinds})") * moved / usual
+        here = match_rows(("tier", "file_class"), (row[1:] for row in rows))
+        lost_us = round(busy_us(run, f"{is_direction} AND ({here})") - usual_us)
         if lost_us > 0:
             says.append(
-                f"A rank is busy with the writes of these classes for {format_seconds(lost_us / 1e6)} longer "
-                f"than in {base} for as many bytes; whether their size is the reason, only a measurement "
-                "with that size shows."
+                f"A rank is busy with the {direction}s of these classes for {format_seconds(lost_us / 1e6)} "
+                f"longer than in {base} for as many bytes; whether their size is the reason, only a "
+                "measurement with that size shows."
             )
         columns = make_columns(
-            "tier", "file_class", "num_writes", "written_bytes", "typical_bytes", f"num_writes_{base}",
-            Column(f"written_{base}", Unit.BYTES), Column(f"typical_{base}", Unit.BYTES),
-            Column("to_base", Unit.RATIO),
+            "tier", "file_class", f"num_{direction}s", "moved_bytes", "typical_bytes",
+            f"num_{direction}s_{base}", Column(f"moved_{base}", Unit.BYTES),
+            Column(f"typical_{base}", Unit.BYTES), Column("to_base", Unit.RATIO),
         )  # fmt: skip
         evidence = Answer(
-            name=f"f11_{run}",
-            title=f"Sizes at which half of the bytes are written, {run} and {base}",
+            name=f"f11_{run}_{direction}",
+            title=f"Sizes at which half of the bytes are moved, {run} and {base}",
             columns=columns,
-            rows=[row[1:] for row in rows],
+            rows=[row[2:] for row in rows],
         )
         weight = Weight.COST if lost_us > 0 else Weight.NOTE
-        title = f"{run}: {'smaller' if ratio < 1 else 'larger'} writes than in {base}"
+        title = f"{run}: {'smaller' if ratio < 1 else 'larger'} {direction}s than in {base}"
         findings.append(TraceFinding("F11", weight, title, [run], says, evidence, max(lost_us, 0) or None))
     return findings
 
@@ -443,7 +464,7 @@ def calls_after_close(study: Study) -> list[TraceFinding]:
             SEMI JOIN written USING (run, path) WHERE {IS_IO} AND {_LOOKS}),
         closes AS (SELECT run, path, end_us AS closed_us FROM {{events}} WHERE {IS_IO} AND op = 'close'),
         opens AS (
-            SELECT run, path, ts_us AS opened_us FROM {{events}} WHERE {IS_IO} AND op IN ('open', 'fopen')),
+            SELECT run, path, ts_us AS opened_us FROM {{events}} WHERE {IS_IO} AND {_IS_OPEN}),
         late AS (
             SELECT looks.*, closed_us FROM looks ASOF JOIN closes
             ON looks.run = closes.run AND looks.path = closes.path AND looks.ts_us >= closes.closed_us
@@ -456,7 +477,21 @@ def calls_after_close(study: Study) -> list[TraceFinding]:
         GROUP BY late.run, tier, file_class, op HAVING num_files >= {_ENOUGH_FILES}
         ORDER BY tier, file_class, op""",
         where=partial(match_rows, ("tier", "file_class", "op")),
+        habit="num_calls",
     )
+
+
+def compare_reads(study: Study, run: str) -> tuple[float, float] | None:
+    """The microseconds of a read here, and in the baseline at equal sizes; None where one has no reads."""
+    is_read = f"{IS_IO} AND {IS_READ} AND {IS_CALL} AND size_bytes > 0"
+    here, base = study.work.ask_one(f"""
+        WITH sized AS (
+            SELECT run, floor(log2(size_bytes)) AS magnitude, count(*) AS num, avg(dur_us) AS mean_us
+            FROM {{events}} WHERE {is_read} GROUP BY ALL)
+        SELECT sum(h.num * h.mean_us) / sum(h.num), sum(h.num * b.mean_us) / sum(h.num)
+        FROM sized h JOIN sized b USING (magnitude)
+        WHERE h.run = {sql_literal(run)} AND b.run = {sql_literal(study.baseline)}""")
+    return (here, base) if here and base else None
 
 
 def small_reads(study: Study) -> list[TraceFinding]:
@@ -476,13 +511,17 @@ def small_reads(study: Study) -> list[TraceFinding]:
         ),
         _small_sql(IS_READ, 0.5, "small_us"),
         where=f"{IS_READ} AND {_IS_SMALL}",
+        habit="calls",
         fix="Read through a larger buffer, or put many samples into one file and read blocks of it: "
         "1 MiB a read keeps most storage busy.",
     )
 
 
 def random_reads(study: Study) -> list[TraceFinding]:
-    """R2: reads below a MiB that do not begin where the one before in their file ended."""
+    """R2: reads below a MiB that do not begin where the one before in their file ended.
+
+    A file that is opened again, or read from its beginning again, begins anew.
+    """
     return _find(
         study,
         "R2",
@@ -498,18 +537,20 @@ def random_reads(study: Study) -> list[TraceFinding]:
         ),
         f"""
         WITH ordered AS (
-            SELECT run, file_class, dur_us, "offset" AS begins, size_bytes,
-                   lag("offset" + size_bytes) OVER one_file AS ended
-            FROM {{events}} WHERE {IS_IO} AND {IS_READ} AND size_bytes > 0 AND "offset" IS NOT NULL
-              AND path IS NOT NULL
-            WINDOW one_file AS (PARTITION BY run, host, pid, path ORDER BY ts_us, "offset"))
+            SELECT run, file_class, op, dur_us, "offset" AS begins, size_bytes,
+                   lag(CASE WHEN {_IS_OPEN} THEN NULL ELSE "offset" + size_bytes END) OVER one_file AS ended
+            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL
+              AND (({IS_READ} AND size_bytes > 0 AND "offset" IS NOT NULL) OR {_IS_OPEN})
+            WINDOW one_file AS (PARTITION BY run, {PROCESS}, path ORDER BY ts_us, "offset" NULLS FIRST))
         SELECT run, file_class, count(*) AS num_reads, count(*) FILTER (WHERE begins <> ended) AS num_random,
                count(*) FILTER (WHERE begins < ended), quantile_cont(size_bytes, 0.5),
                coalesce(sum(dur_us) FILTER (WHERE begins <> ended), 0)::BIGINT AS random_us
-        FROM ordered WHERE ended IS NOT NULL AND size_bytes < {_LARGE_BYTES} GROUP BY run, file_class
+        FROM ordered WHERE {IS_READ} AND ended IS NOT NULL AND begins > 0 AND size_bytes < {_LARGE_BYTES}
+        GROUP BY run, file_class
         HAVING num_random >= {_ENOUGH_CALLS} AND num_random >= 0.5 * num_reads
         ORDER BY random_us DESC, file_class""",
         where=f'{IS_READ} AND size_bytes < {_LARGE_BYTES} AND "offset" IS NOT NULL',
+        habit="num_random",
         fix="Shuffle the order of files or of large blocks instead of samples, or turn read-ahead off "
         "(posix_fadvise with POSIX_FADV_RANDOM, or O_DIRECT).",
     )
@@ -540,6 +581,7 @@ def unaligned_transfers(study: Study) -> list[TraceFinding]:
         HAVING num_unaligned >= {_ENOUGH_CALLS} AND num_unaligned >= 0.5 * num_calls
         ORDER BY unaligned_us DESC, file_class, direction""",
         where=f"({IS_READ} OR {IS_WRITE}) AND size_bytes < {_LARGE_BYTES} AND {_IS_UNALIGNED}",
+        habit="calls",
         fix=f"Begin records at multiples of {format_bytes(_PAGE_BYTES)}, or of the stripe of a parallel file "
         "system, and pad them.",
     )
@@ -572,15 +614,16 @@ def metadata_time(study: Study) -> list[TraceFinding]:
         WHERE whole > 0 AND metadata >= {_METADATA_SHARE} * whole AND num_others >= {_ENOUGH_CALLS}
         ORDER BY took DESC, op""",
         where=f"NOT ({_MOVES} OR {_SYNCS})",
+        habit="calls",
         fix="Put many samples into one file, keep files open between reads, and remember sizes instead of "
         "asking for them.",
     )
 
 
-RUN_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
+HABIT_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "R1": small_reads,
     "R2": random_reads,
     "R3": unaligned_transfers,
     "R4": metadata_time,
 }
-"""What costs time in a single run."""
+"""How a program calls, which costs time in a single run, and in a comparison where it differs."""

@@ -18,8 +18,7 @@ from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.reports.report import Cell, Chart, Kind, Report, Section, Series, Table, Tone
 from penstock.trace import figures
-from penstock.trace.compare.findings import find_all, rank_findings
-from penstock.trace.compare.query_findings import RUN_RULES
+from penstock.trace.compare.findings import find_in_runs
 from penstock.trace.compare.report import (
     TONES,
     Row,
@@ -122,8 +121,7 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     axis = figures.measure_axis(study.events, study.runs)
     figures.place_calls(axis)
     progress.advance(1)
-    alone = [finding for rule in RUN_RULES.values() for finding in rule(study)]
-    findings = rank_findings([*find_all(study), *alone])
+    findings = find_in_runs(study)
     progress.advance(1)
     first = overview(study.events, study.runs, findings)
     progress.advance(1)

@@ -50,6 +50,7 @@ PROCESS = "host, pid"
 class Study:
     """The events of all runs in one relation, whose column `run` says which run an event belongs to.
 
+    Findings ask `work`, the events without the I/O of the program's runtime; it has the column `rank_name`.
     `runs` and `tiers` are names, in the order of the description. `baseline` is the run that others are
     compared with, `is_app` the SQL condition of the application's own event, such as its checkpoint.
     """
@@ -58,6 +59,7 @@ class Study:
         self, events: EventsView, accounts: Mapping[str, Sequence[FileAccount]], spec: ComparisonSpec
     ) -> None:
         self.events = events
+        self.work = events.work()
         self.accounts = accounts
         self.spec = spec
         self.runs = list(spec.runs)
@@ -257,10 +259,16 @@ class TraceFinding:
     evidence: Answer
     lost_us: int | None = None
     fix: str = ""
+    amount: float = 0.0
+    """Of a habit, the calls that have it: a comparison counts what exceeds those of the baseline."""
+    usual_amount: float = 0.0
+    """The same of the baseline."""
 
     def document(self) -> dict[str, Any]:
         """The finding as JSON."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {
+            field.name: getattr(self, field.name) for field in fields(self) if "amount" not in field.name
+        }
         lists = {"runs": list(self.runs), "says": list(self.says)}
         return {**shown, **lists, "weight": self.weight.value, "evidence": document(self.evidence)}
 

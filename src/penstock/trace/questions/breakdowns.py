@@ -26,7 +26,9 @@ from penstock.trace.dimensions import (
     IS_IO,
     IS_READ,
     IS_WRITE,
+    LEADER,
     NO_IO,
+    RANK_NAME,
     EventsView,
     case_sql,
     check_keys,
@@ -390,30 +392,35 @@ STRAGGLER_RATIO = 1.25
 
 
 def ranks(events: EventsView) -> Answer:
-    """A row for each process, by run and rank: skew, and which ranks the others wait for.
+    """A row for each rank of a run: skew, and which ranks the others wait for.
 
+    A rank is its process with its workers and forked writers; where no rank is known, a process is one.
     A rank that moves twice the bytes may take twice the time: a late one is a straggler only where it takes
     longer than its work explains. Work is bytes, or calls in a run where most ranks move none. What Darshan
-    has only as a sum of all ranks (`ALL_RANKS`) has a row, but is not one of them.
+    has only as a sum of all ranks (`ALL_RANKS`), and processes without a rank among ranks, have a row, but
+    are none of them.
     """
-    busy = measure_groups(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED_BYTES])
+    by = ("run", RANK_NAME)
+    who = ("min(rank)", f"arg_min({LEADER}, ts_us)", "arg_min(host, ts_us)", "count(DISTINCT (host, pid))")
+    busy = measure_groups(events, by, where=IS_IO, extra=[*who, _MOVED_BYTES])
     spans = {
-        row[:3]: row[3:]
-        for row in events.ask("""
-            SELECT run, pid, host, max(end_us) - min(min(ts_us)) OVER (PARTITION BY run),
-                   coalesce(sum(dur_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT
-            FROM {events} GROUP BY run, pid, host""")
+        row[:2]: row[2:]
+        for row in events.ask(f"""
+            SELECT run, {RANK_NAME}, coalesce(sum(dur_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT,
+                   max(end_us) - min(min(ts_us)) OVER (PARTITION BY run)
+            FROM {{events}} GROUP BY run, {RANK_NAME}""")
     }
     rows = [
-        (run, rank, pid, host, num_events, moved, sum_us, union_us, concurrency,
-         *reversed(spans[run, pid, host]))
-        for run, rank, pid, host, num_events, sum_us, union_us, concurrency, moved in busy
+        (run, rank, pid, host, num_processes, num_events, moved, sum_us, union_us, concurrency,
+         *spans[run, name])
+        for run, name, num_events, sum_us, union_us, concurrency, rank, pid, host, num_processes, moved
+        in busy
     ]  # fmt: skip
     rows.sort(key=lambda row: (row[0], -1 if row[1] is None else row[1], row[2], row[3] or ""))
     rated_rows = [row for _, of_run in groupby(rows, key=itemgetter(0)) for row in _rate_ranks(list(of_run))]
     columns = make_columns(
-        "run", "rank", "pid", "host", "num_events", "moved_bytes", "sum_us", "union_us", "concurrency",
-        "app_us", "last_event_us", "to_median", "work_to_median", "is_straggler",
+        "run", "rank", "pid", "host", "num_processes", "num_events", "moved_bytes", "sum_us", "union_us",
+        "concurrency", "app_us", "last_event_us", "to_median", "work_to_median", "is_straggler",
     )  # fmt: skip
     note = (
         f"A straggler's union is more than {STRAGGLER_RATIO:g} times its run's median, and more than its "
@@ -426,16 +433,17 @@ def ranks(events: EventsView) -> Answer:
 
 
 def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """The processes of one run, their time and work to its median, and whether they are stragglers."""
-    rated = [row for row in rows if row[2] != ALL_RANKS]
+    """The ranks of one run, their time and work to its median, and whether they are stragglers."""
+    ranked = [row for row in rows if row[1] is not None]
+    rated = ranked or [row for row in rows if row[2] != ALL_RANKS]
     yield from ((*row, None, None, False) for row in rows if row not in rated)
     if not rated:
         return
-    usual_us = median(row[7] for row in rated)
-    work = 5 if median(row[5] for row in rated) else 4
+    usual_us = median(row[8] for row in rated)
+    work = 6 if median(row[6] for row in rated) else 5
     usual = median(row[work] for row in rated)
     for row in rated:
-        late, more = (row[7] / usual_us if usual_us else None), row[work] / usual
+        late, more = (row[8] / usual_us if usual_us else None), row[work] / usual
         yield *row, late, more, late is not None and late > STRAGGLER_RATIO * max(more, 1.0)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.query_findings import RUN_RULES
+from penstock.trace.compare.query_findings import HABIT_RULES
 from penstock.trace.compare.trace_study import TraceFinding
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -24,12 +24,12 @@ def calls(
 
 def found(code: str, rows: Sequence[dict[str, Any]]) -> list[TraceFinding]:
     with small_study(rows, runs=("one",)) as study:
-        return RUN_RULES[code](study)
+        return HABIT_RULES[code](study)
 
 
 def test_large_aligned_sequential_reads_have_no_finding() -> None:
     rows = calls("pread64", 200, MIB, step=MIB)
-    assert [code for code in RUN_RULES if found(code, rows)] == []
+    assert [code for code in HABIT_RULES if found(code, rows)] == []
 
 
 def test_r1_counts_small_reads_and_says_what_they_cost_and_what_helps() -> None:
@@ -66,6 +66,27 @@ def test_r2_follows_each_file_of_each_process_by_itself() -> None:
     assert found("R2", rows) == []
 
 
+def test_r2_takes_a_file_that_is_read_again_for_another_reading() -> None:
+    whole = [
+        {**row, "ts_us": 1000 * epoch + row["ts_us"], "path": f"/fast/f-{at}.npz", "offset": 0}
+        for epoch in range(2)
+        for at, row in enumerate(calls("pread64", 200, 64 * KIB))
+    ]
+    assert found("R2", whole) == []
+    opened = calls("open", 200, None)
+    headers = [{**row, "name": "pread64", "size_bytes": KIB, "offset": 512} for row in opened]
+    headers = [row for pair in zip(opened, headers, strict=True) for row in pair]
+    assert found("R2", headers) == []
+
+
+def test_the_runtime_of_a_program_is_no_habit_of_it() -> None:
+    small = calls("read", 200, KIB)
+    for path in ("socket:[4711]", "pipe:[3]", "/dev/shm/torch_12_3", "/x/lib/python3.11/json/decoder.py",
+                 "/venv/lib64/python3.12/site-packages/torch/nn", "/usr/lib/locale/LC_CTYPE"):  # fmt: skip
+        assert found("R1", [{**row, "path": path} for row in small]) == [], path
+    assert len(found("R1", [{**row, "path": "data/x.npz"} for row in small])) == 1
+
+
 def test_r3_counts_transfers_that_begin_between_two_pages() -> None:
     (finding,) = found("R3", calls("pwrite64", 200, 4 * KIB, step=4 * KIB + 7))
     (row,) = finding.evidence.records()
@@ -94,4 +115,4 @@ def test_r4_compares_calls_that_move_no_bytes_with_all_io() -> None:
 def test_each_run_has_findings_of_its_own() -> None:
     rows = calls("pread64", 200, KIB, step=KIB)
     with small_study([*rows, *({**row, "run": "two"} for row in rows)], runs=("one", "two")) as study:
-        assert [finding.runs for finding in RUN_RULES["R1"](study)] == [["one"], ["two"]]
+        assert [finding.runs for finding in HABIT_RULES["R1"](study)] == [["one"], ["two"]]
