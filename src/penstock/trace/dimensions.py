@@ -184,7 +184,7 @@ IS_CALL: Final = "NOT contains(args, '\"is_sum\"')"
 """SQL condition of a single call; Darshan's counters are sums of many."""
 
 LEADER: Final = """CASE WHEN rank IS NULL AND cat = 'POSIX' AND contains(args, '"parent"')
-    THEN coalesce(json_extract_string(args, '$.parent')::BIGINT, pid) ELSE pid END"""
+    THEN coalesce(TRY_CAST(json_extract_string(args, '$.parent') AS BIGINT), pid) ELSE pid END"""
 """SQL expression: the process that an event is for: of a trainer's workers and forked writers, the trainer's.
 
 Where ranks are known, these have their trainer's; else strace shows whose descendants they are.
