@@ -65,7 +65,7 @@ _MAP_FIXED = 0x10
 
 
 _HELLO = struct.Struct("<iq")
-"""A rank, and the size of its window."""
+"""The first message on a connection: the sender's rank, and the size of its window."""
 
 
 CONNECT_S: Final = 10.0
@@ -324,7 +324,7 @@ class HostSharing(BlockViewers):
         self._sink = sink
         self._timeout_s = timeout_s
         self._seen: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """By reading rank and file, the spans, in order, that this rank wants of what that rank reads."""
+        """For each rank and file, the spans, in order, that this rank wants of what that rank reads."""
         self._missing = Counter[int]()
         for number in range(plan.num_own, len(spans)):
             rank = int(plan.reader[number])

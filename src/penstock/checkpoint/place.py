@@ -336,7 +336,7 @@ class Destinations:
 def outgoing_messages(
     transfers: Transfers, tensors: Sequence[TensorFacts]
 ) -> tuple[list[Outgoing], list[tuple[Outgoing, int]]]:
-    """The messages that consist of these sends and, for each send, its message and the offset in it."""
+    """Group these sends into messages; for each send, also return its message and the offset in it."""
     messages: dict[tuple[int, int], Outgoing] = {}
     places: list[tuple[Outgoing, int]] = []
     sizes = transfers.regions.num_bytes(element_sizes(tensors))
@@ -352,9 +352,9 @@ def outgoing_messages(
 def incoming_messages(
     transfers: Transfers, tensors: Sequence[TensorFacts], targets: Sequence[Target]
 ) -> list[Incoming]:
-    """The messages that consist of these receives.
+    """Group these receives into messages.
 
-    Each has its memory, or a function that copies it to its places.
+    Each has memory to receive into, or a function that distributes its content.
     """
     regions = list_regions(transfers.regions, tensors)
     sizes = transfers.regions.num_bytes(element_sizes(tensors)).tolist()

@@ -100,8 +100,8 @@ def own_rank() -> int:
 class LoadPlanner(DefaultLoadPlanner):
     """A drop-in for torch's `DefaultLoadPlanner`: `dcp.load(state, planner=pc.LoadPlanner(), ...)`.
 
-    The options are those of `pc.load`. After the load, `selection` tells what was not loaded. Works with
-    torch's storage readers as well as with `pc.Reader`.
+    `only`, `exclude`, `rename`, `strict` and `trust` are those of `pc.load`. After the load, `selection`
+    tells what was not loaded. Works with torch's storage readers as well as with `pc.Reader`.
     """
 
     def __init__(
@@ -586,8 +586,8 @@ class _WriteAssignment:
 
 
 _ARRIVED: dict[str, _WriteAssignment] = {}
-"""By path, the assignment that arrived last and has not been used. Planners that cache plans pass the writer
-an assignment of an earlier save, and drop the one that came with the current plan.
+"""The assignment for each path that arrived last and has not been used. Planners that cache plans pass the
+writer an assignment of an earlier save, and drop the one that came with the current plan.
 """
 
 

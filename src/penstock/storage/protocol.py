@@ -77,10 +77,9 @@ class Source(Protocol):
 class Storage(Protocol):
     """A tree of objects under one root.
 
-    Keys are relative, `/`-separated paths that cannot lead out of the root.
-
-    All methods may be called from any thread. They raise only `StorageError` and its subclasses, or
-    `Unavailable` if this machine lacks what the storage needs.
+    Keys are relative, `/`-separated paths that cannot lead out of the root. All methods may be called from
+    any thread. They raise only `StorageError` and its subclasses, or `Unavailable` if this machine lacks what
+    the storage needs.
     """
 
     uri: str
@@ -299,7 +298,10 @@ def check_key(key: str, root_uri: str) -> str:
 
 
 def check_prefix(prefix: str, root_uri: str) -> str:
-    """Return `prefix` without a trailing slash; raise `AccessRefused` if it is no folder below the root."""
+    """Return `prefix` without a trailing slash.
+
+    Raises `AccessRefused` unless it is empty or a folder below the root.
+    """
     folder = prefix.removesuffix("/")
     return check_key(folder, root_uri) if folder else ""
 

@@ -14,10 +14,8 @@ _RESERVE = 20
 def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: str) -> None:
     """Raise `OutOfSpace` unless `size_bytes` fit below `root`, which need not exist.
 
-    `what` begins the message.
-
-    `root` is None for a storage without a local folder (`find_local_root`): services do not report their free
-    space.
+    `what` begins the message. `root` is None for a storage without a local folder (`find_local_root`):
+    services do not report their free space.
     """
     if root is None:
         return

@@ -26,11 +26,9 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 class WarmMemory:
     """`size_bytes` of memory that begins at a huge page.
 
-    Touching it first takes seconds per GiB, so reuse it.
-
-    It has one user at a time, and is freed with the last view of it. If it `is_shared`, forked processes use
-    the same memory; otherwise they get a copy, made when either side writes. Pinned pages must not be copied
-    like that.
+    Touching it first takes seconds per GiB, so reuse it. It has one user at a time, and is freed with the
+    last view of it. If it `is_shared`, forked processes use the same memory; otherwise they get a copy, made
+    when either side writes. Pinned pages must not be copied like that.
     """
 
     def __init__(self, size_bytes: int, *, is_shared: bool = False) -> None:

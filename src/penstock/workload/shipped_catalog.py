@@ -64,7 +64,7 @@ class FileRule(BaseModel):
 class ModelCard(BaseModel):
     """A card that describes one model.
 
-    If `ranks` is None, their number follows from the model's own parallelism.
+    If `ranks` is None, the number of ranks follows from the model's own parallelism.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -80,9 +80,8 @@ class ParquetColumn:
 class Parquet:
     """The layout of Parquet files.
 
-    Without `columns`, there is one column, of byte strings of a record's size.
-
-    `row_group_size` and `generation_batch_size` are in rows; a batch of 0 rows is one row group.
+    Without `columns`, there is one column, of byte strings of a record's size. `row_group_size` and
+    `generation_batch_size` are in rows; a batch of 0 rows is one row group.
     """
 
     columns: tuple[ParquetColumn, ...] = ()

@@ -122,10 +122,8 @@ def _shared_copies(parts: Parts) -> Parts:
 class HostCopy:
     """Copies the tensors that may change before they are written.
 
-    Called in the trainer or its worker while training waits.
-
-    A forked process has a snapshot of the trainer's memory without a copy, except for memory that processes
-    share and memory that devices write to.
+    Called in the trainer or its worker while training waits. A forked process has a snapshot of the trainer's
+    memory without a copy, except for memory that processes share and memory that devices write to.
     """
 
     task: WriteTask

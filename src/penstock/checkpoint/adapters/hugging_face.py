@@ -143,7 +143,7 @@ class PenstockCheckpoints(_Trainer):
 
 
 def save_state(accelerator: Any, manager: Manager, step: int) -> SaveHandle:
-    """Save whatever an Accelerator has prepared or registered as `step`, in the background.
+    """Save, in the background and as `step`, whatever an Accelerator has prepared or registered.
 
     Collective, like `accelerator.save_state`.
     """

@@ -494,10 +494,8 @@ class SaveTransaction:
     def abandon(self) -> None:
         """Remove what this save has written.
 
-        May be called twice, and after `commit`; never raises `StorageError`.
-
-        Not collective: call it when no rank is writing any more. What a rank writes later is swept by a later
-        save.
+        May be called twice, and after `commit`; never raises `StorageError`. Not collective: call it when no
+        rank is writing any more. What a rank writes later is swept by a later save.
         """
         if self._is_over:
             return

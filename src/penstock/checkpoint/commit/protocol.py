@@ -267,11 +267,10 @@ class RunInUse(UsageError):
 class WriterLease:
     """Says which job saves steps in a storage.
 
-    Two jobs that do so would replace and remove each other's steps.
-
-    Not collective: the process that commits uses it. If the owner is a live process on this machine, the
-    lease stays its own. Whether a process on another machine is alive cannot be known, and a restarted job
-    must not wait: it takes the lease, and the other job learns of that at its next save.
+    Two jobs that do so would replace and remove each other's steps. Not collective: the process that commits
+    uses it. If the owner is a live process on this machine, the lease stays its own. Whether a process on
+    another machine is alive cannot be known, and a restarted job must not wait: it takes the lease, and the
+    other job learns of that at its next save.
     """
 
     def __init__(self, storage: Storage, *, owner: Callable[[], ProcessId] = current_process) -> None:
@@ -348,7 +347,7 @@ class FolderDraftStore(DraftStore):
         self._tree = tree
         self._seals = self._notes  # synced together, in `publish`
         self._older: dict[str, bytes] = {}
-        """By save ID, the identity of the checkpoint that the draft is to replace."""
+        """The identity of the checkpoint that a draft is to replace, by the draft's save ID."""
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease, then create the draft's folder."""
@@ -661,7 +660,7 @@ class RecordDraftStore(DraftStore):
         self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
         self._catalog = RecordCatalog(storage)
         self._older: dict[str, Committed | None] = {}
-        """By save ID, the checkpoint that the draft is to replace."""
+        """The checkpoint that a draft is to replace, by the draft's save ID."""
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease; objects need no folder."""

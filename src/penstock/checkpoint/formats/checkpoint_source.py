@@ -447,9 +447,8 @@ NUM_HEAD_READERS = 16
 def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSource:
     """Add the positions of all payloads, read from the items themselves if no manifest describes them.
 
-    Collective.
-
-    Heads of items are read through the page cache: with direct I/O, scattered pages take four times as long.
+    Collective. Heads of items are read through the page cache: with direct I/O, scattered pages take four
+    times as long.
     """
     stored = checkpoint.index.stored
     rows = np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)

@@ -116,7 +116,7 @@ def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str,
 def data_offset(read: ReadRange, record: ZipRecord, where: str) -> int:
     """The offset of a record's bytes.
 
-    Only its local header tells: the lengths in the directory may differ.
+    Only the record's local header tells: the lengths in the directory may differ.
     """
     begin = record.header_offset
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(read(begin, _LOCAL_HEADER.size))
@@ -144,9 +144,9 @@ class TorchSaveArchive:
 
     index: CheckpointIndex
     values: Mapping[str, Any]
-    """By the object's name; `Opaque` for classes that only torch can rebuild."""
+    """The values by the object's name; `Opaque` for classes that only torch can rebuild."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
-    """By row: tensors whose elements are in another order, or represent conjugates or negatives.
+    """The tensors, by row, whose elements are in another order, or represent conjugates or negatives.
 
     The items of these tensors are their whole records.
     """

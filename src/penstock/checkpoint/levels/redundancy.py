@@ -351,7 +351,7 @@ class NodeShares:
     """The ranks of this job that use the cache; the lowest acts for it."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     records: Mapping[int, GroupRecord] = field(default_factory=dict)
-    """By the number of the group."""
+    """The records by the number of their group."""
     domains: tuple[str, ...] = ()
     room_bytes: int = 0
     """The number of bytes that still fit into the cache."""
@@ -369,7 +369,7 @@ class Assessment:
     """The state of a step in all caches. `lost` are the ranks that saved and whose shares no node has."""
 
     records: Mapping[int, GroupRecord] = field(default_factory=dict)
-    """By the number of the group, without `domains`."""
+    """The records by the number of their group, without `domains`."""
     domains: tuple[str, ...] = ()
     save_id: str = ""
     shares: Mapping[int, frozenset[int]] = field(default_factory=dict)

@@ -276,10 +276,8 @@ class TieredStore(step_store.StepStore):
     def hide_surplus(self) -> list[Callable[[], None]]:
         """Hide the oldest steps of this node's cache, except pending ones.
 
-        The returned calls remove their files.
-
-        As on the durable level, steps newer than the one saved last do not count. A job that saved none
-        removes none.
+        The returned calls remove their files. As on the durable level, steps newer than the one saved last do
+        not count. A job that saved none removes none.
         """
         saved = self._saved
         if saved is None or self._keep_cached is None or not self.cache.is_lead:

@@ -422,10 +422,8 @@ class SaveReport:
 class SaveHandle:
     """A save in the background, as returned by `save_async`.
 
-    Any thread may call its methods; none is collective.
-
-    A failure is raised by `result`, or else once by the manager's next collective call on all ranks, or else
-    printed to stderr when the program ends.
+    Any thread may call its methods; none is collective. A failure is raised by `result`, or else once by the
+    manager's next collective call on all ranks, or else printed to stderr when the program ends.
 
     The manager creates it from the `step`, the save's `number` (counted from 1, the same on all ranks), the
     `staged` save and `timeout_s`, and then calls `commit(report)` and `end(work)`.
@@ -453,9 +451,8 @@ class SaveHandle:
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the step is committed, and return the report.
 
-        If the save failed, every call raises its error.
-
-        Raises `WaitTimeout` after `timeout` seconds. If that is None, only the save's own time limits apply.
+        If the save failed, every call raises its error. Raises `WaitTimeout` after `timeout` seconds. If that
+        is None, only the save's own time limits apply.
         """
         self.wait_done(timeout)
         self.is_reported = True

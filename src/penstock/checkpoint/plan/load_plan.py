@@ -53,7 +53,7 @@ class ByteItemIndex:
     source_row: Ints
     packed_rows: Ints
     element_bytes: Ints
-    """Indexed by tensor number."""
+    """The size of an element, by tensor number."""
 
 
 def index_byte_items(index: CheckpointIndex) -> ByteItemIndex:
@@ -429,9 +429,9 @@ def _reader_sets(
 def plan_rank_load(
     shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions, *, near: Ints | None = None
 ) -> LoadPlan:
-    """Plan what one rank reads, where the bytes go, and what the rank receives from others.
+    """Plan what one rank reads, where its bytes go, and what the rank receives from others.
 
-    `near` are the ranks of the same host. They see, without messages, what any of them reads.
+    `near` are the ranks of the same host, which see each other's reads without messages.
     """
     host = np.array([rank]) if near is None else np.append(near, rank)
     own = np.flatnonzero(shared.share_rank == rank)

@@ -91,9 +91,8 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
 class HeldObject(NamedTuple):
     """A leaf that is not a tensor, or a tensor that is compared.
 
-    Quick to pickle, because ranks exchange many.
-
-    `digest` is that of the bytes: ranks with equal digests hold the same.
+    Quick to pickle, because ranks exchange many. `digest` is that of the bytes: ranks with equal digests hold
+    the same.
     """
 
     name: str
@@ -109,7 +108,7 @@ class Holdings:
     regions: Regions
     objects: tuple[HeldObject, ...] = ()
     compared: tuple[HeldObject, ...] = ()
-    """Those of the tensors that are whole on this rank and whose values may differ between ranks."""
+    """The tensors that this rank has as a whole and whose values may differ between ranks."""
     numbering: tuple[HeldObject, ...] = ()
     """For each optimizer, a digest of its parameters in the order of the numbers that name its state."""
 
@@ -364,11 +363,9 @@ class RankObjects:
 def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     """Compare what ranks hold under the same names, and decide which rank writes it.
 
-    `holdings` is in rank order.
-
-    What the lowest rank has under a name gets the plain name, which is what stock readers find. An object
-    that ranks share is written by the rank with the fewest bytes of objects so far; one that differs, by its
-    owner:
+    `holdings` is in rank order. What the lowest rank has under a name gets the plain name, which is what
+    stock readers find. An object that ranks share is written by the rank with the fewest bytes of objects so
+    far; one that differs, by its owner:
 
         rank 0: rng = A    rank 1: rng = B    rank 2: rng = A
         rank 0 writes `rng`, rank 1 `rng@rank1`, rank 2 nothing
@@ -506,9 +503,7 @@ class JobPlanner:
     def find(self, hold: Callable[[], Holdings], options: SaveOptions) -> RankShare | None:
         """Return this rank's share of the last plan if that still holds on all ranks, or else None.
 
-        Collective.
-
-        `hold` lists what this rank holds; if it fails on any rank, all ranks raise.
+        Collective. `hold` lists what this rank holds; if it fails on any rank, all ranks raise.
         """
         found: list[Holdings] = []
 

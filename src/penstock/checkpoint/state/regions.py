@@ -213,7 +213,7 @@ class CheckpointIndex:
     paths: Mapping[str, Path] = field(default_factory=dict)
     """The place of each name in the nested state; names that are not listed are at the top level."""
     transforms: Sequence[Transforms] = ()
-    """By row of `stored`; empty if no row has any."""
+    """The transforms of each row of `stored`; empty if no row has any."""
     sums: NDArray[np.uint8] | None = None
     """(rows of `stored`, 16): the XXH3-128 of each item as stored in the file; None without a manifest."""
 
@@ -308,7 +308,9 @@ ELEMENT_TYPES: Mapping[str, ElementType] = MappingProxyType(
         )
     }
 )
-"""By name. Types that torch itself cannot save (sub-byte and bare quantized ones) are left out."""
+"""The element types by name. Those that torch itself cannot save (sub-byte and bare quantized ones) are left
+out.
+"""
 
 QUANTIZED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
     {
@@ -402,9 +404,8 @@ def find_ranges(column: Ints, values: Ints) -> tuple[Ints, Ints]:
 class RankSets:
     """The set of ranks of each group.
 
-    `of_group` has the numbers of the sets; the members of each set are listed once.
-
-    The members of set k are `members[start[k] : start[k] + size[k]]`, ascending.
+    `of_group` has the numbers of the sets; the members of each set are listed once. The members of set k are
+    `members[start[k] : start[k] + size[k]]`, ascending.
     """
 
     of_group: Ints

@@ -56,7 +56,7 @@ class LocalState:
     leaves: tuple[Leaf, ...]
     holdings: Holdings
     shards: Mapping[str, Sequence[LocalShard]]
-    """By tensor name; an empty sequence if this rank has no part of a sharded tensor."""
+    """The shards of each tensor, by its name; none if this rank has no part of a sharded tensor."""
     objects: Mapping[str, bytes]
     """The leaves that are not tensors, as torch saves them; empty for a load."""
     key_types: Mapping[str, str] = field(default_factory=dict)
@@ -137,9 +137,9 @@ _ASYNC_TENSOR = ("torch.distributed._functional_collectives", "AsyncCollectiveTe
 
 
 def _loaded(module: str, name: str) -> tuple[type, ...]:
-    """A class of torch, if its module is loaded.
+    """A class of torch in a tuple, which is empty if the class's module is not loaded.
 
-    Loading takes half a second; if it is not loaded, no value has the class.
+    Loading the module takes half a second, and unless it is loaded, no value can have the class.
     """
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)

@@ -187,7 +187,7 @@ class FileFormat(ABC):
         """Decode these samples, along the first axis, from the pieces of part 0 that `reads` named."""
 
     def check_sums(self, plan: FilePlan, pieces: Sequence[Extent]) -> None:  # noqa: B027 - most have none
-        """Raise `StorageError` if a checksum is wrong that readers compare but `decode` does not."""
+        """Raise `StorageError` for a wrong checksum that readers detect but `decode` does not."""
 
     def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
         """The samples that `decode` must return.

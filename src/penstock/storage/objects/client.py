@@ -219,8 +219,8 @@ class PerProcess(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made = {os.getpid(): make()}
-        """By process. The parent's objects are kept: their destructors could wait for threads that do not
-        exist here.
+        """The object of each process, by PID. The parent's object is kept, because its destructor could wait
+        for threads that do not exist here.
         """
 
     def get(self) -> T:

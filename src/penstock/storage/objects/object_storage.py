@@ -177,10 +177,7 @@ class ObjectStorage:
         return _describe(key, found), content
 
     def deferring(self, what: Deferred) -> ObjectStorage:  # noqa: ARG002 - there is one way
-        """The same objects.
-
-        The caller compares their sizes with a listing, so `finish` does not ask for them.
-        """
+        """The same objects, whose sizes the caller compares with a listing; `finish` does not ask for any."""
         other = copy(self)
         other._confirms = False  # noqa: SLF001 - its own class
         return other
