@@ -98,11 +98,11 @@ class ShareContents:
     """The contents of one rank's files, from which the checkpoint is described; names come with paths."""
 
     regions: tuple[Regions, ...] = ()
-    """One element per file; its `tensor` column has the numbers that the plan gave to the tensors of all
-    ranks.
+    """The regions in each file; their `tensor` column has the numbers that the plan gave to the tensors of
+    all ranks.
     """
     objects: tuple[tuple[tuple[str, tuple[str | int, ...]], ...], ...] = ()
-    """One element per file."""
+    """The objects in each file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

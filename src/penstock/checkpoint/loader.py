@@ -766,11 +766,10 @@ def run_with_heartbeat(
 ) -> Result:
     """Run `work` on all ranks and return its result here, or raise on all ranks if it fails on any.
 
-    Collective.
-
-    `work` runs in a thread. It receives a future, which is done once this load is cancelled; `work` must end
-    soon after that. No other thread may use `comm` in the meantime. A rank that is done waits at most
-    `limit_s` for the others (default: the limit of `comm`). On a single rank, the original error is raised.
+    Collective. `work` runs in a thread. It receives a future, which is done once this load is cancelled;
+    `work` must end soon after that. No other thread may use `comm` in the meantime. A rank that is done waits
+    at most `limit_s` for the others (default: the limit of `comm`). On a single rank, the original error is
+    raised.
     """
     limit_s = comm.timeout_s if limit_s is None else limit_s
     cancelled: Future[None] = Future()

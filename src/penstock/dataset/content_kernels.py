@@ -33,8 +33,8 @@ _FRACTION_BITS: Final = np.uint64(24)
 _FRACTION_MASK: Final = np.uint64(2**24 - 1)
 
 # Compiled because NumPy is too slow: with arrays that fit the cache, the same arithmetic makes 4 GiB/s on a
-# core with AVX-512, where these loops make 33, because each of its ten operations reads and writes memory.
-# Coverage cannot see compiled bodies; tests compare them with an independent implementation.
+# core with AVX-512, where these loops make 33, because each of NumPy's ten operations reads and writes
+# memory. Coverage cannot see compiled bodies; tests compare them with an independent implementation.
 
 
 @numba.njit

@@ -96,7 +96,7 @@ def generate(
     group_files = max(1, min(_GROUP_FILES, len(files) // (comm.size * threads * _TASKS_A_THREAD)))
 
     def write_group(plans: Iterator[FilePlan]) -> list[tuple[FilePlan, int | None]]:
-        """The plans of these files, each with the bytes written, or None for a file that existed."""
+        """Write these files; return each plan with the bytes written, or None for a file that existed."""
         outcomes: list[tuple[FilePlan, int | None]] = []
 
         def missing() -> Iterator[tuple[FilePlan, Content]]:

@@ -18,7 +18,7 @@ from penstock.storage.files.file_storage import open_local
 from penstock.storage.protocol import write_object
 
 _LONG_TEXT: Final = 36
-"""The length in characters from which on the text of a table cell may wrap."""
+"""Text of at least this many characters in a table cell may wrap."""
 _LETTERS: Final = {"first": 34, "grid": 50, "wide": 100}
 """The number of letters that fit below a chart, by how much room it has."""
 

@@ -50,8 +50,8 @@ class Kind(StrEnum):
     STACK = "stack"
     """One bar, whose parts are the single value of each series."""
     CUMULATIVE = "cumulative"
-    """For each value on a logarithmic axis, the percentage of each series' values (in seconds) that are at
-    most that.
+    """For each value on a logarithmic axis, the percentage of each series' values (in seconds) that do not
+    exceed it.
     """
     DOTS = "dots"
     """Values `y` along the horizontal axis, one row for each of the `names`; `x` has the rows (default: 0, 1,

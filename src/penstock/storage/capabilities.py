@@ -55,7 +55,7 @@ class SupportsConditionalWrites(Protocol):
     """True if the storage's client and service support conditional writes."""
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
-        """Write an object if the existing one has the checksum `replaces` or, for None, if there is none.
+        """Write an object if the existing one has the checksum `replaces`; if that is None, if there is none.
 
         Raises `AlreadyThere` if the condition does not hold.
         """

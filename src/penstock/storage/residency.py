@@ -272,7 +272,7 @@ class MappedSource(WrappedSource):
         return found * PAGE_BYTES >= end - begin
 
     def close(self) -> None:
-        """Close the file and unmap it, or let the last view do the latter. No thread may be reading."""
+        """Close the file, which is unmapped now or with its last view. No thread may be reading."""
         self._view.release()
         with suppress(BufferError):
             self._pages.close()

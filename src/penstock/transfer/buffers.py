@@ -67,8 +67,8 @@ class WarmMemory:
 class StagingMemory:
     """Lends memory to saves in any thread; each loan is returned with `give_back`.
 
-    Without a budget, no save waits for another. If the memory `is_shared`, a forked process can read what is
-    written to it without copying it.
+    Without a budget, no save waits for another. If the memory `is_shared`, a forked process sees what is
+    written to it without a copy.
     """
 
     def __init__(self, budget_bytes: int | None, *, is_shared: bool = False) -> None:
@@ -82,7 +82,7 @@ class StagingMemory:
     def borrow(self, size_bytes: int, timeout_s: float) -> WarmMemory:
         """Lend at least `size_bytes`, after waiting for earlier saves if necessary.
 
-        Reused memory is resident.
+        Memory that was used before is already resident.
         """
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         if size_bytes > self.budget_bytes:

@@ -226,7 +226,7 @@ def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[str], list[tuple[KeyP
     for path, setting in list(settings.items()):
         value = setting.value
         is_unset = value is None or (path in UNSET_BY_MINUS_ONE and value == -1)
-        # DLIO's own tests write None if there are no workers, which hydra reads as text.
+        # If there are no workers, DLIO's own tests write None, which hydra reads as text.
         if is_unset or (path == ("reader", "multiprocessing_context") and value == "None"):
             del settings[path]
         elif reason := explanation(path):
@@ -252,6 +252,6 @@ def _departs(path: KeyPath, value: object, settings: Mapping[KeyPath, Setting]) 
 
 
 def explanation(path: KeyPath) -> str:
-    """The reason why the key at `path`, or its section, has no effect here; "" if it has one."""
+    """The reason why the key at `path`, or its section, has no effect here; "" if it does have one."""
     sections = (path[:length] for length in range(len(path), 0, -1))
     return next((EXPLAINED[section] for section in sections if section in EXPLAINED), "")

@@ -77,9 +77,9 @@ class Compression(Choice):
 
 
 class Shuffle(Choice):
-    """Off: in order.
+    """The order of samples.
 
-    Seed: a new order in each epoch, the same in every run. Random: different in every run.
+    Off: as stored. Seed: different in each epoch, the same in every run. Random: different in every run.
     """
 
     OFF = "off"

@@ -202,7 +202,7 @@ _DEVIATION: Final = ("dataset", "record_length_bytes_stdev")
 
 
 def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterator[str]:
-    """Scale a shipped deviation along with a mean that --set changed; otherwise, it would dominate sizes."""
+    """Scale a shipped deviation along with a mean that --set changed, so that it does not dominate sizes."""
     length, deviation = stack.settings.get(_LENGTH), stack.settings.get(_DEVIATION)
     if not (shipped and length and deviation and deviation.is_ours and deviation.value):
         return

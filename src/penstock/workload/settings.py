@@ -85,7 +85,7 @@ class LayeredSettings:
         return root
 
     def source_of(self, path: KeyPath) -> str:
-        """Where the value at `path`, above it or below it was set."""
+        """The source of the value at `path`, above it or below it; "" if there is none."""
         for length in range(len(path), 0, -1):
             for known, setting in self.settings.items():
                 if known[:length] == path[:length]:

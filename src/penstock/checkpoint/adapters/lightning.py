@@ -152,7 +152,7 @@ class AsyncPenstockIO(PenstockIO):
         return self._worker
 
     def _raise_failure(self, *, only_done: bool = False) -> None:
-        """Raise the first failure, once. Wait for pending saves first, unless `only_done` is set."""
+        """Wait for pending saves, unless `only_done` is set, and raise the first failure, once."""
         over = [save for save in self._pending if save.done() or not only_done]
         failures = [failure for save in over if (failure := save.exception()) is not None]
         self._pending = [save for save in self._pending if save not in over]

@@ -547,10 +547,7 @@ def write_and_commit(
     *,
     progress: Progress | None = None,
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
-    """Write and commit what is staged; return the checkpoint and each rank's statistics, in rank order.
-
-    Collective.
-    """
+    """Write and commit what is staged; return the checkpoint and each rank's statistics. Collective."""
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         transaction = begin_save(storage, name, comm)

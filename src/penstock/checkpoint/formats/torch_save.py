@@ -77,7 +77,7 @@ class _Ranges:
         return self._position
 
     def tell(self) -> int:
-        """The position."""
+        """The current position."""
         return self._position
 
     def read(self, size: int = -1, /) -> bytes:

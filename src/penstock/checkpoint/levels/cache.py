@@ -490,10 +490,7 @@ class CacheLevel:
         return self.view(name, assessment)
 
     def spread_note(self, step: int, note: FlushNote) -> None:
-        """Note on this node, if it has a share of the save, that the step is to become durable.
-
-        Not collective.
-        """
+        """Note on this node that the step is to become durable, if it has a share. Not collective."""
         if self.is_lead and step in self.node.steps() and step not in self.node.flushes.notes():
             self.node.flushes.put(step, note)
 

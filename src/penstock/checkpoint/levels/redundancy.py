@@ -422,7 +422,10 @@ def find_complete_shares(node: NodeShares, records: Mapping[int, GroupRecord]) -
 
 
 def choose_home_rank(rank: int, num_saved: int, num_present: int) -> int:
-    """The rank that needs the share of `rank`: the same, or its counterpart among another number."""
+    """The rank that now needs what `rank` saved.
+
+    It is the same rank or, if the number of ranks has changed, the one at the proportional position.
+    """
     return rank if num_saved == num_present else rank * num_present // num_saved
 
 

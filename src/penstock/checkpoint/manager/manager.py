@@ -161,10 +161,7 @@ class Manager:
         return self._stop.reason
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save now, because of the save policy or because the job should end.
-
-        Collective.
-        """
+        """Return whether to save now, for the policy or because the job should end. Collective."""
         comm, awaiting = self._front.comm, "all ranks at should_save"
         is_due, reason = self._scheduler.is_due(step), self._stop.find_reason()
         answers = comm.gather((is_due, reason), awaiting=awaiting)

@@ -426,7 +426,7 @@ def _plain(name: str, value: Any) -> torch.Tensor:
 
 
 class UnpicklableValue(UsageError, TypeError):
-    """A value of the state is of a kind that cannot be saved."""
+    """A value of the state cannot be pickled, and so cannot be saved."""
 
 
 def _pack_leaf(leaf: Leaf) -> bytes:

@@ -448,7 +448,7 @@ def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
 
 
 def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[Segment]:
-    """The records with a checksum of some archives, in order; a packed or invalid archive is one segment.
+    """The records that have a checksum in consecutive archives; a packed or invalid archive is one segment.
 
     The sizes of records without a checksum are added to `bare`.
     """

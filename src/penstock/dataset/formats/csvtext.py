@@ -19,7 +19,7 @@ from penstock.dataset.formats.file_writer import FormatSink
 from penstock.errors import UsageError
 
 _STEP_ELEMENTS: Final = 1 << 18
-"""The number of numbers that are turned into text at a time: memory holds these rather than a file."""
+"""The count of numbers converted to text at a time, so that memory need not hold a whole file."""
 _ZERO, _COMMA, _NEWLINE = b"0,\n"
 
 

@@ -53,7 +53,7 @@ class GrowingBuffer(io.RawIOBase):
         return True
 
     def write(self, text: ReadableBuffer, /) -> int:
-        """Keep a copy until the next `drain`."""
+        """Keep a copy of `text` until the next `drain`."""
         view = memoryview(text)
         self._waiting += view
         return view.nbytes

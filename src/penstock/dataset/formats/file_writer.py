@@ -93,7 +93,7 @@ class FormatSink(ABC):
 class DataFileWriter(FormatSink):
     """Fills buffers from `pool` and submits each one when it is full, and the last one at `flush`.
 
-    `submit` is that of a `Sink`.
+    `submit` is called like that of a `Sink`.
     """
 
     def __init__(

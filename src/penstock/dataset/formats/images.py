@@ -66,7 +66,7 @@ class ImageFormat(fp.ReadWhole):
         return 1, (fp.FilePart(size_bytes=plan.sample_bytes),)
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
-        """The whole image."""
+        """Emit the whole image."""
         out.raw(self.encode(plan.sample_bytes, out.content))
 
     def decode(

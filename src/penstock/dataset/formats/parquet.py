@@ -63,7 +63,7 @@ class ColumnType:
         return "DELTA_BINARY_PACKED" if self.dtype in _SMALL_INTEGERS and is_number else "PLAIN"
 
     def valid(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Bytes that the type can hold: text of 64 ASCII characters, booleans of one bit, else unchanged."""
+        """Bytes that the type can hold: text of 64 ASCII characters, one-bit booleans, others unchanged."""
         if self.dtype == "string":
             return (rows & np.uint8(0x3F)) + np.uint8(0x30)
         return rows & np.uint8(1) if self.dtype == "bool" else rows

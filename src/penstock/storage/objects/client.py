@@ -142,7 +142,7 @@ class ObjectClient(ABC):
         raise AssertionError(f"{type(self).__name__} gets no whole objects ({key}, {limit_bytes})")
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
-        """Like `put`, but only if the existing object has the ETag `replaces` or, for None, there is none.
+        """Like `put`, but only over an object with the ETag `replaces`; if that is None, if there is none.
 
         Otherwise, the attempt fails with status 412 or 409.
         """

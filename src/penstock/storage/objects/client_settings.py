@@ -29,7 +29,7 @@ class ObjectOptions:
     """Options for reading and writing objects. All options are recorded with every result."""
 
     client: ClientName = "obstore"
-    """The client library; `gs://` and `az://` support `obstore` only."""
+    """The client library; `gs://` and `az://` support only `obstore`."""
     part_bytes: int = 8 * 1024 * 1024
     """Objects larger than this are uploaded in parts of this size. Parts are larger if an object would have
     more than 10,000 of them, and of a similar size if the submitted buffers can then be sent without copying.
