@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import ShortTransfer
-from penstock.storage import open_storage, residency
+from penstock.storage import open_storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Storage, read_object, write_object
 from penstock.storage.residency import MappedSource, MappedStorage, are_resident
@@ -82,21 +82,3 @@ def test_what_cannot_be_mapped_is_read_as_before(files: Storage) -> None:
     assert not are_resident(memory, ["some"])
     assert not are_resident(files, ["missing"])
     assert not are_resident(files, [])
-
-
-@pytest.mark.parametrize(("cached_share", "expected"), [(1.0, True), (0.9, False)])
-def test_of_a_large_file_the_kernel_looks_at_pieces_up_to_the_end(
-    files: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_share: float, *, expected: bool
-) -> None:
-    size_bytes = 1 << 40
-    with (tmp_path / "huge").open("wb") as file:
-        file.truncate(size_bytes)
-    asked = []
-
-    def count(_descriptor: int, length: int, offset: int = 0) -> tuple[int, int]:
-        asked.append(length)
-        return length // 4096 if offset + length <= cached_share * size_bytes else 0, 0
-
-    monkeypatch.setattr(residency, "count_by_cachestat", count)
-    assert are_resident(files, ["huge"]) is expected
-    assert sum(asked) == 64 << 20
