@@ -44,8 +44,7 @@ SHARED_BYTES = 128 << 20
 
 
 MOST_BLOCK_BYTES = 4 << 20
-"""The largest block in huge pages: larger blocks save messages, smaller ones stay in the processor's cache.
-"""
+"""The largest block in huge pages: larger blocks save messages, smaller ones stay in processor caches."""
 
 
 MOST_COPIED_BLOCK_BYTES = 2 << 20

@@ -505,8 +505,7 @@ class LoadContext:
     storage: Storage
     """The storage of the checkpoint, or faster access to the same files."""
     links: HostLinks | None = None
-    """Links to the ranks of this host whose reads this rank sees according to the plan; None if it sees none.
-    """
+    """Links to the ranks of this host whose reads this rank sees by plan; None if it sees none."""
 
     def open_file(self, number: int) -> Source:
         """Open one of the checkpoint's files, by number."""

@@ -457,8 +457,7 @@ class Reader(StorageReader):
 
 
 SHARE_NAME = "penstock.share"
-"""The name of one result of each rank that describes the rank's files. torch passes results on to `finish`.
-"""
+"""The name of one result of each rank that describes its files. torch passes results on to `finish`."""
 
 
 class RankItems:

@@ -36,8 +36,7 @@ class Kind(StrEnum):
     """
 
     BARS = "bars"
-    """Values `y` over the `names` of the chart, at the numbers `x` (default: 0, 1, ...); series are stacked.
-    """
+    """Values `y` over the `names` of the chart, at the numbers `x` (default: 0, 1, ...), stacked."""
     AREA = "area"
     """Values `y` from `x` to `ends`; negative ones hang from zero. Series are drawn over each other."""
     LAYERS = "layers"
@@ -45,8 +44,7 @@ class Kind(StrEnum):
     LINES = "lines"
     """Values `y` at times `x`. If the chart has `names`, at their numbers and with dots."""
     HEAT = "heat"
-    """One row for each series: values `y` from `x` to `ends` as tones. The value `y_end` has the full tone.
-    """
+    """One row for each series: values `y` from `x` to `ends` as tones; `y_end` has the full tone."""
     STACK = "stack"
     """One bar, whose parts are the single value of each series."""
     CUMULATIVE = "cumulative"

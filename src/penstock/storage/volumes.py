@@ -8,7 +8,7 @@ from penstock.errors import OutOfSpace
 from penstock.units import format_bytes
 
 _RESERVE = 20
-"""In addition, one part in this many of the written size stays free for folders, journals and other users."""
+"""One part in this many of the written size stays free in addition, for folders, journals and other users."""
 
 
 def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: str) -> None:

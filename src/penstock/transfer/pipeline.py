@@ -288,8 +288,7 @@ class _Stream:
         self.ready: SimpleQueue[int | Buffer | None] = SimpleQueue()
         self.unsettled: deque[int | Buffer] = deque()
         self.filled: Future[None] = Future()
-        """Done when this stream no longer needs the producer's source; failed if the stream stopped before.
-        """
+        """Done when the stream no longer needs the producer's source; failed if it stopped before."""
         self.filled_ns = 0
 
 

@@ -105,8 +105,7 @@ EXPLAINED: Final[Mapping[KeyPath, str]] = _by_path(
         "storage.storage_options.sim_log_secs": _HARNESS_LIMIT,
     }
 )
-"""Keys that are accepted but have no effect here, with the reason. A short path stands for a whole section.
-"""
+"""Keys that are accepted but have no effect here, and why. A short path stands for a whole section."""
 
 _CLASSES = (
     "classes are not loaded by name: install a package that offers yours as an entry point of the group "

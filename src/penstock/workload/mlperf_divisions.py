@@ -62,8 +62,7 @@ PLACE_KEYS: Final = frozenset(
         "storage.storage_options.s3_force_path_style",
     }
 )
-"""Keys for where data is and how it is found. Tools set them by themselves, so they never count as a change.
-"""
+"""Keys for where data is and how it is found. Tools set them, so they never count as a change."""
 
 ODIRECT_WORKLOADS: Final = frozenset({"unet3d"})
 """The workloads whose reader can bypass the page cache in the reference implementation."""

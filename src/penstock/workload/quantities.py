@@ -104,8 +104,7 @@ _LAWS: Final[Mapping[Distribution, tuple[Mapping[str, str], _Mean, _Draw]]] = {
         lambda time, generator: generator.poisson(time.expected_events),
     ),
 }
-"""For each distribution: its parameters in DLIO's words, each with its field of `Duration`; the mean; a draw.
-"""
+"""For each distribution: parameters in DLIO's words, with their fields of `Duration`; the mean; a draw."""
 
 
 _BYTE_TYPES: Final = ("string", "binary")

@@ -41,8 +41,7 @@ _Exact = Annotated[
     PlainSerializer(lambda value: int(value) if value.denominator == 1 else float(value)),
 ]
 ExactBytes = Annotated[_Exact, Gt(0)]
-"""Mean sizes may include fractions of a byte (114660.07); they are kept exactly, so that ceilings are right.
-"""
+"""Mean sizes may include fractions of a byte (114660.07), kept exactly so that ceilings are right."""
 SpreadBytes = Annotated[_Exact, Ge(0)]
 Seconds = Annotated[float, Strict(), Ge(0), BeforeValidator(quantities.read_seconds)]
 Time = Annotated[

@@ -161,8 +161,7 @@ class AsyncPenstockIO(PenstockIO):
 
 
 _BACKGROUND: Final[WeakSet[AsyncPenstockIO]] = WeakSet()
-"""The plugins of this process: when a module is loaded, nothing tells which of them may still be saving it.
-"""
+"""The plugins of this process: when a module is loaded, nothing tells which of them may be saving it."""
 
 
 _load_file = saving.pl_load

@@ -42,8 +42,7 @@ class PenstockCheckpointManager(CheckpointManager):
         writers: int = 2
         """The number of files that each rank writes in parallel."""
         staging_bytes: int | None = None
-        """The memory of pending saves on each rank, in addition to the state; None is the engine's default.
-        """
+        """The memory of pending saves on each rank, besides the state; None is the engine's default."""
         trust: bool = False
         """Whether loading may run code from the checkpoint's objects."""
 

@@ -697,7 +697,10 @@ class RecordDraftStore(DraftStore):
         return committed
 
     def drop(self, draft: Draft) -> None:
-        """Delete the draft's objects unless a delayed record may still refer to them, as a sweep will see."""
+        """Delete the draft's objects, unless a delayed record may still refer to them.
+
+        In that case, a later sweep deletes them if no record does.
+        """
         if draft.save_id not in self._published:
             _delete_all(self._storage, self._storage.list(draft.folder))
         self._end_lease(draft)

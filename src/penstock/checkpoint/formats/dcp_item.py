@@ -216,8 +216,7 @@ def directory(records: Sequence[ZipRecord], offset: int) -> bytes:
 
 PAYLOAD_ALIGNMENT = 4096
 ALIGNED_BYTES = 64 * 1024
-"""Payloads of at least this size are aligned. The gaps before smaller ones would be as large as the payloads.
-"""
+"""Payloads of at least this size are aligned. Gaps before smaller ones would be as large as the payloads."""
 _PREFIX_ALIGNMENT = 64
 """The alignment of tensors in torch's archives. It also makes the prefixes of most shapes equally long."""
 

@@ -220,7 +220,7 @@ class FlushFolder:
 
 
 class RateLimiter:
-    """Limits the rate of bytes over all threads: each waits until the bytes before its own are paid for.
+    """Limits the rate of bytes over all threads: each waits as long as the bytes before its own take.
 
     Unused time is kept for `BURST_S`, so that waiting for the disk does not lower the rate.
     """

@@ -378,8 +378,7 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     writes: dict[str, list[tuple[int | None, HeldObject]]] = {}
     own_tensors: list[frozenset[str]] = []
     judged: dict[int, frozenset[str]] = {}
-    """Own tensors by the identity of a list: ranks that hold the same have the same list after the exchange.
-    """
+    """Own tensors by a list's identity: ranks that hold the same have one list after the exchange."""
     equal: list[list[str]] = []
     """For each rank, the names of objects that equal those of the lowest rank."""
     for rank, own in enumerate(holdings):

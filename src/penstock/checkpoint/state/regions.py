@@ -269,8 +269,7 @@ class ElementType:
     name: str
     size_bytes: int
     typed_storage: str | None
-    """The class in `torch` that archives name as its storage; None if torch archives the type as plain bytes.
-    """
+    """The class in `torch` that archives name as its storage; None if it is archived as plain bytes."""
     safetensors: str | None
 
 

@@ -370,8 +370,7 @@ def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
 
 
 _Item = tuple[str, int, int, str, tuple[str, ...]]
-"""An archive of `torch.save`: its file, begin and size there, its name ("" if the only one), its transforms.
-"""
+"""An archive of `torch.save`: its file, begin and size there, its name ("" if alone), its transforms."""
 
 
 def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification:

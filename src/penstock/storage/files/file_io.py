@@ -83,7 +83,7 @@ def move_whole(
 
 
 class WriteQueue:
-    """Writes up to `num_in_flight` pieces at a time, each in a thread; if that is one, in the caller's.
+    """Writes up to `num_in_flight` pieces at a time in threads; if that is 1, in the caller's thread.
 
     Each piece is released exactly once, written or not, and never while the kernel may still read its buffer.
     That is why no wait has a time limit: giving up on a stuck write would return a buffer that is still being

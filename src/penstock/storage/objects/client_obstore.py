@@ -45,8 +45,7 @@ _FOREIGN = re.compile(
 )
 _LIST_CHUNK = 1000
 _MAX_RETRY_S = 280.0
-"""object_store signs a request once and not again for a retry, and after five minutes the signature expires.
-"""
+"""object_store signs a request once, not again for a retry; after five minutes the signature expires."""
 
 
 def connect(settings: ClientSettings) -> ObstoreClient:

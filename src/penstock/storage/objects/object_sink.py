@@ -149,8 +149,7 @@ class NewObject:
 
 STALL_GRACE_S = 5.0
 RELEASE_LIMIT_S = 10.0
-"""The time for which an abandoned client library may keep buffers. After that, they are released regardless.
-"""
+"""The time after which an abandoned client library's buffers are released, even if it still holds them."""
 
 
 class _Upload(ABC):
