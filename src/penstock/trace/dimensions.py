@@ -183,8 +183,20 @@ IS_READ: Final = "op IN ('read', 'pread', 'readv', 'preadv', 'fread')"
 IS_CALL: Final = "NOT contains(args, '\"is_sum\"')"
 """SQL condition of a single call; Darshan's counters are sums of many."""
 
-LEADER: Final = """CASE WHEN rank IS NULL AND cat = 'POSIX' AND contains(args, '"parent"')
-    THEN coalesce(TRY_CAST(json_extract_string(args, '$.parent') AS BIGINT), pid) ELSE pid END"""
+
+def argument_sql(name: str) -> str:
+    """SQL expression: a whole number among an event's arguments, else NULL."""
+    return f"TRY_CAST(json_extract_string(args, '$.{name}') AS BIGINT)"
+
+
+NUM_CALLS: Final = (
+    f"CASE WHEN {IS_CALL} THEN 1 ELSE coalesce({argument_sql('calls')}, 0)"
+    f" + coalesce({argument_sql('fsyncs')}, 0) END"
+)
+"""SQL expression: the calls that an event stands for."""
+
+LEADER: Final = f"""CASE WHEN rank IS NULL AND cat = 'POSIX' AND contains(args, '"parent"')
+    THEN coalesce({argument_sql("parent")}, pid) ELSE pid END"""
 """SQL expression: the process that an event is for: of a trainer's workers and forked writers, the trainer's.
 
 Where ranks are known, these have their trainer's; else strace shows whose descendants they are.
@@ -226,7 +238,7 @@ class EventsView:
     is_stored: bool = False
 
     def work(self) -> EventsView:
-        """What the program does: without the I/O of its runtime, and with the column `rank_name`."""
+        """Leave out the I/O of the program's runtime, and add the column `rank_name`."""
         kind = "TABLE" if self.is_stored else "VIEW"
         self.connection.execute(
             f"CREATE OR REPLACE TEMP {kind} penstock_work AS"

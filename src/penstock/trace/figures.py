@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, EventsView, case_sql, sql_literal
+from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, LEADER, EventsView, case_sql, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.breakdowns import MOVED_PART, cut_sql, round_up
 from penstock.units import format_seconds
@@ -66,9 +66,9 @@ def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
 
 
 THREADS: Final = "penstock_threads"
-"""Table: run, host, pid, tid, rank; `thread` and `process`, numbered over all runs, and `row`, within a run.
+"""Table: run, host, pid, tid, rank, leader; `thread` and `process`, numbered over all runs; `row`, in a run.
 
-A process is one rank of a host where ranks are known, because its workers read for it.
+A process is one rank of a host where ranks are known, else one with its workers, which read for it.
 """
 CALLS: Final = "penstock_calls"
 """Table: process, thread, kind, since_us, until_us, size_bytes; and where each event adds to a union:
@@ -80,13 +80,14 @@ LOOP_PARTS: Final = "penstock_loop_parts"
 def place_calls(axis: TimeAxis) -> None:
     """Make the tables, over those of an earlier report on this connection."""
     events = axis.events
-    process = "rank NULLS LAST, host, CASE WHEN rank IS NULL THEN pid END"
+    process = "rank NULLS LAST, host, CASE WHEN rank IS NULL THEN leader END"
     events.ask(f"""
         CREATE OR REPLACE TEMP TABLE {THREADS} AS
         SELECT *, row_number() OVER (ORDER BY run, {process}, pid, tid)::INTEGER AS thread,
                dense_rank() OVER (ORDER BY run, {process})::INTEGER AS process,
                dense_rank() OVER (PARTITION BY run ORDER BY {process}) - 1 AS row
-        FROM (SELECT run, host, pid, tid, min(min(rank)) OVER (PARTITION BY run, host, pid) AS rank
+        FROM (SELECT run, host, pid, tid, min(min(rank)) OVER (PARTITION BY run, host, pid) AS rank,
+                     min({LEADER}) AS leader
               FROM {{events}} WHERE phase IN ('io', 'compute') OR {LOOP_PART} IS NOT NULL
               GROUP BY run, host, pid, tid)""")
     has_compute = any(extent.num_compute for extent in axis.runs.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.progress import Progress
-from penstock.trace.compare.findings import find_all
+from penstock.trace.compare.findings import find_all, say_left_out
 from penstock.trace.compare.trace_study import (
     PROCESS,
     Study,
@@ -343,6 +343,7 @@ def find_mismatches(study: Study) -> Answer:
             rows.append(("damaged files", run, len(damaged), None, loss, names))
     columns = make_columns("what", "run", "here", Column(study.baseline), "missing", "added")
     notes = [] if rows else [f"All runs have the ranks, hosts, steps and files of {study.baseline}."]
+    notes += say_left_out(study)
     return Answer(
         name="mismatches",
         title=f"What differs from {study.baseline}",

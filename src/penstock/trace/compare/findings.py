@@ -23,7 +23,16 @@ from penstock.trace.compare.trace_study import (
     format_ranges,
     longest_process_sql,
 )
-from penstock.trace.dimensions import IS_CALL, IS_IO, IS_READ, IS_WRITE, RANK_NAME, EventsView, sql_literal
+from penstock.trace.dimensions import (
+    IS_CALL,
+    IS_IO,
+    IS_READ,
+    IS_RUNTIME,
+    IS_WRITE,
+    RANK_NAME,
+    EventsView,
+    sql_literal,
+)
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, measure_groups, ranks, union_times
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -559,6 +568,18 @@ def find_in_runs(study: Study) -> list[TraceFinding]:
     rules = [*FINDING_RULES.values(), *RUN_RULES.values()]
     found = [finding for rule in rules for finding in rule(study)]
     return rank_findings(_keep_relevant(study, _leave_out_explained(found)))
+
+
+def say_left_out(study: Study) -> list[str]:
+    """A line for each run on the calls that are no findings: those of its start and its runtime."""
+    rows = study.events.ask(f"""
+        SELECT run, count(*), sum(dur_us)::DOUBLE FROM {{events}} WHERE {IS_RUNTIME} GROUP BY run
+        ORDER BY {study.in_order()}""")
+    return [
+        f"Findings leave out the start and the runtime of {run} (modules, sockets, pipes, shared memory): "
+        f"{num_calls:,} call{'s' * (num_calls != 1)} of {_seconds(took_us)}."
+        for run, num_calls, took_us in rows
+    ]
 
 
 def _leave_out_explained(found: Sequence[TraceFinding]) -> list[TraceFinding]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight
-from penstock.trace.dimensions import IS_CALL, IS_IO, IS_READ, IS_WRITE, sql_literal
+from penstock.trace.dimensions import IS_CALL, IS_IO, IS_READ, IS_WRITE, NUM_CALLS, argument_sql, sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.breakdowns import measure_groups, union_times
 from penstock.units import format_bytes, format_seconds
@@ -42,6 +42,20 @@ _LOOKS: Final = f"({_LOOKUPS} OR op IN ('chmod', 'chown', 'utime', 'truncate', '
 """Calls that move no bytes, and that a closed file no longer needs; it may be renamed or removed."""
 _MOVES: Final = f"({IS_READ} OR {IS_WRITE} OR op IN ('sendfile', 'copy_file_range', 'splice'))"
 _SYNCS: Final = "op IN ('fsync', 'fdatasync', 'sync', 'syncfs', 'msync', 'sync_file_range')"
+_FIXES: Final = {
+    "small": "Read through a larger buffer, or put many samples into one file and read blocks of it: "
+    "1 MiB a read keeps most storage busy.",
+    "scattered": "Shuffle the order of files or of large blocks instead of samples, or turn read-ahead off "
+    "(posix_fadvise with POSIX_FADV_RANDOM, or O_DIRECT).",
+    "unaligned": f"Begin records at multiples of {format_bytes(_PAGE_BYTES)}, or of the stripe of a parallel "
+    "file system, and pad them.",
+}
+_TRAITS: Final = {
+    "small": "move less than 100 kB",
+    "scattered": "begin before the one before them in their file",
+    "unaligned": "begin or end between two blocks of the file system",
+}
+"""What Darshan counts of calls that it does not record one by one."""
 _IS_OPEN: Final = "op IN ('open', 'fopen')"
 _IS_SMALL: Final = f"size_bytes < {_SMALL_BYTES}"
 _IS_UNALIGNED: Final = f'"offset" % {_PAGE_BYTES} <> 0'
@@ -512,15 +526,14 @@ def small_reads(study: Study) -> list[TraceFinding]:
         _small_sql(IS_READ, 0.5, "small_us"),
         where=f"{IS_READ} AND {_IS_SMALL}",
         habit="calls",
-        fix="Read through a larger buffer, or put many samples into one file and read blocks of it: "
-        "1 MiB a read keeps most storage busy.",
+        fix=_FIXES["small"],
     )
 
 
 def random_reads(study: Study) -> list[TraceFinding]:
     """R2: reads below a MiB that do not begin where the one before in their file ended.
 
-    A file that is opened again, or read from its beginning again, begins anew.
+    A file that is opened again, or read from its beginning again, is another reading.
     """
     return _find(
         study,
@@ -551,8 +564,7 @@ def random_reads(study: Study) -> list[TraceFinding]:
         ORDER BY random_us DESC, file_class""",
         where=f'{IS_READ} AND size_bytes < {_LARGE_BYTES} AND "offset" IS NOT NULL',
         habit="num_random",
-        fix="Shuffle the order of files or of large blocks instead of samples, or turn read-ahead off "
-        "(posix_fadvise with POSIX_FADV_RANDOM, or O_DIRECT).",
+        fix=_FIXES["scattered"],
     )
 
 
@@ -582,8 +594,7 @@ def unaligned_transfers(study: Study) -> list[TraceFinding]:
         ORDER BY unaligned_us DESC, file_class, direction""",
         where=f"({IS_READ} OR {IS_WRITE}) AND size_bytes < {_LARGE_BYTES} AND {_IS_UNALIGNED}",
         habit="calls",
-        fix=f"Begin records at multiples of {format_bytes(_PAGE_BYTES)}, or of the stripe of a parallel file "
-        "system, and pad them.",
+        fix=_FIXES["unaligned"],
     )
 
 
@@ -604,7 +615,7 @@ def metadata_time(study: Study) -> list[TraceFinding]:
         ),
         f"""
         WITH kinds AS (
-            SELECT run, op, count(*) AS num_calls, sum(dur_us)::BIGINT AS took,
+            SELECT run, op, sum({NUM_CALLS})::BIGINT AS num_calls, sum(dur_us)::BIGINT AS took,
                    sum(took) OVER (PARTITION BY run) AS whole, {_MOVES} OR {_SYNCS} AS is_transfer
             FROM {{events}} WHERE {IS_IO} GROUP BY run, op),
         others AS (
@@ -620,10 +631,77 @@ def metadata_time(study: Study) -> list[TraceFinding]:
     )
 
 
+def counted_calls(study: Study) -> list[TraceFinding]:
+    """R7: calls that counters, which stand for many, say to be small, out of order or unaligned."""
+    number = {
+        name: argument_sql(name) for name in ("calls", "time_us", "num_ranks", "sequential", "unaligned")
+    }
+    small = " + ".join(f"coalesce({argument_sql(f'sizes[{place}]')}, 0)" for place in range(4))
+    has_sizes = f"{argument_sql('sizes[0]')} IS NOT NULL"
+    sums = f"FROM {{events}} WHERE {IS_IO} AND NOT {IS_CALL} AND cat = 'POSIX' AND path IS NOT NULL"
+    is_transfer = f"({IS_READ} OR {IS_WRITE})"
+    had = {
+        "small": (_DIRECTION, small, f"{is_transfer} AND {has_sizes}"),
+        "scattered": (
+            _DIRECTION, f"{number['calls']} - coalesce({number['sequential']}, 0)",
+            f"{IS_READ} AND {has_sizes}",
+        ),
+        "unaligned": ("'transfer'", number["unaligned"], "true"),
+    }  # fmt: skip
+    kinds = " UNION ALL ".join(
+        f"""SELECT '{trait}' AS trait, {direction} AS direction, run, file_class,
+                   sum({number["calls"]}) FILTER ({is_transfer})::BIGINT AS calls,
+                   sum({count})::BIGINT AS counted,
+                   sum({number["time_us"]}) FILTER ({is_transfer})::BIGINT AS took,
+                   max({number["num_ranks"]}) AS num_ranks
+            {sums} AND {where} GROUP BY trait, direction, run, file_class"""
+        for trait, (direction, count, where) in had.items()
+    )
+    findings: list[TraceFinding] = []
+    for (run, trait, direction), rows in _group(
+        study,
+        f"""
+        SELECT run, trait, direction, file_class, calls, counted, took, num_ranks FROM ({kinds})
+        WHERE counted >= {_ENOUGH_CALLS} AND 2 * counted >= calls AND calls > 0
+        ORDER BY took DESC, file_class""",
+        3,
+    ).items():
+        calls, counted = (sum(row[place] for row in rows) for place in (4, 5))
+        took_us = sum(row[6] * min(1.0, row[5] / row[4]) for row in rows)
+        says = [
+            f"{counted:,} of {calls:,} {direction}s {_TRAITS[trait]}, most of them of {rows[0][3]}.",
+            f"They take about {format_seconds(took_us / 1e6)}, summed over all ranks.",
+        ]
+        columns = make_columns("direction", "file_class", "num_calls", "num_counted", "time_us", "num_ranks")
+        evidence = Answer(
+            name=f"r7_{run}_{trait}_{direction}", title="Counters", columns=columns,
+            rows=[row[2:] for row in rows],
+        )  # fmt: skip
+        title = f"{trait} {direction}s, by counters"
+        usual = sum(one.amount for one in findings if one.title == f"{study.baseline}: {title}")
+        lost_us = round(took_us / max(1, *(row[7] or 1 for row in rows)))
+        findings.append(
+            TraceFinding(
+                "R7",
+                Weight.COST,
+                f"{run}: {title}",
+                [run],
+                says,
+                evidence,
+                lost_us,
+                _FIXES[trait],
+                counted,
+                usual,
+            )
+        )
+    return findings
+
+
 HABIT_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "R1": small_reads,
     "R2": random_reads,
     "R3": unaligned_transfers,
     "R4": metadata_time,
+    "R7": counted_calls,
 }
 """How a program calls, which costs time in a single run, and in a comparison where it differs."""

@@ -142,8 +142,11 @@ def comparison_page(comparison: ComparisonResult) -> Report:
     )
 
 
-def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str) -> Banner:
-    """The answers of a page: the verdict, what costs most, what to do about it, and what else stands out."""
+def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str, has_calls: bool = True) -> Banner:
+    """The answers of a page: the verdict, what costs most, what to do about it, and what else stands out.
+
+    Of traces that have sums instead of calls, no finding is no verdict.
+    """
     alarms = [finding for finding in findings if finding.weight == "alarm"]
     costs = [finding for finding in findings if finding.weight == "cost"]
     verdict, look = ("nothing stands out", Look.GOOD)
@@ -151,9 +154,15 @@ def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str) -> B
         verdict, look = ("misleading", Look.BAD)
     elif costs:
         verdict, look = ("could be faster", Look.DOUBT)
+    elif not has_calls:
+        verdict, look = ("sums only", Look.DOUBT)
     found = [*alarms, *costs]
     dearest = max(costs, key=lambda one: one.lost_us or 0, default=None)
-    limited_by = "nothing that stands out in these traces"
+    limited_by = (
+        "nothing that stands out in these traces"
+        if has_calls
+        else "unknown: these traces have sums of calls, not their order and times"
+    )
     if dearest is not None:
         lost = format_lost(dearest)
         limited_by = f"{dearest.title}, which costs {lost}" if lost else dearest.title
@@ -166,7 +175,11 @@ def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str) -> B
         figure=figure,
         limited_by=limited_by,
         since=since,
-        to_do=fixes[0] if fixes else "Nothing, by these traces.",
+        to_do=fixes[0]
+        if fixes
+        else "Nothing, by these traces."
+        if has_calls
+        else "Record single calls: Darshan with DXT, or `penstock trace record`.",
         troubles=[finding.title for finding in found if finding is not dearest][:_MOST_TROUBLES],
     )
 

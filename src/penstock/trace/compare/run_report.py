@@ -18,7 +18,7 @@ from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.reports.report import Cell, Chart, Kind, Report, Section, Series, Table, Tone
 from penstock.trace import figures
-from penstock.trace.compare.findings import find_in_runs
+from penstock.trace.compare.findings import find_in_runs, say_left_out
 from penstock.trace.compare.report import (
     TONES,
     Row,
@@ -31,7 +31,15 @@ from penstock.trace.compare.report import (
     times_of,
 )
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
-from penstock.trace.dimensions import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.dimensions import (
+    IS_CALL,
+    IS_IO,
+    IS_READ,
+    IS_WRITE,
+    NUM_CALLS,
+    EventsView,
+    argument_sql,
+)
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.figures import TimeAxis
 from penstock.trace.questions.answer import Answer, Column, Unit, document, make_columns
@@ -96,7 +104,15 @@ class RunReport:
             subtitle=(
                 f"{names}; findings: {len(self.findings)}, of which {num_alarms} are about misleading numbers"
             ),
-            banner=banner_of(self.findings, figure=self.says[0], since=self._find_peak()),
+            banner=banner_of(
+                self.findings,
+                figure=self.says[0],
+                since=self._find_peak(),
+                has_calls=any(
+                    not row["num_calls"] or row["longest_call_us"] is not None
+                    for row in self.overview.records()
+                ),
+            ),
             runs=self.runs,
             has_contents=True,
             sections=sections,
@@ -136,7 +152,7 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
             *find_untraced(study.events),
             *(line for run in study.runs for one in study.accounts.get(run, ()) for line in one.losses()),
         ],
-        says=say_answer(first, made["overlap"][0]),
+        says=[*say_answer(first, made["overlap"][0]), *say_left_out(study)],
         overview=first,
         findings=findings,
         figures=made,
@@ -166,27 +182,36 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
         f"coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT",
         f"coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT",
         "count(DISTINCT path)",
+        f"sum({NUM_CALLS})::BIGINT",
     )
     busy = {row[0]: row[1:] for row in measure_groups(events, ("run",), where=IS_IO, extra=extra)}
     # The operation that was under way longest in each run: its busy time, its longest call, and on what.
     slow: dict[str, tuple[Any, ...]] = {}
-    longest_call = ("max(dur_us)", "arg_min(path, row(-dur_us, path))")
+    longest_call = (
+        f"max(dur_us) FILTER (WHERE {IS_CALL})",
+        f"arg_min(path, row(-dur_us, path)) FILTER (WHERE {IS_CALL})",
+    )
     for run, op, _, _, union_us, _, longest_us, path in measure_groups(
         events, ("run", "op"), where=IS_IO, extra=longest_call
     ):
-        if union_us > slow.get(run, (None, 0))[1]:
+        # How long sums were under way is not known, so calls go first.
+        last = slow.get(run, (None, 0, None, None))
+        if (longest_us is not None, union_us) > (last[2] is not None, last[1]):
             slow[run] = (op, union_us, longest_us, path)
     who = events.ask(f"""
-        SELECT run, max(last_us) - min(first_us), count(DISTINCT host), count(DISTINCT rank),
-               count(*) FILTER (pid <> {ALL_RANKS})
-        FROM (SELECT run, host, pid, min(rank) AS rank, min(ts_us) AS first_us, max(end_us) AS last_us
+        SELECT run, max(last_us) - min(first_us), count(DISTINCT host),
+               greatest(count(DISTINCT rank), max(most_ranks)),
+               greatest(count(*) FILTER (pid <> {ALL_RANKS}), max(most_ranks))
+        FROM (SELECT run, host, pid, min(rank) AS rank, min(ts_us) AS first_us, max(end_us) AS last_us,
+                     -- Darshan has no records of ranks that did no I/O, or all of it in shared files.
+                     coalesce(max({argument_sql("num_ranks")}) FILTER (WHERE NOT {IS_CALL}), 0) AS most_ranks
               FROM {{events}} GROUP BY run, host, pid) GROUP BY run""")
     counted = {row[0]: row[1:] for row in who}
     rows = []
     for run in runs:
         span_us, num_hosts, num_ranks, num_processes = counted.get(run, (0, 0, 0, 0))
-        num_calls, _, union_us, concurrency, read, written, num_files = busy.get(
-            run, (0, 0, 0, None, 0, 0, 0)
+        _, _, union_us, concurrency, read, written, num_files, num_calls = busy.get(
+            run, (0, 0, 0, None, 0, 0, 0, 0)
         )
         is_partial = (PARTIAL, run) in doubts
         rate = (read + written) * 1e6 / union_us if union_us else None
@@ -232,7 +257,8 @@ def say_answer(answer: Answer, overlap: Answer) -> list[str]:
         io_us, both_us = spent.get(row["run"], (0, 0))
         if io_us:
             of_its = "the I/O" if len(answer.rows) == 1 else f"the I/O of {row['run']}"
-            says.append(f"{_share(both_us / io_us)} of {of_its} was under way while its process computed.")
+            who = "rank" if row["num_ranks"] else "process"
+            says.append(f"{_share(both_us / io_us)} of {of_its} was under way while its {who} computed.")
     return says
 
 
@@ -240,7 +266,9 @@ def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
     if not row["num_calls"]:
         yield f"{row['run']} has no I/O in its trace, which spans {_seconds(row['span_us'])}."
         return
-    who = f"{_count(row['num_processes'], 'process', 'processes')} on {_count(row['num_hosts'] or 1, 'host')}"
+    who = _count(row["num_processes"], "process", "processes")
+    if row["num_hosts"]:
+        who += f" on {_count(row['num_hosts'], 'host')}"
     if row["num_ranks"]:
         who = f"{_count(row['num_ranks'], 'rank')}, {who}"
     # Darshan's sums of all ranks are no process's.
@@ -251,6 +279,9 @@ def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
         f"In {_seconds(row['span_us'])}, {row['run']} {moved}, "
         f"with {_count(row['num_calls'], 'call')} on {_count(row['num_files'], 'file')} ({who})."
     )
+    if row["longest_call_us"] is None:
+        yield "These are sums by file and rank: single calls, their order and their times are not known."
+        return
     rate = f", at {format_rate(row['busy_rate'])}" if row["busy_rate"] else ""
     yield (
         f"At least one call was under way for {_seconds(row['union_us'])}, "

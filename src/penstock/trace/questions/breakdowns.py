@@ -475,6 +475,13 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str 
             notes.append(
                 f"{num_rankless:,} processes have no rank and are counted as one: --by pid shows them apart."
             )
+    elif (
+        "rank" not in by
+        and events.ask_one("""
+        SELECT count(*) FROM (SELECT rank FROM {events} WHERE rank IS NOT NULL AND phase IN ('io', 'compute')
+                              GROUP BY run, rank HAVING count(DISTINCT (host, pid)) > 1)""")[0]
+    ):
+        notes.append("Ranks have several processes, as workers: --by rank adds their I/O to its computation.")
     rows = []
     for *key, num_events, sum_us in counts:
         io_us, compute_us, either_us = busy.get(tuple(key), (0, 0, 0))

@@ -1,5 +1,6 @@
 """R1 to R4: what is dear in one run, in seconds, with what to do about it."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,3 +117,26 @@ def test_each_run_has_findings_of_its_own() -> None:
     rows = calls("pread64", 200, KIB, step=KIB)
     with small_study([*rows, *({**row, "run": "two"} for row in rows)], runs=("one", "two")) as study:
         assert [finding.runs for finding in HABIT_RULES["R1"](study)] == [["one"], ["two"]]
+
+
+def counted(run: str, tier: str = "fast", **more: Any) -> dict[str, Any]:
+    """What Darshan has of a file without its DXT: of 1,000 reads, 900 small, 200 in order."""
+    args = {"is_sum": True, "calls": 1000, "time_us": 8_000_000, "num_ranks": 4, "sequential": 200,
+            "sizes": [900, 0, 0, 0, 0, 100, 0, 0, 0, 0], **more}  # fmt: skip
+    return {"run": run, "name": "read", "path": f"/{tier}/f.h5", "rank": 0, "pid": 0, "dur_us": 6_000_000,
+            "size_bytes": 10 * MIB, "args": json.dumps(args)}  # fmt: skip
+
+
+def test_r7_finds_what_counters_tell_where_calls_were_not_recorded() -> None:
+    opens = {**counted("one"), "name": "metadata", "size_bytes": None}
+    opens["args"] = json.dumps({"is_sum": True, "calls": 1, "time_us": 5, "num_ranks": 4, "unaligned": 700})
+    by_title = {one.title: one for one in found("R7", [counted("one"), opens])}
+    assert sorted(title.split()[1] for title in by_title) == ["scattered", "small", "unaligned"]
+    finding = by_title["one: small reads, by counters"]
+    assert finding.says[0] == "900 of 1,000 reads move less than 100 kB, most of them of f.h."
+    # Eight seconds of four ranks, of which nine tenths.
+    assert finding.lost_us == 1_800_000
+    assert by_title["one: unaligned transfers, by counters"].amount == 700
+    assert found("R7", [counted("one", sequential=1000, sizes=[0, 0, 0, 0, 0, 1000, 0, 0, 0, 0])]) == []
+    # One sum is no call, however small.
+    assert found("R1", [{**counted("one"), "size_bytes": KIB, "ts_us": at} for at in range(200)]) == []

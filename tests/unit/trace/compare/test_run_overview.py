@@ -128,3 +128,33 @@ def test_a_report_has_findings_about_each_run_with_what_to_do_about_them() -> No
     page = render_report(made.page())
     assert "200 us a rank" in page
     assert "Read through a larger buffer" in page
+
+
+def test_sums_are_no_calls_and_never_all_right() -> None:
+    args = '{"is_sum": true, "calls": 170, "num_ranks": 512, "fsyncs": 3}'
+    rows = [
+        {**call("read", 0, 90, 1 << 20), "host": None, "rank": rank, "pid": rank, "args": args}
+        for rank in (0, 7)
+    ]
+    with small_study(rows, runs=["base"]) as study:
+        made = report_runs(study)
+    assert made.says == [
+        "In 90.0 us, base read 2 MiB and wrote 0 B, with 346 calls on 1 file (512 ranks, 512 processes).",
+        "These are sums by file and rank: single calls, their order and their times are not known.",
+    ]
+    banner = made.page().banner
+    assert banner is not None
+    assert (banner.verdict, banner.to_do) == (
+        "sums only", "Record single calls: Darshan with DXT, or `penstock trace record`.",
+    )  # fmt: skip
+
+
+def test_workers_compute_with_their_trainer_and_its_start_is_told_in_a_line() -> None:
+    trainer = [call("train.compute", 0, 1000, cat="app", path=None)]
+    read = call("read", 100, 200, 1 << 18, pid=2, args='{"parent": 1}')
+    module = call("read", 0, 50, 100, path="/env/lib/python3.12/json/__init__.py")
+    with small_study([*trainer, read, module], runs=["base"]) as study:
+        says = report_runs(study).says
+    assert says[-2] == "100.0 % of the I/O was under way while its process computed."
+    assert says[-1].startswith("Findings leave out the start and the runtime of base")
+    assert says[-1].endswith(": 1 call of 50.0 us.")
