@@ -47,7 +47,7 @@ DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
 )
 """The application's own spans of I/O contain the calls that they make, so the two are never added.
 
-Calls that make, await and end a `process` are no I/O, although tracers list them beside it.
+Calls that make, await and end a `process` are no I/O, although tracers list them as such.
 `wait` (for data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is no I/O,
 although I/O may be its cause; a `loop` contains all of them. Of PyTorch's profiler, kernels of devices and
 operators are computation, and two of its annotations are known: a DataLoader's wait, and a step. Others are

@@ -78,7 +78,7 @@ RANK_PATTERN: Final = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
 
 
 def fix_sql(error: Exception, sql: str, usual: str) -> str:
-    """What to do about an error in a user's SQL: `offset` is a column, and also a word of SQL."""
+    """The fix of an error in a user's SQL: `offset` is a column, and also a word of SQL."""
     is_bare = re.search(r'(?<!["\w])offset(?!["\w])', sql, re.IGNORECASE)
     return 'Quote the column: "offset".' if is_bare and "syntax error" in str(error) else usual
 

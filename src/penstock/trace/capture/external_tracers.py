@@ -206,7 +206,7 @@ def _watch_ranks(mark: bytes, ranks: dict[int, LauncherRank], is_over: Event) ->
 
 
 def _read_counted_bytes(pid: int) -> dict[str, int]:
-    """What the system has counted for a process that has ended, and all descendants that were waited for.
+    """The bytes that the system counted for an ended process and all descendants that were waited for.
 
     Nothing where the system does not count, or does not tell.
     """

@@ -244,8 +244,8 @@ def rows_of_log(
         counters = record.get("counters", {})
         counted[cat] += _count_calls(cat, "read", counters) + _count_calls(cat, "write", counters)
         # Counters are events that stand for the calls of a file that have none of their own.
-        seen = {verb: traced.get((cat, path, rank, verb), (0, 0, 0)) for verb in _SPANS}
-        for verb, size_bytes, begin_us, dur_us, args in _sum_calls(cat, counters, seen):
+        own = {verb: traced.get((cat, path, rank, verb), (0, 0, 0)) for verb in _SPANS}
+        for verb, size_bytes, begin_us, dur_us, args in _sum_calls(cat, counters, own):
             account.lines += 1
             salvaged = ParsedLine(LineFate.SALVAGED, reason="negative time")
             fate = ParsedLine(LineFate.EVENT) if args["time_us"] >= 0 else salvaged
@@ -290,15 +290,15 @@ def _count_calls(cat: str, verb: str, counters: Mapping[str, Any]) -> int:
 
 
 def _sum_calls(
-    cat: str, counters: Mapping[str, Any], seen: Mapping[str, Sequence[int]]
+    cat: str, counters: Mapping[str, Any], segments: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, int | None, int, int, dict[str, Any]]]:
-    """Yield the name, bytes, begin, duration and arguments of each direction's calls that are not `seen`.
+    """Yield the name, bytes, begin, duration and arguments of each direction's calls without a segment.
 
-    Those that are seen have a number, bytes and microseconds by direction.
+    `segments` are the number, bytes and microseconds of the others.
     """
     for verb, (time, begins, ends) in _SPANS.items():
-        num_seen, seen_bytes, seen_us = seen[verb]
-        num_calls = max(0, _count_calls(cat, verb, counters) - num_seen)
+        num_traced, traced_bytes, traced_us = segments[verb]
+        num_calls = max(0, _count_calls(cat, verb, counters) - num_traced)
         num_syncs = _count_calls(cat, "fsync", counters) if verb == "write" else 0
         if not (num_calls or num_syncs):
             continue
@@ -309,15 +309,15 @@ def _sum_calls(
         begin_us = round(min(begun, default=0.0) * 1e6)
         end_us = round(max(ended) * 1e6) if ended else begin_us
         time_us = round(counters.get(f"{cat}_{time}", 0) * 1e6)
-        time_us = max(0, time_us - seen_us) if num_seen else time_us
+        time_us = max(0, time_us - traced_us) if num_traced else time_us
         args = {"is_sum": True, "calls": num_calls, "time_us": time_us, "last_end_us": end_us}
         args |= {"fsyncs": num_syncs} if num_syncs else {}
-        args |= _find_shape(verb, counters) if cat == "POSIX" and not num_seen else {}
+        args |= _find_shape(verb, counters) if cat == "POSIX" and not num_traced else {}
         size_bytes = counters.get(f"{cat}_{_BYTES.get(verb)}")
         yield (
             # Darshan counts the time of fsync as that of writes.
             verb if num_calls else "fsync",
-            max(0, size_bytes - seen_bytes) if size_bytes is not None and num_calls else None,
+            max(0, size_bytes - traced_bytes) if size_bytes is not None and num_calls else None,
             begin_us,
             # Calls of several ranks or threads took more time together than there was from first to last.
             max(0, min(time_us, end_us - begin_us)),
@@ -326,7 +326,7 @@ def _sum_calls(
 
 
 def _find_shape(verb: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """How many calls of a direction were of which size, in order, or not aligned, as far as that is known."""
+    """The numbers of calls of a direction by size, in order, and not aligned, as far as they are known."""
     shape = {
         name: value
         for name, counter in _SHAPES[verb].items()
