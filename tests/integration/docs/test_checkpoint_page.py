@@ -77,8 +77,8 @@ def test_its_first_example_is_killed_and_goes_on_with_the_same_losses(tmp_path: 
 
 
 def test_its_limits_are_those_of_the_code() -> None:
-    assert f"A region below {2 * SaveOptions().min_cut_bytes >> 10} KiB is not cut" in WORDS
-    assert f"where a gap is {LoadOptions().min_gap_bytes >> 10} KiB or more" in WORDS
+    assert f"Regions below {2 * SaveOptions().min_cut_bytes >> 10} KiB are not cut" in WORDS
+    assert f"gaps of {LoadOptions().min_gap_bytes >> 10} KiB or more between them are skipped" in WORDS
     assert f"less than {GAP_BYTES >> 10} KiB apart" in WORDS
     assert ReadSettings() == ReadSettings(streams=6, block_bytes=8 << 20)
-    assert "six streams of at most 8 MiB" in WORDS
+    assert "six streams in requests of at most 8 MiB" in WORDS
