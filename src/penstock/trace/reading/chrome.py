@@ -19,6 +19,12 @@ from penstock.trace.reading.json_lines import parse_event, parse_line
 
 _OBJECT_LIMIT: Final = 1 << 20
 """Characters after which an object that does not end is taken for damaged."""
+_LONGEST_HEAD: Final = 16 << 20
+"""Characters without an array of events after which none is looked for."""
+_MOST_OPEN: Final = 1 << 16
+"""Spans that may be open at a time."""
+_MOST_DAMAGED: Final = 1 << 12
+"""Objects that may be damaged: behind each, the beginning of another is looked for."""
 _ARRAY: Final = re.compile(r'"traceEvents"\s*:\s*\[')
 _BARE_ARRAY: Final = re.compile(r"\s*\[")
 _ROUNDING_NOTED: Final = 0.01
@@ -40,6 +46,7 @@ class ChromeDocument:
         self._file_rank = file_rank
         self._decoder = json.JSONDecoder(parse_constant=str)
         self._spans: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        self._num_open = self._num_damaged = 0
         self._is_ended = False
         # What the text before the events says about all of them.
         self._base_ns = 0
@@ -65,6 +72,10 @@ class ChromeDocument:
                 text = text[begin.end() :]
             if is_inside:
                 text = yield from self._take(text, is_last=False)
+            elif len(text) > _LONGEST_HEAD:
+                break
+            if self._is_ended:
+                text = text[:_OBJECT_LIMIT]
         text += decoder.decode(b"", final=True)
         text = yield from self._take(text, is_last=True)
         self._find_faults(text, is_inside=is_inside)
@@ -91,9 +102,8 @@ class ChromeDocument:
                 f"its durations add up to {self._written_sum_us:,.3f} us, in whole microseconds, which all"
                 f" times are cut to, to {self._sum_us:,.0f} us"
             )
-        num_open = sum(map(len, self._spans.values()))
-        if num_open:
-            account.faults.append(f"{num_open} spans begin and never end")
+        if self._num_open:
+            account.faults.append(f"{self._num_open} spans begin and never end")
 
     def _take(self, text: str, *, is_last: bool) -> Generator[Mapping[str, Any], None, str]:
         """Yield the rows of the objects at the beginning of the text; returns the rest of it."""
@@ -110,6 +120,11 @@ class ChromeDocument:
                 document, end = self._decoder.raw_decode(text, at)
             except (ValueError, RecursionError):
                 if not is_last and len(text) - at < _OBJECT_LIMIT:
+                    break
+                self._num_damaged += 1
+                if self._num_damaged > _MOST_DAMAGED:
+                    self._account.faults.append("too many objects are damaged: the rest was not read")
+                    self._is_ended = True
                     break
                 match = _NEXT.search(text, at + 1)
                 end = match.start() if match else len(text)
@@ -128,6 +143,9 @@ class ChromeDocument:
             return ParsedLine(LineFate.DROPPED, reason="not an object")
         phase, thread = document.get("ph"), (str(document.get("pid")), str(document.get("tid")))
         if phase == "B":
+            if self._num_open == _MOST_OPEN:
+                return ParsedLine(LineFate.DROPPED, reason="too many spans are open")
+            self._num_open += 1
             self._spans.setdefault(thread, []).append(document)
             return ParsedLine(LineFate.METADATA)
         if phase == "E":
@@ -135,6 +153,7 @@ class ChromeDocument:
             if not opened:
                 return ParsedLine(LineFate.DROPPED, reason="ends what never began")
             begin = opened.pop()
+            self._num_open -= 1
             try:
                 dur = document["ts"] - begin["ts"]
             except (KeyError, TypeError):

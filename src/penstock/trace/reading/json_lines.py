@@ -62,7 +62,7 @@ PASSING_PHASES: Final = ("2", "3", *"CiIstfbneNODPRcvV(),")
 """Counters, marks and flows: they take no time, and the table holds what does."""
 
 _SALVAGE_TEXT: Final = {
-    key: re.compile(rf'"{key}"\s*:\s*"(.*?)"\s*(?=,\s*"|\}}|$)', re.DOTALL)
+    key: re.compile(rf'"{key}"\s*:\s*"(.*?)(?:"\s*(?=,\s*"|\}}|$)|(\Z))', re.DOTALL)
     for key in ("name", "cat", "fname", "hostname", "fhash", "hhash")
 }
 _SALVAGE_NUMBER: Final = {
@@ -71,7 +71,7 @@ _SALVAGE_NUMBER: Final = {
 }
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
-_STRING_OR_LAST_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
+_STRING_OR_LAST_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*"?)|,(?=\s*[}\]])')
 _TIME_LIMIT_US: Final = 1 << 61
 """Times below can be added without overflow."""
 _TICKS_LIMIT: Final = 2.0**62
@@ -144,7 +144,9 @@ def _salvage(bare: bytes, reason: str, name_file: NameFile, ns_per_tick: int, ba
         key: int(match[1]) for key, pattern in _SALVAGE_NUMBER.items() if (match := pattern.search(text))
     }
     # A hash in quotes is a text, whose zeros in front count.
-    found |= {key: match[1] for key, pattern in _SALVAGE_TEXT.items() if (match := pattern.search(text))}
+    # A text without an end reaches to the line's: nothing is searched from each of its places again.
+    matches = {key: pattern.search(text) for key, pattern in _SALVAGE_TEXT.items()}
+    found |= {key: match[1] for key, match in matches.items() if match and match[2] is None}
     if not bare.startswith(b"{") or not {"name", "ts", "dur", "pid"} <= found.keys():
         return ParsedLine(LineFate.DROPPED, reason=reason)
     found = {
@@ -307,11 +309,14 @@ class JsonLines:
         account, first = self._account, self._account.lines
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
         starts = np.concatenate(([0], ends + 1))
-        plain = _BLOCK_SCHEMA.empty_table()
-        if len(ends) >= self._query_lines:
+        plain, is_empty = _BLOCK_SCHEMA.empty_table(), ends == starts[:-1]
+        num_empty = int(is_empty.sum())
+        account.blank += num_empty
+        if len(ends) - num_empty >= self._query_lines:
             plain = self._query_block(block, starts)
         is_odd = np.ones(len(ends), dtype=bool)
         is_odd[plain["line"].to_numpy()] = False
+        is_odd &= ~is_empty
         rows = []
         for number in np.flatnonzero(is_odd).tolist():
             line = block[starts[number] : ends[number]]

@@ -90,6 +90,7 @@ _CALL: Final = re.compile(
     rf"(\w+)\((.*)\)\s*= (-?\w+|\?)(?:{_SHOWN})?(?:\s+([A-Z]\w+))?.*?(?:\s<(\d+)\.(\d{{1,9}})>)?", re.DOTALL
 )
 _RESUMED: Final = re.compile(r"<\.\.\. (\w+) resumed>\s?(.*)", re.DOTALL)
+_MOST_UNFINISHED: Final = 1 << 16
 _UNFINISHED: Final = "<unfinished ...>"
 _ENDS_TASK: Final = frozenset(("exit", "exit_group"))
 """Calls that never return."""
@@ -195,6 +196,8 @@ class Strace:
         self._processes = {self._tid: _Process(task[1])}
         # The start and the beginning of each thread's interrupted call, and the line on which it began.
         self._unfinished: dict[int, tuple[int, str, tuple[int, str]]] = {}
+        # Those of them that make a task.
+        self._making: dict[int, str] = {}
         # Tasks that are listed before the call that made them has returned: who seems to have made them, and
         # their rows.
         self._early: dict[int, tuple[int, list[dict[str, Any]]]] = {}
@@ -225,15 +228,20 @@ class Strace:
             return ended
         if rest.endswith(_UNFINISHED):
             ended = self._end_call(tid)
+            if len(self._unfinished) == _MOST_UNFINISHED:
+                return ParsedLine(LineFate.DROPPED, reason="too many calls are unfinished")
             self._process_of(tid)
             text = rest.removesuffix(_UNFINISHED).rstrip()
             self._unfinished[tid] = (ts_ns, text, (self._num_lines, line))
+            if _MAKES_TASK.match(text):
+                self._making[tid] = text
             return ended
         resumed = _RESUMED.fullmatch(rest)
         if resumed is not None:
             if tid not in self._unfinished:
                 return ParsedLine(LineFate.DROPPED, reason="resumes a call that never began")
             ts_ns, begun, _ = self._unfinished.pop(tid)
+            self._making.pop(tid, None)
             rest = begun + resumed[2]
         call = _CALL.fullmatch(rest)
         if call is None:
@@ -262,6 +270,7 @@ class Strace:
         if tid not in self._unfinished:
             return ParsedLine(LineFate.METADATA)
         ts_ns, text, begun = self._unfinished.pop(tid)
+        self._making.pop(tid, None)
         name, _, arguments = text.partition("(")
         if not name.isidentifier():
             return ParsedLine(LineFate.DROPPED, reason="cut short", begun=begun)
@@ -355,11 +364,10 @@ class Strace:
         """The process of a thread; one not seen before may come from a call that has not returned yet."""
         if tid not in self._processes:
             self._processes[tid] = _Process(tid)
-            for maker, (_, text, _) in reversed(self._unfinished.items()):
-                if _MAKES_TASK.match(text):
-                    self._processes[tid] = self._processes[maker].make(text, tid)
-                    self._early[tid] = (maker, [])
-                    break
+            if self._making:
+                maker, text = next(reversed(self._making.items()))
+                self._processes[tid] = self._processes[maker].make(text, tid)
+                self._early[tid] = (maker, [])
         return self._processes[tid]
 
     def _add_task(self, maker: int, arguments: str, tid: int) -> None:

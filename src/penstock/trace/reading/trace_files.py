@@ -129,7 +129,7 @@ def detect_dialect(head: bytes) -> Dialect:
         # An array of which a line does not hold one event, but several, or a part of one.
         try:
             json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             is_part = b'"' not in line or line.endswith((b"{", b'"', b":"))
             return Dialect.CHROME if is_part or re.search(rb"\}, ?\{", line) else Dialect.JSON_LINES
     return Dialect.CHROME if _DOCUMENT.match(head) else Dialect.JSON_LINES
@@ -262,6 +262,9 @@ _LINE_LIMIT_BYTES: Final = 8 << 20
 """A longer line is no event of a trace; only its beginning is kept, so that memory stays bounded."""
 _KEPT_BYTES: Final = 1 << 16
 """Bytes that are kept of a line that is too long: enough to salvage an event."""
+_LARGEST_RATIO: Final = 100
+_UNPACKED_BYTES: Final = 16 << 20
+"""A file that unpacks to more than both allow is no trace, whose times differ from event to event."""
 _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
 _BAD_GZIP: Any = igzip_lib.IsalError
 
@@ -313,11 +316,23 @@ def read_pieces(
                     advance(len(piece))
                     yield piece
                 return
-            at: int | None = 0
-            while at is not None:
-                at = yield from _read_member(file, at, report_fault, advance)
+            num_unpacked = 0
+            for piece in _read_members(file, report_fault, advance):
+                num_unpacked += len(piece)
+                if num_unpacked > max(_UNPACKED_BYTES, _LARGEST_RATIO * file.tell()):
+                    report_fault(f"unpacks to over {_LARGEST_RATIO} times its size: the rest was not read")
+                    return
+                yield piece
     except OSError as error:
         raise explain_unreadable(error, path) from error
+
+
+def _read_members(
+    file: BinaryIO, report_fault: Callable[[str], None], advance: Callable[[int], None]
+) -> Iterator[bytes]:
+    at: int | None = 0
+    while at is not None:
+        at = yield from _read_member(file, at, report_fault, advance)
 
 
 def _read_member(

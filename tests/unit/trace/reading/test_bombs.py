@@ -1,0 +1,75 @@
+"""Traces made to cost memory or time: small files that unpack to much, and lines that take long to search."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from penstock.trace.event_schema import FileAccount, TraceFile
+from penstock.trace.reading.json_lines import parse_line
+from penstock.trace.trace_set import read_trace_file
+
+MIB = 1 << 20
+EVENT = b'{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{}},\n'
+
+
+def account_of(path: Path, content: bytes) -> FileAccount:
+    path.write_bytes(gzip.compress(content, 9) if path.suffix == ".gz" else content)
+    reading = read_trace_file(TraceFile(path=path))
+    for _ in reading.batches:
+        pass
+    return reading.account
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b'{"schemaVersion":1,' + b" " * 20 * MIB, id="no array of events"),
+        pytest.param(b'{"traceEvents":[]' + b" " * 20 * MIB, id="behind the array"),
+        pytest.param(b"[\n" + b"\n" * 20 * MIB, id="blank lines"),
+        pytest.param(b'{"id":1,"name":"' + b"x" * 20 * MIB, id="one line"),
+    ],
+)
+def test_a_file_that_unpacks_to_much_more_than_a_trace_is_read_in_part(
+    tmp_path: Path, content: bytes
+) -> None:
+    account = account_of(tmp_path / "x.json.gz", content)
+    assert account.faults[0] == "unpacks to over 100 times its size: the rest was not read"
+
+
+def test_a_head_without_events_is_not_kept_whole(tmp_path: Path) -> None:
+    account = account_of(tmp_path / "x.json", b'{"schemaVersion":1,' + b" " * 20 * MIB)
+    assert "it is JSON, but has no array of events" in account.faults
+
+
+def test_spans_that_never_end_are_dropped_beyond_a_limit(tmp_path: Path) -> None:
+    begin = b'{"ph":"B","pid":1,"tid":1,"ts":1,"name":"x"},\n'
+    account = account_of(tmp_path / "x.json", b'{"traceEvents":[\n' + begin * ((1 << 16) + 3))
+    assert account.dropped_reasons == {"too many spans are open": 3}
+
+
+def test_a_document_of_damaged_objects_is_given_up(tmp_path: Path) -> None:
+    account = account_of(tmp_path / "x.json", b'{"traceEvents":[\n' + b'{"' * 2 * MIB)
+    assert "too many objects are damaged: the rest was not read" in account.faults
+
+
+def test_an_array_of_lines_of_which_one_is_nested_too_deeply_is_a_trace(tmp_path: Path) -> None:
+    account = account_of(tmp_path / "x.pfw", b"[\n" + b'{"a":' * 100_000 + b"\n" + EVENT)
+    assert account.dropped > 0
+
+
+def test_calls_that_stay_unfinished_are_dropped_beyond_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "x.strace"
+    with path.open("w") as file:
+        for number in range((1 << 16) + 3):
+            file.write(f"{number + 1} 1700000000.000001 read(3,  <unfinished ...>\n")
+    reading = read_trace_file(TraceFile(path=path))
+    assert sum(batch.num_rows for batch in reading.batches) == 1 << 16
+    assert reading.account.dropped_reasons == {"too many calls are unfinished": 3}
+
+
+@pytest.mark.parametrize("token", [b'\\"', b'"name":"', b'"name" : ', b'{"', b"[", b", ", b'"'])
+@pytest.mark.parametrize("opening", [b"", b'{"', b'{"name":"'])
+def test_a_line_is_searched_once_and_not_from_each_of_its_places(opening: bytes, token: bytes) -> None:
+    line = opening + token * (MIB // len(token))
+    assert parse_line(line, str, 1000).row is None  # by the square of its length, it would take hours
