@@ -171,7 +171,7 @@ def rehearse(
         commands = [
             "penstock submission init ORGANIZATION ~/results",
             f"penstock submission describe {own}",
-            f"penstock submission run {shlex.join(words)} {option_name} {data or 'URI'} {own}",
+            f"penstock submission run {shlex.join([*words, option_name, str(data or 'URI')])} {own}",
         ]
         document = {
             "folder": str(folder.absolute()),

@@ -3,6 +3,7 @@
 run.json, checkpoints.json, throughput.parquet -> rounds on one axis of time -> report
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -135,9 +136,10 @@ def _banner(run: CheckpointRun) -> Banner:
     if full_bytes != size_bytes and rates:
         full = " and ".join(format_seconds(full_bytes / GIB / rate) for rate in rates)
         figure += f". All {format_bytes(full_bytes)} of it at this rate: {full}"
+    target = str(run.figures["target"])
     more = (
-        f"Compare with the storage's limits: `penstock storage probe {run.figures['target']}`; more "
-        "--streams ask it for more at once."
+        f"Compare with the storage's limits: `penstock storage probe {shlex.quote(target)}`; more --streams"
+        " ask it for more at once."
     )
     return Banner(
         verdict=verdict,

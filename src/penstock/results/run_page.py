@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from penstock.errors import ObjectNotFound, Unavailable
 from penstock.reports.page import write_report
@@ -73,15 +72,13 @@ def draw_run(folder: Path, others: Pages) -> Report:
 
 def leave_run_page(folder: Path, others: Pages) -> None:
     """Write the page at the end of a run; if that fails, log how to make it."""
+    later = f"`penstock results page {shlex.quote(str(folder))}` makes it."
     try:
         write_report(draw_run(folder, others), folder / PAGE_FILE)
     except ObjectNotFound as error:
         logger.debug("Nothing to draw: %s", error)  # it ended before its first step, and said why
     except Unavailable as error:
-        logger.warning("No page was made of this run: %s; then %s", error, _LATER.format(folder=folder))
+        logger.warning("No page was made of this run: %s; then %s", error, later)
     except Exception as error:  # hours of measurement must not end as a failure to draw them
-        logger.warning("No page was made of this run: %r. %s", error, _LATER.format(folder=folder))
+        logger.warning("No page was made of this run: %r. %s", error, later)
         logger.debug("The page of %s", folder, exc_info=error)
-
-
-_LATER: Final = "`penstock results page {folder}` makes it."

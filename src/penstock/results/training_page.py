@@ -6,6 +6,7 @@ Runs that are active or were interrupted have the page of what they completed.
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def _banner(run: TrainingRun) -> Banner:
         is_unlimited = found.bottleneck is Bottleneck.NONE
         limit = f"{'nothing:' if is_unlimited else f'{found.bottleneck}.'} {found.evidence[0]}"
         if not is_unlimited:
-            to_do = _REMEDIES[found.bottleneck].format(uri=run.storage_uri)
+            to_do = _REMEDIES[found.bottleneck].format(uri=shlex.quote(run.storage_uri))
     if troubles:
         to_do = troubles[0].to_do
     if (waits := run.stages.get("waits")) and waits["bottleneck"] != "consumer":
@@ -291,7 +292,7 @@ def _too_few_readers(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
         "readers",
         f"{named} busy {min(busy, 1.0):.0%} of the time: the storage is never asked for more at once.",
         f"Raise reader.read_threads ({readers} now) until AU stops rising; `penstock storage probe "
-        f"{run.storage_uri}` says whether the storage has more to give.",
+        f"{shlex.quote(run.storage_uri)}` says whether the storage has more to give.",
     )
 
 

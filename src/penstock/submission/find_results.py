@@ -11,6 +11,7 @@ fatal.
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
         raise Unavailable(
             "There are no results in this tree yet",
             where=str(root),
-            fix=f"See what is missing with `penstock submission status {root}`.",
+            fix=f"See what is missing with `penstock submission status {shlex.quote(str(root))}`.",
         )
     top = root.resolve()
     above = (path.parent for path in (top, *top.parents) if path.name.lower() == "results")

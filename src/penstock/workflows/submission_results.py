@@ -9,6 +9,7 @@ nothing in the tree. What takes a `comm` is collective; rank 0 alone writes.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -357,7 +358,7 @@ class TrainingSequence:
                     f"{name} does not count, and no other was started: {describe(result)}",
                     uri=str(draft),
                     fix=(
-                        f"See what limits it with `penstock results show {draft}`. "
+                        f"See what limits it with `penstock results show {shlex.quote(str(draft))}`. "
                         "Fewer accelerators need less."
                     ),
                 )

@@ -32,6 +32,7 @@ from penstock.checkpoint.formats import safetensors, torch_save
 from penstock.checkpoint.formats.dcp_item import (
     HEAD_BYTES,
     load_object,
+    most_unpacked,
     open_item,
     payload_in,
     read_data,
@@ -243,7 +244,8 @@ class CheckpointSource:
         """
         if self.archive is None:
             where = f"{self.uri}, {stored.name}"
-            plain = undo_transforms(self.read_object_item(stored), stored.transforms, where)
+            item = self.read_object_item(stored)
+            plain = undo_transforms(item, stored.transforms, where, at_most=most_unpacked(item))
             archive, record = open_item(plain, where)
             return archive.value, record
 

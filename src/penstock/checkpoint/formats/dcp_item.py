@@ -41,6 +41,12 @@ ZSTD: Final = "stream.zstd/1"
 """The only transform that is built into torch."""
 
 
+_PART_BYTES: Final = 1 << 20
+"""Unpacked at a time, and more than the archive around a tensor's elements has."""
+_LARGEST_OBJECT: Final = 256 << 20
+_LARGEST_RATIO: Final = 100
+
+
 def apply_transforms(content: Bytes, transforms: Sequence[str]) -> bytes:
     """Apply the transforms to `content` in order, the first one innermost."""
     require_known_transforms(transforms)
@@ -52,19 +58,38 @@ def apply_transforms(content: Bytes, transforms: Sequence[str]) -> bytes:
     return packed
 
 
-def undo_transforms(content: Bytes, transforms: Sequence[str], where: str) -> bytes:
-    """Undo the transforms of `content`; raise `Unavailable` with the name of one that is not supported."""
+def undo_transforms(content: Bytes, transforms: Sequence[str], where: str, *, at_most: int | None) -> bytes:
+    """Undo the transforms of `content`; raise `Unavailable` with the name of one that is not supported.
+
+    Raise `DataDamaged` if more than `at_most` bytes come out: a few bytes can unpack to any number.
+    """
     plain = bytes(content)
     require_known_transforms(transforms, Unavailable)
     for _ in transforms:
         import zstandard  # noqa: PLC0415 - as above
 
         try:
+            parts, num_bytes = [], 0
             with zstandard.ZstdDecompressor().stream_reader(plain) as stream:
-                plain = stream.readall()
+                while part := stream.read(_PART_BYTES):
+                    parts.append(part)
+                    num_bytes += len(part)
+                    if at_most is not None and num_bytes > at_most:
+                        raise DataDamaged(f"A compressed item unpacks to over {at_most} bytes", where=where)
+            plain = b"".join(parts)
         except zstandard.ZstdError as error:
             raise DataDamaged(f"A compressed item cannot be unpacked: {error}", where=where) from error
     return plain
+
+
+def most_unpacked(item: Bytes, payload_bytes: int | None = None) -> int:
+    """The bytes that an item may unpack to: those of its tensor, or a multiple of its own.
+
+    Nothing says the size of an object; with `trust`, it has no limit.
+    """
+    if payload_bytes is None:
+        return max(_LARGEST_OBJECT, _LARGEST_RATIO * len(item))
+    return payload_bytes + _PART_BYTES
 
 
 def require_known_transforms(
@@ -82,7 +107,7 @@ def require_known_transforms(
 
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
     """Load the object of one item. Without `trust`, `UsageError` names what is more than data."""
-    plain = undo_transforms(item, transforms, where)
+    plain = undo_transforms(item, transforms, where, at_most=None if trust else most_unpacked(item))
     if (pickled := _pickled_scalar(plain)) is not None:
         return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
     if not trust:
@@ -364,7 +389,10 @@ def tensor_bytes(
     item: Bytes, dtype: str, shape: Sequence[int], *, transforms: Sequence[str] = (), where: str
 ) -> memoryview:
     """A tensor's elements in row-major order, from its item; raises `DataDamaged` for another tensor."""
-    plain = memoryview(undo_transforms(item, transforms, where) if transforms else item)
+    plain = memoryview(item)
+    if transforms:
+        most = most_unpacked(item, math.prod(shape) * element_type(dtype).size_bytes)
+        plain = memoryview(undo_transforms(item, transforms, where, at_most=most))
     archive, _ = open_item(plain, where)
     facts = archive.index.tensors
     if [(one.dtype, one.shape) for one in facts] != [(dtype, tuple(shape))]:

@@ -30,6 +30,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from penstock import __version__
 from penstock.checkpoint.formats.restricted_pickle import read_metadata_pickle
 from penstock.checkpoint.state.regions import (
+    MOST_DIMENSIONS,
     QUANTIZED,
     UNKNOWN,
     Bytes,
@@ -367,6 +368,7 @@ def _read_index(
         is_tensor = name < num_tensors
         tensor, transforms = name[is_tensor], tuple(about.transforms)
         width = max((len(facts.shape) for facts in tensors), default=0)
+        _require(width <= MOST_DIMENSIONS, "a tensor has too many dimensions")
         inside, shape = _inside(tensor, tensors, width), (len(tensor), width)
         regions = Regions(tensor, np.zeros(shape, np.int64), np.ones(shape, np.int64))
         begins = np.concatenate([_NO_NUMBERS, *(file.items.begin for file in document.files)])
@@ -743,6 +745,7 @@ def _parse(root: Any, where: str) -> CheckpointIndex:
         places_of_chunks += [find(name, chunk.offsets) for chunk in about.chunks]
     tensor = np.repeat(np.arange(len(counts)), counts)
     dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)
+    _require(dims.max(initial=0) <= MOST_DIMENSIONS, "a tensor has too many dimensions")
     boxes = []
     for field_name, padding in (("offsets", 0), ("sizes", 1)):
         rows = list(map(attrgetter(field_name), chunks))

@@ -16,7 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, QUANTIZED, Bytes, element_type
+from penstock.checkpoint.state.regions import (
+    BY_STORAGE,
+    ELEMENT_TYPES,
+    MOST_DIMENSIONS,
+    QUANTIZED,
+    Bytes,
+    element_type,
+)
 from penstock.errors import DataDamaged
 
 StandIns = Mapping[tuple[str, str], Any]
@@ -342,14 +349,11 @@ class _Unpickler(pickle.Unpickler):
         raise DataDamaged(f"It refers to {pid!r}, which is no record of its archive", where=self._where)
 
 
-_MOST_DIMENSIONS = 64
-
-
 def _tensor(
     storage: StorageRef, dtype: str, offset: int, size: Any, strides: Any, *, requires_grad: bool = False
 ) -> TensorRef:
     for numbers in (size, strides, (offset,)):
-        is_right = isinstance(numbers, tuple | list) and len(numbers) <= _MOST_DIMENSIONS
+        is_right = isinstance(numbers, tuple | list) and len(numbers) <= MOST_DIMENSIONS
         require(
             is_right and all(type(number) is int and abs(number) < 1 << 62 for number in numbers),
             "the shape of a tensor is none",

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from penstock.checkpoint.state.regions import (
     BY_SAFETENSORS,
+    MOST_DIMENSIONS,
     CheckpointIndex,
     StoredRegions,
     TensorFacts,
@@ -30,18 +32,19 @@ LARGEST_HEADER: Final = 100_000_000
 INDEX_NAME: Final = "model.safetensors.index.json"
 _METADATA_KEY: Final = "__metadata__"
 
+_MOST_COMMAS: Final = 1 << 21
+"""Of a header whose values fit into memory: about six for each tensor."""
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     dtype: str
-    shape: list[_Size]
-    data_offsets: tuple[_Size, _Size]
+    shape: Annotated[list[_Size], Field(max_length=MOST_DIMENSIONS)]
+    data_offsets: Annotated[list[_Size], Field(min_length=2, max_length=2)]
 
 
-_HEADER: Final = TypeAdapter(dict[str, dict[str, str] | _Entry])
 _LONGEST_VALUE: Final = 40
 _FETCH: Final = "Fetch or save it again."
 
@@ -57,14 +60,24 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
     header_bytes = int.from_bytes(read(0, 8), "little")
     if header_bytes > min(LARGEST_HEADER, size_bytes - 8):
         raise _damaged(f"its header would have {header_bytes} bytes", where)
+    content = bytes(read(8, header_bytes))
+    if content.count(b",") > _MOST_COMMAS:
+        raise _damaged(f"its header has more than {_MOST_COMMAS} values", where)
     try:
-        header = _HEADER.validate_json(bytes(read(8, header_bytes)))
-    except ValidationError as error:
-        raise _damaged(_explain(error), where) from error
-    header.pop(_METADATA_KEY, None)
-    entries = {name: entry for name, entry in header.items() if isinstance(entry, _Entry)}
-    if len(entries) != len(header):
-        raise _damaged("its header has texts where tensors should be", where)
+        header = from_json(content)
+    except ValueError as error:
+        raise _damaged(f"its header cannot be parsed: {error}", where) from error
+    entries = {}
+    for name, about in header.items() if isinstance(header, dict) else (("", header),):
+        if name == _METADATA_KEY and isinstance(about, dict):
+            wrong = next((key for key, value in about.items() if not isinstance(value, str)), None)
+            if wrong is not None:
+                raise _damaged(_describe(f"{wrong} of {name!r}", about[wrong], "be text"), where)
+            continue
+        try:
+            entries[name] = _Entry.model_validate(about)
+        except ValidationError as error:
+            raise _damaged(_explain(name, error), where) from error
     tensors, position = [], 0
     for name, entry in sorted(entries.items(), key=lambda named: named[1].data_offsets):
         begin, end = entry.data_offsets
@@ -91,21 +104,22 @@ def _damaged(what: str, where: str) -> DataDamaged:
     return DataDamaged(f"This is not a complete safetensors file: {what}", where=where, fix=_FETCH)
 
 
-def _explain(error: ValidationError) -> str:
-    """Explain an error in a header. pydantic's own messages would name this module's union of types."""
-    found = error.errors()
-    if len(found[0]["loc"]) == 0:
-        return f"its header cannot be parsed: {found[0]['msg'].removeprefix('Invalid JSON: ')}"
-    name = found[0]["loc"][0]
-    wanted = "dict[str,str]" if name == _METADATA_KEY else _Entry.__name__
-    first = next(each for each in found if each["loc"][1] == wanted)
-    place = ".".join(map(str, first["loc"][2:]))
-    of_what = f"{place} of {name!r}" if place else repr(name)
-    if first["type"] in ("missing", "extra_forbidden"):
-        return f"{of_what} is {'missing' if first['type'] == 'missing' else 'unknown'} in its header"
-    value = repr(first["input"])
-    short = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
-    return f"{of_what} is {short} in its header and {first['msg'].replace('Input should', 'should')}"
+def _explain(name: str, error: ValidationError) -> str:
+    """Explain the first error in the entry of one tensor."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    if not place:
+        return _describe(repr(name), first["input"], "be an object")
+    of_what = f"{place} of {name!r}"
+    if first["type"] == "missing":
+        return f"{of_what} is missing in its header"
+    return _describe(of_what, first["input"], first["msg"].removeprefix("Input should "))
+
+
+def _describe(of_what: str, value: Any, wanted: str) -> str:
+    text = repr(value)
+    short = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+    return f"{of_what} is {short} in its header and should {wanted}"
 
 
 def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:

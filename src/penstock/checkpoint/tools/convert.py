@@ -299,9 +299,9 @@ def write_dcp(
                 else:
                     # The item is already an archive, and is copied without parsing it.
                     where = f"{checkpoint.uri}, {held.name}"
-                    packed = dcp_item.undo_transforms(
-                        checkpoint.read_object_item(held), held.transforms, where
-                    )
+                    item = checkpoint.read_object_item(held)
+                    most = dcp_item.most_unpacked(item)
+                    packed = dcp_item.undo_transforms(item, held.transforms, where, at_most=most)
                 write_whole(dcp_item.apply_transforms(packed, transforms))
             for row in rows.tolist():
                 facts = index.tensors[int(index.stored.regions.tensor[row])]

@@ -10,6 +10,7 @@ reported as undamaged; bytes that cannot be read are reported as damage and do n
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -31,7 +32,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
     find_folder,
     open_checkpoint,
 )
-from penstock.checkpoint.formats.dcp_item import require_known_transforms, undo_transforms
+from penstock.checkpoint.formats.dcp_item import most_unpacked, require_known_transforms, undo_transforms
 from penstock.checkpoint.formats.description import (
     Manifest,
     ManifestFile,
@@ -369,8 +370,9 @@ def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
         yield at, file.size_bytes, "", check_zeros
 
 
-_Item = tuple[str, int, int, str, tuple[str, ...]]
-"""An archive of `torch.save`: its file, begin and size there, its name ("" if alone), its transforms."""
+_Item = tuple[str, int, int, str, int | None, tuple[str, ...]]
+"""An archive of `torch.save`: its file, begin and size there, its name ("" if the only one), the bytes of
+its tensor, its transforms."""
 
 
 def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification:
@@ -416,7 +418,7 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
     damages = scan(checkpoint.storage_of_files(), checkpoint.key, work, counted)
     notes = ["Checked by the CRC-32 of the archives' records; the bytes around them have none."]
     if unknown:
-        names = name_some([name for *_, name, _ in unknown], _MOST_NAMES)
+        names = name_some([name for *_, name, _, _ in unknown], _MOST_NAMES)
         through = ", ".join(sorted({each for *_, transforms in unknown for each in transforms}))
         notes.append(f"Not checked, because their transforms are unknown here ({through}): {names}.")
     if bare:
@@ -436,14 +438,16 @@ def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
     index, stored = checkpoint.index, checkpoint.index.stored
     if checkpoint.format is Format.TORCH_SAVE:
         (file,) = index.files
-        yield file, 0, checkpoint.storage.stat(checkpoint.key(file)).size_bytes, "", ()
+        yield file, 0, checkpoint.storage.stat(checkpoint.key(file)).size_bytes, "", None, ()
         return
     columns = (stored.file, stored.item_offset, stored.item_bytes, stored.regions.tensor)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (number, begin, size, tensor) in enumerate(rows):
-        yield index.files[number], begin, size, index.tensors[tensor].name, index.transforms_of(row)
+        name, width = index.tensors[tensor].name, index.tensors[tensor].element_bytes
+        payload_bytes = math.prod(checkpoint.shape(row)) * width
+        yield index.files[number], begin, size, name, payload_bytes, index.transforms_of(row)
     for held in index.objects:
-        yield index.files[held.file], held.offset, held.size_bytes, held.name, held.transforms
+        yield index.files[held.file], held.offset, held.size_bytes, held.name, None, held.transforms
 
 
 def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[Segment]:
@@ -453,10 +457,10 @@ def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[S
     """
     segments: list[Segment] = []
     for item in run:
-        _, begin, size_bytes, name, transforms = item
+        _, begin, size_bytes, name, _, transforms = item
         end = begin + size_bytes
         if transforms:
-            segments.append((begin, end, name, partial(_check_packed, name, transforms, bare)))
+            segments.append((begin, end, name, partial(_check_packed, item, bare)))
             continue
         try:
             found = _directory(_reader(source, item), size_bytes, name)
@@ -481,13 +485,12 @@ def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, 
     )
 
 
-def _check_packed(
-    name: str, transforms: Sequence[str], bare: list[int], content: Iterator[memoryview]
-) -> str | None:
+def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -> str | None:
     """Check an item that was stored through transforms, which must be undone to find its records.
 
     Takes the memory of the item, packed and unpacked, as loading it does.
     """
+    *_, name, payload_bytes, transforms = item
     plain = memoryview(b"")
 
     def read(offset: int, size: int) -> bytes:
@@ -496,7 +499,9 @@ def _check_packed(
         return bytes(plain[offset : offset + size])
 
     try:
-        plain = memoryview(undo_transforms(b"".join(content), transforms, name))
+        packed = b"".join(content)
+        most = most_unpacked(packed, payload_bytes)
+        plain = memoryview(undo_transforms(packed, transforms, name, at_most=most))
         for begin, record in _directory(read, len(plain), name):
             if not record.crc32:
                 bare.append(record.size_bytes)
@@ -509,7 +514,7 @@ def _check_packed(
 
 def _reader(source: Source, item: _Item) -> ReadRange:
     """Reads ranges of an item, most of them from its first and last pages, which are read only once."""
-    _, item_begin, item_bytes, name, _ = item
+    _, item_begin, item_bytes, name, *_ = item
     ends: dict[int, bytearray] = {}
 
     def fetch(offset: int, size: int) -> bytearray:

@@ -8,13 +8,14 @@ adapter uploads large objects in one of two ways: `PartClient` or `StreamClient`
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import ClassVar, Generic, Literal, TypeVar, cast
+from typing import ClassVar, Final, Generic, Literal, TypeVar, cast
 
 from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
@@ -42,6 +43,12 @@ _TRANSIENT_CODES = frozenset(
 )
 
 
+_LONGEST_MESSAGE: Final = 2000
+_CREDENTIAL: Final = re.compile(
+    r"((?:security[-_]token|signature|credential|authorization)[\"']?\s*[:=]\s*)[^|,;<&\n]+", re.IGNORECASE
+)
+
+
 @dataclass(slots=True)
 class RequestFailed(Exception):
     """One failed attempt. `status` and `code` are the service's answer, if there was one."""
@@ -57,7 +64,9 @@ class RequestFailed(Exception):
 
     def __str__(self) -> str:
         answer = " ".join(str(word) for word in (self.status, self.code) if word)
-        return f"{answer}: {self.message}" if answer else self.message
+        # Some services and proxies answer with the headers that they were sent.
+        message = _CREDENTIAL.sub(r"\1***", self.message[:_LONGEST_MESSAGE])
+        return f"{answer}: {message}" if answer else message
 
     @property
     def is_transient(self) -> bool:

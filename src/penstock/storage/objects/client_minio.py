@@ -65,7 +65,7 @@ class _Minio(Minio):
 class MinioClient(PartClient):
     """One endpoint; parts are sent one by one, each directly from its buffer."""
 
-    errors = (MinioException, exceptions.HTTPError, OSError)
+    errors = (MinioException, exceptions.HTTPError, OSError, MemoryError)
 
     def __init__(self, settings: ClientSettings) -> None:
         self._bucket = settings.bucket
@@ -137,6 +137,8 @@ class MinioClient(PartClient):
         if isinstance(error, InvalidResponseError):
             status: int = error._code  # noqa: SLF001 - only this attribute has it
             return RequestFailed("answer", "an answer that is no XML", status=status)
+        if isinstance(error, MemoryError):
+            return RequestFailed("foreign", "it is larger than this machine's memory")
         kind: FailureKind = "connect" if isinstance(error, _UNREACHED) else "reset"
         if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
             kind = "timeout"

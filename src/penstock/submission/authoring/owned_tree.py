@@ -12,6 +12,7 @@ attempt whose process is gone is never read as running.
 import json
 import re
 import secrets
+import shlex
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
@@ -118,7 +119,7 @@ def require_owned_tree(root: Path) -> OwnedTree:
         raise UsageError(
             "This is not a submission tree",
             where=str(root),
-            fix=f"Initialize it: penstock submission init ORGANISATION {root}",
+            fix=f"Initialize it: penstock submission init ORGANISATION {shlex.quote(str(root))}",
         )
     return tree
 

@@ -135,11 +135,21 @@ def test_compressed_items_are_exchanged_with_torch_both_ways() -> None:
 
 def test_unknown_transforms_and_damaged_frames_are_errors() -> None:
     with pytest.raises(Unavailable, match=r"'stream\.aes/3' is not supported"):
-        undo_transforms(b"", ["stream.aes/3"], "here")
+        undo_transforms(b"", ["stream.aes/3"], "here", at_most=None)
     with pytest.raises(UsageError, match=r"'stream\.zstd/2' is not supported"):
         apply_transforms(b"", ["stream.zstd/2"])
     with pytest.raises(DataDamaged, match="cannot be unpacked"):
-        undo_transforms(b"no frame of zstd", [ZSTD], "here")
+        undo_transforms(b"no frame of zstd", [ZSTD], "here", at_most=None)
+
+
+def test_a_compressed_item_unpacks_to_no_more_than_its_tensor_or_an_object_has() -> None:
+    bomb = apply_transforms(bytes(300 << 20), [ZSTD])
+    with pytest.raises(DataDamaged, match="unpacks to over 1048592 bytes"):
+        tensor_bytes(bomb, "float32", (4,), transforms=[ZSTD], where="here")
+    with pytest.raises(DataDamaged, match="unpacks to over 268435456 bytes"):
+        load_object(bomb, "x", transforms=[ZSTD], trust=False, where="here")
+    zeros = apply_transforms(stock_item(torch.zeros(1 << 24)), [ZSTD])
+    assert len(tensor_bytes(zeros, "float32", (1 << 24,), transforms=[ZSTD], where="here")) == 1 << 26
 
 
 def test_objects_come_back_and_classes_need_trust() -> None:

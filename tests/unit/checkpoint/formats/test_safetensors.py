@@ -58,7 +58,7 @@ def test_files_of_the_library_are_located() -> None:
         (made({"x": {"dtype": "F32"}}), "its header"),
         (
             made({"x": {"dtype": "not a tensor"}, "y": entry("F32", [1], 0, 4)}, bytes(4)),
-            "texts where tensors",
+            "shape of 'x' is missing in its header",
         ),
         (made({"x": entry("F32", [2], 0, 4)}, bytes(4)), "range of x, 0 to 4"),
         (made({"x": entry("F32", [1], 4, 8)}, bytes(8)), "range of x, 4 to 8"),
@@ -110,8 +110,10 @@ def test_several_files_are_one_checkpoint_if_the_index_agrees() -> None:
         ({"__metadata__": [1]}, "'__metadata__' is [1] in its header and should be an object"),
         (
             {"__metadata__": {"epoch": 3}},
-            "epoch of '__metadata__' is 3 in its header and should be a valid s",
+            "epoch of '__metadata__' is 3 in its header and should be text",
         ),
+        ({"x": entry("F32", [1 << 61] * 65, 0, 4)}, "shape of 'x' is [2305843009213693952, "),
+        ({f"{number}": [0] * 1025 for number in range(2048)}, "more than 2097152 values"),
         (b"[" * 5000, "its header cannot be parsed: recursion limit exceeded"),
         (b'{"x": %s}' % (b"9" * 5000), "its header cannot be parsed: number out of range"),
     ],

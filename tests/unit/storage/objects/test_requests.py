@@ -20,6 +20,7 @@ from penstock.storage.objects.client import (
     RequestFailed,
     connect,
 )
+from penstock.storage.objects.client_minio import MinioClient
 from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_s3dlio import S3dlioClient
 from penstock.storage.objects.client_s3torchconnector import S3TorchClient
@@ -282,3 +283,17 @@ def test_credentials_are_exported_and_instance_metadata_is_switched_off(
     assert now.get("AWS_SESSION_TOKEN") == exported
     assert (now["AWS_ACCESS_KEY_ID"], now["AWS_SECRET_ACCESS_KEY"], now["AWS_REGION"]) == ("k", "s", "r")
     assert now["AWS_EC2_METADATA_DISABLED"] == "true"
+
+
+@pytest.mark.parametrize(
+    "sign", ["X-Amz-Security-Token: ", "Signature=", '"Authorization" : ', "Credential="]
+)
+def test_credentials_that_a_service_answers_with_are_not_passed_on(sign: str) -> None:
+    failure = RequestFailed("answer", f"you sent {sign}canary, and more", status=403)
+    assert str(failure) == f"403: you sent {sign}***, and more"
+    assert len(str(RequestFailed("reset", "x" * 100_000))) == 2000
+
+
+def test_an_answer_that_needs_more_memory_than_there_is_is_a_foreign_one() -> None:
+    failure = MinioClient.explain(MemoryError())
+    assert (failure.kind, failure.is_transient) == ("foreign", False)
