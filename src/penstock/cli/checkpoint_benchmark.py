@@ -69,7 +69,7 @@ class CheckpointRunOptions:
     reads: int | None = option(
         "--reads", whole(0), "Number of checkpoints to read back (default: the model's, 10)."
     )
-    is_subset: bool = flag("--subset", "Write only the shares of the model's first ranks, as many as run.")
+    is_subset: bool = flag("--subset", "Write only the files of the model's first N ranks, with N ranks.")
     fsync: bool | None = switch(
         "--fsync", "Make every file durable before its write counts as done (default: the model's)."
     )
@@ -303,7 +303,7 @@ def size(
     ),
     scale: Fraction = option("--scale", SCALE, "Share of every file to count.", default="1"),
     is_subset: bool = flag(
-        "--subset", "Count only the shares of the model's first ranks, as many as --ranks."
+        "--subset", "Count only the files of the model's first N ranks, as many as --ranks."
     ),
 ) -> None:
     """Calculate the files and bytes that each rank writes, and prove the total.

@@ -31,9 +31,9 @@ def list_checkpoints(
 ) -> None:
     """List the checkpoints in PATH with step, state, size and age.
 
-    A checkpoint is committed, damaged, without sums (another program wrote it) or without access (this user
-    may not read it), judging by its metadata, its manifest and the sizes of its files. To check every byte,
-    use `penstock checkpoint verify`.
+    The state is committed, damaged, no sums (another program wrote it) or no access (this user may not read
+    it). It is derived from metadata, manifest and file sizes; to check every byte, use `penstock checkpoint
+    verify`.
 
     Examples:
 
@@ -280,9 +280,9 @@ def remove(
 ) -> None:
     """Remove a checkpoint: first its name, in one durable step, then its files.
 
-    Refuses to remove the last complete checkpoint of a run: it first verifies others byte by byte, the newest
-    first, until one proves complete. In a cache, it refuses to remove a step that is not durable. --even-last
-    lifts both conditions.
+    Refuses to remove the last complete checkpoint of a run: before it removes anything, it verifies others
+    byte by byte, the newest first, until one proves complete. In a cache, refuses to remove a step that is
+    not durable. --even-last overrides both.
 
     Examples:
 

@@ -48,7 +48,7 @@ def probe(
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
-        "Measure the best rates, the load up to the knee (of a path: with O_DIRECT), or calls on files.",
+        "What to measure: highest rates, loads up to the knee (of a path: with O_DIRECT), calls on files.",
         default="best",
     ),
     request_bytes: int = option(

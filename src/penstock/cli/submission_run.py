@@ -64,7 +64,7 @@ def checkpointing(
     ),
     writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10"),
     reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10"),
-    is_subset: bool = flag("--subset", "Write only the shares of the model's first ranks, as many as run."),
+    is_subset: bool = flag("--subset", "Write only the files of the model's first N ranks, with N ranks."),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
     r"""Run a whole checkpointing result: write ten checkpoints and read ten back.
