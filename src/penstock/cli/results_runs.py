@@ -118,11 +118,9 @@ def list_runs(
 
 def _headline(run: RunSummary) -> str:
     """The main figures of a run: accelerator utilization, or the bytes that it wrote and read."""
-    rates = (("written", run.write_gib_per_s), ("read", run.read_gib_per_s))
-    if any(rate is not None for _, rate in rates):
-        return ", ".join(f"{done} at {rate:.2f} GiB/s" for done, rate in rates if rate is not None)
+    rates = _say_rates(run)
     if run.au_compat_percent is None:
-        return "figures: `penstock results show`" if run.outcome == "finished" else "no figures"
+        return rates or ("figures: `penstock results show`" if run.outcome == "finished" else "no figures")
     compat, strict = (
         "-" if percent is None else f"{percent:.2f} %"
         for percent in (run.au_compat_percent, run.au_strict_percent)
@@ -130,7 +128,13 @@ def _headline(run: RunSummary) -> str:
     rate, whose = run.samples_per_s_strict, ""
     if rate is None:
         rate, whose = run.samples_per_s_compat, " by DLIO's formula"
-    return f"AU {compat} (strict {strict}), {format_number(rate, ',.1f')} samples/s{whose}"
+    trained = f"AU {compat} (strict {strict}), {format_number(rate, ',.1f')} samples/s{whose}"
+    return f"{trained}; checkpoints {rates}" if rates else trained
+
+
+def _say_rates(run: RunSummary) -> str:
+    rates = (("written", run.write_gib_per_s), ("read", run.read_gib_per_s))
+    return ", ".join(f"{done} at {rate:.2f} GiB/s" for done, rate in rates if rate is not None)
 
 
 def _describe_run(run: CatalogedRun, *, remark: str = "") -> str:
@@ -350,8 +354,9 @@ def _view_training(summary: RunSummary, figures: PhaseFigures | None) -> View:
         "bytes really read": f"{read}, {rate}",
         "folder": summary.folder,
     }
+    if figures is None:  # DLIO's runs may have checkpoints alone
+        facts |= {"checkpoints": _say_rates(summary) or "-"}
     for what, value in facts.items():
-        # Not every run trains: one of a cache has no figures of epochs.
         if figures is not None or not value.startswith("-"):
             yield f"  {what:<28}{value}"
     if figures is None:

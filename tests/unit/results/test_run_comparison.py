@@ -106,6 +106,9 @@ def test_dlios_runs_show_what_they_tell(tmp_path: Path) -> None:
     view = summarize_run(dlio_run(tmp_path / "run1"))
     assert (view.au_compat_percent, view.samples_per_s_compat, view.ranks) == (91.5, 20.0, 2)
     assert (view.au_strict_percent, view.read_bytes, view.outcome) == (None, None, "finished")
+    saved = {"save_checkpoint_io_mean_GB_per_second": 1.5, "load_checkpoint_io_mean_GB_per_second": 0.5}
+    checkpoints = summarize_run(dlio_run(tmp_path / "run3", metric=saved))
+    assert (checkpoints.write_gib_per_s, checkpoints.read_gib_per_s) == (1.5, 0.5)
     cut = summarize_run(dlio_run(tmp_path / "run2", end=None))
     assert (cut.outcome, cut.why) == ("unknown", "Its summary has no end.")
 
