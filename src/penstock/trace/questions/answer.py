@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Self
 
+from penstock.errors import printable
 from penstock.units import format_bytes, format_rate
 
 Value = int | float | str | bool | None
@@ -102,11 +103,13 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def as_csv(answer: Answer) -> str:
-    """A header and rows, missing values empty."""
+    """A header and rows, missing values empty. Control characters are escaped, as on terminals."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([column.name for column in answer.columns])
-    writer.writerows(["" if value is None else value for value in row] for row in answer.rows)
+    for row in answer.rows:
+        values = ("" if value is None else value for value in row)
+        writer.writerow([printable(value) if isinstance(value, str) else value for value in values])
     return text.getvalue()
 
 

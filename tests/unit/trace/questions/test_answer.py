@@ -34,6 +34,13 @@ def test_csv_is_exact_and_leaves_missing_values_empty() -> None:
     ]
 
 
+def test_csv_has_no_control_characters_of_names() -> None:
+    named = Answer(
+        name="files", title="", columns=[Column("path")], rows=[["/a\x1b]0;x\x07\u202eb"]], notes=[]
+    )
+    assert as_csv(named) == "path\n/a\\x1b]0;x\\x07\\u202eb\n"
+
+
 def test_markdown_prints_seconds_to_the_microsecond_and_escapes_bars() -> None:
     text = as_markdown(ANSWER)
     assert (
