@@ -34,7 +34,7 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.formats.description import checksum_of
 from penstock.checkpoint.manager.manager import Manager
 from penstock.storage.aligned import copy_bytes
-from penstock.storage.files.durable import sync_folder
+from penstock.storage.files.local_files import sync_folder
 from penstock.transfer.buffers import WarmMemory
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from harness import Ratio, best_speed, interleave
 from penstock.checkpoint.host_windows import Window
 from penstock.checkpoint.levels.redundancy import add, add_scaled, double_and_add
 from penstock.storage.aligned import aligned_buffer
-from penstock.storage.files.durable import sync_folder
+from penstock.storage.files.local_files import sync_folder
 from penstock.transfer.buffers import WarmMemory
 
 SIZE_BYTES = 32 << 20

@@ -35,7 +35,7 @@ from penstock.dataset.generate import generate
 from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, open_storage, residency
-from penstock.storage.files.durable import sync_folder
+from penstock.storage.files.local_files import sync_folder
 from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload

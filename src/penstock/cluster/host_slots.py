@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from penstock.errors import UsageError
+from penstock.storage.files.local_files import read_document
 
 
 def find_hosts(hosts: str | None, hostfile: str | Path | None) -> tuple[dict[str, int | None], str]:
@@ -32,7 +33,7 @@ def find_hosts(hosts: str | None, hostfile: str | Path | None) -> tuple[dict[str
         return {}, ""
     where = f"--hostfile {hostfile}"
     try:
-        lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
+        lines = read_document(Path(hostfile)).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"The host file cannot be read: {error}", fix="Name a text file with one host per line."
@@ -84,7 +85,7 @@ def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) ->
             f"{entry!r} is not a host", where=text, fix="Write hosts like node1:4,node2:4, without spaces."
         )
     address, name, count = match.groups()
-    if count is not None and (not count.isdecimal() or int(count) == 0):
+    if count is not None and not _COUNT.fullmatch(count):
         raise UsageError(
             f"{count!r} is not a number of ranks",
             where=text.strip(),
@@ -102,8 +103,9 @@ LONGEST = 100_000
 
 _ENTRY = re.compile(r"(?:\[([^\]]+)\]|([^\[:]+))(?::(.*))?")
 """An address in brackets or a name, and a count."""
+_COUNT = re.compile("0*[1-9][0-9]{0,8}")
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import MISSES, EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
 from penstock.results.run_folder import MEASURED_FILES
+from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_bytes
 
 _SUB_BITS: Final = 8
@@ -365,7 +366,7 @@ def read_cache_run(folder: Path) -> dict[str, Any]:
     """The document of the run in a folder."""
     path = folder / FILE
     try:
-        document = json.loads(path.read_bytes())
+        document = parse_json(read_document(path))
     except FileNotFoundError as error:
         raise ObjectNotFound(
             "This folder has no run of `penstock kvcache` that finished",

@@ -5,7 +5,6 @@ Entries of one configuration are a series. Sizes and headers tell what is torn w
 searched for pages that never arrived. Nothing is changed.
 """
 
-import json
 import re
 import struct
 import time
@@ -27,6 +26,7 @@ from penstock.kvcache.models import MODELS, KvModel
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.files.file_storage import unfinished_objects
+from penstock.storage.files.local_files import parse_json
 from penstock.storage.protocol import ObjectInfo, Source, read_object
 
 Tier = Literal["vllm", "lmcache-disk", "lmcache-fs", "lmcache-l2", "penstock"]
@@ -262,7 +262,7 @@ def inspect_store(
 def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
     """The configuration of one of vLLM's folders, or what is wrong with it."""
     try:
-        config = json.loads(bytes(read_object(storage, info.key)))
+        config = parse_json(bytes(read_object(storage, info.key)))
     except (StorageError, ValueError) as error:
         return f"{CONFIG} cannot be read: {error}"
     if not isinstance(config, dict) or "model_name" not in config:

@@ -4,7 +4,6 @@ Attention with heads (MHA, GQA, MQA) keeps a key and a value per head; multi-hea
 one latent vector and one rotary key for all heads, without the factor 2. Pure.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Final
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
 from penstock.kvcache.block_trace import BlockTrace, find_reuse
+from penstock.storage.files.local_files import parse_json, read_document
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
 
@@ -115,7 +115,7 @@ def find_model(name: str, *, dtype: str | None = None) -> KvModel:
 
 def _read_config(path: Path) -> KvModel:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(read_document(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"Cannot read this model: {error}", where=str(path)) from error
     if not isinstance(config, dict):
@@ -124,22 +124,22 @@ def _read_config(path: Path) -> KvModel:
     latent_dims = 0
     if config.get("kv_lora_rank"):
         latent_dims = _number(config, "kv_lora_rank", path) + _number(config, "qk_rope_head_dim", path)
-        latent_dims += int(config.get("index_head_dim") or 0)
+        latent_dims += _number(config, "index_head_dim", path, 0)
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "float16")
     return KvModel(
         name=path.parent.name or path.name,
         layers=_number(config, "num_hidden_layers", path),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or _number(config, "hidden_size", path) // heads),
+        kv_heads=_number(config, "num_key_value_heads", path, heads),
+        head_dim=_number(config, "head_dim", path, 0) or _number(config, "hidden_size", path) // heads,
         latent_dims=latent_dims,
         dtype=dtype,
     )
 
 
-def _number(config: Mapping[str, Any], key: str, path: Path) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
+def _number(config: Mapping[str, Any], key: str, path: Path, otherwise: int | None = None) -> int:
+    value = config.get(key) or otherwise
+    if not isinstance(value, int) or not (otherwise != 0) <= value < 1 << 40:
         raise UsageError(
             f"{key} is {value!r}, which is no number of a model", where=str(path), fix=f"Set {key} in it."
         )

@@ -6,8 +6,6 @@ numbers of the formats become those of `BlockTrace`, which stand for a block wit
 
 import csv
 import gzip
-import json
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -19,6 +17,7 @@ import numpy as np
 
 from penstock.errors import UsageError, name_some
 from penstock.kvcache.block_trace import BlockTrace, Integers, number_densely, offsets
+from penstock.storage.files.local_files import parse_json
 
 DEFAULT_BLOCK_TOKENS: Final = 512
 BAILIAN_BLOCK_TOKENS: Final = 16
@@ -88,7 +87,7 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, str, A
         where = f"{path}:{number}"
         try:
             if line.strip():
-                yield number, where, json.loads(line)
+                yield number, where, parse_json(line)
         except ValueError as error:
             raise UsageError(
                 f"This line is no JSON: {error}",
@@ -174,7 +173,7 @@ def whole_number(request: Mapping[str, Any], names: Sequence[str], where: str) -
 def time_value(request: Mapping[str, Any], names: Sequence[str], where: str) -> float:
     """Return the time that is given under one of `names`."""
     value = find_value(request, names)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e300:
         raise UsageError(
             f"{names[0]} is {shorten(value)}, not a time",
             where=f"{where}: {names[0]}",
@@ -406,12 +405,12 @@ def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
     """The objects of a file that is one JSON document, not lines; None where it has lines."""
     first = file.readline()
     try:
-        if isinstance(json.loads(first), dict):
+        if isinstance(parse_json(first), dict):
             return None
     except ValueError:
         pass  # the document has several lines
     try:
-        document = json.loads(first + file.read())
+        document = parse_json(first + file.read())
     except ValueError as error:
         if first.lstrip().startswith("["):
             raise UsageError(f"This file is no JSON: {error}", where=str(path)) from error

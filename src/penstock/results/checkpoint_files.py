@@ -6,7 +6,6 @@ a rank's bytes in one bucket of time; a bucket without bytes has none. Its times
 began the round, so that clocks of hosts do not matter.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,7 @@ from penstock.errors import StorageError
 from penstock.results.counter_files import IoReconciliation, ReconciliationVerdict
 from penstock.results.parquet_tables import WORDS, open_table, publishing_table
 from penstock.results.run_folder import CHECKPOINTS_FILE
+from penstock.storage.files.local_files import parse_json, read_document
 
 FORMAT_VERSION: Final = 1
 """The format of both files, raised whenever a key or column is renamed or means something else."""
@@ -47,7 +47,7 @@ def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
     """
     path = folder / CHECKPOINTS_FILE
     try:
-        document = json.loads(path.read_bytes())
+        document = parse_json(read_document(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -32,7 +32,7 @@ from typing import Any, Final, Literal
 from penstock.errors import PenstockError, StorageError, UsageError, name_some
 from penstock.results import provenance, run_comparison, run_folder
 from penstock.results.run_record import RunRequest
-from penstock.storage.files import durable, system_calls
+from penstock.storage.files import local_files, system_calls
 from penstock.units import parse_seconds
 
 logger = logging.getLogger(__name__)
@@ -178,12 +178,12 @@ class HistoryFile:
                 left = memoryview((b"" if ends_whole else b"\n") + format_entry(entry))
                 while left:
                     left = left[os.write(descriptor, left) :]
-                durable.sync_open_file(descriptor)
+                local_files.sync_open_file(descriptor)
             finally:
                 os.close(descriptor)
             if is_new:
                 for folder in (self.path.parent, self.parent):
-                    durable.sync_folder(folder)
+                    local_files.sync_folder(folder)
         return entry
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
 from penstock.results.published_files import publishing
-from penstock.storage.files.durable import sync_open_file
+from penstock.storage.files.local_files import sync_open_file
 
 Header = TypeVar("Header")
 
@@ -38,7 +38,7 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
     try:
         file = pq.ParquetFile(path)
         header = json.loads((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
-    except (pa.ArrowException, FileNotFoundError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"Cannot read the {what}: {error}", uri=str(path)) from error
     if header.get("format") != version:
         raise StorageError(

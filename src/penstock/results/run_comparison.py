@@ -4,7 +4,6 @@
 of runs that are not comparable are only shown together with the settings that prevent it.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, t
 from penstock.results.checkpoint_files import read_checkpoints
 from penstock.results.run_folder import MEASURED_FILES, RUN_FILE, SUMMARY_FILE
 from penstock.results.run_record import RunRecord, read_record
+from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_rate
 from penstock.workload.settings import dotted, flatten
 
@@ -195,7 +195,7 @@ def _summarize_dlio(folder: Path) -> RunSummary:
     """A run of any version of DLIO, as far as it can be read; missing figures are noted, never guessed."""
     path = folder / SUMMARY_FILE
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = parse_json(read_document(path))
     except (OSError, ValueError) as error:
         raise StorageError(f"Cannot read this summary: {error}", uri=str(path)) from error
     if not isinstance(summary, dict):
@@ -245,8 +245,8 @@ def _summarize_dlio(folder: Path) -> RunSummary:
 
 def _read_yaml(path: Path, kind: type, notes: list[str]) -> Any:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        document = yaml.safe_load(read_document(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"cannot read {path.name}: {error}")
         document = None
     return document if isinstance(document, kind) else kind()

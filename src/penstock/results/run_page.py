@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.errors import ObjectNotFound, Unavailable
+from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, Unavailable
 from penstock.reports.page import write_report
 from penstock.reports.report import Look, Report, table_section
 from penstock.results.run_folder import CHECKPOINTS_FILE, PAGE_FILE
@@ -31,12 +31,21 @@ def draw_run(folder: Path, others: Pages) -> Report:
 
     record = read_record(folder)
     kind = record.plan.get("kind", "training")
-    if draw := others.get(kind):
-        page = draw(folder)
-        facts = {"measured": page.subtitle}
-    else:
-        is_checkpoints = kind == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
-        page, facts = (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
+    try:
+        if draw := others.get(kind):
+            page = draw(folder)
+            facts = {"measured": page.subtitle}
+        else:
+            is_checkpoints = kind == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
+            page, facts = (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
+    except PenstockError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+        raise DataDamaged(
+            f"The files of this run are not as Penstock writes them: {error!r}",
+            uri=str(folder),
+            fix="--debug shows which one was being read.",
+        ) from error
     banner = page.banner
     if record.outcome is not RunOutcome.FINISHED:
         look = Look.BAD if record.outcome is RunOutcome.FAILED else Look.DOUBT

@@ -4,7 +4,6 @@ This module has the record, its format and its reader; `active_run` writes it. A
 never read as running. The workload is recorded under DLIO's keys, without unset values.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from penstock.errors import StorageError
 from penstock.results import provenance, run_folder
 from penstock.results.counter_files import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
+from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_seconds
 from penstock.workload.settings import dotted
 from penstock.workload.spec import Workload, read_workload, write_workload
@@ -136,9 +136,9 @@ def read_record(folder: Path) -> RunRecord:
     """Read the record in a run's folder, with its present outcome: a dead run counts as interrupted."""
     path = folder / run_folder.RUN_FILE
     try:
-        content = path.read_bytes()
+        content = read_document(path)
         silence_s = time.time() - path.stat().st_mtime
-        document = json.loads(content)
+        document = parse_json(content)
         version = document.get("format") if isinstance(document, dict) else None
         if version not in _READABLE:
             raise StorageError(

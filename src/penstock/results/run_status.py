@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from penstock import __version__
 from penstock.errors import UsageError
 from penstock.progress import Activity, Progress, RunName
-from penstock.storage.files.durable import open_draft
+from penstock.storage.files.local_files import open_draft, parse_json, read_document
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RunStatus:
 def read_status(folder: Path) -> RunStatus | None:
     """The status in a run's folder; None without one, or one that another version wrote."""
     try:
-        document = json.loads((folder / STATUS_FILE).read_bytes())
+        document = parse_json(read_document(folder / STATUS_FILE))
         if document.get("format") != FORMAT_VERSION:
             return None
         return RunStatus(**{**document, "absent_ranks": tuple(document["absent_ranks"])})

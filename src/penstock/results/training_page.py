@@ -5,7 +5,6 @@
 Runs that are active or were interrupted have the page of what they completed.
 """
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -52,6 +51,7 @@ from penstock.results.run_folder import STAGES_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
 from penstock.results.step_events import wait_ns
 from penstock.results.step_series import Numbers, RunSteps, WaitShift, find_wait_shift, heat_rows
+from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 BUSY: Final = 0.85
@@ -108,7 +108,7 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
     workload = read_recorded_workload(record, folder)
     stages: dict[str, Any] = {}
     if (folder / STAGES_FILE).is_file():
-        stages = json.loads((folder / STAGES_FILE).read_bytes())
+        stages = parse_json(read_document(folder / STAGES_FILE))
     rates: dict[str, HostRates] = {}
     with suppress(ObjectNotFound):  # a run without counters
         hosts, counters = read_counters(folder)

@@ -26,6 +26,7 @@ from penstock.errors import StorageError, Unavailable
 from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.files.file_io import FileSource
+from penstock.storage.files.local_files import open_to_read
 from penstock.storage.files.system_calls import libc, raise_on_failure, translate_os_errors
 from penstock.storage.protocol import Counters, Source, Storage, WrappedSource, WrappedStorage
 
@@ -116,7 +117,7 @@ _NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
     """Measure how much of one file is resident, by the first method that works here."""
-    with translate_os_errors("Asking for resident pages", f"file://{path}"), open(path, "rb") as file:
+    with translate_os_errors("Asking for resident pages", f"file://{path}"), open_to_read(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         resident, _, method = _count_pages(file.fileno(), size_bytes, counters)
     return _residency(resident, size_bytes, method)
@@ -171,7 +172,7 @@ def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
 
 def evict_file(path: str) -> Eviction:
     """Write back and drop the pages of one file. Pages that another process maps or locks remain."""
-    with translate_os_errors("Dropping pages", f"file://{path}"), open(path, "rb") as file:
+    with translate_os_errors("Dropping pages", f"file://{path}"), open_to_read(path) as file:
         descriptor, left = file.fileno(), 0
         size_bytes = os.fstat(descriptor).st_size
         resident, unwritten, method = _count_pages(descriptor, size_bytes, COUNTERS)

@@ -41,7 +41,7 @@ import pyarrow.parquet as pq
 from penstock.errors import UsageError
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
-from penstock.storage.files.durable import replace_durably
+from penstock.storage.files.local_files import replace_durably
 from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import (

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from penstock.did_you_mean import did_you_mean, nearest
 from penstock.errors import UsageError
+from penstock.storage.files.local_files import read_document
 from penstock.workload.dlio_keys import ALIASES, EXPLAINED, SECTION_ALIASES, apply_dlio_rules, read_layer
 from penstock.workload.enums import CheckpointMode
 from penstock.workload.quantities import read_exact_bytes
@@ -104,7 +105,7 @@ def shipped() -> tuple[LoadedWorkload, ...]:
 def read_text(path: Path) -> str:
     """The text of a file that a user has named."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_document(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"Cannot read the workload: {error}",
@@ -244,7 +245,7 @@ def suggest_key(path: KeyPath) -> str:
         depth = len(section)
         return sorted({path[depth] for path in known if path[:depth] == section and len(path) > depth})
 
-    steps = tuple(step for step in path if not step.isdecimal())  # elements of a list share their keys
+    steps = tuple(step for step in path if not step.isdecimal()) or path  # elements of a list share keys
     siblings = children(steps[:-1])
     namesake = next((one for one in known if one[-1] == steps[-1]), ())
     sibling = nearest(steps[-1], siblings)

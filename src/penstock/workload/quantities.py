@@ -72,8 +72,9 @@ def _mean_of_folded_normal(time: Duration) -> float:
     mean, stdev = time.mean_s, time.stdev_s
     if stdev == 0:
         return abs(mean)
-    tail = math.exp(-(mean**2) / (2 * stdev**2))
-    return stdev * math.sqrt(2 / math.pi) * tail + mean * math.erf(mean / (stdev * math.sqrt(2)))
+    ratio = mean / stdev
+    tail = math.exp(-ratio * ratio / 2)
+    return stdev * math.sqrt(2 / math.pi) * tail + mean * math.erf(ratio / math.sqrt(2))
 
 
 _LAWS: Final[Mapping[Distribution, tuple[Mapping[str, str], _Mean, _Draw]]] = {

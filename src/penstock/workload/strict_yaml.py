@@ -56,7 +56,7 @@ def parse_yaml(
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"Not YAML: {error.problem}", where=f"{source}{line}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # numbers of thousands of digits, dates of no calendar
         raise UsageError(f"Not YAML: {str(error).splitlines()[0]}", where=source) from error
     except RecursionError as error:
         raise UsageError("Not YAML that can be read: it is nested too deeply", where=source) from error

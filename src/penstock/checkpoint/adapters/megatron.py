@@ -19,7 +19,7 @@ from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, Asy
 from penstock.checkpoint.commit.checkpoints import AnyPath
 from penstock.checkpoint.torch_dcp import Reader
 from penstock.errors import DataDamaged, Unavailable
-from penstock.storage.files.durable import sync_file, sync_folder
+from penstock.storage.files.local_files import sync_file, sync_folder
 from penstock.storage.protocol import exists, read_object, write_object
 from penstock.storage.uri import open_here
 

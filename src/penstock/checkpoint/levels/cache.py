@@ -70,8 +70,8 @@ from penstock.errors import (
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import defer_sync, find_folder_tree, prefer_direct_access
-from penstock.storage.files.durable import sync_file
 from penstock.storage.files.folders import FolderTree
+from penstock.storage.files.local_files import sync_file
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.in_memory import MemorySource
 from penstock.storage.process_id import current_process

@@ -57,7 +57,7 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
-from penstock.storage.files.durable import sync_folder, write_durably
+from penstock.storage.files.local_files import sync_folder, write_durably
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import write_object

@@ -49,7 +49,7 @@ from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError, name_some
 from penstock.progress import Progress
 from penstock.storage import Storage
-from penstock.storage.files.durable import sync_open_file
+from penstock.storage.files.local_files import sync_open_file
 from penstock.storage.protocol import check_key
 
 _OURS: Final = (MANIFEST_NAME, METADATA_NAME, "parity-", "redundancy-")

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.errors import DataDamaged, ObjectNotFound, Unavailable
+from penstock.storage.files.local_files import read_document
 
 VERSION: Final = 1
 """Incremented with every change that an older reader would misinterpret."""
@@ -168,7 +169,7 @@ def read_cluster_facts(path: Path) -> ClusterFacts:
     """Read the cluster facts that `penstock cluster collect` wrote to `path`."""
     fix = "Collect them with: penstock cluster collect -o cluster.json"
     try:
-        content = path.read_bytes()
+        content = read_document(path)
     except FileNotFoundError as error:
         raise ObjectNotFound("There are no cluster facts here", uri=str(path), fix=fix) from error
     except OSError as error:

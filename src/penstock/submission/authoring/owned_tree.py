@@ -9,7 +9,6 @@ owns it; a result directory that has its name in the tree is complete; a run tha
 attempt whose process is gone is never read as running.
 """
 
-import json
 import re
 import secrets
 import shlex
@@ -26,7 +25,8 @@ from penstock.results import provenance, run_folder, run_record
 from penstock.results.history import HistoryFile
 from penstock.results.published_files import write_json, write_text
 from penstock.results.run_record import RunOutcome
-from penstock.storage.files import durable, file_storage, system_calls
+from penstock.storage.files import file_storage, local_files, system_calls
+from penstock.storage.files.local_files import parse_json, read_document
 from penstock.submission.tree_layout import SENTINEL, TIME_FORMAT, Benchmark, SubmissionPhase
 from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.strict_yaml import parse_yaml
@@ -127,7 +127,7 @@ def require_owned_tree(root: Path) -> OwnedTree:
 def _read_owner(root: Path) -> OwnedTree | None:
     path = root / SENTINEL
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"), source=str(path))
+        values = parse_yaml(read_document(path).decode(), source=str(path))
         sentinel = _Sentinel.model_validate(values)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -249,8 +249,8 @@ def publish(address: ResultDirAddress) -> Path:
     folder = address.folder
     with system_calls.translate_os_errors("Publishing a result directory", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        durable.sync_folder(address.draft)
-        durable.rename_durably(address.draft, folder)
+        local_files.sync_folder(address.draft)
+        local_files.rename_durably(address.draft, folder)
         _remove_empty(address.draft.parent, until=address.series.tree.root / HIDDEN)
     HistoryFile(address.series.tree.root).publish(address.draft, folder)
     return folder
@@ -261,7 +261,7 @@ def set_aside(tree: OwnedTree, folder: Path) -> Path:
     target = tree.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(tree.root)
     with system_calls.translate_os_errors("Moving a result directory to the trash", str(folder)):
         target.parent.mkdir(parents=True)
-        durable.rename_durably(folder, target)
+        local_files.rename_durably(folder, target)
     return target
 
 
@@ -323,7 +323,7 @@ def read_attempt(draft: Path) -> Attempt:
     """Read how an attempt ended, as far as this host can know."""
     file = _attempt_file(draft)
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parse_json(read_document(file))
         outcome, why = RunOutcome(document["outcome"]), str(document["why"])
         process = provenance.ProcessMark(**document["process"])
     except FileNotFoundError:

@@ -26,6 +26,7 @@ from pydantic import (
 from penstock.did_you_mean import nearest
 from penstock.errors import UsageError
 from penstock.progress import Progress
+from penstock.storage.files.local_files import read_document
 from penstock.trace.dimensions import (
     DEFAULT_PHASES,
     IS_IO,
@@ -150,7 +151,7 @@ AnyDocument = TypeVar("AnyDocument", bound=YamlDocument)
 def load_document(model: type[AnyDocument], path: Path) -> AnyDocument:
     """Read and validate a YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_document(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"Cannot read {path}: {error}", fix="Check that it is a readable YAML file."

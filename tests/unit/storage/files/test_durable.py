@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.storage.files.durable import (
+from penstock.storage.files.local_files import (
     rename_durably,
     replace_durably,
     sync_file,
@@ -19,7 +19,7 @@ from penstock.storage.files.durable import (
 PACKAGE = Path(penstock.__file__).parent
 
 CALLERS_OF_FSYNC = {
-    "storage/files/durable.py",
+    "storage/files/local_files.py",
     "storage/files/system_calls.py",  # one kernel call each, which tests replace
     "storage/residency.py",  # the kernel drops only clean pages; durability is not the point
     "bench/probe/timed_streams.py",  # measures the call itself

@@ -1,14 +1,20 @@
-"""Durable changes to local files, in an order that survives a power failure.
+"""Local files of Penstock's own: changed so that they survive a power failure, read within limits.
 
 A file's bytes are durable after fsync of the file; its name is durable after fsync of the folder that holds
 the name. Code outside `penstock.storage` uses these functions; file storage makes its own calls
-(`FileCalls`), which tests can replace one by one. Invariant: after `write_durably` or `replace_durably`, the
-target has either its old or its new content, never a part.
+(`FileCalls`), which tests can replace one by one. Invariants: after `write_durably` or `replace_durably`, the
+target has either its old or its new content, never a part; whoever made a file, reading it ends.
 """
 
+import errno
+import json
 import os
+import stat
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, BinaryIO, Final
+
+MOST_BYTES: Final = 64 << 20
+"""Of a document that is read whole; the facts of ten thousand hosts have 50 MB."""
 
 
 def sync_open_file(file: IO[bytes] | IO[str] | int) -> None:
@@ -68,3 +74,35 @@ def _sync_path(path: str | os.PathLike[str], flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file: in the place of one, a pipe would wait for a writer, and a device may never end.
+
+    A pipe that this process was given, as by a shell's `<(...)`, is /dev/fd/N.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISFIFO(mode) and str(path).startswith("/dev/"):
+        os.set_blocking(file.fileno(), True)
+    elif not stat.S_ISREG(mode):
+        file.close()
+        raise OSError(errno.EINVAL, "This is a device, a pipe or a socket, not a file", str(path))
+    return file
+
+
+def read_document(path: Path) -> bytes:
+    """The content of a small file; `OSError` where it cannot be read, or is too large to be one."""
+    with open_to_read(path) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"It has more than {MOST_BYTES >> 20} MiB", str(path))
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text; `ValueError` where it is none, or nested so deeply that it cannot be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
