@@ -160,12 +160,6 @@ def test_any_layout_loads_into_any_other_and_stock_torch_agrees(told: Told) -> N
     assert told["few_layouts"] == [None, None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_many_layouts_load_into_many_others(tmp_path: Path, num_ranks: int) -> None:
-    on_gloo_ranks(num_ranks, exchange_with_stock, tmp_path, range(100, 160))
-
-
 def manage(rank: int, root: Path) -> None:
     """Save, restore and fail on all ranks, whatever is unusual on one of them."""
     with pc.Manager(root) as manager:

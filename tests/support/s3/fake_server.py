@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
+import random
 import re
 import socket
 import ssl
@@ -146,7 +148,13 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is not None and not self._endure(fault):
                 return
             self._check(request, body)
-            getattr(self, f"_{request.operation}")(request, body, fault.action if fault else "")
+            action = fault.action if fault else ""
+            if action == "silence":
+                self.wfile = io.BytesIO()  # the answer is lost
+                self.close_connection = True
+            getattr(self, f"_{request.operation}")(request, body, action)
+            if action == "silence":
+                self.connection.shutdown(socket.SHUT_RDWR)
         except Refused as refusal:
             self._refuse(refusal)
 
@@ -323,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.bucket.abort(request.query["uploadId"], request.key)
         self._answer(204)
 
-    def _ListObjectsV2(self, request: _Request, _body: bytes, _action: str) -> None:  # noqa: N802
+    def _ListObjectsV2(self, request: _Request, _body: bytes, action: str) -> None:  # noqa: N802
         query = request.query
         limit = min(int(query.get("max-keys", "1000")), 1000)
         after = query.get("continuation-token", query.get("start-after", ""))
@@ -333,7 +341,8 @@ class _Handler(BaseHTTPRequestHandler):
         quote = urllib.parse.quote if is_quoted else str
         encoding = "<EncodingType>url</EncodingType>" if is_quoted else ""
         token = f"<NextContinuationToken>{escape(page[-1].key)}</NextContinuationToken>" if more else ""
-        lines = "".join(_list_line(line, escape(quote(line.key))) for line in page)
+        shown = random.sample(page, len(page)) if action == "shuffle" else page
+        lines = "".join(_list_line(line, escape(quote(line.key))) for line in shown)
         answer = (
             f"<?xml version='1.0' encoding='UTF-8'?><ListBucketResult><Name>{BUCKET}</Name>"
             f"<Prefix>{escape(quote(query.get('prefix', '')))}</Prefix>{encoding}"

@@ -8,7 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["delay", "drop", "refuse", "truncate", "lose", "page", "resize", "stall"]
+Action = Literal[
+    "delay", "drop", "refuse", "truncate", "lose", "page", "resize", "stall", "silence", "shuffle"
+]
 
 ALWAYS = 1 << 62
 
@@ -20,7 +22,8 @@ class Fault:
     `delay`: answer `seconds` late. `drop`: close the connection without an answer. `refuse`: answer
     `status` and `code`. `truncate`: announce the whole body, send half of it, close. `lose`: say 200 to an
     upload and keep nothing of it. `page`: say 200 and give a web page, as a console does. `resize`: report
-    the object one byte longer. `stall`: no answer within `seconds`.
+    the object one byte longer. `stall`: no answer within `seconds`. `silence`: carry the request out, and
+    close the connection without an answer. `shuffle`: list the keys of a page in any order.
     """
 
     action: Action

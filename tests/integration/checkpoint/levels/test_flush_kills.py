@@ -137,11 +137,3 @@ def test_killed_at_three_moments_the_newest_step_restores_and_what_was_given_bec
     tmp_path: Path,
 ) -> None:
     kill_again_and_again(tmp_path, rounds=3, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_killed_at_random_moments_the_newest_step_restores_and_what_was_given_becomes_durable(
-    tmp_path: Path, seed: int
-) -> None:
-    kill_again_and_again(tmp_path, rounds=30, seed=seed)
