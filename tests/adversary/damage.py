@@ -108,7 +108,7 @@ def damage(draw: random.Random, content: bytes) -> bytes:
 
 def _seal(folder: Path) -> None:
     """Give a manifest the right checksum of itself, so that what follows the checksum is looked at."""
-    for path in folder.rglob("penstock.json"):
+    for path in filter(_is_plain, folder.rglob("penstock.json")):
         content = path.read_bytes()
         if found := re.match(rb'(\{"format":"penstock.checkpoint","xxh3_128":")[0-9a-f]{32}', content):
             rest = found[1], content[found.end() :]
@@ -120,15 +120,17 @@ def damage_folder(draw: random.Random, folder: Path, named: str) -> None:
 
     Only what is not `named` becomes a pipe: whoever names one waits for its writer, as with other programs.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(filter(_is_plain, folder.rglob("*")))
     for path in draw.sample(files, min(len(files), draw.choice((1, 1, 1, 2, 3)))):
-        kind = draw.random()
+        kind, source = draw.random(), draw.choice(files)
+        if not (_is_plain(path) and _is_plain(source)):
+            continue  # a former turn put something else there
         if kind < 0.9:
             path.write_bytes(damage(draw, path.read_bytes()))
         elif kind < 0.93:
             path.unlink()
         elif kind < 0.96:
-            shutil.copy(draw.choice(files), path.with_name(f"{path.name}.copied"))
+            shutil.copy(source, path.with_name(f"{path.name}.copied"))
             with suppress(OSError):
                 path.with_name(f"{path.name}.copied").replace(draw.choice(files))
         else:
@@ -140,6 +142,11 @@ def damage_folder(draw: random.Random, folder: Path, named: str) -> None:
     if draw.random() < 0.8:
         with suppress(OSError):
             _seal(folder)
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file whose content ends."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _put_in_place(kind: str, path: Path) -> None:

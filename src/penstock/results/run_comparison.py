@@ -178,7 +178,7 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
 def _read_rates(path: Path) -> dict[str, Any]:
     """The rates of a run that neither trains nor writes checkpoints: of a probe the best, of each its own."""
     try:
-        document = json.loads(path.read_bytes())
+        document = parse_json(read_document(path))
         found: dict[str, Any] = {name: document.get(name) for name in ("write", "read")}
         for one in document.get("measurements", ()):
             best = found.get(one["op"]) or one
