@@ -75,7 +75,10 @@ def slow_calls(study: Study) -> list[TraceFinding]:
         SELECT run, what FROM {_TIMED} GROUP BY run, what HAVING count(*) >= {_ENOUGH_CALLS}
         ORDER BY {study.in_order()}, what"""):
         kinds.setdefault(run, []).append(what)
-    return [finding for run, of_run in kinds.items() for finding in _find_slow(study, run, of_run)]
+    findings = [finding for run, of_run in kinds.items() for finding in _find_slow(study, run, of_run)]
+    # It is as large as the trace.
+    study.work.ask(f"DROP TABLE {_TIMED}")
+    return findings
 
 
 def _find_slow(study: Study, run: str, kinds: Sequence[str]) -> list[TraceFinding]:
