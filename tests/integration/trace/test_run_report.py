@@ -216,9 +216,7 @@ def test_the_first_screen_answers_what_was_moved_what_costs_most_when_and_what_t
     assert main(["trace", "report", str(folder / "program.strace"), "-o", str(page)]) == 0
     assert read_banner(page) == {
         "Passed?": "could be faster",
-        "How much": (
-            "In 40.0 ms, program read 8 KiB and wrote 100 B, with 5 calls on 1 file (2 processes on 1 host)."
-        ),
+        "How much": ("In 40.0 ms, program read 8 KiB and wrote 100 B, with 5 calls on 1 file (2 processes)."),
         "Limited by": "program: more work on some ranks, process 41, which costs 2.05 ms a rank",
         "Since": "most was moved 10.0 ms after the start, at 1.95 MiB/s",
         "To do": 'Look at the finding "program: more work on some ranks, process 41".',
