@@ -1,8 +1,8 @@
 """The order of the items of an epoch, their division among ranks, and the times of its steps. Pure.
 
-An item is whatever is handed to ranks: a sample, a file, a row group. Any process can compute any position,
-in O(1) memory. In an epoch no item comes twice over all ranks (except what `pad` repeats and counts), and all
-ranks get the same number.
+An item is the unit that is handed to ranks: a sample, a file or a row group. Any process can compute any
+position, in O(1) memory. In an epoch, no item is given out twice over all ranks (except those that `pad`
+repeats and counts), and all ranks get the same number of items.
 """
 
 import math
@@ -23,24 +23,25 @@ Positions = NDArray[np.int64]
 
 
 class Remainder(StrEnum):
-    """The handling of the remainder if items do not divide evenly among ranks."""
+    """What happens to the items that remain if they do not divide evenly among ranks."""
 
     ROTATE = "rotate"
-    """Other items are left out of each epoch, never the same ones of two epochs in a row."""
+    """Each epoch leaves out other items: none is left out of two epochs in a row."""
     DROP = "drop"
     """The last items are never read, as with DLIO."""
     PAD = "pad"
-    """The first items of the order come once more at its end."""
+    """The first items of the order are repeated at its end."""
     ERROR = "error"
-    """The request is refused."""
+    """The request is refused with an error."""
 
 
 class EpochOrder:
-    """The items of one epoch by position: `num_items` in turn, or permuted by (seed, epoch).
+    """The items of one epoch by position: in their own order, or permuted by (seed, epoch).
 
-    The items `left_out` are skipped, and positions beyond the last item begin again. Runs of `run_items`
-    neighbours are permuted as a whole, their items stay in turn; a shorter last run stays last.
-    `Shuffle.SEED` and `RANDOM` are the same here: the caller draws a random seed, and records it.
+    The items `left_out` are skipped, and positions beyond the last item start over at the first. Runs of
+    `run_items` consecutive items are permuted as a whole, so the items of a run keep their order; a shorter
+    last run stays last. `Shuffle.SEED` and `RANDOM` are the same here: the caller draws a random seed, and
+    records it.
     """
 
     __slots__ = ("_left_out", "_num_items", "_num_runs", "_permutation", "_run_items")
@@ -77,9 +78,9 @@ class EpochOrder:
 
 @dataclass(frozen=True, slots=True)
 class EvenDivision:
-    """`num_items` divided evenly among `num_places`: each takes every `num_places`-th item of the order.
+    """`num_items` divided evenly among `num_places`, each of which takes every `num_places`-th item.
 
-    At any step all places together are at neighbouring positions of the order, as with DLIO.
+    At any step, the places together are at consecutive positions of the order, as with DLIO.
     """
 
     num_items: int
@@ -99,14 +100,15 @@ class EvenDivision:
 
     @property
     def num_repeated(self) -> int:
-        """The number of positions of each epoch, over all places, that repeat an item."""
+        """The number of positions in each epoch, over all places, that repeat an item."""
         return -self.num_items % self.num_places if self.remainder is Remainder.PAD else 0
 
     def left_out(self, epoch: int) -> tuple[range, ...]:
         """The items that no place takes in this epoch, ascending: at most two runs.
 
-        With `rotate` they move on by their number each epoch. They are less than half of all items, so what
-        one epoch leaves out is in the next; after about num_items / num_left_out epochs each was out once.
+        With `rotate`, the items left out are the next `num_left_out` ones each epoch. They are less than half
+        of all items, so the next epoch includes what this one leaves out; after about num_items /
+        num_left_out epochs, each item has been left out once.
         """
         if not self.num_left_out:
             return ()
@@ -124,23 +126,23 @@ MAX_SIZE: Final = 2**62
 _FEW_ITEMS: Final = 1024
 _ROUNDS: Final = 8
 _ROUNDS_OF_FEW: Final = 32
-"""A small grid mixes less in a round; with this many, all orders of few items are equally likely."""
+"""A small grid mixes less per round; with this many rounds, all orders of a few items are equally likely."""
 
 _FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
 _SECOND_FACTOR: Final = 0x94D049BB133111EB
 _STEP_ITEMS: Final = 1 << 15
-"""Positions evaluated at once: their temporaries stay in the cache of a core."""
+"""Positions evaluated at once, so that intermediate arrays stay in a core's cache."""
 
 
 class Permutation:
-    """A bijection of [0, `size`), another one for each `identity`; it holds none of the items it shuffles.
+    """A bijection of [0, `size`), different for each `identity`. It stores none of the shuffled items.
 
-    An item is a cell of a grid of a rows, an even number of at least sqrt(size), and b = ceil(size / a)
-    columns: row * b + column. Rounds alternate: row += f(column) mod a, column += f(row) mod b, where f(y) =
-    high(y + the round's key) * a (or b) >> 32, and high is the upper half of y after two xor-shifts and
-    multiplications. A round can be undone, so they are a bijection of the grid; what leaves [0, size) goes
-    through it again until it is back. The even number matters: if both were odd, only half of all
-    permutations could ever come up.
+    Item row * b + column is a cell of a grid with a rows and b columns, where a is an even number of at least
+    sqrt(size), and b = ceil(size / a). Rounds alternate: row += f(column) mod a, column += f(row) mod b,
+    where f(y) = high(y + the round's key) * a (or b) >> 32, and high is the upper half of y after two
+    xor-shifts and multiplications. Every round can be undone, so the rounds are a bijection of the grid; a
+    result outside [0, size) goes through them again until it is inside. One side must be even: if both were
+    odd, only half of all permutations could ever come up.
     """
 
     __slots__ = ("_columns", "_keys", "_rows", "size")
@@ -158,7 +160,7 @@ class Permutation:
         self._keys = tuple(zip(keys[::2], keys[1::2], strict=True))
 
     def items(self, positions: Positions) -> Positions:
-        """The items at these positions, which may come in any order."""
+        """The items at these positions, which may be in any order."""
         if positions.size and not 0 <= positions.min() <= positions.max() < self.size:
             raise IndexError(f"positions {positions.min()} to {positions.max()} of {self.size}")
         items = np.empty(positions.size, dtype=np.uint64)
@@ -188,7 +190,7 @@ class Permutation:
 
 
 def _turn(turned: NDArray[np.uint64], by: NDArray[np.uint64], key: int, size: np.uint64) -> None:
-    """One round, in place: `turned` moves on by f(`by`), modulo `size`."""
+    """Do one round in place: add f(`by`) to `turned`, modulo `size`."""
     number = by + np.uint64(key)
     number ^= number >> np.uint64(30)
     number *= np.uint64(_FIRST_FACTOR)
@@ -198,19 +200,20 @@ def _turn(turned: NDArray[np.uint64], by: NDArray[np.uint64], key: int, size: np
     number *= size
     number >>= np.uint64(32)
     turned += number
-    # Below zero wraps to huge, so the smaller one is the remainder: no branch, no division.
+    # A difference below zero wraps around to a huge number, so the minimum is the remainder: no branch, no
+    # division.
     np.minimum(turned, turned - size, out=turned)
 
 
-_PREPROCESSING: Final = 1  # keeps its draws apart from those of computation
+_PREPROCESSING: Final = 1  # separates its draws from those of computation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTimes:
     """The times of one rank in one phase, drawn for each epoch and step by a counter-based generator.
 
-    The same (seed, phase, rank, epoch, step) takes equally long in every run, however ranks are placed and
-    wherever a run resumes.
+    The same (seed, phase, rank, epoch, step) has the same time in every run, whichever hosts the ranks run on
+    and wherever a run resumes.
     """
 
     duration: Duration
@@ -219,14 +222,14 @@ class DrawnTimes:
     rank: int
 
     def of_epoch(self, epoch: int, num_steps: int) -> list[int]:
-        """Nanoseconds for the steps 1 to `num_steps`; drawn before the epoch, so that no step waits."""
+        """The nanoseconds of steps 1 to `num_steps`, drawn before the epoch so that no step waits for it."""
         if self.duration.law is Distribution.FIXED:
             return [round(self.duration.mean_s * 1e9)] * num_steps
         key = self._make_key()
         return [self._draw_ns(key, epoch, step, 1)[0] for step in range(1, num_steps + 1)]
 
     def of_batch(self, epoch: int, step: int, num_samples: int) -> tuple[int, ...]:
-        """Nanoseconds to preprocess each sample of a step's batch; empty if samples are used as they are."""
+        """The nanoseconds to preprocess each sample of a step's batch; empty if there is no preprocessing."""
         if self.duration.is_zero:
             return ()
         return tuple(self._draw_ns(self._make_key(_PREPROCESSING), epoch, step, num_samples))

@@ -1,7 +1,7 @@
 """Evicts files from the page cache before they are read, and measures what stayed in memory.
 
-Outside of all timed sections. A read counts as a read from storage only if the kernel reports, after the
-eviction, that the data cannot come from memory.
+Eviction is outside all timed sections. A read counts as a read from storage only if the kernel reports, after
+the eviction, that the data cannot come from memory.
 """
 
 import logging
@@ -18,20 +18,20 @@ from penstock.storage import Storage, capabilities, residency
 logger = logging.getLogger(__name__)
 
 MAX_EVICTION_S: Final = 24 * 3600.0
-"""Eviction writes back what was written without fsync first, which takes as long as it takes."""
+"""The time limit is long because eviction first writes back whatever was written without fsync."""
 
 WARM_SHARE: Final = 0.01
-"""A read of which more than this share is in memory does not measure storage."""
+"""If more than this share of a read is in memory, the read does not measure storage."""
 
 Path = Literal["page cache dropped", "past the page cache", "no page cache", "not known"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEviction:
-    """The bytes in memory, over all nodes, before and after the eviction of what is about to be read."""
+    """The bytes in memory, over all nodes, before and after evicting what is about to be read."""
 
     path: Path
-    """The path of the reads; if the kernel gives no counts, all bytes count as resident."""
+    """How the reads pass the page cache. If the kernel gives no counts, all bytes count as resident."""
     before_bytes: int = 0
     resident_bytes: int = 0
     total_bytes: int = 0
@@ -39,11 +39,11 @@ class CacheEviction:
 
     @property
     def resident_share(self) -> float:
-        """The share that may be read from memory instead of storage; 0 is a cold start."""
+        """The share that may be read from memory instead of storage; 0 means a cold start."""
         return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The figures as plain data."""
         return {**asdict(self), "resident_share": self.resident_share}
 
     @property
@@ -63,10 +63,10 @@ def evict(
 ) -> CacheEviction:
     """Evict what this rank is about to read from its node's memory. Collective; the same on all ranks.
 
-    Another rank may have written a file on this node. Each rank evicts what it reads itself, on the node on
-    which it will read it, because only that cache matters; a file that several ranks read counts once for
-    each of them. Where the kernel gives no counts, `assumed_bytes` count as resident; without them, that is
-    an error. An error passes through `explained` before the other ranks hear of it.
+    Another rank on this node may have written a file. Each rank evicts what it will itself read, on the node
+    where it will read it, because only that node's cache matters. A file that several ranks read counts once
+    for each of them. If the kernel gives no counts, `assumed_bytes` count as resident; if they are None, this
+    raises `Unavailable`. An error passes through `explained` before it is sent to the other ranks.
     """
     files = capabilities.find_local_paths(storage)
     if files is None:

@@ -1,10 +1,10 @@
 """What all benchmark runs share: their settings and folder, the record of steps, and the counters of devices.
 
 The timed loop calls `StepRecorder.add_*`, which keeps preallocated rows and writes them out between steps;
-`results.event_files` collects the spools, and a traced run has the same in its trace. A run that is killed
-loses at most the last seconds; one that fails or is interrupted loses nothing. `DeviceObserver` counts what
-devices move during a run. A host whose counters cannot be read makes the result "not checked", never a
-failed run.
+`results.event_files` collects the spools, and a traced run has the same events in its trace. A run that is
+killed loses at most its last seconds; a run that fails or is interrupted loses nothing. `DeviceObserver`
+counts the bytes that devices transfer during a run. If a host's counters cannot be read, the result is "not
+checked", but the run does not fail.
 """
 
 import time
@@ -59,10 +59,11 @@ from penstock.workload.spec import Workload
 class RunSettings:
     """Settings of a run that do not depend on what it measures.
 
-    A folder for the run is made in `results`, unless `run_folder` names the folder itself. `overrides` are in
-    DLIO's words; `hydra_subfolder` ("": none) is for DLIO's files of the configuration, `log_before` has the
-    lines of DLIO's log about what came before the run. `facts_of` reads the facts of a rank's host;
-    `inspection` is the result of the preflight gates, None if none ran. `pages` draw what `results` cannot.
+    The run's folder is created in `results`, unless `run_folder` names the folder itself. `overrides` use
+    DLIO's names; `hydra_subfolder` is for DLIO's configuration files ("" for none), and `log_before` has the
+    lines of DLIO's log about what happened before the run. `facts_of` reads the facts of a rank's host;
+    `inspection` is the result of the preflight gates, None if none ran. `pages` build the pages that the
+    package `results` cannot.
     """
 
     results: Path
@@ -88,9 +89,9 @@ class RunSettings:
         remarks: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> Iterator[tuple[ActiveRun | None, Path]]:
-        """Make the run's folder with its record, where `progress` can be followed. Collective.
+        """Create the run's folder with its record, in which `progress` can be followed. Collective.
 
-        All ranks get the folder, and rank 0 the run, which ends with the block.
+        All ranks get the folder, and rank 0 also gets the run, which ends with the block.
         """
         hosts = provenance.unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
         request = RunRequest(
@@ -127,9 +128,9 @@ class RunSettings:
         evaluation: PhaseFigures | None = None,
         preparation: Sequence[str] = (),
     ) -> None:
-        """Write the outputs and the configuration that DLIO would leave in the run's folder.
+        """Write DLIO's output and configuration files into the run's folder.
 
-        The run's counters have been gathered before: `iostat.json` is made of them.
+        The run's counters must have been gathered before, because `iostat.json` is made from them.
         """
         profiling = workload.profiling
         if workload.workflow.profiling and profiling.profiler is Profiler.IOSTAT:
@@ -153,38 +154,44 @@ class RunSettings:
 
 
 def read_clocks(rank: int, host: str) -> RankClock:
-    """Both clocks of this host, read together, to which a rank's events refer."""
+    """Read both clocks of this host together; a rank's events refer to them."""
     return RankClock(rank=rank, host=host, wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
 
 
 def name_run_in_trace(storage: Storage, folder: Path) -> RecordSpan | None:
-    """The trace of `storage`, which gets the name of the run in `folder`; None if it is not traced."""
+    """Write the name of the run in `folder` into the trace of `storage`; None if it is not traced.
+
+    Returns the function that records spans in the trace.
+    """
     record_span = find_span_trace(storage)
     if record_span is not None:
         now_ns, results = time.monotonic_ns(), folder.absolute()
-        # At the start, so that the trace of a run that is killed names it, too.
+        # This is done at the start, so that the trace of a killed run also names the run.
         record_span("run", "run", now_ns, now_ns, {"run": results.name, "results": str(results)})
     return record_span
 
 
 CAPACITY: Final = 4096
 FLUSH_INTERVAL_NS: Final = 10 * 10**9
-"""At most this much of a run is lost when a rank is killed."""
+"""A killed rank loses at most this much of a run."""
 _PREFIXES: Final = {StepPhase.TRAIN: "train", StepPhase.EVAL: "eval"}
 _SPANS: Final = {
     SpanKind.EPOCH: ("epoch", "epoch"),
     SpanKind.SAVE: ("checkpoint.save", "checkpoint"),
     SpanKind.LOAD: ("checkpoint.load", "checkpoint"),
 }
-"""Name and category of the spans that are traced: a block is an epoch, or what checkpoints make of it."""
+"""The name and category of the spans that are traced. A block is an epoch, or part of one between
+checkpoints.
+"""
 
 
 class StepRecorder:
-    """One rank's record, used by one thread. Leaving its block writes the remaining rows, after errors, too.
+    """One rank's record, used by one thread. Leaving its block writes the remaining rows, even after errors.
 
-    Rows are written when `capacity` of them wait, `FLUSH_INTERVAL_NS` after the last write, and with every
-    span: always after a step's barrier, so that the time is in none of the step's figures. `on_flush` is
-    called each time, for a sign of life. `record_span` gets the same for a trace, if there is one.
+    Rows are written when `capacity` of them are waiting, `FLUSH_INTERVAL_NS` after the last write, and with
+    every span. This always happens after a step's barrier, so that none of the step's figures include the
+    time. Each write calls `on_flush`, as a sign of life. `record_span`, if given, receives the same events
+    for a trace.
     """
 
     def __init__(
@@ -203,7 +210,7 @@ class StepRecorder:
         self._flushed_ns = time.monotonic_ns()
 
     def add_step(self, step: StepEvent) -> None:
-        """Keep one step; a trace gets the whole step, and its three parts."""
+        """Record one step. In a trace, this is one span for the whole step and three for its parts."""
         self._rows[self._num_rows] = step
         self._num_rows += 1
         if (record := self._record_span) is not None:
@@ -219,7 +226,7 @@ class StepRecorder:
             self.flush()
 
     def add_span(self, span: SpanEvent) -> None:
-        """Keep an epoch, a block or a checkpoint that has just ended; writes all steps before it."""
+        """Record an epoch, a block or a checkpoint that has just ended. Writes all earlier steps first."""
         self.flush()
         self._spool.append(np.array([span], SPAN_TYPE))
         if self._record_span is not None and span.kind in _SPANS:
@@ -228,13 +235,13 @@ class StepRecorder:
             self._record_span(*_SPANS[SpanKind(span.kind)], span.start_ns, span.end_ns, args)
 
     def add_stall(self, *, epoch: int, step: int, began_ns: int) -> None:
-        """Keep, in a trace only, that a checkpoint has held this rank up until now, its waits included."""
+        """Record, in a trace only, that a checkpoint has held up this rank until now, including its waits."""
         if self._record_span is not None:
             place = {"epoch": epoch, "step": step}
             self._record_span("stall", "stall", began_ns, time.monotonic_ns(), place)
 
     def flush(self) -> None:
-        """Write the steps that wait."""
+        """Write the steps that are waiting."""
         self._spool.append(self._rows[: self._num_rows])
         self._num_rows = 0
         self._flushed_ns = time.monotonic_ns()
@@ -251,7 +258,7 @@ class StepRecorder:
 
 
 class EventsInMemory:
-    """The events of a run that leaves no record."""
+    """Keeps events in memory, for a run that leaves no record."""
 
     def __init__(self) -> None:
         self._steps: list[StepEvent] = []
@@ -260,7 +267,7 @@ class EventsInMemory:
         self.add_span = self._spans.append
 
     def events(self, *, rank: int, host: str) -> RankEvents:
-        """Everything recorded, as one rank's events."""
+        """Return everything recorded, as one rank's events."""
         return RankEvents(
             clock=read_clocks(rank, host),
             steps=np.array(self._steps, STEP_TYPE),
@@ -273,10 +280,13 @@ _NO_HARDWARE: Final = host_counters.HostHardware(boot_id="", drives=(), nics=(),
 
 
 class DeviceObserver:
-    """One rank's part: the lowest rank of each host samples its counters, the others only take part."""
+    """One rank's part in observing devices.
+
+    The lowest rank of each host samples the host's counters; the other ranks only take part.
+    """
 
     def __init__(self, comm: Comm, run_folder: Path, storage: Storage, *, root: Path = ROOT) -> None:
-        """Collective."""
+        """Find the devices of `storage` and prepare to sample them. Collective."""
         self._comm = comm
         self._moved: dict[Direction, Counter[str]] = {"read": Counter(), "write": Counter()}
         self._failure: str | None = None
@@ -304,7 +314,7 @@ class DeviceObserver:
             wall_ns=time.time_ns(),
             monotonic_ns=time.monotonic_ns(),
         )
-        # Entered first, left last: the sampler writes a last sample when it stops.
+        # Entered first and left last, because the sampler writes one more sample when it stops.
         spool = self._resources.enter_context(CounterSpool(run_folder, host))
         self._sampler = self._resources.enter_context(
             host_counters.CounterSampler(lambda: host_counters.read_sample(hardware, root), spool.append)
@@ -312,7 +322,7 @@ class DeviceObserver:
 
     @contextmanager
     def during(self, direction: Direction) -> Iterator[None]:
-        """Attribute what devices move while the block runs to `direction`."""
+        """Attribute what devices transfer while the block runs to `direction`."""
         before = self._sampler.sample() if self._sampler else None
         yield
         after = self._sampler.sample() if self._sampler else None
@@ -322,7 +332,10 @@ class DeviceObserver:
             )
 
     def deliver(self, direction: Direction, application_bytes: int) -> IoReconciliation:
-        """Compare devices' bytes with the application's; `application_bytes` are this rank's. Collective."""
+        """Compare the devices' bytes with the application's.
+
+        `application_bytes` are this rank's. Collective.
+        """
         sampler_failure = self._sampler.failure if self._sampler else None
         mine = HostTraffic(
             host=self._comm.host,
@@ -341,7 +354,7 @@ class DeviceObserver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Sample once more, and stop."""
+        """Take a last sample, and stop."""
         self._resources.close()
 
 

@@ -1,8 +1,8 @@
-"""Compute what a checkpoint holds: model and parallelism in, every rank's files and bytes out.
+"""Compute the files and bytes of every rank's part of a checkpoint from the model and its parallelism.
 
-Three kinds of model: a transformer by its dimensions, explicit sizes in DLIO's keys, and files listed one by
-one. A transformer's total follows from its parameters alone, to the byte. Pure. A thousand ranks with a
-hundred layers are some hundred arrays, never a list of files.
+A model is described in one of three ways: a transformer by its dimensions, explicit sizes in DLIO's keys, or
+files listed one by one. A transformer's total follows from its parameters alone, to the byte. Pure. A
+thousand ranks with a hundred layers take about a hundred arrays, never a list of all files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from penstock.workload.spec import Model, Transformer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileGroup:
-    """One file on each of `ranks` (ascending), of `size_bytes`.
+    """One file of `size_bytes` on each of `ranks` (ascending).
 
-    `name` may hold `{rank}`, `{mp}` (its place in one replica), `{dp}` (its replica), `{epoch}`, `{step}`.
+    `name` may contain `{rank}`, `{mp}` (the rank's position in its replica), `{dp}` (the number of its
+    replica), `{epoch}` and `{step}`.
     """
 
     name: str
@@ -34,7 +35,7 @@ class FileGroup:
     size_bytes: Numbers
 
     def scaled(self, scale: Fraction) -> FileGroup:
-        """The same files with `scale` of their bytes, to half a byte, and none of them empty."""
+        """The same files with `scale` times their bytes, rounded; none becomes empty."""
         distinct, places = np.unique(self.size_bytes, return_inverse=True)
         sizes = [max(1, round(size * scale)) for size in distinct.tolist()]
         return replace(self, size_bytes=np.array(sizes, dtype=np.int64)[places])
@@ -42,11 +43,11 @@ class FileGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """The places of a checkpoint's bytes. `num_processes` carry the first `num_carried` ranks of the mesh.
+    """The files of a checkpoint. `num_processes` processes carry the first `num_carried` ranks of the mesh.
 
-    Usually each carries one. On a machine that is too small for the model's parallelism each carries several
-    neighbours, so that the checkpoint is complete. In subset mode fewer ranks than the mesh has are carried,
-    and the checkpoint is smaller.
+    Usually each process carries one rank. On a machine that is too small for the model's parallelism, each
+    carries several consecutive ranks, so that the checkpoint is complete. In subset mode, only a part of the
+    mesh's ranks is carried, and the checkpoint is smaller.
     """
 
     mesh: Mesh
@@ -57,7 +58,7 @@ class StateLayout:
 
     @property
     def is_subset(self) -> bool:
-        """True if a part stands for the whole."""
+        """True if only a part of the mesh's ranks is carried."""
         return self.num_carried < self.mesh.num_ranks
 
     @property
@@ -67,16 +68,16 @@ class StateLayout:
 
     @property
     def total_bytes(self) -> int:
-        """One checkpoint, over all processes."""
+        """The bytes of one checkpoint, over all processes."""
         return int(self.bytes_of_processes().sum())
 
     @property
     def num_files(self) -> int:
-        """The files of one checkpoint, over all processes."""
+        """The number of files of one checkpoint, over all processes."""
         return sum(int(np.searchsorted(group.ranks, self.num_carried)) for group in self.groups)
 
     def bytes_of_processes(self) -> Numbers:
-        """The bytes that each process writes of one checkpoint."""
+        """The bytes of one checkpoint that each process writes."""
         totals = np.zeros(self.num_processes, dtype=np.int64)
         for group in self.groups:
             carried = int(np.searchsorted(group.ranks, self.num_carried))
@@ -90,7 +91,10 @@ class StateLayout:
         return range(first, end)
 
     def files_of(self, process: int, *, epoch: int = 1, step: int = 1) -> Iterator[PlannedObject]:
-        """A process's files of one checkpoint in the order of writing; a key is the name of a file."""
+        """A process's files of one checkpoint, in the order of writing.
+
+        An object's key is the file's name.
+        """
         carried = self.ranks_of(process)
         model_parallel = self.mesh.model_parallel
         for group in self.groups:
@@ -109,7 +113,7 @@ def checkpoint_folder(epoch: int, step: int) -> str:
 
 
 def without_empty(groups: Iterable[FileGroup]) -> tuple[FileGroup, ...]:
-    """Groups without their empty files: some ranks get nothing where elements are fewer than ranks."""
+    """Groups without their empty files: some ranks get no elements if there are fewer elements than ranks."""
     non_empty = ((group, group.size_bytes > 0) for group in groups)
     return tuple(
         replace(group, ranks=group.ranks[full], size_bytes=group.size_bytes[full])
@@ -123,7 +127,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Ranks counted through tensors first, then stages of the pipeline, then replicas, as DLIO does."""
+    """Ranks, numbered through tensor parallelism first, then pipeline stages, then replicas, as in DLIO."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -131,23 +135,26 @@ class Mesh:
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one replica of the model together."""
+        """The number of ranks that together hold one replica of the model."""
         return self.tensor * self.pipeline
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.model_parallel * self.data
 
 
 def even_share(whole: Numbers | int, parts: int, place: Numbers) -> Numbers:
-    """The share of `place` among `parts` that are as equal as whole numbers allow."""
+    """Part `place` of `whole`, divided into `parts` as equally as whole numbers allow."""
     shares: Numbers = whole * (place + 1) // parts - whole * place // parts
     return shares
 
 
 def stage_of_layer(layer: int, *, num_layers: int, num_stages: int) -> int:
-    """The stage of layer 1 to `num_layers`; early stages have one more where they do not divide evenly."""
+    """The stage of a layer from 1 to `num_layers`.
+
+    Without an even split, early stages have one layer more.
+    """
     short, num_long = divmod(num_layers, num_stages)
     in_long_stages = num_long * (short + 1)
     if layer <= in_long_stages:
@@ -164,7 +171,7 @@ DATATYPE_BYTES: Final = {
     Datatype.FP64: 8,
 }
 OPTIMIZER_STATES: Final = 3
-"""Adam in mixed precision: a copy of the parameters and two moments."""
+"""Adam in mixed precision has a copy of the parameters and two moments."""
 
 _MODEL: Final = "model_states-{rank}.pt"
 _WHOLE: Final = "model_{mp}_model_states.pt"
@@ -180,9 +187,9 @@ def plan_layout(
     scale: Fraction = Fraction(1),
     mode: CheckpointMode = CheckpointMode.DEFAULT,
 ) -> StateLayout:
-    """The layout of a model with `scale` of its bytes; `UsageError` if model and processes do not fit.
+    """Lay out a model with `scale` times its bytes; `UsageError` if model and processes do not fit.
 
-    `num_processes` of None is the number that the model is laid out for.
+    If `num_processes` is None, it is the number of ranks in the model's own parallelism.
     """
     if not 0 < scale <= 1:
         raise UsageError(
@@ -225,7 +232,7 @@ def plan_layout(
 
 
 def count_parameters(model: Model) -> int:
-    """Every parameter of a transformer once: embedding, layers, final norm, output head."""
+    """The number of a transformer's parameters: embedding, layers, final norm and output head."""
     assert model.transformer is not None
     assert model.num_layers is not None
     dims = model.transformer
@@ -234,9 +241,10 @@ def count_parameters(model: Model) -> int:
 
 
 def layer_tensors(dims: Transformer) -> tuple[int, ...]:
-    """Elements of one layer's tensors: norm, attention in and out, norm, feed-forward up and down.
+    """The elements of each tensor of one layer: norm, attention in and out, norm, feed-forward up and down.
 
-    Keys and values have `hidden x kv heads / heads` columns each, also where a head has no whole width.
+    Keys and values have `hidden x kv heads / heads` columns each, even if a head's width is not a whole
+    number.
     """
     hidden, ffn = dims.hidden_size, dims.ffn_hidden_size
     kv_columns = hidden * dims.num_kv_heads // dims.num_attention_heads
@@ -245,7 +253,7 @@ def layer_tensors(dims: Transformer) -> tuple[int, ...]:
 
 
 def _choose_mesh(model: CheckpointModel, num_processes: int | None, *, is_subset: bool) -> Mesh:
-    """The model's own mesh, or one with as many replicas as the processes make."""
+    """Choose the model's own mesh, or one with as many replicas as the processes need."""
     spec, model_ranks = model.workload.model, model.num_ranks
     split = spec.parallelism
     model_parallel = split.tensor * split.pipeline
@@ -253,7 +261,8 @@ def _choose_mesh(model: CheckpointModel, num_processes: int | None, *, is_subset
         return Mesh(data=model_ranks or num_processes or 1)
     replicas = split.data or max(1, (model_ranks or model_parallel) // model_parallel)
     wanted = num_processes or model_ranks or model_parallel * replicas
-    # More or fewer replicas leave a transformer's total as it is; other models may name their ranks.
+    # The number of replicas does not change a transformer's total; files of other models may name their
+    # ranks.
     follows_processes = spec.transformer is not None or model_ranks is None
     if not is_subset and follows_processes and wanted % model_parallel == 0:
         replicas = wanted // model_parallel
@@ -275,7 +284,7 @@ def _groups(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _transformer(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
-    """Model files first, then the optimizer's, each rank's share of all parameters."""
+    """The model's files, then the optimizer's, with each rank's share of all parameters."""
     assert spec.transformer is not None
     assert spec.num_layers is not None
     dims, num_layers = spec.transformer, spec.num_layers
@@ -292,19 +301,22 @@ def _transformer(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _layer(number: int, tensors: tuple[int, ...], *, mesh: Mesh, num_layers: int, width: int) -> FileGroup:
-    """One layer on the ranks of its stage: the embedding is layer 0; output head and norm follow the last."""
+    """The files of one layer on the ranks of its stage.
+
+    The embedding is layer 0; the output head and the final norm follow the last layer.
+    """
     if number == 0:
         stage = 0
     elif number > num_layers:
         stage = mesh.pipeline - 1
     else:
         stage = stage_of_layer(number, num_layers=num_layers, num_stages=mesh.pipeline)
-    ranks = np.arange(mesh.tensor, dtype=np.int64) + stage * mesh.tensor  # of the first replica
+    ranks = np.arange(mesh.tensor, dtype=np.int64) + stage * mesh.tensor  # ranks of the first replica
     return FileGroup(name=_LAYER % number, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
 
 
 def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width: int) -> FileGroup:
-    """All layers in one file: of the first replica's ranks, or of all of them with a share each."""
+    """All layers in one file on each rank: the first replica's ranks, or all ranks with a share each."""
     if zero_stage < 3:
         ranks = np.arange(mesh.model_parallel, dtype=np.int64)
         return FileGroup(name=_WHOLE, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
@@ -314,7 +326,7 @@ def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width:
 
 
 def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
-    """Elements that each rank holds of these tensors; every one is divided, norms too."""
+    """The elements of these tensors that each rank holds. Every tensor is divided, norms included."""
     places = np.arange(mesh.tensor, dtype=np.int64)
     distinct, counts = np.unique(np.array(tensors, dtype=np.int64), return_counts=True)
     by_place = sum(
@@ -329,7 +341,7 @@ def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
 
 
 def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:
-    """Its states, divided evenly among all ranks, or without ZeRO among those of the first replica."""
+    """The optimizer's states, divided evenly among all ranks or, without ZeRO, those of the first replica."""
     num_ranks = mesh.num_ranks if spec.parallelism.zero_stage else mesh.model_parallel
     ranks = np.arange(num_ranks, dtype=np.int64)
     width = OPTIMIZER_STATES * DATATYPE_BYTES[spec.optimizer_datatype]
@@ -339,7 +351,7 @@ def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:
 
 
 def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
-    """DLIO's older keys: elements of a layer, divided by tensors; elements of a rank's optimizer groups."""
+    """DLIO's older keys: a layer's elements, divided by tensor parallelism, and a rank's optimizer groups."""
     writers = np.arange(
         mesh.num_ranks if spec.parallelism.zero_stage else mesh.model_parallel, dtype=np.int64
     )
@@ -352,7 +364,7 @@ def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _explicit_layers(spec: Model, mesh: Mesh, *, num_layers: int) -> Iterator[FileGroup]:
-    """A file for each layer with a pipeline, else one for all, as of transformers."""
+    """One file for each layer if there is a pipeline, otherwise one for all, as for transformers."""
     width, stage = DATATYPE_BYTES[spec.model_datatype], spec.parallelism.zero_stage
     if stage == 3 or mesh.pipeline == 1:
         yield _model_file(spec.layer_parameters * num_layers, mesh=mesh, zero_stage=stage, width=width)
@@ -362,7 +374,7 @@ def _explicit_layers(spec: Model, mesh: Mesh, *, num_layers: int) -> Iterator[Fi
 
 
 def _listed(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:
-    """Files as a card names them."""
+    """The files that a model's card lists."""
     for rule in model.files:
         ranks = np.arange(0, mesh.num_ranks, rule.every, dtype=np.int64)
         for index in range(rule.count):

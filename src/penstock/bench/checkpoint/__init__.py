@@ -1,5 +1,6 @@
-"""Checkpoints, timed: all writes, then all reads, on the engine's own pipe.
+"""Time checkpoints: all writes, then all reads, through the engine's own pipeline.
 
-Place in the flow: layout -> rounds -> pipe on every rank -> figures -> record. Invariant: a figure comes from
-bytes that were acknowledged and made durable, or read and verified, and from time that includes both.
+Place in the flow: layout -> rounds -> pipeline on every rank -> figures -> record. Invariant: every figure is
+computed from bytes that were acknowledged and made durable, or read and verified, and from a time that
+includes both.
 """

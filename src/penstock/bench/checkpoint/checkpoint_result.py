@@ -1,7 +1,7 @@
 """The result of a checkpoint benchmark: each round, the totals of all writes and of all reads, as plain data.
 
-Pure. A read that may have come from the page cache has a rate under its own name and no share in the
-throughput; a wrong byte fails the run whatever its speed.
+Pure. The rate of reads that may have come from the page cache has a name of its own and does not count in the
+throughput; a wrong byte fails the run however fast it was.
 """
 
 import math
@@ -29,7 +29,7 @@ EPOCH: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRound:
-    """One checkpoint, written or read by all ranks together; the `number`-th of its direction."""
+    """One checkpoint that all ranks together write or read: the `number`-th of its direction."""
 
     direction: Direction
     number: int
@@ -38,13 +38,16 @@ class CheckpointRound:
 
     @property
     def folder(self) -> str:
-        """The folder of its files, below the storage's root."""
+        """The folder of the checkpoint's files, relative to the storage's root."""
         return checkpoint_folder(self.epoch, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFigures:
-    """One checkpoint written or read. The two moments are by rank 0's wall clock; writes have no `cold`."""
+    """The figures of one checkpoint written or read.
+
+    `began_at_s` and `ended_at_s` are by rank 0's wall clock. Writes have no `cold`.
+    """
 
     round: CheckpointRound
     began_at_s: float
@@ -56,11 +59,11 @@ class RoundFigures:
 
     @property
     def is_from_memory(self) -> bool:
-        """True if the page cache may have served it."""
+        """True if the page cache may have served this round."""
         return self.cold is not None and not self.cold.is_cold
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The figures as plain data."""
         cold = self.cold
         return {
             "direction": self.round.direction,
@@ -77,11 +80,12 @@ class RoundFigures:
 
 
 def total_direction(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
-    """The totals of all writes, or of all cold reads, as plain data; None without a round.
+    """The totals of all writes, or of all reads, as plain data; None if there are no rounds.
 
-    Times are sums over rounds, each of its slowest rank. `gib_per_s` is all bytes over all time;
-    `mean_gib_per_s` the mean of the checkpoints' own rates, which is what MLPerf Storage publishes. Both are
-    None where nothing counts, because memory served every read. Content is generated or verified.
+    Times are sums over the rounds, each as long as its slowest rank took. `gib_per_s` is the bytes of cold
+    rounds divided by their time; `mean_gib_per_s` is the mean of the checkpoints' own rates, which is what
+    MLPerf Storage publishes. Both are None if memory may have served every read. "Content" stands for
+    generating it, or verifying it.
     """
     if not rounds:
         return None
@@ -89,7 +93,7 @@ def total_direction(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
     cold = [checkpoint.phase for checkpoint in rounds if not checkpoint.is_from_memory]
     warm = [checkpoint.phase for checkpoint in rounds if checkpoint.is_from_memory]
     measured = cold or phases
-    # Rates of storage are those of cold rounds; content is generated and verified in every round.
+    # Only cold rounds say something about storage; content is generated or verified in every round.
     rate = phase_figures.mean_and_stdev([phase.gib_per_s for phase in cold]) if cold else None
     content, store = _overall_rate(phases, "content_busy_s"), _overall_rate(cold, "storage_busy_s")
     direction = rounds[0].round.direction
@@ -137,11 +141,13 @@ def total_direction(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
 
 
 _WORDS: Final = {"write": ("generate", "generator", "writer"), "read": ("verify", "verifier", "reader")}
-"""The word for the work on content, and for the threads of content and of storage."""
+"""For each direction, the names used in figures: the work on content, its threads, and the threads that do
+I/O.
+"""
 
 
 def _merge_streams(phases: Sequence[PipelineFigures]) -> Iterator[StreamRecord]:
-    """Each stream of each rank, added up over all rounds."""
+    """The figures of each stream of each rank, added up over all rounds."""
     merged: dict[tuple[int, int], StreamRecord] = {}
     for stream in (stream for phase in phases for stream in phase.streams):
         key = (stream.rank, stream.stream)
@@ -160,9 +166,9 @@ _STREAM_SUMS: Final = (
 
 
 def find_bottleneck(rounds: Sequence[RoundFigures]) -> str:
-    """The bottleneck of these rounds for most of their time, writing and reading.
+    """The bottleneck of these rounds, writes and reads, for the largest part of their time.
 
-    Reads from memory say nothing about storage, so they count only where there is nothing else.
+    Reads from memory say nothing about storage, so they count only if there is nothing else.
     """
     times: Counter[str] = Counter()
     for checkpoint in [checkpoint for checkpoint in rounds if not checkpoint.is_from_memory] or rounds:
@@ -172,14 +178,17 @@ def find_bottleneck(rounds: Sequence[RoundFigures]) -> str:
 
 
 def _overall_rate(phases: Sequence[PipelineFigures], time_name: str) -> float | None:
-    """All bytes over the sum of one kind of time, in GiB/s."""
+    """The rate in GiB/s: all bytes divided by the sum of one kind of time."""
     elapsed_s = math.fsum(getattr(phase, time_name) for phase in phases)
     return sum(phase.moved_bytes for phase in phases) / GIB / elapsed_s if elapsed_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
-    """One run. `gap_s` is from the last byte written, perhaps by an earlier run, to the first read."""
+    """The result of one run.
+
+    `gap_s` is the time from the last byte written, perhaps by an earlier run, to the first read.
+    """
 
     model: str
     ranks: int
@@ -200,23 +209,23 @@ class CheckpointResult:
 
     @property
     def write(self) -> dict[str, Any] | None:
-        """All writes."""
+        """The totals of all writes."""
         return total_direction([figures for figures in self.rounds if figures.round.direction == "write"])
 
     @property
     def read(self) -> dict[str, Any] | None:
-        """All reads."""
+        """The totals of all reads."""
         return total_direction([figures for figures in self.rounds if figures.round.direction == "read"])
 
     def full_seconds(self) -> dict[str, float]:
-        """The seconds that one checkpoint of full size takes at the rates of a scaled run."""
+        """The seconds that a checkpoint of full size would take at the rates of a scaled run."""
         found = {"write": self.write, "read": self.read} if self.full_bytes != self.total_bytes else {}
         rates = {name: figures["gib_per_s"] for name, figures in found.items() if figures}
         return {f"{name}_s": self.full_bytes / GIB / rate for name, rate in rates.items() if rate}
 
     @property
     def is_right(self) -> bool:
-        """True if every byte that was verified is the one that was written."""
+        """True if every byte that was verified is correct."""
         return not any(figures.phase.wrong_bytes for figures in self.rounds)
 
     @property
@@ -226,13 +235,13 @@ class CheckpointResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict of the page, the terminal and `--json`; only "failed" fails the command."""
+        """The verdict on the page, on the terminal and in `--json`; only "failed" makes the command fail."""
         return checkpoint_files.judge(
             is_right=self.is_right, is_from_memory=self.is_from_memory, deliveries=self.deliveries
         )
 
     def document(self) -> dict[str, Any]:
-        """As plain data: `write` and `read` are None where there was none."""
+        """The result as plain data. `write` and `read` are None if there was no write or no read."""
         return {
             "format": checkpoint_files.FORMAT_VERSION,
             "model": self.model,
@@ -261,7 +270,7 @@ class CheckpointResult:
 
 
 def direction_rows(result: CheckpointResult) -> list[dict[str, str]]:
-    """One row for each direction; the content is made while writing, and verified while reading."""
+    """One row for each direction. Content is generated by writes and verified by reads."""
     return [
         {
             "": name,

@@ -1,9 +1,9 @@
 """The rounds of a checkpoint benchmark: which checkpoints are written and read, in which order, and how.
 
-All writes come before all reads, as in MLPerf Storage and DLIO. In a round all ranks write or read one
-checkpoint through the engine's pipeline: collective, and a round that fails on any rank fails on all of them
-and leaves none of its files behind. Content follows from the seed and the object's key, so nothing is stored
-to verify against.
+All writes come before all reads, as in MLPerf Storage and DLIO. In a round, which is collective, all ranks
+write or read one checkpoint through the engine's pipeline. A round that fails on one rank fails on all of
+them, and a failed write leaves no files behind. Content follows from the seed and the object's key, so
+nothing needs to be stored for verifying it.
 """
 
 import logging
@@ -43,15 +43,17 @@ PROGRESS_FILE: Final = "progress"
 _SLOT_BYTES: Final = 8
 LOOK_INTERVAL_S: Final = 1.0
 MOST_NOTES_PER_S: Final = 100
-"""The limit for all ranks together: in a large job each notes its bytes less often than every second."""
+"""The limit for all ranks together. In a large job, each rank therefore notes its bytes less often than every
+second.
+"""
 SIGN_INTERVAL_S: Final = 10.0
 BUCKET_S: Final = 0.05
 MOST_BUCKETS: Final = 240
-"""Buckets of a round's throughput over time; in longer rounds they are longer."""
+"""The most intervals in which a round's throughput is shown; in longer rounds, each interval is longer."""
 
 
 class ProgressBoard:
-    """One number per rank, in a file that all ranks see; a rank writes its own, rank 0 reads all of them."""
+    """One number per rank in a file that all ranks share: each rank writes its own, and rank 0 reads all."""
 
     def __init__(self, path: Path, *, rank: int, num_ranks: int) -> None:
         self._path = path
@@ -63,7 +65,7 @@ class ProgressBoard:
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                # Ranks on all hosts share the file without a lock: each has a slot of its own.
+                # Ranks on all hosts share the file without a lock, because each has a slot of its own.
                 os.pwrite(descriptor, moved_bytes.to_bytes(_SLOT_BYTES, "little"), self._rank * _SLOT_BYTES)
             finally:
                 os.close(descriptor)
@@ -87,9 +89,9 @@ class ProgressBoard:
 
 
 class RoundProgress(Progress):
-    """Follows the rounds of one rank. It is the `Progress` that the pipeline advances, from any thread.
+    """Follow the rounds of one rank. This is the `Progress` that the pipeline advances, from any thread.
 
-    The pipeline's phases are parts of a round, which `track` announces: their `begin` shows nothing.
+    The pipeline's phases are parts of a round, which `track` announces, so their `begin` shows nothing.
     """
 
     def __init__(
@@ -103,19 +105,19 @@ class RoundProgress(Progress):
         self._moved_bytes = 0
         self._shown_bytes = 0
         self.began_ns = time.monotonic_ns()
-        """The moment, of CLOCK_MONOTONIC, at which all ranks begin to move the round's bytes."""
+        """The time, by CLOCK_MONOTONIC, at which all ranks begin to transfer the round's bytes."""
         self._moved_by_bucket: Counter[int] = Counter()
 
     def advance(self, amount: float) -> None:
-        """Count what the pipeline has moved."""
+        """Count what the pipeline has transferred."""
         bucket = max(0, int((time.monotonic_ns() - self.began_ns) / 1e9 / BUCKET_S))
         with self._lock:
             self._moved_bytes += int(amount)
             self._moved_by_bucket[bucket] += int(amount)
 
     def moved_over_time(self, planned_bytes: int) -> MovedBytes:
-        """The bytes that this rank moved in the last round, over time, in at most `MOST_BUCKETS` buckets."""
-        # Chunks are counted whole, so the last of a file may overshoot.
+        """The bytes of this rank over the time of the last round, in at most `MOST_BUCKETS` intervals."""
+        # Whole chunks are counted, so the last one of a file may overshoot.
         scale = planned_bytes / self._moved_bytes if self._moved_bytes else 0.0
         length, fold = max(self._moved_by_bucket, default=-1) + 1, 1
         while length > fold * MOST_BUCKETS:
@@ -127,7 +129,7 @@ class RoundProgress(Progress):
 
     @contextmanager
     def track(self, title: str, bytes_of_ranks: list[int], *, unit: str) -> Iterator[None]:
-        """Follow one round, in which each rank moves its `bytes_of_ranks`, counted as `unit`."""
+        """Follow one round, in which each rank transfers its `bytes_of_ranks`, counted in `unit`."""
         self._moved_bytes = 0
         self._moved_by_bucket.clear()
         self.began_ns = time.monotonic_ns()
@@ -154,7 +156,7 @@ class RoundProgress(Progress):
             self._progress.enter("working")
 
     def pause(self, pause_s: float) -> None:
-        """Wait between two checkpoints, where the job that they stand for would compute."""
+        """Wait between two checkpoints, as the job that they stand for would compute meanwhile."""
         if self._is_first and pause_s:
             self._progress.begin(f"waiting {format_seconds(pause_s)} before the next checkpoint", 0)
             self._progress.enter("computing")
@@ -186,7 +188,7 @@ class RoundProgress(Progress):
 
 
 def name_last_rank(moved: list[int], planned: list[int]) -> str:
-    """The rank that is furthest behind, and its progress, unless all have the same."""
+    """Name the rank that is furthest behind, with its progress; "" if all ranks are equally far."""
     shares = {rank: moved[rank] / size for rank, size in enumerate(planned) if size}
     if len(shares) < 2 or min(shares.values()) == max(shares.values()):
         return ""
@@ -195,9 +197,9 @@ def name_last_rank(moved: list[int], planned: list[int]) -> str:
 
 
 def plan_rounds(*, num_writes: int, num_reads: int, kept_steps: Sequence[int]) -> tuple[CheckpointRound, ...]:
-    """The rounds still to come; `kept_steps` are the steps of complete checkpoints that stay, ascending.
+    """Plan the rounds still to come. `kept_steps` are the steps of complete checkpoints that stay, ascending.
 
-    Reads take the oldest checkpoints first, as DLIO does: what was written last may still be in some cache.
+    Reads take the oldest checkpoints first, as DLIO does, because the newest may still be in a cache.
     """
     missing = (step for step in range(1, num_writes + 1) if step not in kept_steps)
     writes = [CheckpointRound(direction="write", number=step, step=step) for step in missing]
@@ -218,7 +220,7 @@ def plan_rounds(*, num_writes: int, num_reads: int, kept_steps: Sequence[int]) -
 def plan_objects(
     layout: StateLayout, process: int, step: int, *, epoch: int = EPOCH
 ) -> tuple[PlannedObject, ...]:
-    """The objects that one process writes of a checkpoint."""
+    """The objects of a checkpoint that one process writes."""
     folder = checkpoint_folder(epoch, step)
     return tuple(
         PlannedObject(f"{folder}/{file.key}", file.size_bytes)
@@ -227,10 +229,10 @@ def plan_objects(
 
 
 def rank_shift(hosts: Sequence[str]) -> int:
-    """The shift with which every rank reads what another host wrote; 0 on one host.
+    """The shift by which every rank reads files that another host wrote; 0 on one host.
 
-    A rank reads the files of the rank that many places after it. The shift is the largest number of ranks on
-    a host. If hosts have different numbers of consecutive ranks, some ranks of a large host still read what
+    With a shift of n, rank r reads the files of rank r + n. The shift is the largest number of ranks on a
+    host. If hosts have different numbers of consecutive ranks, some ranks of a large host still read what
     their own host wrote.
     """
     counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
@@ -238,10 +240,10 @@ def rank_shift(hosts: Sequence[str]) -> int:
 
 
 class StateContent:
-    """The bytes of some planned objects; made before the clock starts, used by any thread."""
+    """The bytes of some planned objects. Created before the clock starts; any thread may use them."""
 
     def __init__(self, seed: int, planned: Iterable[PlannedObject]) -> None:
-        # A key names checkpoint, rank and file, so that no two of a run have a block in common.
+        # A key names the checkpoint, rank and file, so no two objects of a run have a block in common.
         self._contents = {object_.key: Content(seed, object_.key) for object_ in planned}
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
@@ -249,12 +251,14 @@ class StateContent:
         self._contents[planned.key].fill(buffer, offset)
 
     def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
-        """The place of the first wrong byte in `buffer`; None if all are right."""
+        """The index of the first wrong byte in `buffer`; None if all are correct."""
         return self._contents[planned.key].verify(buffer, offset)
 
 
 LONGEST_ROUND_S: Final = 7 * 24 * 3600.0
-"""Ranks may take very different times; the pipeline itself gives up on a storage that stays silent."""
+"""The limit is long because ranks may take very different times, and because the pipeline itself gives up on
+a storage that does not respond.
+"""
 
 _KINDS: Final = {"write": SpanKind.SAVE, "read": SpanKind.LOAD}
 _TITLES: Final = {"write": "writing", "read": "reading"}
@@ -263,7 +267,7 @@ _UNITS: Final = {"write": "written_bytes", "read": "read_bytes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRunner:
-    """Runs the rounds of one rank. For reading, ranks are moved by `shift`."""
+    """Runs the rounds of one rank. To read, a rank takes the files of the rank `shift` places after it."""
 
     comm: Comm
     layout: StateLayout
@@ -276,10 +280,13 @@ class RoundRunner:
     progress: RoundProgress
     recorder: StepRecorder
     throughput: Throughput = field(default_factory=dict)
-    """On rank 0: what all ranks moved over the time of each round so far."""
+    """On rank 0: the throughput of all ranks over the time of each round so far."""
 
     def run(self, checkpoint: CheckpointRound, *, last: int) -> checkpoint_result.RoundFigures:
-        """Run the round; its figures over all ranks. `last` is the number of its direction's last round."""
+        """Run the round and return its figures over all ranks.
+
+        `last` is the number of its direction's last round.
+        """
         comm, direction = self.comm, checkpoint.direction
         shift = self.shift if direction == "read" else 0
         process = (comm.rank + shift) % comm.size
@@ -321,7 +328,7 @@ class RoundRunner:
     def _move(
         self, checkpoint: CheckpointRound, planned: Sequence[PlannedObject], content: StateContent
     ) -> list[Measurement | None]:
-        """The timed part; None of a rank without files."""
+        """Run the timed part. Returns the measurement of each rank, None for a rank without files."""
         with ExitStack() as undo:
             if checkpoint.direction == "write":
                 undo.callback(remove_objects, self.storages[0], planned)
@@ -344,7 +351,7 @@ class RoundRunner:
                     progress=self.progress,
                 )
 
-            # A failure of any rank is raised here on all of them, and each removes what it wrote.
+            # If any rank fails, this raises on all of them, and each removes what it wrote.
             measurements = all_gather_results(
                 self.comm,
                 work,
@@ -352,7 +359,8 @@ class RoundRunner:
                 timeout_s=max(LONGEST_ROUND_S, self.comm.timeout_s),
             )
             undo.pop_all()
-        # DLIO's span of the round: this rank's own time, with `rank_sync` until all ranks are done.
+        # DLIO's span of the round: this rank's own time or, with `syncs_ranks`, the time until all ranks are
+        # done.
         mine = measurements[self.comm.rank]
         end_ns = origin_ns if mine is None else mine.end_ns
         self.recorder.add_span(
@@ -371,9 +379,10 @@ class RoundRunner:
 
 
 def fit_pipe(pipe: PipelineSettings, planned: Sequence[PlannedObject]) -> PipelineSettings:
-    """The settings with no more memory and streams than the objects of a checkpoint can use.
+    """Reduce the settings' memory and streams to what the objects of a checkpoint can use.
 
-    Memory is touched before it is timed, and costs seconds a GiB: a small checkpoint should not pay for it.
+    Memory is touched before the clock starts, which takes seconds per GiB: a small checkpoint should not pay
+    for it.
     """
     streams = max(1, min(pipe.streams, len(planned)))
     used = sum(-(-object_.size_bytes // pipe.chunk_bytes) for object_ in planned) * pipe.chunk_bytes
@@ -382,7 +391,7 @@ def fit_pipe(pipe: PipelineSettings, planned: Sequence[PlannedObject]) -> Pipeli
 
 
 def remove_objects(storage: Storage, planned: Sequence[PlannedObject]) -> None:
-    """Delete objects, where they exist; what cannot be deleted is logged, as a cleanup must not fail."""
+    """Delete those objects that exist. Errors are only logged, because a cleanup must not fail."""
     for object_ in planned:
         try:
             storage.delete(object_.key)

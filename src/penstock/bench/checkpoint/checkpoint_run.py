@@ -1,9 +1,9 @@
 """The checkpoint benchmark from start to finish: prepare the folder, write, read, and close the run.
 
-Collective: every rank calls `run_checkpoints` and gets the same result. The run's folder records how it
-ended in every case. The marker on storage lists the checkpoints that are complete: rank 0 rewrites it after
-each, so a step that it lists was durable on all ranks. Only objects of listed steps are ever deleted, after
-the marker.
+Collective: every rank calls `run_checkpoints` and gets the same result. However the run ends, its folder
+records it. The marker on storage lists the checkpoints that are complete: rank 0 rewrites it after each
+checkpoint is durable on all ranks. Only objects of listed steps are ever deleted, and the marker is deleted
+before them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointShape:
-    """The settings that two runs must share to read each other's checkpoints; `scale` is exact."""
+    """The settings that two runs must have in common to read each other's checkpoints. `scale` is exact."""
 
     model: str
     processes: int
@@ -73,7 +73,7 @@ class CheckpointShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedStep:
-    """One complete checkpoint; `ended_at_s` is by the wall clock of the rank 0 that wrote it."""
+    """One complete checkpoint. `ended_at_s` is by the wall clock of rank 0 of the run that wrote it."""
 
     step: int
     ended_at_s: float
@@ -81,7 +81,10 @@ class MarkedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMarker:
-    """The contents of a folder. `run_folder` has the results of the run that wrote the marker last."""
+    """The marker: the content of a folder.
+
+    `run_folder` has the results of the run that last wrote the marker.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -99,7 +102,7 @@ class CheckpointMarker:
 
 
 def read_marker(storage: Storage) -> CheckpointMarker | None:
-    """The marker at `storage`; None if it has no checkpoints of this benchmark."""
+    """Read the marker at `storage`; None if it holds no checkpoints of this benchmark."""
     try:
         text = bytes(read_object(storage, KEY))
     except ObjectNotFound:
@@ -124,7 +127,8 @@ def prepare_folder(
 ) -> tuple[tuple[CheckpointRound, ...], int, CheckpointMarker | None]:
     """Read the marker, remove what is to be replaced, and plan the rounds; the same on all ranks.
 
-    Returns the rounds, the seed, and the marker of earlier checkpoints that are kept and used, if any.
+    Returns the rounds, the seed, and the marker of earlier checkpoints that are kept and used, if there are
+    any.
     """
     marker = _run_on_rank0(comm, lambda: read_marker(storage), awaiting="what is at the target")
     section = request.model.workload.checkpoint
@@ -155,7 +159,7 @@ def prepare_folder(
 
 
 def _require_same_settings(marker: CheckpointMarker, request: CheckpointRequest, *, uri: str) -> None:
-    """`UsageError` that names each difference between these checkpoints and the request."""
+    """Raise `UsageError`, naming each difference, if these checkpoints do not match the request."""
     shape, wanted = asdict(marker.shape), asdict(request.shape)
     differences = [
         f"{name} {shape[name]}, not {wanted[name]}" for name in wanted if shape[name] != wanted[name]
@@ -181,9 +185,9 @@ def _require_same_settings(marker: CheckpointMarker, request: CheckpointRequest,
 
 
 def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
-    """Delete complete checkpoints and their marker; ranks share the files. Collective."""
+    """Delete complete checkpoints and their marker. All ranks share the work. Collective."""
     folders = [checkpoint_folder(EPOCH, step) for step in steps]
-    # The marker goes first: what it lists must be complete, whenever this is interrupted.
+    # The marker goes first, because what it lists must be complete whenever this is interrupted.
     _run_on_rank0(comm, lambda: _delete(storage, [KEY]), awaiting="the marker of checkpoints to be deleted")
     keys = _run_on_rank0(
         comm,
@@ -198,13 +202,13 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
     paths = capabilities.find_local_paths(storage)
     if comm.rank == 0 and paths is not None:
         for folder in folders:
-            # A folder with files of other programs stays.
+            # A folder that holds files of other programs stays.
             with suppress(OSError):
                 Path(paths.local_path(f"{folder}/any")).parent.rmdir()
 
 
 def _run_on_rank0(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
-    """The result of `work` on rank 0; a failure is `RankFailed` in a process without other ranks, too."""
+    """The result of `work` on rank 0. A failure raises `RankFailed`, even if there are no other ranks."""
     results = all_gather_results(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
     return cast("Result", results[0])
 
@@ -216,11 +220,11 @@ def _delete(storage: Storage, keys: Sequence[str]) -> None:
 
 
 def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None:
-    """`OutOfSpace` on all ranks unless each file system has room for what its ranks will write. Collective.
+    """Raise `OutOfSpace` on all ranks if a file system lacks room for what its ranks will write. Collective.
 
-    `root` is the storage's local folder; None for a storage that is not a file system.
+    `root` is the storage's local folder; None if the storage is not a file system.
     """
-    # The same text on all nodes for a shared file system.
+    # All nodes have the same identifier for a shared file system.
     mine = "" if root is None else read_volume_id(nearest_folder(root))
     volumes = comm.gather(mine, awaiting="where all ranks write")
     needed = sum(
@@ -239,10 +243,10 @@ def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm
 class CheckpointRequest(RunSettings):
     """A request for a checkpoint benchmark.
 
-    `model.workload.checkpoint` says how many writes and reads, and how; it is what is really run, options
-    included, so the run's record shows it. A `seed` of None is drawn for writing, and taken from the
-    marker for reading. With `resumes`, complete checkpoints of an interrupted run are kept; with `removes`,
-    all are deleted at the end.
+    `model.workload.checkpoint` says how many checkpoints are written and read, and how. It includes the
+    command's options, so the run's record shows what was really run. If `seed` is None, writing draws one,
+    and reading takes the marker's. With `resumes`, complete checkpoints of an interrupted run are kept; with
+    `removes`, all are deleted at the end.
     """
 
     model: CheckpointModel
@@ -255,7 +259,7 @@ class CheckpointRequest(RunSettings):
 
     @property
     def shape(self) -> CheckpointShape:
-        """The settings that another run needs to read these checkpoints."""
+        """The settings with which another run can read these checkpoints."""
         layout, mode = self.layout, "subset" if self.layout.is_subset else "default"
         return CheckpointShape(
             model=self.model.workload.full_name,
@@ -290,7 +294,7 @@ class CheckpointRequest(RunSettings):
 
 
 def change_checkpoint_section(model: CheckpointModel, **changes: object) -> CheckpointModel:
-    """The model with values of its workload's section `checkpoint` changed; None leaves one as it is."""
+    """Return the model with these values in its workload's section `checkpoint`. None changes nothing."""
     given = {name: value for name, value in changes.items() if value is not None}
     if "mode" in given:
         given["mode"] = CheckpointMode(str(given["mode"]))
@@ -299,7 +303,7 @@ def change_checkpoint_section(model: CheckpointModel, **changes: object) -> Chec
 
 
 Tell = Callable[[str], None]
-"""A line for people, on rank 0."""
+"""Prints a line for people, on rank 0."""
 
 
 def run_checkpoints(
@@ -310,7 +314,7 @@ def run_checkpoints(
     progress: Progress,
     tell: Tell = lambda _text: None,
 ) -> CheckpointResult:
-    """Write and read as the request's workload says; the same result on every rank."""
+    """Write and read as the request's workload says. Returns the same result on every rank."""
     storage, workload, layout = reopen(), request.model.workload, request.layout
     rounds, seed, earlier = prepare_folder(request, storage, comm=comm, tell=tell)
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
@@ -337,7 +341,7 @@ def run_checkpoints(
         progress.expect(layout.total_bytes * len(rounds), "written_bytes", "read_bytes", pauses_s=pauses_s)
         began_ns = time.monotonic_ns()
         with record_run(comm, folder, reopen()) as (recorder, observer):
-            # What all rounds share, warmed up before the first of them.
+            # All rounds share this; it is warmed up before the first of them.
             processes = (comm.rank, (comm.rank + shift) % comm.size)
             largest = max(processes, key=lambda process: sizes[process])
             pipe = fit_pipe(request.pipe, plan_objects(layout, largest, 1))
@@ -357,7 +361,7 @@ def run_checkpoints(
                 progress=watch,
                 recorder=recorder,
             )
-            # Another run's checkpoints stay noted, with this run's folder.
+            # The marker still lists the other run's checkpoints, now with this run's folder.
             marker = CheckpointMarker(
                 content_version=CONTENT_VERSION,
                 seed=seed,
@@ -415,7 +419,7 @@ def run_checkpoints(
             published_files.write_json(folder, run_folder.CHECKPOINTS_FILE, result.document())
             request.write_dlio_files(run, workload)
             run.finish(deliveries=result.deliveries, is_right=result.is_right)
-        # All ranks have the same result but for their wall clocks: rank 0's count.
+        # Ranks' results differ only in their wall clocks; rank 0's clock counts.
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
@@ -435,7 +439,7 @@ def _run_rounds(
     observer: DeviceObserver,
     marker: CheckpointMarker,
 ) -> Iterator[RoundFigures]:
-    """All rounds, with the marker replaced, durably, after each write. Collective."""
+    """Run all rounds; after each write, replace the marker durably. Collective."""
     storage = runner.storages[0]
     for place, checkpoint in enumerate(rounds):
         last = max(other.number for other in rounds if other.direction == checkpoint.direction)
@@ -457,7 +461,7 @@ def _run_rounds(
 
 
 def _find_gap(rounds: Sequence[RoundFigures], earlier: CheckpointMarker | None) -> float | None:
-    """The time from the last write to the first read, which MLPerf Storage limits, also across two runs."""
+    """The time from the last write to the first read, across two runs as well. MLPerf Storage limits it."""
     written = [figures.ended_at_s for figures in rounds if figures.round.direction == "write"]
     if not written and earlier is not None:
         written = [marked.ended_at_s for marked in earlier.steps]

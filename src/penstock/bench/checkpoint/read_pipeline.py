@@ -1,8 +1,8 @@
 """The read pipeline: storage -> buffers -> verifier, several requests at once, with timestamps.
 
-Streams share the chunks of all objects; as many threads verify what was read while the next chunks are read.
-Only the benchmark uses it: a load verifies in the threads that read (`transfer.reader`). Invariant: a phase
-that returns has read every planned byte, and its measurement lists the wrong ones.
+Streams share the chunks of all objects. An equal number of threads verify these chunks while the next ones
+are read. Only the benchmark uses it: a load verifies in the threads that read (`transfer.reader`). Invariant:
+a phase that returns has read every planned byte, and its measurement lists wrong bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ MOST_WRONG_BYTES: Final = 1000
 """A measurement lists at most this many places of wrong bytes."""
 
 Verify = Callable[["PlannedObject", int, memoryview], int | None]
-"""Return the index in the buffer, read at this offset of the object, of its first wrong byte; None if all are
-right. Called from several threads at once, in no order, at most once for each range."""
+"""Receives an object, an offset and the bytes read there; returns the index of the first wrong byte in the
+buffer, None if all are correct. Called from several threads at once, in any order, at most once for each
+range.
+"""
 
 
 def read_objects(
@@ -43,10 +45,10 @@ def read_objects(
     origin_ns: int | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Read all of `planned`, and verify as much as the settings ask for, with `verify`.
+    """Read all of `planned`, and verify with `verify` as much as the settings ask for.
 
-    The arguments are those of `write_objects`. Wrong bytes raise no error: the measurement lists them, and no
-    byte of their chunk counts as verified.
+    The arguments are those of `write_objects`. Wrong bytes raise no error: the measurement lists them, and
+    none of the bytes of their chunk counts as verified.
     """
     entered_ns = now_ns()
     memory = memory or WarmMemory(settings.buffer_memory_bytes)
@@ -57,7 +59,10 @@ def read_objects(
 
 
 class ReadPipeline:
-    """One phase of reading. Use it as a context manager: leaving it early stops and closes everything."""
+    """One phase of reading, as a context manager.
+
+    Leaving it early stops all threads and closes all objects.
+    """
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class ReadPipeline:
         self._buffers = PipelineBuffers(memory, settings)
         sizes = [item.size_bytes for item in planned]
         self._stamps = Timestamps(sizes, settings.chunk_bytes, settings.streams, entered_ns)
-        # An object without bytes is opened, too: it might be missing, or no longer empty.
+        # An empty object is opened, too: it might be missing, or no longer empty.
         self._chunks = [
             (number, chunk)
             for number in range(len(planned))
@@ -98,14 +103,14 @@ class ReadPipeline:
         self._files.close()
 
     def stop(self) -> None:
-        """Stop all threads; may be called at any time, from any thread."""
+        """Stop all threads. May be called at any time, from any thread."""
         self._is_stopped = True
         self._buffers.stop()
         for _ in range(self._settings.streams):
             self._unverified.put(None)
 
     def read(self, rank: int, origin_ns: int | None, progress: Progress) -> Measurement:
-        """Read and verify everything, and return the measurement."""
+        """Read and verify all objects, and return the measurement."""
         progress.begin("reading", self._stamps.planned_bytes)
         streams = range(self._settings.streams)
         self._stamps.begin_counting(self._storages)

@@ -1,4 +1,4 @@
-"""Loaders feed a rank with batches: threads, torch's DataLoader, or one of an installed extension."""
+"""Loaders feed a rank with batches: native threads, torch's DataLoader, or a loader from an extension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
-    """The loader of this name, set up as the workload and `threads` ask."""
+    """The options of the loader of this name, as the workload and `threads` set them."""
     reader, dataset = workload.reader, workload.dataset
     if name == "pytorch":
         with explained_imports():
@@ -38,7 +38,8 @@ def loader_options(name: str, workload: Workload, threads: int | None) -> Loader
         )
         options: LoaderOptions = extension(workload, threads)
         return options
-    # Only TensorFlow preprocesses in threads of its own; elsewhere the reading threads work on samples, too.
+    # Only TensorFlow preprocesses in separate threads; with other loaders, the reading threads preprocess,
+    # too.
     is_tensorflow = reader.data_loader is enums.LoaderKind.TENSORFLOW and not reader.preprocess_time.is_zero
     return NativeOptions(
         threads=threads or reader.read_threads or NativeOptions().threads,

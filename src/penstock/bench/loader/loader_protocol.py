@@ -1,7 +1,7 @@
-"""The protocol between planning batches and reading them: requests go in, loaded batches come out.
+"""The protocol between planning and reading batches: requests go in, loaded batches come out.
 
 Planning (order, format) makes `BatchRequest`s; a `Loader` fulfils them some batches ahead of the loop.
-Batches arrive in the order of their requests, and each says what was really read for it.
+Batches arrive in the order of their requests, and each records what was really read for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from penstock.errors import StorageError
 from penstock.storage import Counters, Storage
 
 OpenStorage = Callable[[], "Storage"]
-"""Opens a rank's storage once more, with counters of its own; it can be pickled for a worker process."""
+"""Opens a rank's storage once more, with separate counters. It can be pickled for a worker process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One range of one object, to its end where `size_bytes` is None; `expected_bytes` is its whole size."""
+    """One range of one object, up to its end if `size_bytes` is None.
+
+    `expected_bytes` is the object's size.
+    """
 
     key: str
     offset: int = 0
@@ -35,19 +38,25 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Samples of one file, decoded once all their ranges are read; `survey` is the result of a survey."""
+    """Samples of one file, decoded when all their ranges have been read.
+
+    `survey` is the result of a survey.
+    """
 
     reads: tuple[ReadRequest, ...]
     plan: FilePlan
     survey: FileSurvey
     samples: range
     is_checked: bool = False
-    """True if the decoded samples are compared with their generator."""
+    """True if the decoded samples are compared with what their generator produced."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The reads of one batch of `num_samples`; `preprocess_ns` has the time to work on each sample."""
+    """The reads of one batch of `num_samples`.
+
+    `preprocess_ns` has the time for each sample's preprocessing.
+    """
 
     requests: tuple[ReadRequest | BlockRequest, ...]
     num_samples: int
@@ -56,9 +65,9 @@ class BatchRequest:
 
 @dataclass(slots=True)
 class Batch:
-    """A loaded batch, or what was read of it so far. Times are summed over requests, which may overlap.
+    """A loaded batch, or the part read so far. Times are sums over requests, which may overlap.
 
-    `decode_ns` is all work on what was read: decoding, checking and preprocessing.
+    `decode_ns` is all work on the bytes read: decoding, checking and preprocessing.
     """
 
     num_samples: int = 0
@@ -68,7 +77,7 @@ class Batch:
     decode_ns: int = 0
 
     def add(self, other: Batch) -> None:
-        """Count what was read for another part of the batch, too."""
+        """Add the figures of another part of the batch."""
         self.read_bytes += other.read_bytes
         self.num_reads += other.num_reads
         self.read_ns += other.read_ns
@@ -93,10 +102,10 @@ class ContentCheck(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FormatDecoder:
-    """Makes samples of what was read, where it was read, and compares some with their generator.
+    """Decodes samples from the bytes read, in the process that read them, and checks some of them.
 
-    Samples are copied out of the loader's buffers, as a trainer would need them, and then dropped. A decoder
-    can be pickled.
+    The samples are compared with what their generator produced. They are copied out of the loader's buffers,
+    as a trainer would need them, and then dropped. A decoder can be pickled.
     """
 
     kind: FileFormat
@@ -104,7 +113,10 @@ class FormatDecoder:
     check: ContentCheck = ContentCheck.OFF
 
     def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
-        """Decode, and check a block that is to be; `StorageError` names the first wrong sample."""
+        """Decode a block, and check it if `is_checked` is set.
+
+        `StorageError` names the first wrong sample.
+        """
         decoded = np.array(self.kind.decode(block.plan, block.survey, pieces, block.samples))
         if not block.is_checked:
             self.kind.check_sums(block.plan, pieces)
@@ -112,7 +124,7 @@ class FormatDecoder:
         content = Content(self.recipe.seed, block.plan.index, self.recipe.reduction)
         expected = self.kind.expected(block.plan, content, block.samples)
         for sample, stored, right in zip(block.samples, decoded, expected, strict=True):
-            # Bytes are compared, because content has NaNs, which equal nothing.
+            # Compare bytes, because content includes NaNs, which are not equal to themselves.
             if np.ascontiguousarray(stored).tobytes() != np.ascontiguousarray(right).tobytes():
                 raise StorageError(
                     f"Sample {sample} of {block.plan.name} is not what was generated",
@@ -122,24 +134,27 @@ class FormatDecoder:
 
 
 class Loader(Protocol):
-    """Feeds one rank. `epoch` is called once an epoch, `close` at the end; workers live in between."""
+    """Feeds one rank.
+
+    `epoch` is called once per epoch, `close` at the end; workers live until then.
+    """
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """The batches of one epoch, in order; a failed request's error is raised at its batch."""
 
     @property
     def counters(self) -> Counters:
-        """The counters of the loader's own storages; the rank's storage, if it is read, counts for itself."""
+        """The counters of the loader's own storages. The rank's storage has its own counters."""
 
     def close(self) -> None:
-        """End all workers. Safe twice, and in the middle of an epoch."""
+        """End all workers. May be called twice, and in the middle of an epoch."""
 
     # A loader whose workers take long to start may also have `change_storage(reopen)`: between two epochs all
     # workers open another storage and read from it.
 
 
 class LoaderOptions(Protocol):
-    """A loader with its settings; a frozen record that ranks send to each other."""
+    """A loader's settings: a frozen record that ranks send to each other."""
 
     @property
     def prefetch_batches(self) -> int:
@@ -148,10 +163,11 @@ class LoaderOptions(Protocol):
     def start(
         self, storage: Storage, reopen: OpenStorage | None, decoder: FormatDecoder | None = None
     ) -> Loader:
-        """Start it on `storage`; one with processes opens storage by `reopen` and never touches `storage`.
+        """Start the loader on `storage`.
 
-        Without `decoder` no request is a `BlockRequest`.
+        A loader with processes opens storage by `reopen` and never touches `storage`. Without `decoder`, no
+        request is a `BlockRequest`.
         """
 
     def document(self) -> dict[str, Any]:
-        """As plain data, with the loader's name."""
+        """The settings as plain data, with the loader's name."""

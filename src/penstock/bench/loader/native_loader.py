@@ -1,7 +1,8 @@
-"""The native loader: threads that read ranges into buffers of their own, some batches ahead.
+"""The native loader: threads, each with a buffer, that read ranges some batches ahead.
 
-Files and objects get the same depth: `threads` requests in flight, whatever their batch. Memory is one buffer
-per thread, and one block per thread where blocks are decoded, whatever the size of samples and files.
+Files and objects are read with the same depth: `threads` requests in flight, whichever batch they belong to.
+Memory is one buffer per thread, plus one block per thread if blocks are decoded, whatever the size of samples
+and files.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ _ALIGNMENT: Final = 4096
 
 
 class RangeReader:
-    """Has one buffer, and keeps the last object open, because ranges of one file come in runs."""
+    """Reads ranges into one buffer.
+
+    Keeps the last object open, because consecutive ranges are often of one file.
+    """
 
     def __init__(self, storage: Storage, buffer_bytes: int, decoder: FormatDecoder | None = None) -> None:
         self._storage = storage
-        # The same huge pages as the probe's: of ordinary ones the kernel pins each for O_DIRECT.
+        # Huge pages, as in the probe: with ordinary pages, the kernel pins each one for O_DIRECT.
         self._buffer = _warm_buffer(buffer_bytes)
         self._block = self._buffer
         self._decoder = decoder
@@ -45,7 +49,7 @@ class RangeReader:
         self._source: Source | None = None
 
     def serve(self, request: ReadRequest | BlockRequest, totals: Batch) -> None:
-        """Read what a request asks for; decode a block. Both count in `totals`."""
+        """Read what a request asks for, and decode it if it is a block. Both are counted in `totals`."""
         began_ns = time.monotonic_ns()
         if not isinstance(request, BlockRequest):
             totals.read_bytes += self._read(request)
@@ -62,7 +66,7 @@ class RangeReader:
         totals.decode_ns += time.monotonic_ns() - read_ns
 
     def _read(self, request: ReadRequest) -> int:
-        """Read one range; its length."""
+        """Read one range and return its length."""
         source = self._open(request)
         size_bytes = _length(request, source)
         done = 0
@@ -81,7 +85,7 @@ class RangeReader:
             self._source = self._key = None
 
     def _read_block(self, block: BlockRequest) -> list[Extent]:
-        """All ranges of a block, side by side in memory that the next block reuses."""
+        """Read all ranges of a block, side by side, into memory that the next block reuses."""
         lengths = [_length(read, self._open(read)) for read in block.reads]
         places = [aligned.round_up(length, _ALIGNMENT) for length in lengths]
         if sum(places) > len(self._block):
@@ -125,13 +129,13 @@ def _length(request: ReadRequest, source: Source) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOptions:
-    """`threads` requests are in flight, for up to `prefetch_batches` batches beyond the next one."""
+    """Settings: `threads` requests in flight, for up to `prefetch_batches` batches beyond the next one."""
 
     threads: int = 4
     prefetch_batches: int = 2
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     preprocess_threads: int | None = None
-    """The number of threads that preprocess a batch, if not all of them."""
+    """The number of threads that preprocess a batch; None for all threads."""
 
     def __post_init__(self) -> None:
         least = min(self.threads, self.preprocess_threads or 1, self.buffer_bytes)
@@ -148,12 +152,12 @@ class NativeOptions:
         return NativeLoader(storage, self, decoder)
 
     def document(self) -> dict[str, Any]:
-        """As plain data, with the loader's name."""
+        """The settings as plain data, with the loader's name."""
         return {"name": "native", **asdict(self)}
 
 
 class NativeLoader:
-    """A `Loader` on threads. They are started once and serve all epochs."""
+    """A `Loader` on threads, which start once and serve all epochs."""
 
     def __init__(
         self, storage: Storage, options: NativeOptions, decoder: FormatDecoder | None = None
@@ -172,7 +176,7 @@ class NativeLoader:
 
     @property
     def counters(self) -> Counters:
-        """Zero: the threads read from the rank's storage, which counts for itself."""
+        """Zero, because the threads read from the rank's storage, which has its own counters."""
         return Counters()
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
@@ -188,7 +192,7 @@ class NativeLoader:
                     window.append(self._submit(request))
                 yield batch
         finally:
-            # An epoch that is left early must not leave its reads among those of the next one.
+            # If an epoch is left early, its reads must not mix with those of the next one.
             for pending in window:
                 pending.cancel()
             for pending in window:
@@ -212,7 +216,7 @@ class NativeLoader:
         return pending
 
     def _split(self, preprocess_ns: tuple[int, ...]) -> list[int]:
-        """A batch's preprocessing in one part per thread, queued behind its reads."""
+        """Divide a batch's preprocessing into one part per thread; the parts are queued behind the reads."""
         threads = self._options.preprocess_threads or self._options.threads
         return [sum(share) for first in range(threads) if (share := preprocess_ns[first::threads])]
 
@@ -226,10 +230,10 @@ class NativeLoader:
 
 
 class _PendingBatch:
-    """A batch that is being read: the work left, the totals so far, and the first error.
+    """A batch that is being read: the remaining work, the totals so far, and the first error.
 
     Each free thread takes the next piece of work until none is left, so that a batch of hundreds of small
-    reads wakes each thread once. Work that has not begun is skipped once it is cancelled.
+    reads wakes each thread only once. Work that has not begun when the batch is cancelled is skipped.
     """
 
     def __init__(self, num_samples: int, works: Sequence[_Work]) -> None:
@@ -241,7 +245,7 @@ class _PendingBatch:
         self._is_cancelled = False
 
     def work_on(self, reader: RangeReader) -> None:
-        """Work until nothing is left to begin; always report the end, or the batch is awaited forever."""
+        """Work until nothing is left to begin. Always report the end; otherwise `wait` would never return."""
         done, totals, error = 0, Batch(), None
         while (work := self._take()) is not None:
             done += 1
@@ -255,7 +259,10 @@ class _PendingBatch:
         self._report(done, totals, error)
 
     def wait(self) -> Batch:
-        """The complete batch; storage bounds each read, so this needs no time limit of its own."""
+        """Wait for the complete batch.
+
+        Storage limits the time of each read, so no time limit is needed here.
+        """
         self.wait_until_done()
         if self._error is not None:
             raise self._error
@@ -290,11 +297,11 @@ class _PendingBatch:
 
 
 _Work = ReadRequest | BlockRequest | int
-"""One read, or the nanoseconds of one part of the preprocessing of a batch."""
+"""One read, or the nanoseconds of one thread's part of a batch's preprocessing."""
 
 
 def _preprocess(duration_ns: int, totals: Batch) -> None:
-    """Emulate work on samples for that long; the thread reads nothing meanwhile, like a worker of DLIO."""
+    """Emulate preprocessing for this long. The thread reads nothing meanwhile, like a worker of DLIO."""
     began_ns = time.monotonic_ns()
     time.sleep(duration_ns / 1e9)
     totals.decode_ns += time.monotonic_ns() - began_ns

@@ -1,7 +1,7 @@
-"""The pytorch loader: torch's `DataLoader` and its worker processes, fed with the batches of our plan.
+"""The pytorch loader: torch's `DataLoader` and its worker processes, which read the batches of our plan.
 
 A `BatchRequest` travels to a worker as torch's index, so persistent workers read what each epoch asks for. A
-worker opens a storage of its own and holds no socket of the rank that started it.
+worker opens its own storage and holds no socket of the rank that started it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from penstock.units import format_bytes
 from penstock.workload.enums import ProcessStart
 
 _KILL_S: Final = 5.0
-"""The time that a worker may take to end."""
+"""The time within which a worker must end."""
 _PURE_PYTHON_CLIENT: Final = "minio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PytorchOptions:
-    """`workers` of 0 reads in the rank itself, as torch does. A worker reads one request at a time.
+    """Settings. A worker reads one request at a time; with `workers` of 0, the rank itself reads.
 
-    `sample_bytes` is a sample's size when it arrives at the trainer. `prefetch_batches` is divided over the
-    workers and rounded up, at least one each: torch knows no fewer. Memory is pinned where there is CUDA.
+    `sample_bytes` is a sample's size when it arrives at the trainer. `prefetch_batches` is divided by the
+    number of workers and rounded up; torch's minimum is one batch per worker. With `pin_memory`, memory is
+    pinned if there is CUDA.
     """
 
     workers: int
@@ -67,13 +68,13 @@ class PytorchOptions:
 
     @property
     def prefetch_factor(self) -> int | None:
-        """Batches that each worker has in hand, in torch's terms."""
+        """The number of batches that each worker prefetches, as torch's `prefetch_factor`."""
         return max(1, -(-self.prefetch_batches // self.workers)) if self.workers else None
 
     def start(
         self, _storage: Storage, reopen: OpenStorage | None, decoder: FormatDecoder | None = None
     ) -> PytorchLoader:
-        """Start the workers, each with a storage of its own; `UsageError` if nothing opens it."""
+        """Start the workers, each with its own storage. `UsageError` if `reopen` is None."""
         if reopen is None:
             raise UsageError(
                 "Nothing tells the pytorch loader's workers how to open storage",
@@ -82,19 +83,20 @@ class PytorchOptions:
         return PytorchLoader(reopen, self, decoder)
 
     def document(self) -> dict[str, Any]:
-        """As plain data, with the loader's name."""
+        """The settings as plain data, with the loader's name."""
         return {"name": "pytorch", **asdict(self)}
 
 
 class PytorchLoader:
-    """A `Loader` on torch's. Its workers have started when it is made, and serve all epochs."""
+    """A `Loader` on torch's `DataLoader`. Its workers start when it is created, and serve all epochs."""
 
     def __init__(
         self, open_storage: OpenStorage, options: PytorchOptions, decoder: FormatDecoder | None = None
     ) -> None:
         self._requests = _Requests()
         self._reads = _Reads(options, decoder)
-        # Torch warns of more workers than cores, for each loader: the harness limit measures that.
+        # Torch warns if there are more workers than cores, for each loader. The harness limit measures the
+        # effect.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._torch = _torch_loader(self._reads, self._requests, options)
         self._workers: list[BaseProcess] = []
@@ -105,7 +107,7 @@ class PytorchLoader:
         if options.workers:
             self._start_workers(open_storage)
         else:
-            # As torch does in workers: threads of ranks that share cores would await each other.
+            # Torch does the same in workers: the threads of ranks that share cores would wait for each other.
             torch.set_num_threads(1)
             with ExitStack() as undo:
                 undo.callback(self.close)
@@ -125,15 +127,16 @@ class PytorchLoader:
         yield from self._batches(self._arrivals)
 
     def change_storage(self, reopen: OpenStorage) -> None:
-        """Let all workers open this storage, and wait until they have."""
+        """Let all workers open another storage, and wait until they have."""
         self._counted = {}
         deque(self.epoch([reopen] * self._num_readers), maxlen=0)
         assert len(self._counted) == self._num_readers, "torch deals to its workers in turn"
 
     def close(self) -> None:
-        """End all workers, and see that they have ended."""
+        """End all workers, and check that they have ended."""
         if self._workers and self._arrivals is not None:
-            # Tracebacks may still refer to torch's iterator, so it cannot be left to end with its last user.
+            # Tracebacks may still refer to torch's iterator, so it might not end by losing its last
+            # reference.
             self._arrivals._shutdown_workers()  # noqa: SLF001 - torch has no public way
         for worker in self._workers:
             if worker.is_alive():
@@ -144,14 +147,14 @@ class PytorchLoader:
         torch.set_num_threads(self._rank_threads)
 
     def _start_workers(self, open_storage: OpenStorage) -> None:
-        """Start all of them and wait until each has opened its storage; no sample is read."""
+        """Start all workers and wait until each has opened its storage. No sample is read."""
         others = set(multiprocessing.active_children())
 
         def own_workers() -> list[BaseProcess]:
             return [child for child in multiprocessing.active_children() if child not in others]
 
         def abandon() -> None:
-            # They hold nothing yet, and those that still import torch would not notice an end.
+            # Workers hold nothing yet, and those that are still importing torch would not notice the end.
             self._workers = own_workers()
             for worker in self._workers:
                 worker.kill()
@@ -161,7 +164,8 @@ class PytorchLoader:
         with ExitStack() as undo:
             undo.callback(abandon)
             try:
-                # More than torch is about to make: an iterator that fails half made prints a traceback.
+                # Create more than torch is about to: an iterator that fails while it is being created prints
+                # a traceback.
                 _ = [multiprocessing.Semaphore() for _ in range(4 * (self._num_readers + 1))]
                 with _deaths_awaited(), _interrupts_blocked():
                     self._arrivals = iter(self._torch)
@@ -186,7 +190,7 @@ class PytorchLoader:
 
     @contextmanager
     def _explained_deaths(self) -> Iterator[None]:
-        """Name the worker that died, when torch notices: by an error of its own, or a broken pipe."""
+        """Name the worker that died when torch notices it, by an error of its own or by a broken pipe."""
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
@@ -195,7 +199,7 @@ class PytorchLoader:
             if not dead:
                 raise
             for worker in dead:
-                worker.join(_KILL_S)  # its descriptors close before its exit code can be had
+                worker.join(_KILL_S)  # its descriptors close before its exit code is available
             causes = []
             for worker in dead:
                 code = worker.exitcode
@@ -220,7 +224,10 @@ class _Requests:
 
 
 class _Arrival(NamedTuple):
-    """A worker's answer. An error is sent as it is: torch would raise its type with another text."""
+    """A worker's answer.
+
+    An error is sent as an item, because torch would raise its type with another text.
+    """
 
     worker: int
     outcome: Batch | PenstockError
@@ -229,7 +236,7 @@ class _Arrival(NamedTuple):
 
 
 class _Reads(Dataset[_Arrival]):
-    """The data set of torch's loader, whose items are whole batches. It is used where they are read."""
+    """The data set of torch's loader, whose items are whole batches. It is used in the process that reads."""
 
     def __init__(self, options: PytorchOptions, decoder: FormatDecoder | None = None) -> None:
         self._options = options
@@ -254,12 +261,12 @@ class _Reads(Dataset[_Arrival]):
         return _Arrival(info.id if info else 0, outcome, samples, counters)
 
     def close(self) -> None:
-        """Let go of the file that was read last."""
+        """Close the file that was read last."""
         if self._reader is not None:
             self._reader.close()
 
     def _change(self, open_storage: OpenStorage) -> Batch:
-        """Open another storage; what was open of the last one is closed."""
+        """Open another storage, and close what was open of the previous one."""
         self.close()
         self._storage = open_storage()
         if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
@@ -279,7 +286,7 @@ class _Reads(Dataset[_Arrival]):
         return served
 
     def _collate(self, num_samples: int) -> torch.Tensor | None:
-        """A batch as large as the samples after decoding; in a worker, torch makes it in shared memory."""
+        """A tensor as large as the batch's decoded samples. In a worker, torch puts it into shared memory."""
         if not num_samples:
             return None
         if self._sample is None:
@@ -321,10 +328,11 @@ def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -
 
 
 def worker_context(start: ProcessStart) -> BaseContext:
-    """The start method's context, with an event that a worker can be killed in.
+    """The start method's context, with an event that survives the death of a worker.
 
     Workers look at torch's end-of-work event between batches. A `multiprocessing.Event` has a lock: a worker
-    that is killed while it holds it leaves it locked, and torch, which saw the death, waits for the lock.
+    that is killed while it holds the lock leaves it locked, and torch, which has noticed the death, then
+    waits for the lock.
     """
     context = copy.copy(multiprocessing.get_context(start.value))
     context.Event = lambda: _LockFreeEvent(context.RawValue("b", 0))  # type: ignore[method-assign, assignment, return-value]
@@ -332,7 +340,7 @@ def worker_context(start: ProcessStart) -> BaseContext:
 
 
 class _LockFreeEvent:
-    """The part of an event that torch uses, as one byte of shared memory."""
+    """The part of an event's interface that torch uses, on one byte of shared memory."""
 
     def __init__(self, flag: ctypes.c_byte) -> None:
         self._flag = flag
@@ -345,13 +353,13 @@ class _LockFreeEvent:
 
 
 def _as_it_is(arrival: Any) -> Any:
-    """Collate nothing: an item is a batch."""
+    """Return the item unchanged: it is a whole batch."""
     return arrival
 
 
 def _start_worker(start: ProcessStart, rank_pid: int, _worker: int) -> None:
-    """In a worker, before it reads."""
-    # It has inherited this from the rank, but not from a fork server that was started for something else.
+    """Prepare a worker, before it reads."""
+    # The mask is inherited from the rank, but not from a fork server that was started for something else.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if start is ProcessStart.FORK:
         _leave_the_rank()
@@ -359,9 +367,10 @@ def _start_worker(start: ProcessStart, rank_pid: int, _worker: int) -> None:
 
 
 def _end_with_the_rank(rank_pid: int) -> None:
-    """Wait for the end of the rank, and end.
+    """Wait until the rank ends, then end this process.
 
-    Torch watches the parent, which is the fork server for some, and is init for one that started too late.
+    Torch watches the parent process instead. That is the fork server for some workers, and init for a worker
+    that started too late.
     """
     try:
         rank = os.pidfd_open(rank_pid)
@@ -373,15 +382,16 @@ def _end_with_the_rank(rank_pid: int) -> None:
 
 
 def _leave_the_rank() -> None:
-    """In a forked worker: give up the rank's sockets and its way to end.
+    """In a forked worker: give up the rank's sockets and its end-of-process handling.
 
-    Other ranks and the supervisor see a rank's end by its sockets, so a worker must not hold them open. Their
-    numbers stay taken: an object of the rank that closes its own later must not close a file of ours.
+    Other ranks and the supervisor notice a rank's end by its sockets, so a worker must not hold them open.
+    Their descriptor numbers stay taken, so that an object of the rank that is closed later does not close a
+    file of the worker.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for entry in list(Path("/proc/self/fd").iterdir()):
         number = int(entry.name)
-        with suppress(FileNotFoundError):  # the descriptor of this very listing
+        with suppress(FileNotFoundError):  # the descriptor of this listing itself
             if number > 2 and stat.S_ISSOCK(entry.stat().st_mode):
                 os.dup2(devnull, number, inheritable=False)
     os.close(devnull)
@@ -390,7 +400,7 @@ def _leave_the_rank() -> None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let workers inherit that Ctrl-C is blocked: a terminal sends it to them, but the rank ends them."""
+    """Let workers start with Ctrl-C blocked: a terminal sends it to them as well, but the rank ends them."""
     # Started here, because its start unblocks the signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -401,7 +411,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _require_forkable(storage: Storage) -> None:
-    """Refuse what would hang: a client's threads run in the rank, and fork copies only the one that calls."""
+    """Refuse clients that would hang: their threads are in the rank, and fork copies only the calling one."""
     client = storage.options.get("client", _PURE_PYTHON_CLIENT)
     if client != _PURE_PYTHON_CLIENT:
         raise UsageError(
@@ -413,7 +423,7 @@ def _require_forkable(storage: Storage) -> None:
 
 @contextmanager
 def _deaths_awaited() -> Iterator[None]:
-    """Undo that torch raises a worker's death at whatever the rank is doing: it comes out of `epoch`."""
+    """Prevent torch from raising a worker's death wherever the rank happens to be: `epoch` raises it."""
     before = signal.getsignal(signal.SIGCHLD)
     try:
         yield

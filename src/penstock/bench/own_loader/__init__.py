@@ -1,4 +1,4 @@
-"""Runs of a user's own loader, and where the seconds go that its consumer waits."""
+"""Measure a user's own loader, and find out what its consumer waits for."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def measure_loader(
     data: str = "",
     trials: tuple[str, ...] = (),
 ) -> TrainingResult:
-    """Measure the loader that `factory` returns, on one rank, as `penstock training run --loader` does.
+    """Measure the loader that `factory` returns, on one rank, as `penstock training run --loader` would.
 
-    A step computes for `step` seconds, or is a function that gets the batch. `data` is the URI of what the
-    loader reads, evicted from the page cache before each epoch; `trials` are changes such as `workers=8`. The
-    result's `stages.waits` has where the waits went.
+    `step` is the seconds that each step computes, or a function that is called with the batch. `data` is the
+    URI of the data that the loader reads; it is evicted from the page cache before each epoch. `trials` are
+    changes such as `workers=8`. The result's `stages.waits` divides the waits by their causes.
     """
-    # Workers import the package, and need none of this.
+    # Workers import the package but need none of this.
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader  # noqa: PLC0415
     from penstock.bench.own_loader.user_code import DescribedLoader  # noqa: PLC0415
     from penstock.cluster.comm import SoloComm  # noqa: PLC0415

@@ -1,13 +1,13 @@
-"""Watch a user's loader from outside: DataLoaders by their fetches, any loader by the kernel's figures.
+"""Watch a user's loader from outside: DataLoaders by their fetches, other loaders by the kernel's figures.
 
-While `TorchWatch` runs, `DataLoader.__iter__` gives iterators that note when the consumer asked for a batch
-and got it, and workers start with a probe that times each fetch. torch has no public hook for a fetch, so the
-probe replaces `fetch` of torch's two fetchers and puts it back at the end. Invariant: the loader yields what
-it would, and its data set, samples and functions are the user's own.
+While `TorchWatch` runs, `DataLoader.__iter__` returns iterators that note when the consumer asked for each
+batch and received it, and workers start with a probe that times each fetch. Torch has no public hook for a
+fetch, so the probe replaces `fetch` of torch's two fetchers and restores it at the end. Invariant: the loader
+yields what it would without the watch, and its data set, samples and functions are the user's own.
 
 `ProcessWatch` reads the kernel's figures of the loader's processes: bytes read, memory, and how busy their
-threads are. This is all that can be known of a loader that torch did not make. One thread reads /proc now and
-then, and spends at most a thousandth of the time on it.
+threads are. Nothing more can be known of a loader other than torch's. One thread reads /proc from time to
+time, and spends at most a thousandth of the time on it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from penstock.errors import UsageError
 WATCH_THREAD: Final = "penstock-watch"
 _LEAST_INTERVAL_S: Final = 0.1
 _MOST_COST: Final = 0.001
-"""The share of the time that watching may take."""
+"""The largest share of the time that watching may take."""
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
 _HELPERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 
 _own_reads: Counter[str] = Counter()
-"""Reads by the measurement itself in this process, which are not the loader's."""
+"""Reads of this process that belong to the measurement itself, not to the loader."""
 
 
 def read_proc(path: str) -> str:
-    """A file of /proc; empty if its process or thread is gone."""
+    """Read a file of /proc; "" if its process or thread is gone."""
     with suppress(OSError):
         file = os.open(f"/proc/{path}", os.O_RDONLY)
         try:
@@ -56,7 +56,7 @@ def read_proc(path: str) -> str:
 
 
 def read_open_proc(file: int) -> str:
-    """An open file of /proc, as it is now."""
+    """Read the current content of an open file of /proc."""
     content = os.pread(file, 1 << 16, 0)
     _own_reads["syscr"] += 1
     _own_reads["rchar"] += len(content)
@@ -64,7 +64,7 @@ def read_open_proc(file: int) -> str:
 
 
 def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]:
-    """The kernel's figures of what a process has read, without the reads of some threads and of measuring."""
+    """The kernel's counts of a process's reads, less those of some threads and of the measurement."""
     own_reads = _own_reads.copy() if process == os.getpid() else Counter[str]()
     found: Counter[str] = Counter()
     for path, counts in (("io", 1), *((f"task/{thread}/io", -1) for thread in without)):
@@ -77,7 +77,7 @@ def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]
 
 
 def find_descendants() -> list[int]:
-    """The processes that this one has started, and theirs, without those that serve `multiprocessing`."""
+    """The children and further descendants of this process, without those that serve `multiprocessing`."""
     found: list[int] = []
     unseen = [(os.getpid(), False)]
     while unseen:
@@ -85,7 +85,7 @@ def find_descendants() -> list[int]:
         for task in _tasks(pid):
             for child in map(int, read_proc(f"{pid}/task/{task}/children").split()):
                 command = read_proc(f"{child}/cmdline").encode()
-                # A process that a fork server has forked has the server's command line.
+                # A process that was forked by a fork server still has the server's command line.
                 is_helper = not is_server and any(helper in command for helper in _HELPERS)
                 unseen.append((child, is_helper))
                 if not is_helper:
@@ -100,7 +100,7 @@ def _tasks(pid: int) -> list[str]:
 
 
 class ProcessWatch:
-    """Watches this process and those that it starts while its block runs.
+    """Watches this process and its descendants while its block runs.
 
     `waited_ns` returns how long the consumer has waited so far.
     """
@@ -109,7 +109,9 @@ class ProcessWatch:
         workers = ("worker_rss_bytes", "workers_rss_bytes", "workers_shared_bytes")
         self.memory: dict[str, int] = dict.fromkeys((*workers, "shm_used_bytes", "shm_total_bytes"), 0)
         self.num_workers = 0
-        """The most processes that were there at two looks in turn: a helper that reads one sample is none."""
+        """The largest number of processes present in two successive looks: a helper that reads one sample is
+        none.
+        """
         self._waited_ns = waited_ns
         self._strangers = frozenset(find_descendants())
         self._busy_ns = self._observed_ns = 0.0
@@ -121,17 +123,17 @@ class ProcessWatch:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._look_at_memory([])  # a loader may be gone before the first look
+        self._look_at_memory([])  # the loader may be gone before the first interval ends
         self._first_io = read_io(os.getpid())
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watching thread."""
+        """Stop the watching thread."""
         self._stopped.set()
         self._thread.join(5.0)
 
     def read_so_far(self) -> Counter[str]:
-        """The reads since the start: of the loader's processes if there are any, else of this one."""
+        """The reads since the start: by the loader's processes if there are any, else by this process."""
         for pid in self._find_pids():
             self._io[pid] = read_io(pid) or self._io.get(pid, Counter())
         if self._io:
@@ -142,7 +144,7 @@ class ProcessWatch:
 
     @property
     def busy_share(self) -> float:
-        """The part of the waits in which the busiest thread of the loader computed, or wanted to."""
+        """The share of the waits in which the loader's busiest thread was computing or waiting for a core."""
         return min(self._busy_ns / self._observed_ns, 1.0) if self._observed_ns else 0.0
 
     def _find_pids(self) -> list[int]:
@@ -155,20 +157,20 @@ class ProcessWatch:
             self._look_at_threads(pids, now_ns - looked_ns, total_ns - waited_ns)
             looked_ns, waited_ns = now_ns, total_ns
             self._look_at_memory(pids)
-            self.read_so_far()  # of a process that has ended the last figures count
+            self.read_so_far()  # for a process that ends, the last figures read count
             self.num_workers = max(self.num_workers, len(self._present.intersection(pids)))
             self._present = frozenset(pids)
             before_s, cost_s = cost_s, time.thread_time()
             interval_s = max(_LEAST_INTERVAL_S, (cost_s - before_s) / _MOST_COST)
 
     def _look_at_threads(self, pids: list[int], elapsed_ns: int, waited_ns: int) -> None:
-        """Find the busiest thread since the last look, and count it if the consumer mostly waited."""
+        """Find the thread that was busiest since the last look; count it if the consumer mostly waited."""
         own = {str(threading.main_thread().native_id), str(self._thread.native_id)}
         times = {}
         for pid in (os.getpid(), *pids):
             for task in _tasks(pid):
                 if task not in own and (figures := read_proc(f"{pid}/task/{task}/schedstat").split()):
-                    times[task] = int(figures[0]) + int(figures[1])  # computed, and waited for a core
+                    times[task] = int(figures[0]) + int(figures[1])  # computing, and waiting for a core
         busiest_ns = max((times[task] - self._threads.get(task, times[task]) for task in times), default=0)
         self._threads = times
         if waited_ns > elapsed_ns // 2:
@@ -199,13 +201,14 @@ _RECORD: Final = Struct(f"<{len(Fetch._fields)}q")
 _REPORTED_EVERY_NS: Final = 100_000_000
 """The interval between a worker's reports of its reads, each of which takes about 0.1 ms."""
 _MESSENGERS: Final = ("QueueFeeder", "(_serve)")
-"""Threads in which `multiprocessing` sends batches and hands over their memory."""
+"""Names of the threads in which `multiprocessing` sends batches and hands over their memory."""
 
 
 class FetchProbe:
-    """Times the fetches of the thread that made it, and passes each record to `keep`.
+    """Times the fetches of the thread that created it, and passes each record to `keep`.
 
-    Moments cost about 0.5 us, the kernel's clocks 1 us each: a batch has two readings of them.
+    Reading the time takes about 0.5 us, reading each of the kernel's clocks 1 us; a batch needs two readings
+    of all.
     """
 
     def __init__(self, keep: Callable[[Fetch], object]) -> None:
@@ -219,19 +222,19 @@ class FetchProbe:
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
         for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):  # noqa: SLF001
             self._undo.callback(setattr, kind, "fetch", kind.fetch)
-            # A forked worker inherits its parent's probe, which its own one replaces.
+            # A forked worker inherits its parent's probe and replaces it with its own.
             plain = getattr(kind.fetch, "of_torch", kind.fetch)
             kind.fetch = self._timed(plain)
 
     def remove(self) -> None:
-        """Put torch's own functions back."""
+        """Restore torch's own functions."""
         self._undo.close()
         if self._schedule is not None:
             os.close(self._schedule)
 
     def _timed(self, plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def fetch(fetcher: Any, index: Any) -> Any:
-            # A loader within a data set, or in another thread, is not what the consumer waits for.
+            # The consumer does not wait for a loader within a data set, or for one in another thread.
             if self._is_fetching or threading.get_ident() != self._thread:
                 return plain(fetcher, index)
             collate, is_batch, loaded = fetcher.collate_fn, False, (0, 0)
@@ -257,13 +260,16 @@ class FetchProbe:
         return fetch
 
     def _read_clocks(self) -> tuple[int, int]:
-        """The time, and how long this process was awake: its threads computed, or this one wanted a core."""
+        """The time, and the time for which this process was awake.
+
+        A process is awake while any of its threads computes or this one waits for a core.
+        """
         queued_ns = 0 if self._schedule is None else int(read_open_proc(self._schedule).split()[1])
         return time.monotonic_ns(), time.process_time_ns() + queued_ns
 
 
 class FetchLog:
-    """A worker's fetches and reads, in files of `folder`: `worker-N` has a record for each fetch."""
+    """Records a worker's fetches and reads in `folder`. The file `worker-N` has one record for each fetch."""
 
     def __init__(self, folder: Path, worker_id: int) -> None:
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
@@ -273,8 +279,8 @@ class FetchLog:
         self._due_ns = 0
 
     def keep(self, fetch: Fetch) -> None:
-        """Write one record; now and then a report of the reads so far."""
-        # A full disk must not end the loader: the rest of its fetches is unknown.
+        """Write one record and, from time to time, a report of the reads so far."""
+        # A full disk must not end the loader: the rest of its fetches then stays unknown.
         with suppress(OSError):
             os.write(self._records, _RECORD.pack(*fetch))
         if fetch.ended_ns >= self._due_ns:
@@ -282,7 +288,7 @@ class FetchLog:
             self.write_report()
 
     def write_report(self) -> None:
-        """Replace the report of this process's reads for samples."""
+        """Replace the report of what this process has read for samples."""
         found = self._read_io()
         found.subtract(self._first_io)
         with suppress(OSError):
@@ -291,21 +297,21 @@ class FetchLog:
             unfinished.replace(self._report)
 
     def _read_io(self) -> Counter[str]:
-        """The reads of this process, without those of threads that send batches."""
+        """The reads of this process, without those by threads that send batches."""
         threads = threading.enumerate()
         senders = [one.native_id for one in threads if any(name in one.name for name in _MESSENGERS)]
         return read_io(os.getpid(), without=senders)
 
 
 class ProbedWorker:
-    """A worker's `worker_init_fn`: the user's own first, then the probe. It can be pickled."""
+    """A `worker_init_fn` that calls the user's own, then starts the probe. It can be pickled."""
 
     def __init__(self, folder: Path, user_init: Callable[[int], object] | None) -> None:
         self._folder = folder
         self._user_init = user_init
 
     def __call__(self, worker_id: int) -> None:
-        """Start the probe in a worker, before torch builds what fetches."""
+        """Start the probe in a worker, before torch creates the fetcher."""
         if self._user_init is not None:
             self._user_init(worker_id)
         log = FetchLog(self._folder, worker_id)
@@ -315,7 +321,7 @@ class ProbedWorker:
 
 @dataclass(slots=True)
 class _Iteration:
-    """One pass over a DataLoader: its settings, and when each batch was asked for and given."""
+    """One pass over a DataLoader: its settings, and when each batch was requested and delivered."""
 
     loader: Any
     folder: Path
@@ -325,7 +331,7 @@ class _Iteration:
 
 
 class _WatchedIterator:
-    """The iterator of a DataLoader, which notes when each batch was asked for and given."""
+    """A DataLoader's iterator that notes when each batch is requested and delivered."""
 
     def __init__(self, plain: Any, moments: list[tuple[int, int]]) -> None:
         self._plain = plain
@@ -338,7 +344,7 @@ class _WatchedIterator:
     def __next__(self) -> Any:
         asked_ns = time.monotonic_ns()
         batch = next(self._plain)
-        # The consumer may not be waiting for what another thread awaits.
+        # The consumer may not be waiting for a batch that another thread requests.
         if threading.get_ident() == self._consumer:
             self._moments.append((asked_ns, time.monotonic_ns()))
         return batch
@@ -351,9 +357,9 @@ class _WatchedIterator:
 
 
 class TorchWatch:
-    """Watches, while its block runs, the DataLoaders that this thread iterates.
+    """Watches the DataLoaders that this thread iterates while its block runs.
 
-    `changes` are settings that loaders get before they are iterated.
+    `changes` are settings that each loader receives before it is iterated.
     """
 
     def __init__(self, changes: Mapping[str, Any] | None = None) -> None:
@@ -364,10 +370,10 @@ class TorchWatch:
         self._own: list[Fetch] = []
         self._undo = ExitStack()
         self.settings: dict[str, Any] = {}
-        """The settings of the loader that gave most batches of the last epoch."""
+        """The settings of the loader that delivered the most batches in the last epoch."""
 
     def __enter__(self) -> Self:
-        # The user's own torch: if his factory has not imported it, there is no DataLoader.
+        # If the user's factory has not imported torch, there is no DataLoader to watch.
         if "torch.utils.data" in sys.modules:
             self._undo.callback(FetchProbe(self._own.append).remove)
             self._folder = Path(tempfile.mkdtemp(prefix="penstock-loader-"))
@@ -382,7 +388,8 @@ class TorchWatch:
 
     def _watched(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def iterate(loader: Any) -> Any:
-            # Past DataLoader's own refusal to be changed: nothing has been iterated yet.
+            # This bypasses DataLoader's refusal to be changed, which is safe because nothing has been
+            # iterated yet.
             loader.__dict__.update(self._changes)
             if loader.num_workers and loader.prefetch_factor is None:
                 loader.prefetch_factor = 2
@@ -406,7 +413,7 @@ class TorchWatch:
         return iterate
 
     def read_so_far(self) -> Counter[str]:
-        """The workers' reads for samples, as they have reported them."""
+        """The workers' reads for samples, as far as they have reported them."""
         found: Counter[str] = Counter()
         for path in self._folder.glob("*/*.json") if self._folder else ():
             with suppress(OSError, ValueError):
@@ -414,7 +421,7 @@ class TorchWatch:
         return found
 
     def take_deliveries(self) -> list[Delivery]:
-        """The batches since the last call, each with the fetches of the worker that made it."""
+        """The batches delivered since the last call, each with the fetches of the worker that produced it."""
         iterations, self._iterations[:] = self._iterations[:], []
         own, self._own[:] = self._own[:], []
         found: list[Delivery] = []
@@ -425,7 +432,7 @@ class TorchWatch:
             )
             if iteration.loader.num_workers:
                 found += _deliveries_of_workers(iteration, end_ns)
-        # Without workers the consumer fetches for itself.
+        # Without workers, the consumer itself fetches.
         began_ns = next((one.began_ns for one in iterations if not one.loader.num_workers), 0)
         found += [Delivery(row.began_ns, row.ended_ns, began_ns, own, row) for row in own if row.is_batch]
         if iterations:
@@ -439,7 +446,7 @@ class TorchWatch:
 
 
 def _deliveries_of_workers(iteration: _Iteration, end_ns: int) -> Iterator[Delivery]:
-    """Find who made each batch: workers are dealt batches in turn, and batches are given in that order."""
+    """Find the fetch of each batch. Workers take turns, and batches are delivered in that order."""
     began_ns = iteration.began_ns if iteration.starts_workers else 0
     workers = []
     for number in range(iteration.loader.num_workers):
@@ -450,7 +457,8 @@ def _deliveries_of_workers(iteration: _Iteration, end_ns: int) -> Iterator[Deliv
             Fetch._make, _RECORD.iter_unpack(content[: len(content) // _RECORD.size * _RECORD.size])
         )
         workers.append([row for row in records if iteration.began_ns <= row.began_ns < end_ns])
-    # Worker 0's first batch, worker 1's first batch, ..., worker 0's second; one that has no more is skipped.
+    # Worker 0's first batch, worker 1's first batch, ..., worker 0's second; a worker without more batches is
+    # skipped.
     order = sorted(
         (turn, number)
         for number, rows in enumerate(workers)
@@ -469,11 +477,11 @@ TRIALS: Final[Mapping[str, str]] = {
     "prefetch": "prefetch_factor",
     "persistent": "persistent_workers",
 }
-"""Settings of a DataLoader that a trial can change, by the name that `--try` gives them."""
+"""The DataLoader settings that a trial can change, by their names in `--try`."""
 
 
 def parse_trial(change: str) -> dict[str, Any]:
-    """The settings of `workers=8`, `prefetch=4` or `persistent=1`; several are separated by commas."""
+    """Parse changes such as `workers=8`, `prefetch=4` or `persistent=1`, separated by commas."""
     settings: dict[str, Any] = {}
     for assignment in change.split(","):
         name, _, text = assignment.strip().partition("=")

@@ -1,7 +1,8 @@
-"""A training run over a user's own loader: the iterable as it is, and a step that computes or is the user's.
+"""A training run over a user's own loader, with emulated computation or the user's own step.
 
-Collective, as every training run: all ranks call it and get the same result, in the same folder, page and
-JSON. Steps have the same four moments. All ranks take as many steps as the one with the fewest batches.
+Collective, as every training run is: all ranks call it and get the same result, in the same folder, page and
+JSON. A step has the same four timestamps as in other runs. All ranks take as many steps as the rank with the
+fewest batches.
 """
 
 import time
@@ -43,23 +44,25 @@ from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Workload
 
 _LIMIT_SHARE: Final = 0.3
-"""The part of the harness limit's usual time that it takes here, where nothing but the loop is measured."""
+"""The share of the harness limit's usual duration that is spent here, because only the loop is measured."""
 _RECORDED_EVERY_NS: Final = 5 * 10**9
-"""Steps are held back this long for the bytes read for them; a killed run loses no more than that."""
+"""Steps are held back this long until the bytes read for them are known; a killed run loses no more than
+that.
+"""
 _FIRST_DRAWN: Final = 1024
 _END: Final = object()
 
 Consume = Callable[[Any, int, int, int], int]
-"""`(batch, loaded_ns, epoch, step)`: computes, and returns the moment at which it ended."""
+"""`(batch, loaded_ns, epoch, step)`: computes, and returns the time at which the computation ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLoaderRequest(RunSettings):
     """A request for a run of a user's own loader.
 
-    `factory` makes the loader; `step`, if there is one, consumes its batches. `data` is where the loader
-    reads, if the user named it: its pages are evicted before each epoch, and its device is watched. `trials`
-    are changes such as `workers=8`, each measured in a run of its own.
+    `factory` creates the loader; `step`, if given, consumes its batches. `data` is the storage that the
+    loader reads, if the user named it: its pages are evicted before each epoch, and its devices are observed.
+    `trials` are changes such as `workers=8`, each measured in a run of its own.
     """
 
     workload: Workload
@@ -73,9 +76,9 @@ class OwnLoaderRequest(RunSettings):
 
 
 def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: Progress) -> TrainingResult:
-    """Run the user's loader for all epochs; the same result on every rank."""
+    """Run the user's loader for all epochs. Returns the same result on every rank."""
     for change in request.trials:
-        parse_trial(change)  # refuse a wrong one before hours of measurement
+        parse_trial(change)  # refuse an invalid change before hours of measurement
     with request.open_run(
         request.workload,
         comm=comm,
@@ -105,7 +108,7 @@ def _measure_and_try(
     folder: Path,
     heartbeat: Callable[[], None],
 ) -> tuple[Stages, Workload]:
-    """Measure, then try each change; afterwards the folder's spools have the steps."""
+    """Measure, then try each change. Afterwards, the steps are in the folder's spools."""
     storage = request.data or MemoryStorage()
     measured = _Measurement(request, comm, progress)
     with (
@@ -131,7 +134,7 @@ def _measure_and_try(
         remarks=tuple(measured.remarks),
         loader_start_s=waits.factory_s,
         ceiling=ceiling,
-        # Which devices it reads is known only if the user named the place of the data.
+        # The devices that the loader reads are known only if the user named the location of the data.
         deliveries=(observer.deliver("read", measured.waits.io["rchar"]),) if request.data else (),
         waits=waits,
     ), workload
@@ -148,7 +151,7 @@ def _write_results(
     if train is None or waits is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
     verdict = train.verdict
-    # The stages know more than the usual verdict, which takes a loader for a storage.
+    # The stages know more than the usual verdict, which treats the loader as storage.
     if verdict is None or verdict.bottleneck is not Bottleneck.BARRIER:
         kinds = {"storage": Bottleneck.STORAGE, "consumer": Bottleneck.NONE}
         evidence = verdict.evidence[:1] if verdict else ()
@@ -174,7 +177,7 @@ def _write_results(
 
 @dataclass(slots=True)
 class _Measurement:
-    """One rank's epochs, with the settings of a trial or without."""
+    """One rank's epochs, with or without the settings of a trial."""
 
     request: OwnLoaderRequest
     comm: Comm
@@ -188,7 +191,7 @@ class _Measurement:
     _num_steps: list[int] = field(default_factory=list)
 
     def run(self, recorder: StepRecorder | EventsInMemory) -> None:
-        """Run all epochs while this thread, torch's loaders and the loader's processes are watched."""
+        """Run all epochs, watching this thread, torch's loaders and the loader's processes."""
         request, comm, epochs = self.request, self.comm, self.request.workload.train.epochs
         found = self.waits = LoaderWaits(loader=request.loader.name, tolerated=1 - request.workload.metric.au)
         loop = EpochLoop(comm, recorder, self.progress, self._choose_step(), request.loader.name)
@@ -204,7 +207,7 @@ class _Measurement:
             loop.read_bytes = lambda: (torch_watch.read_so_far() or watch.read_so_far())["rchar"]
             ended_s = time.monotonic()
             for epoch in range(1, epochs + 1):
-                if epoch > 1 and hasattr(loader, "__next__"):  # an iterator, which one epoch has used up
+                if epoch > 1 and hasattr(loader, "__next__"):  # an iterator, which one epoch exhausts
                     loader = self._make_loader()
                 cache = self._evict()
                 announce_epoch(loader, epoch - 1)
@@ -222,7 +225,7 @@ class _Measurement:
                         f"Epoch {epoch} ended after {len(steps)} of the {total} batches that the "
                         "loader's length promises"
                     )
-                # The iterator is gone, so its workers have written all that they know.
+                # The iterator is gone, so its workers have written all their records.
                 deliveries = torch_watch.take_deliveries()
                 stages_ns = divide_waits(steps, deliveries, watch.busy_share)
                 waited_ns = sum(step.loaded_ns - step.start_ns for step in steps)
@@ -236,7 +239,7 @@ class _Measurement:
                 ended_s = time.monotonic()
             found.io = torch_watch.read_so_far() or watch.read_so_far()
             found.settings, found.memory = torch_watch.settings, watch.memory
-        # Loaders that torch does not make are counted by their processes.
+        # The workers of loaders other than torch's are counted as processes.
         found.workers = torch_watch.settings.get("workers", 0) or watch.num_workers
         found.samples, self.batch_size = loop.samples, loop.batch_size or 1
         self.samples_per_s = loop.samples / (elapsed_ns / 1e9) if elapsed_ns else 0.0
@@ -268,7 +271,7 @@ class _Measurement:
         return _emulated_step(times)
 
     def _evict(self) -> CacheEviction | None:
-        """Drop what the loader reads from memory, once a host; None if the user did not name it."""
+        """Evict what the loader reads from the page cache, once a host; None if the user did not name it."""
         data, comm = self.request.data, self.comm
         if data is None or not capabilities.uses_page_cache(data):
             return None
@@ -277,7 +280,7 @@ class _Measurement:
         return evict(data, (stored.key for stored in data.list("")) if evicts else (), comm=comm)
 
     def describe_workload(self) -> Workload:
-        """The workload as every run describes it, with the steps and samples that there were. Collective."""
+        """Describe the run as a workload, with the steps and samples that were measured. Collective."""
         workload, comm = self.request.workload, self.comm
         batch_size = comm.reduce(self.batch_size, "max", awaiting="the batches of all ranks")
         steps = min((steps for steps in self._num_steps if steps), default=1)
@@ -292,7 +295,7 @@ class _Measurement:
         return replace(workload, dataset=dataset, reader=replace(workload.reader, batch_size=batch_size))
 
     def measure_limit(self, workload: Workload) -> dict[str, Any] | None:
-        """The same loop over batches that cost nothing; None for a user's step, which takes what it gets."""
+        """Run the same loop over batches that cost nothing; None for a user's step, which needs real ones."""
         compute_s = workload.train.computation_time.expected_s
         if self.request.step is not None or not compute_s:
             return None
@@ -307,7 +310,7 @@ class _Measurement:
 
 
 def _emulated_step(times: DrawnTimes) -> Consume:
-    """A step that computes for as long as the workload says, and ignores the batch."""
+    """A step that ignores the batch, and computes for as long as the workload asks."""
     drawn: dict[int, list[int]] = {}
 
     def consume(_batch: Any, loaded_ns: int, epoch: int, step: int) -> int:
@@ -320,12 +323,12 @@ def _emulated_step(times: DrawnTimes) -> Consume:
 
 
 def _users_step(function: Callable[[Any], object], name: str) -> Consume:
-    """The user's own step."""
+    """A step that calls the user's function."""
 
     def consume(batch: Any, _loaded_ns: int, epoch: int, step: int) -> int:
         try:
             function(batch)
-        except (Exception, SystemExit) as error:  # whatever a user's step raises, reported with its place
+        except (Exception, SystemExit) as error:  # a user's step may raise anything
             if is_dead_worker(error):
                 raise
             raise explain_code(error, f"The step {name}", f"at step {step} of epoch {epoch}") from error
@@ -336,10 +339,11 @@ def _users_step(function: Callable[[Any], object], name: str) -> Consume:
 
 @dataclass(slots=True)
 class EpochLoop:
-    """The timed loop of one rank: wait for a batch, let the step consume it, meet the other ranks.
+    """The timed loop of one rank: wait for a batch, let the step consume it, wait for the other ranks.
 
-    The wait of an epoch's first step begins before the iterator is made, as for a trainer. `read_bytes`
-    returns what has been read so far; steps are recorded together, each with an equal part of it.
+    The wait of an epoch's first step begins before the iterator is created, as it does for a trainer.
+    `read_bytes` returns the bytes read so far; steps are recorded in groups, whose bytes are divided equally
+    among them.
     """
 
     comm: Comm
@@ -352,21 +356,21 @@ class EpochLoop:
     samples: int = 0
     batch_size: int = 0
     elapsed_ns: int = 0
-    """From the beginning of the last epoch to the end of its last step."""
+    """The time from the beginning of the last epoch to the end of its last step."""
     ended_s: float = 0.0
-    """The time that its iterator took to end after that."""
+    """The time that the iterator then took to end."""
     _waited_ns: int = 0
     _waits_since_ns: int = 0
     _recorded_bytes: int = 0
     _pending: list[StepEvent] = field(default_factory=list)
 
     def waited_ns(self) -> int:
-        """All waits so far, the present one included; called by another thread."""
+        """The sum of all waits so far, including the current one. Called by another thread."""
         since_ns = self._waits_since_ns
         return self._waited_ns + (time.monotonic_ns() - since_ns if since_ns else 0)
 
     def run_epoch(self, loader: Iterable[Any], epoch: int, *, max_steps: int | None = None) -> list[StepWait]:
-        """Run one epoch. Collective: it ends for all ranks with the batches of any."""
+        """Run one epoch. Collective: it ends for all ranks as soon as any rank has no more batches."""
         waits: list[StepWait] = []
         ended_ns = began_ns = time.monotonic_ns()
         try:
@@ -388,7 +392,7 @@ class EpochLoop:
                 if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
                     self._record()
         except RuntimeError as error:
-            # torch hears of dead workers by a signal, and raises wherever this thread is.
+            # Torch learns of dead workers by a signal, and raises wherever this thread happens to be.
             if not is_dead_worker(error):
                 raise
             raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
@@ -428,7 +432,7 @@ class EpochLoop:
                     batch = next(iterator, _END)
                 except PenstockError:
                     raise
-                except (Exception, SystemExit) as error:  # whatever a user's loader raises, with its place
+                except (Exception, SystemExit) as error:  # a user's loader may raise anything
                     raise explain_failure(error, loader=self.name, epoch=epoch, step=step) from error
                 loaded_ns, cpu_ns = now_ns(), thread_ns() - cpu_ns
                 self._waits_since_ns, self._waited_ns = 0, self._waited_ns + loaded_ns - start_ns
@@ -457,10 +461,10 @@ class EpochLoop:
                 )
                 yield event, StepWait(start_ns, loaded_ns, cpu_ns, is_first=step == 1)
         finally:
-            del batch, iterator  # the workers of a DataLoader end with it, and report what they have read
+            del batch, iterator  # a DataLoader's workers end with it, and report what they have read
 
     def _record(self) -> None:
-        """Record the steps that were held back, with equal parts of what was read meanwhile."""
+        """Record the steps that were held back, dividing the bytes read meanwhile equally among them."""
         pending, self._pending = self._pending, []
         if not pending:
             return

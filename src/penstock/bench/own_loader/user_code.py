@@ -1,7 +1,7 @@
-"""The user's code, named as MODULE:NAME: the factory of a loader, or the function of a step.
+"""User code named as MODULE:NAME: the factory of a loader, or the function of a step.
 
-The module is looked for in the current folder first, as `python -m` does. Names alone are read here; what is
-called, and when, is the run's business.
+The module is looked up in the current folder first, as with `python -m`. This module only finds and calls the
+code; the run decides when.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable
 from penstock.units import format_bytes
 
 OWN_FOLDER: Final = str(Path(__file__).parents[2]) + os.sep
-"""The folder of this package. The user's code may be below a folder of the same name."""
+"""The folder of this package. User code may be below another folder of the same name."""
 _DEEPEST: Final = 4
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
 _SHARED: Final = re.compile(r"shared memory|bus error|</?torch_|torch_shm|/dev/shm|psm_\w+", re.IGNORECASE)
@@ -30,18 +30,18 @@ _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def names_user_code(text: str) -> bool:
-    """True if this is MODULE:NAME rather than the name of something installed."""
+    """True if `text` is MODULE:NAME rather than the name of something installed."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
 def load_user_code(text: str, *, where: str) -> Callable[..., Any]:
-    """The callable that MODULE:NAME stands for; `where` is the option that names it."""
+    """Import the callable that MODULE:NAME names. `where` is the option that contains it."""
     module_name, _, name = text.partition(":")
     if not names_user_code(text):
         raise UsageError(f"{text!r} does not name a callable", where=where, fix="Write MODULE:NAME.")
     folder = str(Path.cwd())
-    # Workers that are spawned get this path, too, and import the module by its name.
+    # Spawned workers inherit this path, too, and import the module by its name.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     found: Any = None
@@ -71,7 +71,7 @@ def load_user_code(text: str, *, where: str) -> Callable[..., Any]:
 
 
 def call_with_known(function: Callable[..., Any], known: Mapping[str, Any], *, where: str) -> Any:
-    """Call it with the `known` arguments that it declares by name."""
+    """Call `function` with those of the `known` arguments whose names are in its signature."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -94,14 +94,14 @@ def call_with_known(function: Callable[..., Any], known: Mapping[str, Any], *, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedLoader:
-    """The user's loader and step by name, as ranks and records know them; None: found in the batches."""
+    """The user's loader and step by name, for ranks and records. Values of None are found in the batches."""
 
     name: str
     step: str | None = None
     batch_size: int | None = None
 
     def document(self) -> dict[str, Any]:
-        """As plain data, with the keys of all loaders: what it has of its own is its user's business."""
+        """The loader as plain data, with the keys common to all loaders; its own settings are unknown."""
         return {
             "name": self.name,
             "step": self.step,
@@ -116,7 +116,10 @@ class DescribedLoader:
 def make_loader(
     factory: Callable[..., Any], name: str, *, rank: int, num_ranks: int, epochs: int, seed: int
 ) -> Any:
-    """Call the user's factory with the arguments that it declares; its failure is an error of the user's."""
+    """Call the user's factory with the arguments in its signature.
+
+    A failure is reported as the user's error.
+    """
     known = {
         "rank": rank,
         "world_size": num_ranks,
@@ -129,7 +132,7 @@ def make_loader(
         loader = call_with_known(factory, known, where=name)
     except PenstockError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's factory raises, reported with its place
+    except (Exception, SystemExit) as error:  # a user's factory may raise anything
         raise explain_code(error, f"The factory {name}", "") from error
     if not hasattr(loader, "__iter__"):
         raise UsageError(
@@ -141,7 +144,7 @@ def make_loader(
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of the loader's sampler and data set, where there is one, as trainers do."""
+    """Call `set_epoch` on the loader's sampler and data set if they have it, as trainers do."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     for part in {id(one): one for one in (*parts, getattr(loader, "dataset", None))}.values():
@@ -150,9 +153,9 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 
 
 class SampleCounter:
-    """Counts the samples of batches of one loader: by the array that has them in its first batch.
+    """Counts the samples of a loader's batches, by the array that contained them in the first batch.
 
-    `batch_size` is the loader's own, if it has one: it distinguishes a pair of arrays from two samples.
+    `batch_size` is the loader's own, if it has one: it tells a pair of arrays from two samples.
     """
 
     def __init__(self, batch_size: int | None = None) -> None:
@@ -161,7 +164,7 @@ class SampleCounter:
         self._is_known = False
 
     def __call__(self, batch: Any) -> int:
-        """The number of samples; 1 if unknown."""
+        """The number of samples in `batch`; 1 if unknown."""
         if self._path is None:
             if self._is_known:
                 return count_samples(batch) or 1
@@ -178,7 +181,7 @@ class SampleCounter:
 
 
 def find_batch_size(loader: Any) -> int | None:
-    """The samples per batch that a loader was made with; None if unknown."""
+    """The number of samples per batch that the loader was created with; None if unknown."""
     for part in (loader, getattr(loader, "batch_sampler", None)):
         if isinstance(size := getattr(part, "batch_size", None), int):
             return size
@@ -186,7 +189,7 @@ def find_batch_size(loader: Any) -> int | None:
 
 
 def _find_arrays(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """The arrays in a batch: their places, and the first of their dimensions."""
+    """The path of each array within a batch, and the size of its first dimension."""
     shape = getattr(part, "shape", None)
     if isinstance(shape, tuple):
         if shape:
@@ -198,7 +201,7 @@ def _find_arrays(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def count_samples(batch: Any) -> int | None:
-    """The samples of a batch: the first dimension of its first array, or its length; None if unknown."""
+    """The number of samples in a batch: the first array's first dimension, or the length; None if unknown."""
     return next(_dimensions(batch, 0), None)
 
 
@@ -217,7 +220,8 @@ def _dimensions(part: Any, depth: int) -> Iterator[int]:
     elif isinstance(part, tuple) and (found := [n for one in part for n in _dimensions(one, depth + 1)]):
         yield found[0]
     elif isinstance(part, Sequence):
-        # A list of scalars or of samples: each is one. A list of whole columns is what collation makes.
+        # In a list of scalars or of samples, each element is one sample. Collation makes lists of whole
+        # columns.
         inside = [size for one in part if hasattr(one, "shape") for size in _dimensions(one, depth + 1)]
         is_columns = len(set(inside)) == 1 and len(inside) == len(part)
         is_columns = is_columns and (len(part) == 1 or inside[0] > len(part))
@@ -225,9 +229,9 @@ def _dimensions(part: Any, depth: int) -> Iterator[int]:
 
 
 def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:
-    """The error for the user if the loader fails."""
+    """The error to report to the user when the loader fails."""
     text = "".join(traceback.format_exception(error))
-    # Torch's message has the traceback of a worker, where a file of the user's may lie in /dev/shm.
+    # Torch's message contains a worker's traceback, which may name a file of the user's in /dev/shm.
     message = _PLACE.sub("", text if isinstance(error, OSError) else _last_line(str(error)))
     when = f"at step {step} of epoch {epoch}"
     if _SHARED.search(message):
@@ -258,7 +262,7 @@ def is_dead_worker(error: BaseException) -> bool:
 
 
 def explain_code(error: BaseException, who: str, when: str) -> StorageError:
-    """An error of the user's own code, with the innermost line of it."""
+    """An error in the user's code, with its innermost line."""
     message, kind = _last_line(str(error)), type(error).__name__
     return StorageError(
         f"{f'{who} failed {when}'.rstrip()}: {message if message.startswith(kind) else f'{kind}: {message}'}",
@@ -273,7 +277,7 @@ def _last_line(text: str) -> str:
 
 
 def _find_place(text: str) -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """The innermost line of a traceback that is neither in torch nor in this package."""
     places = [
         f"{path}:{line} in {function}"
         for path, line, function in _PLACE.findall(text)

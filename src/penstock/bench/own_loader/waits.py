@@ -1,9 +1,9 @@
-"""Divide the seconds of waiting for batches by what was waited for, and report them.
+"""Divide the time spent waiting for batches by its causes, and report the parts.
 
-A consumer that awaits a batch is held up by whatever the batch's worker does until the batch arrives, so
-the worker's timeline is laid over the wait. Example: asked at 120 ms, given at 200; the worker loaded samples
-from 100 to 180 and collated them until 190. Of the 80 ms, 60 were loading, 10 collation, and 10 the copy
-between the processes. Invariant: the stages of a wait add up to the wait.
+While a consumer waits for a batch, whatever the batch's worker is doing holds it up. The worker's timeline is
+therefore laid over the wait. Example: a batch was requested at 120 ms and delivered at 200 ms; its worker
+loaded samples from 100 to 180 ms and collated them until 190 ms. Of the 80 ms, 60 were loading, 10 collation,
+and 10 the copy between the processes. Invariant: the stages of a wait add up to the wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONSUMER: Final = "consumer"
 
 
 class WaitStage(StrEnum):
-    """A reason for which a consumer waits."""
+    """What a consumer waits for."""
 
     STORAGE = "storage"
     COMPUTE = "compute"
@@ -46,7 +46,8 @@ PHRASES: Final[Mapping[str, str]] = {
 class Fetch(NamedTuple):
     """One fetch of a batch: samples were loaded from `began_ns` to `loaded_ns`, collated until `ended_ns`.
 
-    `awake_ns` is how long the process computed while it loaded, or wanted a core; the rest it slept.
+    `awake_ns` is the part of the loading in which the process computed or waited for a core; it slept for the
+    rest.
     """
 
     began_ns: int
@@ -57,9 +58,9 @@ class Fetch(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A batch that was asked for and given: fetch `row` among the `rows` of its worker.
+    """A batch that was requested and delivered: fetch `row` among the `rows` of its worker.
 
-    The worker was being started since `began_ns`; 0 if it was already there.
+    The worker was starting since `began_ns`; 0 if it was already running.
     """
 
     asked_ns: int
@@ -70,7 +71,7 @@ class Delivery(NamedTuple):
 
 
 class StepWait(NamedTuple):
-    """A step's wait, and how much of it the consumer's own thread computed."""
+    """The wait of one step, and how much of it the consumer's own thread spent computing."""
 
     start_ns: int
     loaded_ns: int
@@ -81,13 +82,13 @@ class StepWait(NamedTuple):
 def divide_waits(
     steps: Sequence[StepWait], deliveries: Sequence[Delivery], busy_share: float
 ) -> Counter[WaitStage]:
-    """Nanoseconds of all waits by stage; they add up to the waits.
+    """The nanoseconds of all waits by stage; they add up to the waits.
 
-    Waits that no DataLoader explains are divided by `busy_share`, the part in which the loader computed.
+    Waits that no DataLoader explains are divided by `busy_share`, the share in which the loader computed.
     """
     found: Counter[WaitStage] = Counter()
     later = [step.loaded_ns - step.start_ns for step in steps if not step.is_first]
-    # If the loader is unknown, what the first wait has more than the usual one was its start.
+    # If the loader is unknown, the excess of the first wait over the usual one is its start.
     usual_ns = median(later) if later and not deliveries else None
     position = 0
     for step in steps:
@@ -96,7 +97,8 @@ def divide_waits(
             batch = deliveries[position]
             position += 1
             asked_ns = max(batch.asked_ns, step.start_ns)
-            # The start of workers belongs to the first batch, though it was before that was asked for.
+            # The start of workers counts towards the first batch, although it began before the batch was
+            # requested.
             if step.is_first and batch.began_ns > 0:
                 asked_ns = max(step.start_ns, min(asked_ns, batch.began_ns))
             if batch.given_ns > asked_ns:
@@ -116,7 +118,7 @@ def divide_waits(
 
 
 def _stages_between(batch: Delivery, start_ns: int) -> Iterator[tuple[WaitStage, float]]:
-    """The stages of the time from `start_ns` until the batch was given."""
+    """The stages of the time from `start_ns` until the batch was delivered."""
     rows, end_ns, now_ns = batch.rows, batch.given_ns, start_ns
     last = bisect_left(rows, batch.row.began_ns, key=lambda row: row.began_ns)
     if now_ns < rows[0].began_ns:
@@ -125,11 +127,11 @@ def _stages_between(batch: Delivery, start_ns: int) -> Iterator[tuple[WaitStage,
         now_ns = until_ns
     for row in rows[bisect_right(rows, now_ns, key=lambda row: row.ended_ns) : last + 1]:
         began_ns, loaded_ns, ended_ns = (min(moment, end_ns) for moment in row[:3])
-        if began_ns > now_ns:  # it had sent its last batch, and had not begun with the next one
+        if began_ns > now_ns:  # the worker had sent one batch, and had not begun the next
             yield WaitStage.COPY, began_ns - now_ns
             now_ns = began_ns
         if loaded_ns > now_ns:
-            # A part of the loading divides as the whole of it does.
+            # A part of the loading is divided in the same proportion as the whole.
             awake_share = min(1.0, row.awake_ns / (row.loaded_ns - row.began_ns))
             yield WaitStage.COMPUTE, (loaded_ns - now_ns) * awake_share
             yield WaitStage.STORAGE, (loaded_ns - now_ns) * (1 - awake_share)
@@ -142,16 +144,16 @@ def _stages_between(batch: Delivery, start_ns: int) -> Iterator[tuple[WaitStage,
 
 @dataclass(slots=True, kw_only=True)
 class LoaderWaits:
-    """The waits of one rank, or of all ranks together, by stage, and what they rest on.
+    """The waits of one rank, or of all ranks together, by stage, and the figures behind them.
 
-    `bottleneck` is a stage, or the consumer if hardly anything was waited for. `ended_s` passed between the
-    last step of an epoch and the end of the loader, which no step counts. `trials` has the samples per second
-    with each change, relative to those without.
+    `bottleneck` is a stage, or the consumer if it hardly waited. `ended_s` is the time between the last step
+    of an epoch and the end of the loader, which is not part of any step. `trials` has the samples per second
+    with each change, relative to the run without it.
     """
 
     loader: str
     tolerated: float = 0.1
-    """The share of the time that may be waited: what `metric.au` leaves."""
+    """The share of the time that may be spent waiting: one minus the `metric.au` of the workload."""
     wait_s: float = 0.0
     compute_s: float = 0.0
     ended_s: float = 0.0
@@ -187,7 +189,7 @@ class LoaderWaits:
 
     @property
     def wait_share(self) -> float:
-        """The share of all time that was waited."""
+        """The share of all time that was spent waiting."""
         whole_s = self.wait_s + self.compute_s
         return self.wait_s / whole_s if whole_s else 0.0
 
@@ -200,7 +202,7 @@ class LoaderWaits:
 
     @property
     def sentence(self) -> str:
-        """The answer."""
+        """The answer in one sentence."""
         begin = f"Waiting {self.wait_share:.1%} of the time, first steps included"
         if self.bottleneck == CONSUMER:
             return f"{begin}: {PHRASES[CONSUMER]} is the limit, the loader is ahead of it"
@@ -213,7 +215,7 @@ class LoaderWaits:
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """Further answers, a title and a text each."""
+        """Further findings, each with a title and a text."""
         stages = sorted(self.stages_s.items(), key=lambda item: -item[1])
         sample, memory = self.per_sample, {name: format_bytes(size) for name, size in self.memory.items()}
         read, device = (format_bytes(round(sample[name])) for name in ("read_bytes", "device_bytes"))
@@ -236,12 +238,12 @@ class LoaderWaits:
 
     @property
     def per_sample(self) -> dict[str, float]:
-        """The kernel's figures for each sample."""
+        """The kernel's figures divided by the number of samples."""
         names = {"read_bytes": "rchar", "device_bytes": "read_bytes", "reads": "syscr"}
         return {name: self.io[figure] / max(1, self.samples) for name, figure in names.items()}
 
     def document(self) -> dict[str, Any]:
-        """As plain data; stages are seconds that add up to `wait_s`, over all ranks."""
+        """The waits as plain data. Stages are seconds, summed over all ranks, that add up to `wait_s`."""
         return {
             "answer": self.sentence,
             "bottleneck": self.bottleneck,

@@ -1,8 +1,8 @@
-"""Loads at a fixed rate: when operations are due, whether a load held, and the next rate to try. Pure.
+"""Loads at a fixed rate: when operations are due, whether storage kept up, and the next rate to try. Pure.
 
-Operations are due on an even schedule, whatever the storage does, and their latency counts from that moment:
-a storage that stalls makes all operations wait that were due meanwhile, and each of these waits is counted
-(no coordinated omission).
+Operations are due on an even schedule, whatever the storage does, and their latency counts from the moment
+they are due. If a storage stalls, all operations that fall due meanwhile have to wait, and each of these
+waits is counted (no coordinated omission).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from penstock.errors import UsageError
 
 NS: Final = 1_000_000_000
 LIGHT: Final = 0.1
-"""The share of the closed-loop rate that counts as light load: its p99 is what others are compared with."""
+"""The share of the closed-loop rate that counts as light load. The p99 of other loads is compared with its
+p99.
+"""
 MOST_SLOWDOWN: Final = 5.0
-"""A load holds while its p99 is at most this many times the p99 of light load."""
+"""A load holds if its p99 is at most this many times the p99 of light load."""
 MOST_GROWTH: Final = 0.02
-"""A load holds while operations fall behind by at most this share of the time."""
+"""A load holds if operations fall behind by at most this share of the time."""
 PRECISION: Final = 1.05
-"""The knee is known once the lowest load that did not hold is this close above the highest that did."""
+"""The knee is found once the lowest load that did not hold is at most this factor above the highest that did.
+"""
 MOST_POINTS: Final = 16
 _LADDER: Final = (LIGHT, 0.3, 0.6, 0.8, 0.9, 1.0)
 _NEXT_RUNG: Final = 1.15
@@ -41,9 +44,9 @@ RULE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """One operation, the number in flight on each rank, and the rates to offer.
+    """A kind of operation, the number in flight on each rank, and the rates to offer.
 
-    Each rate lasts `seconds`. Without `rates` the knee is searched for.
+    Each rate is offered for `seconds`. Without `rates`, the knee is searched for.
     """
 
     block_bytes: int = 128 << 10
@@ -65,9 +68,10 @@ class LoadRequest:
 OPERATION: Final = np.dtype(
     [("number", "i8"), ("due", "i8"), ("free", "i8"), ("begun", "i8"), ("ended", "i8"), ("is_write", "?")]
 )
-"""The moments of an operation, in ns since the common start; what never ended has the time of giving up.
+"""The timestamps of an operation, in ns since the common start.
 
-An operation is `due` by the schedule, a slot for it is `free`, it is `begun`, and it has `ended`.
+An operation is `due` by the schedule, a slot for it is `free`, it has `begun`, and it has `ended`. Events
+that never happened have the time of giving up.
 """
 
 Operations = NDArray[np.void]
@@ -76,7 +80,7 @@ Operations = NDArray[np.void]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadInterval:
-    """A short time of a load: operations that ended in it, by their rate and latency."""
+    """A short interval of a load: the rate and latency of operations that ended in it."""
 
     start_s: float
     operations_per_s: float
@@ -86,12 +90,13 @@ class LoadInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
-    """One offered rate over all ranks, after its first fifth, which is for warming up.
+    """The figures of one offered rate over all ranks, without its first fifth, which is the warm-up.
 
-    Latencies count from when an operation was due; `service_p50_ms` from when it began. `lag_p99_ms` is what
-    this host was late although a slot was free, `storage_p99_ms` the p99 without it: waits for a slot count.
-    `slots_busy` is the share of operations that found no slot free; `gib_per_s` is of what was answered.
-    `growth` is by how much the latency grows in a second: what the storage falls behind.
+    Latencies count from when an operation was due; `service_p50_ms` counts from when it began. `lag_p99_ms`
+    is how late this host began operations although a slot was free; `storage_p99_ms` is the p99 of the
+    latency without this delay, but with the wait for a slot. `slots_busy` is the share of operations that
+    found no slot free; `gib_per_s` counts completed operations. `growth` is the growth of the latency per
+    second, because the storage falls behind.
     """
 
     offered_per_s: float
@@ -113,7 +118,7 @@ class OfferedLoad:
 
 
 def arrivals(rate_per_s: float, seconds: float, *, rank: int, num_ranks: int) -> list[int]:
-    """The due times of a rank's operations, in nanoseconds: every `num_ranks`-th one of an even schedule."""
+    """The due times of a rank's operations, in nanoseconds: every `num_ranks`-th slot of an even schedule."""
     total = max(1, round(rate_per_s * seconds))
     numbers = np.arange(rank, total, num_ranks, dtype=np.float64)
     due: list[int] = np.rint(numbers * (NS / rate_per_s)).astype(np.int64).tolist()
@@ -123,7 +128,7 @@ def arrivals(rate_per_s: float, seconds: float, *, rank: int, num_ranks: int) ->
 def describe_load(
     operations: Operations, *, rate_per_s: float, seconds: float, block_bytes: int
 ) -> OfferedLoad:
-    """Sum up the operations of all ranks of one load."""
+    """Summarize the operations of all ranks in one load."""
     end_ns = round(seconds * NS)
     warm_ns = round(seconds * _WARM_SHARE * NS)
     counted = due_between(operations, warm_ns, end_ns)
@@ -132,7 +137,7 @@ def describe_load(
     ended = operations["ended"]
     in_time = np.count_nonzero((ended >= warm_ns) & (ended < end_ns))
     lags = counted["begun"] - np.maximum(counted["due"], counted["free"])
-    # What a storage catches up with in this time was offered before it.
+    # Operations that end in this time while the storage catches up may have been due before it.
     answered_per_s = min(rate_per_s, in_time / (seconds * (1 - _WARM_SHARE)))
     return OfferedLoad(
         offered_per_s=rate_per_s,
@@ -155,7 +160,7 @@ def describe_load(
 
 
 def due_between(operations: Operations, start_ns: int, end_ns: int) -> Operations:
-    """The operations that were due then; all of them, if none was."""
+    """The operations that were due in this interval; all operations if none was."""
     chosen = operations[(operations["due"] >= start_ns) & (operations["due"] < end_ns)]
     return chosen if chosen.size else operations
 
@@ -165,10 +170,10 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
 
 
 def _growth(operations: Operations) -> float:
-    """The growth of latency per time, from medians of the first and last quarter, which a stall keeps.
+    """The growth of latency per time, from the medians of the first and last quarter, which ignore a stall.
 
-    While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second. Where
-    that was given up, the share of operations that never began says as much.
+    While a storage completes only A of the R operations due per second, latency grows by 1 - A/R per second.
+    For operations that were given up, the share that never began shows the same.
     """
     due, latencies = operations["due"], operations["ended"] - operations["due"]
     never = float(np.mean(operations["begun"] == operations["ended"]))
@@ -187,7 +192,7 @@ def interval_s(seconds: float) -> float:
 def intervals(
     ended_ns: NDArray[np.int64], latencies_ns: NDArray[np.int64], seconds: float
 ) -> tuple[LoadInterval, ...]:
-    """Rate and latency over time; an interval in which nothing ended has latencies of 0."""
+    """The rate and latency over time. An interval in which nothing ended has latencies of 0."""
     step_s = interval_s(seconds)
     step_ns = round(step_s * NS)
     order = np.argsort(ended_ns, kind="stable")
@@ -210,12 +215,12 @@ def intervals(
 
 
 def holds(point: OfferedLoad, light: OfferedLoad) -> bool:
-    """True if a storage kept up with a load; see `RULE`."""
+    """True if the storage kept up with a load; see `RULE`."""
     return point.growth <= MOST_GROWTH and point.storage_p99_ms <= MOST_SLOWDOWN * light.storage_p99_ms
 
 
 def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
-    """The highest load that held below the lowest one that did not; None if not even light load held."""
+    """The highest load that held, below the lowest that did not; None if not even light load held."""
     if not points:
         return None
     holding, failing_per_s = _split(points)
@@ -224,7 +229,7 @@ def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
 
 
 def find_limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
-    """The limit that the first failed load above the knee ran into (see `Knee`); "" if all held."""
+    """The limit that caused the first failed load above the knee (see `Knee`); "" if all loads held."""
     light = points[0]
     failed = [point for point in points if not holds(point, light)]
     above = [point for point in failed if point.offered_per_s > knee.offered_per_s]
@@ -238,7 +243,7 @@ def find_limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
 
 
 def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
-    """The points that held, and the lowest rate that did not; a rate that held once holds."""
+    """The points that held, and the lowest rate that did not. A rate that held once counts as held."""
     light = points[0]
     holding = [point for point in points if holds(point, light)]
     held = {point.offered_per_s for point in holding}
@@ -247,9 +252,10 @@ def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
 
 
 def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float | None:
-    """The next rate: up a ladder until one does not hold, then in between; None once the knee is known.
+    """The next rate to offer; None once the knee is known.
 
-    A rate that fell slightly behind is offered again, so that a hiccup of the host does not become the knee.
+    Rates climb a ladder until one does not hold, and then fall between known ones. A rate that fell slightly
+    behind is offered again, so that a hiccup of the host does not become the knee.
     """
     if not points:
         return LIGHT * closed_loop_per_s
@@ -274,10 +280,11 @@ def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float 
 def find_steady_state(rounds: Sequence[float]) -> tuple[bool, int, float, float]:
     """Test for a steady state: whether there is one, its first round, and the rates from then on and before.
 
-    The test of SNIA's performance test specification on the last five rounds, which have the same length:
-    their range is at most 20 % of their mean, and a line through them climbs or falls by at most 10 % of it.
-    The steady state reaches back over rounds within 20 % of that mean. Rounds before it are another phase: a
-    cache that fills, credit for bursts that is spent, or a start that is slow.
+    This is the test of SNIA's performance test specification, on the last five rounds, all equally long:
+    their range must be at most 20 % of their mean, and a line fitted to them may rise or fall by at most 10 %
+    of it. The steady state also includes the rounds before them that are within 20 % of that mean. Rounds
+    before the steady state are another phase: a cache that fills, burst credit that is spent, or a slow
+    start.
     """
     window = np.asarray(rounds[-_ROUNDS:])
     mean = float(window.mean())

@@ -1,11 +1,11 @@
-"""A load of one storage from start to knee: how fast in a closed loop, then rates on a schedule.
+"""Load one storage from start to knee: first a closed loop at full speed, then rates on a schedule.
 
-Collective: all ranks offer their share of each rate at the same time, and choose the next one from the same
-figures. The closed loop comes first and lasts until the storage is steady: caches and burst credit are used
-up, and reported separately, before any rate is judged.
+Collective: all ranks offer their share of each rate at the same time, and choose the next rate from the same
+figures. The closed loop comes first and lasts until the storage is in a steady state, so that caches and
+burst credit, which are reported separately, are used up before any rate is judged.
 
-A thread for each slot takes the next operation as soon as it is due. Without a schedule the next one is due
-when a slot is free: a closed loop, which shows how fast a storage answers at most.
+Each slot has a thread, which takes the next operation as soon as it is due. In a closed loop, an operation is
+due as soon as a slot is free, which shows the highest rate that the storage can reach.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _FILL_BLOCKS: Final = 4
 _ROUND_S: Final = 0.5
 _PIECE_ROUNDS: Final = 6
 _FEWEST_OPERATIONS: Final = 100
-"""A load lasts until it has this many: a p99 of fewer says nothing."""
+"""A load lasts until it has this many operations, because a p99 of fewer means nothing."""
 _SECTOR_BYTES: Final = 512
 _PATTERN: Final = 1 << 14
-"""Operations that are chosen in advance; then the sequence repeats."""
+"""The number of operations chosen in advance; then the sequence repeats."""
 _SEED: Final = 18
 _LONGEST_SLEEP_S: Final = 0.1
 _PR_SET_TIMERSLACK: Final = 29
@@ -75,9 +75,10 @@ _PR_SET_TIMERSLACK: Final = 29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation:
-    """The closed loop: as many operations in flight as allowed, all the time.
+    """The closed loop: the allowed number of operations is in flight all the time.
 
-    The rate and latencies are those of the steady state; `first_seconds` before it, if any, had another rate.
+    The rate and latencies are those of the steady state; `first_seconds` is the time before it, if any, which
+    had another rate.
     """
 
     operations_per_s: float
@@ -93,7 +94,10 @@ class Saturation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knee:
-    """The load beyond which waits grow. `limited_by` is "storage", "depth", "host", or "" if none failed."""
+    """The load beyond which waits grow.
+
+    `limited_by` is "storage", "depth" or "host"; "" if no load failed.
+    """
 
     operations_per_s: float
     gib_per_s: float
@@ -106,7 +110,7 @@ class Knee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """One load: its operation, and how the storage coped with more and more of them."""
+    """The result of one load: its operation, and how the storage coped as the load grew."""
 
     mode: str
     ranks: int
@@ -129,10 +133,10 @@ def measure_load(
     comm: Comm,
     progress: Progress,
 ) -> LoadResult:
-    """Write `size_bytes` to read from, find the highest rate of the storage, then the knee."""
+    """Write `size_bytes` of data to read, find the storage's highest rate, then the knee."""
     notes = []
     if place.mode == "direct" and load.block_bytes % _SECTOR_BYTES:
-        # The kernel would only report "Invalid argument".
+        # The kernel's own message would be "Invalid argument", and nothing more.
         raise UsageError(
             f"Operations of {load.block_bytes} bytes cannot pass the page cache",
             where=place.storage.uri,
@@ -165,7 +169,7 @@ def measure_load(
             if rate is None:
                 break
             progress.begin(f"{place.mode} load: {rate:,.0f} operations a second", load.seconds)
-            # Long enough for some operations.
+            # Long enough for a minimum of operations.
             seconds = max(load.seconds, min(_FEWEST_OPERATIONS / rate, max_seconds))
             due = arrivals(rate, seconds, rank=comm.rank, num_ranks=comm.size)
             points.append(
@@ -205,7 +209,7 @@ def measure_load(
 def _fill(
     load: LoadRequest, key: str, place: ProbeFolder, size_bytes: int, *, comm: Comm, progress: Progress
 ) -> int:
-    """Write this rank's object; its size is a whole number of blocks of the load and of writing."""
+    """Write this rank's object. Its size is a multiple of both the load's block and the block of writing."""
     step_bytes = max(_FILL_BLOCK_BYTES, load.block_bytes)
     step_bytes -= step_bytes % load.block_bytes
     num_blocks = max(1, size_bytes // step_bytes)
@@ -225,7 +229,7 @@ def _fill(
 
 
 def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
-    """Run pieces of a closed loop until the storage is steady or the time is over."""
+    """Run pieces of a closed loop until the storage is in a steady state or the time is up."""
     pieces: list[Operations] = []
     rounds: list[float] = []
     seconds = 0.0
@@ -244,7 +248,7 @@ def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
             break
     operations = np.concatenate(pieces)
     ended, first_s = operations["ended"], begins * round_s
-    # None, if the storage was silent to the end.
+    # No operations, if the storage did not respond until the end.
     steady = due_between(operations, round(first_s * NS), round(seconds * NS))
     rate = steady_rate or operations.size / (float(ended.max()) / NS)
     p50, p99 = np.percentile(steady["ended"] - steady["due"], (50, 99)) / 1e6
@@ -264,10 +268,10 @@ def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
 def choose_operations(
     load: LoadRequest, size_bytes: int, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose the offsets of operations, and which of them are writes; both sequences are repeated.
+    """Choose the offsets of operations, and which of them are writes. Both sequences repeat.
 
-    Each block of the object is used once before any is used again. Of each hundred operations, in random
-    order, exactly the chosen share are writes.
+    Each block of the object is used once before any is used again. In each hundred operations, exactly the
+    chosen share are writes, in random order.
     """
     random = np.random.Generator(np.random.SFC64(_SEED + rank))
     order = random.permutation(max(1, size_bytes // load.block_bytes))
@@ -277,7 +281,7 @@ def choose_operations(
 
 
 class LoadLoop:
-    """Keeps the operations of one rank in flight, by a thread for each slot."""
+    """Keeps the operations of one rank in flight, with one thread for each slot."""
 
     def __init__(
         self,
@@ -297,23 +301,24 @@ class LoadLoop:
         self._comm = comm
         self._progress = progress
         self._first = 0
-        """The next operation, so that no run repeats the one before."""
+        """The number of the next operation, so that no run repeats the previous one."""
 
     def run(self, due_ns: Sequence[int] | None, seconds: float) -> Operations:
-        """Perform one load, and gather the operations of all ranks. The first failure of a thread stops all.
+        """Perform one load, and gather the operations of all ranks. If a thread fails, all stop.
 
-        `due_ns` is the schedule, None for a closed loop. What has not begun a little after the end is given
-        up: what is late may still come.
+        `due_ns` is the schedule, None for a closed loop. Operations that have not begun shortly after the end
+        are given up; a delay lets late ones begin.
         """
         grace_s = 0.0 if due_ns is None else min(1.0, 0.25 * seconds)
         stop_ns, slots = round((seconds + grace_s) * NS), self.load.depth
         offsets = cycle(np.roll(self._offsets, -self._first % self._offsets.size).tolist())
         writes = cycle(np.roll(self._writes, -self._first % self._writes.size).tolist())
-        # A `zip` of such iterators is thread-safe: its items are made without the interpreter.
+        # A `zip` of these iterators is thread-safe, because its items are produced without running Python
+        # code.
         operations = zip(count(), offsets, writes, count() if due_ns is None else due_ns)
 
         def serve(slot: int, gate: StartGate) -> Operations:
-            # Let sleeps of this thread end on time; by default the kernel adds up to 50 us to save power.
+            # Let this thread's sleeps end on time: by default, the kernel adds up to 50 us to save power.
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
             gate.wait()
             with translate_os_errors("Moving a block", self._uri):
@@ -323,7 +328,8 @@ class LoadLoop:
             np.concatenate(run_together(slots, serve, comm=self._comm, what="a load")), order="number"
         )
         if due_ns is not None and done.size < len(due_ns):
-            # What was due and never began has the moment of giving up for all that did not happen.
+            # For operations that were due but never began, the events that did not happen have the time of
+            # giving up.
             missing = np.setdiff1d(np.arange(len(due_ns)), done["number"])
             is_write = self._writes[(self._first + missing) % self._writes.size]
             never = [
@@ -349,7 +355,7 @@ class LoadLoop:
         stop_ns: int,
         is_closed: bool,
     ) -> Operations:
-        """One thread's operations."""
+        """Run one thread's operations."""
         buffer, target = self._blocks.views[slot], self._target
         clock, start_ns = time.monotonic_ns, gate.start_ns
         rows: list[tuple[int, int, int, int, int, bool]] = []
@@ -377,7 +383,7 @@ class LoadLoop:
 
 
 def load_rows(load: LoadResult) -> list[dict[str, str]]:
-    """A row for each rate that was offered, the closed loop last."""
+    """One row for each rate that was offered; the closed loop comes last."""
     knee = load.knee.operations_per_s if load.knee and load.knee.limited_by else None
     rows = [
         {

@@ -1,8 +1,9 @@
-"""Count files created, looked up, listed and deleted per second, by threads.
+"""Measure how many files threads create, look up, list and delete per second.
 
 File systems are measured by plain system calls, one per file, as in mdtest: an empty file is created and
-closed, not made durable, and each thread has its own folder. Other storages are called by their protocol.
-Collective: every rank does the same; a rate is the files of all ranks by the time of the slowest.
+closed but not made durable, and each thread has its own folder. Other storages are called through their
+protocol. Collective: every rank does the same; a rate is the number of all ranks' files divided by the time
+of the slowest rank.
 """
 
 import os
@@ -29,12 +30,15 @@ MetadataCall = Literal["create", "stat", "list", "delete"]
 CALLS: Final[tuple[MetadataCall, ...]] = ("create", "stat", "list", "delete")
 MOST_FILES: Final = 10_000
 MOST_SECONDS: Final = 2.0
-"""Files of all threads of a rank, and the time to create them; whichever ends first."""
+"""Creation ends after this time, or after the largest number of files per rank, whichever comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataRate:
-    """One call on files by `threads` threads on each rank; latencies are of one file, or of one listing."""
+    """One kind of call, made by `threads` threads on each rank.
+
+    Latencies are of one file, or of one listing.
+    """
 
     op: str
     mode: str
@@ -48,11 +52,11 @@ class MetadataRate:
 
 
 _Calls = Mapping[str, Callable[[int], object]]
-"""The calls on one thread's files, by number; `list` counts all of them, whatever the number."""
+"""The calls on one thread's files. Each takes the file's number; `list` ignores it and lists all files."""
 
 
 def _calls_on_files(folder: str) -> _Calls:
-    """Files in a folder, by system calls; a path as text costs less than a `Path`."""
+    """System calls on files in a folder. A path as text costs less than a `Path`."""
     Path(folder).mkdir(parents=True)
 
     def create(number: int) -> None:
@@ -71,7 +75,7 @@ def _calls_on_files(folder: str) -> _Calls:
 
 
 def _calls_on_objects(storage: Storage, prefix: str) -> _Calls:
-    """Empty objects below a prefix, by the storage's own calls."""
+    """The storage's own calls on empty objects below a prefix."""
     return {
         "create": lambda number: write_object(storage, f"{prefix}/{number}", (), size_bytes=0),
         "stat": lambda number: storage.stat(f"{prefix}/{number}"),
@@ -81,13 +85,13 @@ def _calls_on_objects(storage: Storage, prefix: str) -> _Calls:
 
 
 _Times = tuple[int, int, int, list[int]]
-"""One thread's start, end, number of files, and the time of each call."""
+"""One thread's start, end, number of files, and the duration of each call."""
 
 
 def measure_metadata(
     place: ProbeFolder, threads: Sequence[int], *, comm: Comm, progress: Progress
 ) -> Iterator[MetadataRate]:
-    """The four calls with each number of threads, on files that are removed again."""
+    """Measure the four calls with each number of threads, on files that are removed again."""
     for number in threads:
         names = [_names(place, f"rank{comm.rank}-files{number}-{thread}") for thread in range(number)]
         created = [0] * number
@@ -113,7 +117,10 @@ def _names(place: ProbeFolder, folder: str) -> _Calls:
 
 
 def _run(call: MetadataCall, names: Sequence[_Calls], created: Sequence[int], comm: Comm) -> list[_Times]:
-    """One call in all threads of this rank, which begin together, and with those of other ranks."""
+    """Make one kind of call in all threads of this rank.
+
+    They begin together with those of all other ranks.
+    """
     most = [MOST_FILES // len(names)] * len(names) if call == "create" else created
 
     def time_calls(thread: int, gate: StartGate) -> _Times:

@@ -1,6 +1,6 @@
 """The folder that a probe works in, and always removes.
 
-Nothing outside of it is touched, and folders that the probe did not make stay.
+Nothing outside it is touched, and folders that the probe did not create stay.
 """
 
 import logging
@@ -24,7 +24,10 @@ FOLDER_PREFIX: Final = "penstock-probe-"
 
 
 class ProbeFolder:
-    """One rank's view of the probe's folder at one location. Leaving it is collective when all went well."""
+    """One rank's view of the probe's folder at one location.
+
+    Leaving its block is collective unless an error is raised.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class ProbeFolder:
     ) -> None:
         self._comm = comm
         self.keys: set[str] = set()
-        """What this rank writes, noted before, so that incomplete objects are removed, too."""
+        """The keys that this rank writes, noted beforehand so that incomplete objects are removed, too."""
         self.storage: Storage = open_storage(
             f"{location.uri}/{folder_name}",
             environment,
@@ -63,14 +66,14 @@ class ProbeFolder:
     def remove_objects(self) -> None:
         """Remove what this rank wrote."""
         for key in sorted(self.keys):
-            with suppress(ObjectNotFound):  # a step that failed early did not write all of its objects
+            with suppress(ObjectNotFound):  # a step that failed early has not written all its objects
                 self.storage.delete(key)
         self.keys.clear()
 
     def _remove_everything(self) -> None:
-        """After a failure: also remove what killed ranks left. Every surviving rank tries.
+        """After a failure, also remove what killed ranks left; every surviving rank tries.
 
-        A failure to remove is logged, but never hides the failure that led here.
+        If removing fails, this is logged, and never hides the original failure.
         """
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -80,17 +83,17 @@ class ProbeFolder:
                 with suppress(ObjectNotFound):
                     self.storage.delete(stored.key)
         except ObjectNotFound as error:
-            logger.debug("Nothing to remove: %s", error)  # not even the bucket is there
+            logger.debug("Nothing to remove: %s", error)  # not even the bucket exists
         except StorageError as error:
             logger.warning("What the probe wrote may still be at %s: %s", self.storage.uri, error)
 
     def _remove_folders(self) -> None:
         for folder in self._missing_folders:
-            with suppress(OSError):  # it holds files of other programs, or another rank was faster
+            with suppress(OSError):  # has files of other programs, or another rank was faster
                 folder.rmdir()
 
     def check_free_space(self, size_bytes: int) -> None:
-        """Fail before the first byte if the file system has no room for one measurement and a little more."""
+        """Raise an error at once if the file system lacks room for one measurement and a little more."""
         volumes.require_free_space(
             self.folder,
             size_bytes,
@@ -100,7 +103,7 @@ class ProbeFolder:
 
 
 def _find_mode(storage: Storage) -> Mode:
-    """The way that the storage moves bytes, judged by its capabilities."""
+    """The mode in which the storage transfers bytes, according to its capabilities."""
     paths = capabilities.find_local_paths(storage)
     if paths is not None:
         return "buffered" if paths.uses_page_cache else "direct"
@@ -108,7 +111,7 @@ def _find_mode(storage: Storage) -> Mode:
 
 
 def _missing_folders(folder: Path | None) -> list[Path]:
-    """The folders that a probe will make, innermost first; it removes these, and no others."""
+    """The folders that a probe will create, innermost first. It removes these, and no others."""
     if folder is None:
         return []
     return [folder, *(parent for parent in folder.parents if volumes.nearest_folder(parent) != parent)]

@@ -1,4 +1,4 @@
-"""The page of a probe: the best this storage can do, with how many streams, and the accelerators it feeds."""
+"""The page of a probe: the storage's best rates, the streams they need, and the accelerators they feed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -16,14 +16,14 @@ from penstock.workload.spec import Workload
 
 GIB: Final = 2**30
 _KNEE: Final = 0.9
-"""The fewest streams with this share of the best rate are enough."""
+"""The number of streams that is enough: the smallest one that reaches this share of the best rate."""
 _SEQUENTIAL: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 _NAMED: Final = "unet3d_h100"
 HUGE_PAGES: Final = "Buffers were in huge pages, as in training runs; fio: mem=mmaphuge"
 
 
 def make_probe_page(result: ProbeResult) -> Report:
-    """The page of a probe."""
+    """Build the page of a probe."""
     modes = list(dict.fromkeys(one.mode for one in result.measurements))
     # Throughput against streams and against blocks, and latency against streams.
     charts_by_mode = {mode: [_curve(result, mode, title, {}) for title in _CURVES] for mode in modes}
@@ -71,7 +71,7 @@ def _say_place(result: ProbeResult) -> str:
 
 
 def _best_over_time(result: ProbeResult) -> Section:
-    """The fastest read and write as they went: a cache that fills, or credit that is spent, shows here."""
+    """The fastest read and write over time, which shows a cache that fills or credit that is spent."""
     charts = []
     for op, tone in _SEQUENTIAL.items():
         fastest = best(result, op)
@@ -99,12 +99,12 @@ def best(result: ProbeResult, op: str) -> ProbeMeasurement:
 
 
 def throughput_curve(result: ProbeResult, *, limits: Mapping[str, float]) -> Chart:
-    """Throughput against streams, in the mode that reads fastest."""
+    """Throughput against streams, in the mode with the fastest reads."""
     return _curve(result, best(result, "read").mode, "Throughput by streams", limits)
 
 
 def describe(measured: ProbeMeasurement) -> str:
-    """Streams and block, in words."""
+    """Describe the streams and blocks of a measurement in words."""
     streams = measured.streams
     return f"{streams} stream{'s' * (streams > 1)} of {format_bytes(measured.block_bytes)}"
 
@@ -114,10 +114,11 @@ def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
 
 
 def read_rate(result: ProbeResult, workload: Workload) -> tuple[float, str]:
-    """The bytes a second that a workload's own access can count on, and what they were measured by.
+    """The bytes per second that a workload can expect, and the measurement that shows it.
 
     Samples that are small files of their own are read in random order, as random reads are; all others as
-    sequential reads. Without either the knee counts, and of a mix only its reads. 0 if nothing is known.
+    sequential reads. If neither was measured, the knee counts, with only the reads of a mixed load. 0 if
+    nothing is known.
     """
     dataset = workload.dataset
     reads = _of(result, "read")
@@ -131,7 +132,7 @@ def read_rate(result: ProbeResult, workload: Workload) -> tuple[float, str]:
 
 
 def say_feeds(result: ProbeResult, name: str = _NAMED) -> str:
-    """Tell how many accelerators of a workload this storage feeds, or what one needs; "" if unknown."""
+    """Describe how many accelerators of a workload this storage feeds, or what one needs; "" if unknown."""
     workload = load_workload.load(name).workload
     rate, _ = read_rate(result, workload)
     if not rate:
@@ -207,16 +208,17 @@ _CURVES: Final[Mapping[str, tuple[Callable[[ProbeMeasurement], int], Callable[[i
     "Throughput by block": (lambda measured: measured.block_bytes, format_bytes, "B/s"),
     "p99 of a block by streams": (lambda measured: measured.streams, str, "s"),
 }
-"""Each chart: a measurement's place on the x axis, the name of that place, and the unit of the y axis."""
+"""For each chart, a measurement's position on the x axis, the label of that position, and the y axis' unit.
+"""
 
 
 def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, float]) -> Chart:
-    """The fastest measurement at each place on the x axis: one line for reads, one for writes."""
+    """The fastest measurement at each position on the x axis: one line for reads, one for writes."""
     at, name, unit = _CURVES[title]
     places = sorted({at(one) for op in _SEQUENTIAL for one in _of(result, op, mode)})
     lines = []
     for op, tone in _SEQUENTIAL.items():
-        # In order of their rates, so that the fastest at each place stays.
+        # Ordered by rate, so that the fastest at each position replaces the others.
         ordered = sorted(_of(result, op, mode), key=lambda one: one.gib_per_s)
         fastest = dict(sorted({places.index(at(one)): one for one in ordered}.items()))
         heights = [one.p99_ms / 1e3 if unit == "s" else one.gib_per_s * GIB for one in fastest.values()]
@@ -234,7 +236,7 @@ def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, floa
 
 
 def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
-    """Rows that show what the read rates mean for the shipped workloads; none if no rate is known."""
+    """Rows that show which shipped workloads the read rates suffice for; none if no rate is known."""
     rows = []
     for loaded in load_workload.shipped():
         workload = loaded.workload
@@ -274,7 +276,7 @@ def describe_shape(load: LoadResult) -> str:
 
 
 def say_knee(load: LoadResult) -> str:
-    """Describe the knee in a sentence, or the highest load if the storage kept up with it."""
+    """Describe the knee in a sentence, or the highest load if the storage kept up with all loads."""
     if load.knee is None:
         return f"{describe_shape(load)}: the storage kept up with no load"
     knee = load.knee
@@ -290,10 +292,10 @@ def say_limit(load: LoadResult) -> str:
 
 
 def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
-    """The banner of a probe that only looked for the knee."""
+    """The banner of a probe that measured only the knee."""
     most = load.saturation
     light = load.points[0]
-    # Less load cannot take longer: something else used the storage or this host.
+    # A lower load cannot take longer, so something else used the storage or this host.
     is_disturbed = light.storage_p99_ms > most.p99_ms
     return Banner(
         verdict="doubtful" if is_disturbed else "measured",
@@ -318,7 +320,7 @@ def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
 
 
 def metadata_banner(rates: Sequence[MetadataRate], notes: Sequence[str]) -> Banner:
-    """The banner of a probe that only measured calls on files."""
+    """The banner of a probe that measured only calls on files."""
     best: dict[str, MetadataRate] = {}
     for rate in rates:
         best[rate.op] = max(rate, best.get(rate.op, rate), key=lambda one: one.files_per_s)
@@ -347,7 +349,7 @@ def _first_phase(load: LoadResult) -> Iterator[str]:
 def load_exhibits(
     loads: Sequence[LoadResult], rates: Sequence[MetadataRate], run: str, *, draws_knee: bool
 ) -> Iterator[Section]:
-    """Charts and tables of all loads, and of calls on files."""
+    """The charts and tables of all loads, and of calls on files."""
     for load in loads:
         yield Section(
             name="knee",
@@ -374,7 +376,8 @@ def load_charts(load: LoadResult, run: str) -> list[Chart]:
     names = [_short(point.offered_per_s) for point in points]
     knee = f"; knee at {_short(load.knee.operations_per_s)}" if load.knee else ""
     note = f"offered a second{knee}"
-    # Beyond the knee, latency depends only on how long one waits: cut it so that the rest can be read.
+    # Beyond the knee, latency depends only on how long the test lasts: cut it off so that the rest is
+    # readable.
     limit_s = MOST_SLOWDOWN * load.points[0].storage_p99_ms / 1e3
     latency = [
         Series(name="p50", y=[min(point.p50_ms / 1e3, 2 * limit_s) for point in points]),

@@ -1,8 +1,8 @@
-"""A probe from start to finish: its steps at each location, group by group, as large as time allows.
+"""A probe from start to finish: its steps at each location, group by group, as large as the time allows.
 
 Collective: every rank runs the same steps in the same order and returns the same result. A rank's time runs
 from the common start to its last durable byte; the job's rate is all bytes divided by the longest of these
-times. A stream that fails stops all others, and its error is the one that is raised.
+times. A stream that fails stops all others, and its error is raised.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _REPEATS: Final = 3
 
 
 Part = Literal["best", "knee", "metadata"]
-"""The parts of a probe: the best rates, the load up to the knee, calls on files."""
+"""The parts of a probe: the best rates, the load up to the knee, and calls on files."""
 
 RANDOM_BLOCK_BYTES: Final = 128 << 10
 SMALL_OBJECT_BYTES: Final = 64 << 10
@@ -76,9 +76,9 @@ NUM_FSYNCS: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """The user's request; each measurement moves `size_bytes`, over all streams and ranks.
+    """The user's request. Each measurement transfers `size_bytes`, over all streams and ranks.
 
-    Measurements that would take longer than `max_seconds` move less. `load` is offered up to the knee.
+    Measurements that would take longer than `max_seconds` transfer less. `load` is increased up to the knee.
     """
 
     uri: str
@@ -98,7 +98,7 @@ class ProbeRequest:
 
 
 def probe_locations(uri: str) -> tuple[Location, ...]:
-    """The places to measure: a plain path with and without the page cache, a URI only as it says."""
+    """The locations to measure: a path with and without the page cache, a URI only as given."""
     location = parse_uri(uri)
     return (location, Location("direct", location.root)) if is_plain_path(uri) else (location,)
 
@@ -106,8 +106,8 @@ def probe_locations(uri: str) -> tuple[Location, ...]:
 def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[tuple[ProbeStep, ...], ...]:
     """All steps of one mode, in groups that share a set of files.
 
-    The first step of a group writes them, the others read them, then they are removed: a probe never holds
-    more than one size on disk.
+    The first step of a group writes the files, the others read them, and then they are removed, so that a
+    probe never occupies more than one `size_bytes` on disk.
     """
     share_bytes, most = max(1, request.size_bytes // num_ranks), max(request.streams)
     groups = []
@@ -118,7 +118,7 @@ def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[t
                 op="write", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks
             )
             groups.append((write, replace(write, op="read")))
-    # Random reads of the last files, only as many as a stable figure needs.
+    # Random reads use the last files, and only as many as a stable figure needs.
     write, read = groups[-1]
     stream_bytes = write.block_bytes * write.blocks_per_stream
     random_bytes = min(RANDOM_BLOCK_BYTES, stream_bytes)
@@ -145,10 +145,11 @@ def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """All measurements of one probe; each mode's storage options, and what the storages counted.
+    """All measurements of one probe, with the storage options of each mode and the storages' counters.
 
-    `size_bytes` is the requested size; a measurement says what it moved, `notes` say why if that is less.
-    `place` is when and where that was: time, version, kernel, and the mount of a local folder.
+    `size_bytes` is the requested size; each measurement has the bytes that it transferred, and `notes`
+    explain why they are fewer. `place` is when and where the probe ran: time, version, kernel, and the mount
+    of a local folder.
     """
 
     uri: str
@@ -165,7 +166,7 @@ class ProbeResult:
     place: Mapping[str, str] = field(default_factory=dict)
 
     def __add__(self, other: ProbeResult) -> ProbeResult:
-        """Add what was measured at another location."""
+        """Add the measurements of another location."""
         return replace(
             self,
             storage={**self.storage, **other.storage},
@@ -185,14 +186,14 @@ def probe(
     options: Mapping[str, str],
     progress: Progress,
 ) -> ProbeResult:
-    """Measure what `request` asks for, with the storage's own `options`; leave nothing behind."""
+    """Measure what `request` asks for, with the storage options in `options`. Nothing is left behind."""
     folder_name = comm.broadcast(
         f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}", awaiting="the name of the probe's folder"
     )
     probed: list[ProbeResult] = []
     locations = probe_locations(request.uri)
     for location in locations:
-        # Loads pass the page cache, which would answer from memory.
+        # Loads bypass the page cache, which would answer from memory.
         parts = [part for part in request.parts if part == "best" or location == locations[-1]]
         if parts:
             with ProbeFolder(
@@ -215,7 +216,7 @@ def probe_in_folder(
     options: Mapping[str, str],
     progress: Progress,
 ) -> ProbeResult:
-    """Probe as a run with a folder, where others can follow it and its result is kept. Collective."""
+    """Run the probe in a run folder, in which others can follow it and its result is kept. Collective."""
     access = {"access": {"to": request.uri, "storage": dict(options)}}
     with settings.open_run(
         Workload(name="storage-probe"),
@@ -234,7 +235,7 @@ def probe_in_folder(
 
 
 def read_probe(folder: Path) -> ProbeResult:
-    """The result in the folder of a probe's run; `ObjectNotFound` if it did not finish."""
+    """Read the result from the folder of a probe's run; `ObjectNotFound` if the run did not finish."""
     path = folder / _FILE
     try:
         return TypeAdapter(ProbeResult).validate_json(path.read_bytes())
@@ -253,7 +254,7 @@ def _describe_place(folder: Path | None) -> dict[str, str]:
     }
     if folder is not None:
         mounts = parse_mounts((PROC / "mounts").read_text(encoding="utf-8"), left_out=())
-        # The innermost is the last: a folder follows those above it.
+        # The innermost mount comes last, because a folder follows those above it.
         for mount in mounts:
             if folder.is_relative_to(mount.folder):
                 options = ",".join(mount.options)
@@ -264,10 +265,10 @@ def _describe_place(folder: Path | None) -> dict[str, str]:
 def _probe_location(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> ProbeResult:
-    """Measure one location, as large as the time allows."""
+    """Measure one location with as many bytes as the time allows."""
     affordable_bytes, is_memory = request.size_bytes, False
-    if set(request.parts) != {"metadata"}:  # its files are empty
-        # Every stream moves one block at least, however small the size.
+    if set(request.parts) != {"metadata"}:  # files for metadata calls are empty
+        # Every stream transfers at least one block, however small the size.
         steps = (step for group in plan_groups(request, place.mode, num_ranks=comm.size) for step in group)
         largest_bytes = comm.size * max(step.size_bytes for step in steps)
         place.check_free_space(max(request.size_bytes, largest_bytes))
@@ -324,9 +325,10 @@ def _probe_location(
 def _measure_all(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> Iterator[ProbeMeasurement]:
-    """Every step. The first step also runs before, uncounted: memory not used lately is slow.
+    """Measure every step. The first one runs twice, uncounted at first, because unused memory is slow.
 
-    What that run wrote is removed at once, so that the timed write gets the same, now warm, memory.
+    The files of the uncounted run are removed at once, so that the timed write gets the same memory, now
+    warm.
     """
     for number, steps in enumerate(plan_groups(request, place.mode, num_ranks=comm.size)):
         if number == 0:
@@ -341,7 +343,7 @@ def _measure_all(
 def _measure_repeatedly(
     step: ProbeStep, place: ProbeFolder, max_seconds: float, *, comm: Comm, progress: Progress
 ) -> ProbeMeasurement:
-    """The median of up to three reads, whose time is limited together; one write, which would need new files.
+    """The median of up to three reads with a common time limit; a write, which needs new files, runs once.
 
     A single short measurement is noisy, and the best of several is biased upwards.
     """
@@ -360,9 +362,9 @@ def _measure_repeatedly(
 def _calibrate(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> tuple[int, bool]:
-    """Estimate what one stream of each rank moves in `max_seconds`, by a short write, which also warms up.
+    """Estimate by a short write, which also warms up, what one stream per rank transfers in `max_seconds`.
 
-    Also tells if the written files stay in memory even after they are evicted.
+    Also return whether the written files stay in memory even after they are evicted.
     """
     block_bytes = min(_CALIBRATION_BLOCK_BYTES, request.size_bytes)
     step = ProbeStep(
@@ -385,7 +387,7 @@ _NOTED_S: Final = 0.1
 
 
 def notes_on_rates(measurements: Sequence[ProbeMeasurement]) -> Iterator[str]:
-    """Notes on what rates of sequential I/O hide: slow creation, and a phase before the steady state."""
+    """Notes on what the rates of sequential I/O hide: slow creation, and a phase before the steady state."""
     slowest = max(measurements, key=lambda measured: measured.create_s, default=None)
     if slowest is not None and slowest.create_s > max(_NOTED_S, _NOTED_SHARE * slowest.elapsed_s):
         yield (
@@ -397,7 +399,7 @@ def notes_on_rates(measurements: Sequence[ProbeMeasurement]) -> Iterator[str]:
             continue
         step_s = interval_s(measured.elapsed_s)
         each = max(1, round(_ROUND_S / step_s))
-        # Nothing ends while the storage makes durable what it took before.
+        # No write completes while the storage makes durable what it has accepted.
         moving = measured.intervals[: int((measured.elapsed_s - measured.drain_s) / step_s)]
         ended = [one.operations_per_s for one in moving]
         rounds = [float(np.mean(ended[at : at + each])) for at in range(0, len(ended) - each + 1, each)]
@@ -415,16 +417,17 @@ def _name(step: ProbeMeasurement | ProbeStep) -> str:
 
 
 _BLOCK_MEMORY_BYTES: Final = 512 << 20
-"""Limit of the memory of one rank's blocks, whatever depth a storage asks for."""
+"""The limit of the memory of one rank's blocks, whatever depth a storage asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeMeasurement:
-    """One step, over all ranks. `resident_before` is the share of the files that memory held before a read.
+    """The figures of one step over all ranks.
 
-    `streams` is per rank; `drain_s` is the part of `elapsed_s` that the slowest stream waited for durability.
-    `create_s`, before `elapsed_s`, is what the slowest took to create its object and to reserve its space.
-    `repeats` are the GiB/s of this measurement and of its repetitions, of which it is the median.
+    `streams` is per rank. `resident_before` is the share of the files that was in memory before a read.
+    `drain_s` is the part of `elapsed_s` in which the slowest stream waited for durability. `create_s`, the
+    time before `elapsed_s`, is what the slowest stream took to create its object and reserve its space.
+    `repeats` are the GiB/s of all repetitions, of which this measurement is the median.
     """
 
     op: str
@@ -458,7 +461,10 @@ _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
 
 
 def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> ProbeMeasurement:
-    """Time one step; collective. Steps that read need the step that wrote to have run in the same place."""
+    """Time one step.
+
+    Collective. A step that reads needs the step that wrote to have run in the same place.
+    """
     phase = _name(step)
     progress.begin(phase, step.size_bytes)
     unit = "read_bytes" if "read" in step.op else "written_bytes"
@@ -469,13 +475,13 @@ def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progre
         place.keys.update(
             f"rank{comm.rank}-stream{stream}{ending}" for stream in range(step.streams) for ending in endings
         )
-    # A buffered read is cold: its files are evicted, and what stayed in memory is reported.
+    # A buffered read starts cold: its files are evicted, and what stayed in memory is reported.
     resident = _evict(place) if place.mode == "buffered" and "read" in step.op else (0, 0)
     copied_before = place.storage.counters.snapshot().copied_bytes.total()
     times = _run_streams(step, place, comm=comm, progress=progress)
     copied_bytes = place.storage.counters.snapshot().copied_bytes.total() - copied_before
     ranks = comm.gather((times, copied_bytes, resident), awaiting=f"all ranks to finish {phase}")
-    # Clocks of hosts differ, so each rank's moments count from its own start.
+    # The clocks of hosts differ, so each rank's timestamps count from its own start.
     starts_ns = [min(stream.start_ns for stream in streams) for streams, *_ in ranks]
     every = [
         (stream, start) for (streams, *_), start in zip(ranks, starts_ns, strict=True) for stream in streams
@@ -507,11 +513,11 @@ def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progre
 
 
 def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> list[StreamTimes]:
-    """The step in all streams of this rank, each with blocks of its own, made before any clock starts.
+    """Run the step in all streams of this rank. Each has its own blocks, allocated before any clock starts.
 
-    A stream has as many blocks as the storage keeps in flight, and one to fill meanwhile, as far as memory
-    allows. A storage that writes in the caller's thread gets a single block, which stays in the processor's
-    cache.
+    A stream has one block for each write that the storage keeps in flight, and one to fill meanwhile, if the
+    memory limit allows. A storage that writes in the caller's thread gets a single block, which stays in the
+    processor's cache.
     """
     options = place.storage.options
     in_flight = options.get("parts_in_flight") or options.get("writes_in_flight")
@@ -539,7 +545,7 @@ def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: P
 
 
 def _evict(place: ProbeFolder) -> tuple[int, int]:
-    """Evict this rank's files from the page cache; bytes that stayed, of how many."""
+    """Evict this rank's files from the page cache. Returns the bytes that stayed in memory, and all bytes."""
     if place.folder is None:
         return 0, 0
     left = [residency.evict_file(str(place.folder / key)).after for key in place.keys]
@@ -547,7 +553,7 @@ def _evict(place: ProbeFolder) -> tuple[int, int]:
 
 
 def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
-    """One row per measurement: what was done, how fast, how evenly."""
+    """One row per measurement: the operation, its rate and its variation."""
     return [
         {
             "operation": measured.op.replace("_", " "),
@@ -564,7 +570,7 @@ def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str,
 
 
 def _spread(measured: ProbeMeasurement) -> str:
-    """The difference between the fastest and the slowest repetition, as a part of the median."""
+    """The difference between the fastest and the slowest repetition, relative to the median."""
     rates = measured.repeats
     return f"{(rates[-1] - rates[0]) / measured.gib_per_s:.0%}" if len(rates) > 1 else "-"
 

@@ -1,7 +1,7 @@
 """The timed loops of the probe, one function per operation, and the blocks of data that they write.
 
-Each loop runs on one thread and owns its blocks. Blocks are page-aligned and incompressible; stamping one
-again before each write keeps content generation out of the timed section.
+Each loop runs on one thread and owns its blocks. Blocks are page-aligned and incompressible. Before each
+write a block is only stamped again, which keeps content generation out of the timed section.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeStep:
-    """One thing to time on every rank: `streams` threads with one block in flight each.
+    """One step to time on every rank: `streams` threads with one block in flight each.
 
-    `blocks_per_stream` blocks of `block_bytes` are moved by each stream; a small object is one block.
+    Each stream transfers `blocks_per_stream` blocks of `block_bytes`; a small object is one block.
     """
 
     op: Operation
@@ -51,28 +51,28 @@ class ProbeStep:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that one rank moves in this step."""
+        """The bytes that one rank transfers in this step."""
         return self.streams * self.blocks_per_stream * self.block_bytes
 
 
 class StreamStopped(PenstockError):
-    """Raised in streams that stop because another one failed or the user interrupted; never the cause."""
+    """Raised in streams that stop because another failed or the user interrupted; never the cause itself."""
 
     def __init__(self) -> None:
         super().__init__("Stopped because the measurement as a whole stopped")
 
 
 class StartGate:
-    """The common start of threads, on all ranks; `start_ns` is its moment on this host."""
+    """The common start of the threads of all ranks. `start_ns` is its time on this host."""
 
     def __init__(self, num_threads: int) -> None:
-        # Passed twice: by the threads of this rank, then by all ranks.
+        # The barrier is passed twice: once by the threads of this rank, then when all ranks are ready.
         self.barrier = threading.Barrier(num_threads + 1)
         self.stopped = threading.Event()
         self.start_ns = 0
 
     def wait(self) -> None:
-        """Wait until all threads of all ranks are ready; `StreamStopped` if any has failed."""
+        """Wait until the threads of all ranks are ready; `StreamStopped` if any has failed."""
         try:
             self.barrier.wait()
             self.barrier.wait()
@@ -80,7 +80,7 @@ class StartGate:
             raise StreamStopped from None
 
     def require_open(self) -> None:
-        """`StreamStopped` once any thread has failed."""
+        """Raise `StreamStopped` if any thread has failed."""
         if self.stopped.is_set():
             raise StreamStopped
 
@@ -88,9 +88,9 @@ class StartGate:
 def run_together(
     num_threads: int, work: Callable[[int, StartGate], Result], *, comm: Comm, what: str
 ) -> list[Result]:
-    """Call `work(thread, gate)` on each thread. They begin together with those of other ranks.
+    """Call `work(thread, gate)` on each thread. They begin together on all ranks.
 
-    A thread that fails stops all others, and its error is the one that is raised. Collective.
+    A thread that fails stops all others, and its error is raised. Collective.
     """
     gate = StartGate(num_threads)
 
@@ -122,7 +122,7 @@ def run_together(
 
 
 class ObjectTarget:
-    """Ranges of one object are read; a write is a whole new object of one block, in place of its slot's."""
+    """Reads ranges of one object. A write replaces the object of its slot with a new one of one block."""
 
     def __init__(self, storage: Storage, key: str, num_slots: int) -> None:
         self._storage = storage
@@ -136,7 +136,11 @@ class ObjectTarget:
 
 
 class FileTarget:
-    """Blocks of one file in place: past the page cache, or through it, durable and never out of memory."""
+    """Blocks of one file, read and written in place.
+
+    Reads and writes either bypass the page cache, or pass through it; writes are then made durable, and the
+    blocks that are read do not stay in it.
+    """
 
     def __init__(self, storage: SupportsLocalPaths, key: str, uri: str, *, is_sequential: bool) -> None:
         self._is_buffered = storage.uses_page_cache
@@ -148,13 +152,13 @@ class FileTarget:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill a block; the page cache does not keep it for the next time."""
+        """Fill a block from the file, without keeping it in the page cache for the next read."""
         self._require_whole(os.preadv(self.descriptor, (buffer,), offset), buffer)
         if self._is_buffered:
             os.posix_fadvise(self.descriptor, offset, buffer.nbytes, os.POSIX_FADV_DONTNEED)
 
     def write(self, offset: int, buffer: memoryview, _slot: int) -> None:
-        """Write a block over the one that is there."""
+        """Overwrite a block of the file."""
         self._require_whole(os.pwritev(self.descriptor, (buffer,), offset), buffer)
 
     def _require_whole(self, moved: int, buffer: memoryview) -> None:
@@ -176,7 +180,7 @@ BlockTarget = ObjectTarget | FileTarget
 
 
 _SILENCE_S = 300
-"""The time without any accepted block after which a storage counts as dead."""
+"""The time without an accepted block after which a storage counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +197,10 @@ class StreamTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTimes:
-    """One thread's times on the monotonic clock, and for each block when it ended and how long it took.
+    """One thread's times by the monotonic clock, and the end and duration of each block.
 
-    `create_ns`, before the start, is what it took to create an object and to reserve its space; `drain_ns`,
-    before the end, is the wait for durability.
+    `create_ns`, the time before the start, is what it took to create an object and reserve its space.
+    `drain_ns`, the last part before the end, is the wait for durability.
     """
 
     start_ns: int
@@ -208,11 +212,14 @@ class StreamTimes:
 
 
 _SHOWN_BYTES: Final = 4 << 20
-"""Followers need a few updates a second at most, and one costs as much as a small read."""
+"""Followers need only a few updates per second, and one update costs as much as a small read."""
 
 
 class _Watch:
-    """Start, end, and each block's times. Made once a stream is ready; returns once all others are."""
+    """Times a stream's start and end, and each block.
+
+    Created once a stream is ready; creation returns when all other streams are ready, too.
+    """
 
     def __init__(self, task: StreamTask, *, create_ns: int = 0) -> None:
         self._create_ns = create_ns
@@ -249,7 +256,10 @@ class _Watch:
 
 
 def write(task: StreamTask) -> StreamTimes:
-    """One object, front to back, durable at the end; a block is reused once the storage has released it."""
+    """Write one object front to back, durable at the end.
+
+    A block is reused once the storage has released it.
+    """
     step, blocks = task.step, task.blocks
     free: SimpleQueue[int] = SimpleQueue()
     for index in range(len(blocks.views)):
@@ -285,7 +295,7 @@ def write(task: StreamTask) -> StreamTimes:
 
 
 def _repeat(task: StreamTask, move: Callable[[int, memoryview], object]) -> StreamTimes:
-    """One operation after the other in the same buffer, which has new content before each write."""
+    """Do one operation after another in the same buffer, which has new content before each write."""
     watch, buffer = _Watch(task), task.blocks.views[0]
     for operation in range(task.step.blocks_per_stream):
         if "read" not in task.step.op:
@@ -297,15 +307,16 @@ def _repeat(task: StreamTask, move: Callable[[int, memoryview], object]) -> Stre
 
 
 def read(task: StreamTask) -> StreamTimes:
-    """Blocks of one object: front to back, or each at most once in an order that no read-ahead guesses."""
+    """Read blocks of one object: front to back, or each at most once in an order that defeats read-ahead."""
     step, storage = task.step, task.storage
     positions: Sequence[int] = range(step.blocks_per_stream)
     if step.op == "random_read":
         num_blocks = storage.stat(task.key).size_bytes // step.block_bytes
-        # Seeded by the size: two probes of equal files read in the same order.
+        # The seed is the size, so that two probes of equal files read in the same order.
         order = np.random.Generator(np.random.SFC64(num_blocks)).permutation(num_blocks)
         positions = order[: step.blocks_per_stream].tolist()
-    # Past the page cache the file itself: there what a storage adds to a call is a part of its latency.
+    # Past the page cache, the file is read directly, because a storage's overhead per call would add to the
+    # latency.
     files = storage if isinstance(storage, SupportsLocalPaths) and not storage.uses_page_cache else None
     opened: FileTarget | Source
     if files is not None and step.block_bytes % PAGE_BYTES == 0:
@@ -322,7 +333,7 @@ def read(task: StreamTask) -> StreamTimes:
 
 
 def small_write(task: StreamTask) -> StreamTimes:
-    """Many objects of one block, each durable before the next begins."""
+    """Write many objects of one block, each durable before the next begins."""
     size_bytes = task.step.block_bytes
     return _repeat(
         task,
@@ -333,7 +344,7 @@ def small_write(task: StreamTask) -> StreamTimes:
 
 
 def small_read(task: StreamTask) -> StreamTimes:
-    """Many objects of one block: open, read, close."""
+    """Read many objects of one block: open, read, close."""
 
     def read_object(number: int, buffer: memoryview) -> None:
         with closing(task.storage.open(f"{task.key}-{number}")) as source:
@@ -343,7 +354,7 @@ def small_read(task: StreamTask) -> StreamTimes:
 
 
 def fsync(task: StreamTask) -> StreamTimes:
-    """One block appended and fsynced at a time, as a journal does; the storage protocol has no such call."""
+    """Append and fsync one block at a time, as a journal does. The storage protocol has no such call."""
     folder = capabilities.find_local_root(task.storage)
     assert folder is not None, "fsync is planned for file systems only"
     path = folder / task.key
@@ -364,10 +375,11 @@ _STAMPED_BYTES: Final = 4096
 
 
 class Blocks:
-    """`num_blocks` blocks of `block_bytes` each, for one stream on one thread; `views` are their buffers."""
+    """`num_blocks` blocks of `block_bytes` each, for one stream on one thread. `views` are their buffers."""
 
     def __init__(self, num_blocks: int, block_bytes: int, *, stream_id: int) -> None:
-        # The same memory as the pipeline of checkpoints has: a limit must not be lower for its small pages.
+        # The same kind of memory as in the checkpoint pipeline, so that small pages do not make the limit
+        # lower.
         memory = WarmMemory(num_blocks * round_up(block_bytes, _STAMPED_BYTES))
         random = np.random.Generator(np.random.SFC64(stream_id))
         words = np.frombuffer(memory.view, dtype=np.uint64)
@@ -379,6 +391,6 @@ class Blocks:
         self._next_stamp = count((stream_id + 1) << 48, self._stamps.size)
 
     def renew(self, index: int) -> memoryview:
-        """Block `index` with content that was never written before by this stream."""
+        """Give block `index` content that this stream has never written before."""
         self._stamped[index] = self._stamps + np.uint64(next(self._next_stamp))
         return self.views[index]

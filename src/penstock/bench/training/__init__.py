@@ -1,4 +1,4 @@
 """The timed training run: workload -> plan -> batches -> loop -> results. `training_run.train` starts it.
 
-Only the loop is timed; all that prepares it is reported separately.
+The score counts only the loop; its preparation is timed and reported separately.
 """

@@ -1,8 +1,8 @@
-"""From a rank's order to what its loader reads: `BatchRequest`s in the pattern of the files' format.
+"""Turn a rank's order into `BatchRequest`s for its loader, in the access pattern of the files' format.
 
-Pure except for formats whose files must be opened to know their ranges. One-sample files are read whole,
-others block by block, TFRecords front to back. O(1) memory; every byte range of an epoch is requested once,
-by the first batch that needs it.
+Pure, except for formats whose files must be opened to find their ranges. Files with one sample are read
+whole, TFRecords front to back, and others block by block. Takes O(1) memory; every byte range of an epoch is
+requested once, by the first batch that needs it.
 """
 
 from collections import OrderedDict, deque
@@ -21,20 +21,23 @@ from penstock.storage import Storage, aligned
 from penstock.storage.protocol import WrappedSource
 
 TRANSFER_BYTES: Final = 256 << 10
-"""One sequential read where the workload does not say: what TensorFlow reads of a TFRecord file."""
+"""The size of a sequential read if the workload does not set it: what TensorFlow reads of a TFRecord file."""
 KNOWN_FILES: Final = 64
-"""Files that have been looked into and may come again soon."""
+"""The number of surveyed files that are remembered, because they may soon be needed again."""
 
 
 _Block = tuple[int, int, range]
-"""The position of its first sample in the rank's stream, its file's number, and the samples read together."""
+"""The position of the block's first sample in the rank's stream, the number of its file, and the samples that
+are read together.
+"""
 
 
 class BatchPlanner:
-    """Makes the requests of one rank and phase. One thread at a time uses it.
+    """Creates the requests of one rank and phase. Only one thread at a time may use it.
 
-    With `check`, samples are decoded, and as many as it asks for are compared with their generator; otherwise
-    they are dropped as they came. `survey_bytes` counts what was read to find ranges: footers, above all.
+    With `check`, samples are decoded, and the share that it sets is compared with what the generator
+    produced; otherwise, samples are dropped undecoded. `survey_bytes` counts the bytes read to find ranges,
+    which are mostly footers.
     """
 
     def __init__(
@@ -57,13 +60,13 @@ class BatchPlanner:
         self._max_known = known_files
         self._kind, self._is_stream = files.data_files.kind, files.dataset.format.is_stream
         self._have_manifest = files.recipe is not None
-        # Of other kinds, ranges are known only after looking into each file.
+        # For other kinds, ranges are known only after looking into each file.
         self._needs_survey = type(self._kind).survey is not FileFormat.survey
         self._known: OrderedDict[int, tuple[FilePlan, FileSurvey]] = OrderedDict()
         self.survey_bytes = 0
 
     def of_epoch(self, order: RankEpoch, num_steps: int) -> Iterator[BatchRequest]:
-        """The requests of the first `num_steps` steps of an epoch."""
+        """The requests for the first `num_steps` steps of an epoch."""
         sharding = order.sharding
         num_samples = num_steps * sharding.batch_size
         reads = self._reads(order, num_samples)
@@ -98,7 +101,10 @@ class BatchPlanner:
                     yield position, read
 
     def _whole_files(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest]]:
-        """The same for whole files of one part, by the least work: there may be millions of small ones."""
+        """The reads of an epoch if files are read whole.
+
+        This takes the least work possible, because there may be millions of small files.
+        """
         files, phase, expects, position = self._files, self._phase, self._have_manifest, 0
         for number, samples in order.samples():
             if position >= num_samples:
@@ -112,7 +118,7 @@ class BatchPlanner:
     ) -> Iterator[ReadRequest]:
         for read in self._kind.reads(plan, survey, samples):
             part = plan.parts[read.part]
-            # An index next to a file is loaded when the file is opened, not for every sample.
+            # An index file is loaded when its data file is opened, not for every sample.
             if read.part == 0 or number not in indexed:
                 is_whole = read.offset == 0 and read.size_bytes == part.size_bytes
                 size_bytes = None if is_whole else read.size_bytes
@@ -124,7 +130,7 @@ class BatchPlanner:
     def _blocks_to_decode(
         self, order: RankEpoch, num_samples: int, check: ContentCheck
     ) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
-        """Yield each block with the bytes its samples are decoded from: index files are read, not decoded."""
+        """Yield each block with the reads that it is decoded from. Index files are read, but not decoded."""
         indexed: set[int] = set()
         for count, (position, number, samples) in enumerate(
             self._pieces_of_streams(_blocks(order, num_samples))
@@ -146,7 +152,7 @@ class BatchPlanner:
             yield position, BlockRequest(tuple(together), plan, survey, samples, is_checked)
 
     def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
-        """Divide files that are read front to back into as many records as one sequential read holds."""
+        """Divide files that are read front to back into pieces that one sequential read holds."""
         for position, number, samples in blocks:
             if not self._is_stream:
                 yield position, number, samples
@@ -167,7 +173,7 @@ class BatchPlanner:
     def _front_to_back(
         self, plan: FilePlan, position: int, samples: range
     ) -> Iterator[tuple[int, ReadRequest]]:
-        """A whole file in pieces, each needed by the first sample that has a byte in it."""
+        """Read a whole file in pieces. Each piece is needed by the first sample that has a byte in it."""
         key, expected_bytes = plan.parts[0].key(plan.name), self._expected(plan, 0)
         size_bytes = self._storage.stat(key).size_bytes if expected_bytes is None else expected_bytes
         for offset in range(0, size_bytes, self._transfer_bytes):
@@ -194,25 +200,25 @@ class BatchPlanner:
 
 
 class _CountedSource(WrappedSource):
-    """Counts what is read of it."""
+    """Counts the bytes that are read from it."""
 
     read_bytes = 0
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Read inside, and count."""
+        """Read from the wrapped source, and count."""
         super().read_into(offset, buffer)
         self.read_bytes += buffer.nbytes
 
 
 def _record_bytes(plan: FilePlan) -> int:
-    """One record of a file whose records have equal sizes."""
+    """The size of one record of a file whose records have equal sizes."""
     size_bytes = plan.parts[0].size_bytes
     assert size_bytes is not None
     return size_bytes // plan.num_samples
 
 
 def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
-    """The rank's blocks in order, up to that many samples."""
+    """The rank's blocks in order, up to `num_samples` samples."""
     position = 0
     step = order.sharding.block_samples
     for number, item in order.samples():
@@ -225,9 +231,9 @@ def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
 
 
 def plan_ahead(requests: Iterator[BatchRequest], depth: int) -> Generator[BatchRequest, None, None]:
-    """The same requests, made on a thread of its own up to `depth` before they are wanted.
+    """Yield the same requests, planned on a separate thread up to `depth` ahead.
 
-    Planning then falls into the time in which the rank computes, as with the workers of other loaders.
+    Planning then takes place while the rank computes, as with the workers of other loaders.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-planner") as planner:
         waiting: deque[Future[BatchRequest | None]] = deque(

@@ -1,6 +1,6 @@
-"""Checkpoints during a training run: when they are due, and writing them through the engine's pipeline.
+"""Checkpoints during a training run: when they are due, and writing them through the engine.
 
-A checkpoint is outside of all timed blocks, so it counts neither as waiting nor in the utilization.
+Checkpoints are outside all timed blocks, so they count neither as waiting nor in the utilization.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from penstock.workload.spec import CheckpointSection, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsRequest:
-    """The checkpoints of a run: content, times and place. `reopen` opens the place, once for each stream."""
+    """The checkpoints of a run: what they contain, and when and where they are saved.
+
+    `reopen` opens the location, once for each stream.
+    """
 
     layout: StateLayout
     when: CheckpointSection
@@ -55,7 +58,10 @@ def plan_checkpoints(
     environment: Environment,
     options: Mapping[str, str] | None = None,
 ) -> CheckpointsRequest | None:
-    """The checkpoints that the workload saves as it trains, to `uri` or its own folder; None if none."""
+    """Plan the checkpoints that a workload saves while it trains; None if it saves none.
+
+    They are saved to `uri`, or to the workload's own checkpoint folder if `uri` is None.
+    """
     if not workload.workflow.checkpoint:
         return None
     model, checkpoint = model_of_workload(workload.model.name, workload), workload.checkpoint
@@ -70,12 +76,12 @@ def plan_checkpoints(
 
 
 def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
-    """The storage option that `fsync` sets; object services have none, as their writes are always durable."""
+    """The storage option that `fsync` sets; none for object services, whose writes are always durable."""
     return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}
 
 
 def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bool:
-    """True if a checkpoint follows a step: every n steps of an epoch, or at the end of chosen epochs."""
+    """True if a checkpoint follows this step: every n steps of an epoch, or at the end of chosen epochs."""
     if when.steps_between_checkpoints:
         return step % when.steps_between_checkpoints == 0
     late = epoch - when.checkpoint_after_epoch
@@ -83,14 +89,14 @@ def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bo
 
 
 def count_due(when: CheckpointSection, epochs: Sequence[tuple[int, int]]) -> int:
-    """The number of checkpoints of a run with these epochs and their steps."""
+    """The number of checkpoints in a run. `epochs` has each epoch with its number of steps."""
     if when.steps_between_checkpoints:
         return sum(num_steps // when.steps_between_checkpoints for _, num_steps in epochs)
     return sum(is_due(when, epoch, num_steps, num_steps) for epoch, num_steps in epochs)
 
 
 class _OnTheWay(Progress):
-    """Shows a checkpoint as a remark next to the steps of the epoch, which it must not advance."""
+    """Shows a checkpoint as a remark next to the steps of the epoch, without advancing them."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -100,18 +106,18 @@ class _OnTheWay(Progress):
         self._progress.remark(phase)
 
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:  # noqa: ARG002 - likewise
-        """Report what this rank does; the remark goes with the writing."""
+        """Report this rank's activity; the remark is shown while it writes."""
         self._progress.enter(activity)
         if activity != "moving":
             self._progress.remark("")
 
     def advance(self, amount: float) -> None:
-        """Count what was written."""
+        """Count the bytes written."""
         self._progress.count(written_bytes=amount)
 
 
 class TrainingCheckpoints:
-    """Takes a run's checkpoints; its memory and connections are ready before the first epoch."""
+    """Writes a run's checkpoints. Its memory and connections are ready before the first epoch."""
 
     def __init__(
         self,
@@ -124,7 +130,7 @@ class TrainingCheckpoints:
         progress: Progress,
         heartbeat: Callable[[], None],
     ) -> None:
-        """Check that there is room for all of them, and warm up. Collective."""
+        """Check that there is room for all checkpoints, and warm up. Collective."""
         self.when = request.when
         self._layout = request.layout
         self._taken: list[RoundFigures] = []
@@ -156,12 +162,12 @@ class TrainingCheckpoints:
         )
 
     def take(self, epoch: int, block: int, step: int) -> None:
-        """Write it, durably; all ranks return together."""
+        """Write one checkpoint durably. All ranks return together."""
         checkpoint = CheckpointRound(direction="write", number=block, step=step, epoch=epoch)
         self._taken.append(self._runner.run(checkpoint, last=self._num_due))
 
     def document(self) -> dict[str, Any]:
-        """All checkpoints taken, as plain data; each lasts until all ranks' files are durable."""
+        """All checkpoints written, as plain data. Each lasts until all ranks' files are durable."""
         duration_s = sum(figures.phase.duration_s for figures in self._taken)
         bytes_each = self._layout.total_bytes
         rate = bytes_each * len(self._taken) / duration_s / GIB if duration_s else None

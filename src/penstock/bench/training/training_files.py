@@ -1,7 +1,7 @@
-"""The files of a training run: their names and sizes, and a check that they are there.
+"""The files of a training run: their names and sizes, and a check that they exist.
 
-Opened once a run, before the plan. File sizes are expected only where a manifest of ours says them; of
-external data sets only the names are known. One missing file fails the run on all ranks before its first
+They are opened once per run, before planning. File sizes are checked only if a manifest of ours has them; of
+external data sets, only the names are known. One missing file fails the run on all ranks before its first
 step.
 """
 
@@ -34,16 +34,16 @@ OpenFormat = Callable[["Dataset", int], "FileFormat"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFiles:
-    """The files that a run reads: the first `num_train` and `num_eval` of the existing ones."""
+    """The files that a run reads: the first `num_train` and `num_eval` of those that exist."""
 
     dataset: Dataset
     data_files: DataFiles
     num_train: int
     num_eval: int
     recipe: DatasetRecipe | None
-    """All that the files' bytes follow from; None of an external data set."""
+    """Everything that determines the files' bytes; None for an external data set."""
     num_found: int | None = None
-    """The number of files that a listing found, over both phases; None if names are a formula."""
+    """The number of files that a listing found, over both phases; None if names are computed."""
 
     @property
     def needs_listing(self) -> bool:
@@ -64,7 +64,7 @@ class TrainingFiles:
         return (f"{self.num_found:,} files were found, and the first {num_used:,} of them are read",)
 
     def with_listing(self, found: ExternalFiles) -> TrainingFiles:
-        """The same files by the names that a listing found."""
+        """The same files, with the names that a listing found."""
         evaluation = self.data_files.evaluation if found.evaluation is None else found.evaluation
         return replace(
             self,
@@ -74,24 +74,24 @@ class TrainingFiles:
 
     @property
     def are_read_whole(self) -> bool:
-        """True if each file is one sample, and one read."""
+        """True if each file holds one sample and is read in one request."""
         if self.dataset.num_samples_per_file != 1 or self.dataset.format.is_stream:
             return False
         return type(self.data_files.kind).reads is ReadWhole.reads
 
     def plan(self, phase: StepPhase, number: int) -> FilePlan:
-        """File `number` of a phase, counting from 0."""
+        """The plan of file `number` of a phase, counting from 0."""
         return self.data_files.plan(
             number if phase is StepPhase.TRAIN else len(self.data_files.train) + number
         )
 
     def block_samples(self) -> int:
-        """The number of samples that are read together; 1 if the data set has no file."""
+        """The number of samples that are read together; 1 if the data set has no files."""
         return self.data_files.plan(0).block_samples if len(self.data_files) else 1
 
     @property
     def are_stored(self) -> bool:
-        """True if there are files at all."""
+        """True if the run reads files at all."""
         return self.dataset.format is not DataFormat.SYNTHETIC
 
     def keys_of(self, phase: StepPhase, number: int) -> Iterator[str]:
@@ -109,9 +109,9 @@ def open_files(
     evaluates: bool,
     reader: OpenFormat = open_format,
 ) -> TrainingFiles:
-    """The files at `storage` for a run of `dataset`; `UsageError` where there are fewer or others.
+    """The files at `storage` for a run of `dataset`; `UsageError` if they are too few or do not match.
 
-    Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
+    Reads the manifest that generation wrote, if there is one. Without a manifest, `seed` draws the sizes.
     """
     manifest = None if dataset.format is DataFormat.SYNTHETIC else read_manifest(storage)
     recipe = None if manifest is None else _stored_recipe(dataset, storage, manifest)
@@ -130,7 +130,7 @@ def open_files(
 
 
 def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any]) -> DatasetRecipe:
-    """The recipe with the numbers of files that exist, because file names contain them."""
+    """The recipe with the numbers of files that exist, which are part of the file names."""
     recipe = manifest["recipe"]
     stored = recipe["dataset"]
     for name in ("num_files_train", "num_files_eval"):
@@ -157,7 +157,7 @@ def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any])
 
 @contextmanager
 def explained_absence(files: TrainingFiles) -> Iterator[None]:
-    """Explain, for a file that turns out to be missing during a run, why nothing has noticed before."""
+    """If a file turns out to be missing during a run, explain why no earlier check noticed it."""
     try:
         yield
     except ObjectNotFound as error:
@@ -183,8 +183,9 @@ _LOOKED_UP_TOGETHER: Final = 1024
 def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> tuple[int, float]:
     """Look up the files that `listing_validation_interval` asks for; `ObjectNotFound` if any is missing.
 
-    Collective: the number of files over all ranks, and the time. An interval of 0 looks up nothing, and
-    neither does a run that has just listed its files. A file whose index is missing counts as missing.
+    Collective. Returns the number of files looked up over all ranks, and the time. Nothing is looked up if
+    the interval is 0, or if the run has just listed its files. A file whose index is missing counts as
+    missing.
     """
     interval = 0 if files.num_found is not None else files.dataset.listing_validation_interval
     places = choose_checked_files(files, interval)[comm.rank :: comm.size]
@@ -224,12 +225,15 @@ def choose_checked_files(files: TrainingFiles, interval: int) -> list[int]:
 def _look_up(
     files: TrainingFiles, storage: Storage, places: list[int], progress: Progress
 ) -> tuple[int, int, list[tuple[int, str]]]:
-    """The numbers of files looked up and missing, and the first missing ones by place and key."""
+    """Look up files. Returns how many were looked up and how many are missing, and the first missing ones."""
     missing: list[tuple[int, str]] = []
     num_missing = 0
 
     def missing_key(place: int) -> str | None:
-        """The first missing key of a file: training files have the first places, then evaluation files."""
+        """The first missing key of a file.
+
+        Training files have the first places, evaluation files the next.
+        """
         is_training = place < files.num_train
         phase = StepPhase.TRAIN if is_training else StepPhase.EVAL
         found = None

@@ -1,9 +1,9 @@
-"""The timed loop of one rank: wait for a batch, compute, meet the other ranks, record; epoch after epoch.
+"""The timed loop of one rank: wait for a batch, compute, wait for the other ranks, record.
 
 The real run and the measurement of the harness limit run this same loop. Nothing happens between a step's
-four timestamps but what their names say. The harness limit is the same plan, loader, threads and barriers on
-storage that costs no time, for a few seconds before the real run: the most that this client can deliver, so a
-result close to it shows nothing about storage. Only reading is replaced.
+four timestamps except what their names say. The harness limit is what the same plan, loader, threads and
+barriers reach on storage that costs no time, measured for a few seconds before the real run. It is the most
+that this client can deliver, so a result close to it says nothing about storage. Only reading is replaced.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from penstock.workload.enums import ReadType
 from penstock.workload.spec import Workload
 
 SPIN_NS: Final = 200_000
-"""Sleep until this long before the end, then watch the clock: a sleep wakes up 50 to 150 us late."""
+"""Sleep until this long before the end, then watch the clock, because a sleep ends 50 to 150 us late."""
 
 
 def compute_until(end_ns: int) -> int:
-    """Emulate computation: return at `end_ns`, or at once if it has passed; the moment of return.
+    """Emulate computation until `end_ns`; return the time at its end.
 
-    The end is absolute, so that what the caller did before does not add to the time computed.
+    If `end_ns` has passed, return at once. The end is absolute, so what the caller did before does not add to
+    the computation.
     """
     now_ns = time.monotonic_ns()
     if end_ns - now_ns > SPIN_NS:
@@ -63,7 +64,7 @@ def compute_until(end_ns: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTraining:
-    """The files and the plan of a run, and the times of its preparation."""
+    """The files and the plan of a run, and the times that preparing them took."""
 
     files: TrainingFiles
     plan: TrainingPlan
@@ -82,7 +83,7 @@ class PhaseWork:
     batches: BatchPlanner
     compute: DrawnTimes
     reads_first: bool = False
-    """True if an epoch's samples are all read before its first step, which then finds them in memory."""
+    """True if all of an epoch's samples are read before its first step, and then come from memory."""
 
 
 def make_phase_works(
@@ -94,7 +95,7 @@ def make_phase_works(
     known_files: int = KNOWN_FILES,
     check: ContentCheck | None = None,
 ) -> dict[StepPhase, PhaseWork]:
-    """The work of training, and of evaluation where the plan has one."""
+    """The work of training, and of evaluation if the plan has any."""
     plan = prepared.plan
     phases = [(StepPhase.TRAIN, plan.sharding, workload.train.computation_time)]
     if plan.evaluation is not None:
@@ -123,7 +124,7 @@ def make_phase_works(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLoop:
-    """Runs epochs and evaluations of one rank. `planned_ahead` batches are planned before they are read."""
+    """Runs one rank's epochs and evaluations. `planned_ahead` batches are planned before they are read."""
 
     comm: Comm
     loader: Loader
@@ -133,10 +134,10 @@ class TrainingLoop:
     saver: TrainingCheckpoints | None = None
 
     def run(self, work: PhaseWork, epoch: int, num_steps: int) -> tuple[int, float] | None:
-        """One epoch of training, in which all ranks meet after each step, or one evaluation. Collective.
+        """Run one epoch of training, or one evaluation. Collective.
 
-        In an evaluation ranks do not wait for each other, as with DLIO. Returns the bytes read before the
-        first step, and the time that took, where samples are read first.
+        In training, all ranks wait for each other after each step; in an evaluation they do not, as in DLIO.
+        If all samples are read before the first step, returns the bytes of this read and the time it took.
         """
         comm, progress, phase = self.comm, self.progress, work.phase
         saver = self.saver if phase is StepPhase.TRAIN else None
@@ -147,7 +148,7 @@ class TrainingLoop:
             began_ns = time.monotonic_ns()
             batches = iter(self.loader.epoch(requests))
             if work.reads_first:
-                # Read the whole epoch and wait for all ranks; its batches then come from memory.
+                # Read the whole epoch and wait for all ranks; the batches then come from memory.
                 loaded = list(batches)
                 comm.barrier(awaiting="all ranks to read their samples before the first step")
                 elapsed_s = (time.monotonic_ns() - began_ns) / 1e9
@@ -164,7 +165,8 @@ class TrainingLoop:
                 if phase is StepPhase.TRAIN:
                     comm.barrier(awaiting=f"all ranks to finish step {step}")
                 barrier_ns = time.monotonic_ns()
-                # Recording comes after the barrier: its time falls between two steps, and into no figure.
+                # Steps are recorded after the barrier, so that the time falls between two steps and into no
+                # figure.
                 self.recorder.add_step(
                     StepEvent(
                         phase=phase,
@@ -182,7 +184,7 @@ class TrainingLoop:
                         decode_ns=batch.decode_ns,
                     )
                 )
-                # All ranks read as many samples as this one, and about as many bytes.
+                # All ranks read as many samples as this one, and about the same number of bytes.
                 progress.advance(1)
                 progress.count(
                     steps=1,
@@ -193,7 +195,7 @@ class TrainingLoop:
                     rank_wait_s=(barrier_ns - computed_ns) / 1e9,
                 )
                 saves = saver is not None and is_due(saver.when, epoch, step, num_steps)
-                # A checkpoint ends its block before it is taken, so its time counts in no block.
+                # A block ends before its checkpoint is written, so the checkpoint's time counts in no block.
                 if saves or step == num_steps:
                     self.add_span(SpanKind.BLOCK, phase, epoch, began_ns, step=step, block=block)
                 if saver is not None and saves:
@@ -205,7 +207,7 @@ class TrainingLoop:
     def add_span(
         self, kind: SpanKind, phase: StepPhase, epoch: int, began_ns: int, *, step: int = 0, block: int = 1
     ) -> None:
-        """Record that a block or an epoch, its evaluation included, is over."""
+        """Record the end of a block or of an epoch, which includes its evaluation."""
         self.recorder.add_span(
             SpanEvent(
                 kind=kind,
@@ -224,11 +226,11 @@ LONGEST_S: Final = 3.0
 FEWEST_STEPS: Final = 8
 MOST_STEPS: Final = 200
 _KNOWN_FILES: Final = 1 << 16
-"""Files surveyed before the harness limit and remembered, so that none is surveyed while it is timed."""
+"""Files surveyed before the harness limit that are remembered, so that none is surveyed during it."""
 
 
 def count_limit_steps(compute_s: float, num_steps: int) -> int:
-    """The steps of the harness limit: about `LONGEST_S` of computation, never more than an epoch."""
+    """The number of steps of the harness limit: about `LONGEST_S` of computation, at most one epoch."""
     affordable = int(LONGEST_S / compute_s) if compute_s > 0 else MOST_STEPS
     return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
 
@@ -243,10 +245,10 @@ def measure_harness_limit(
     progress: Progress,
     reopen: OpenStorage | None = None,
 ) -> tuple[dict[str, Any] | None, Loader | None, float]:
-    """Run the first steps of the first epoch. Collective.
+    """Measure the harness limit with the first steps of the first epoch. Collective.
 
-    Returns the limit, None if the steps are too few to count; the loader, if its workers can change over to
-    the storage of `reopen`; and how long the loader took to start.
+    Returns the limit, or None if the steps are too few to count; the loader, if its workers can switch to the
+    storage that `reopen` opens, otherwise None; and the time that the loader took to start.
     """
     plan = prepared.plan
     num_steps = count_limit_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
@@ -282,7 +284,7 @@ def measure_harness_limit(
 def summarize_limit(
     recorder: EventsInMemory, comm: Comm, workload: Workload, num_steps: int
 ) -> dict[str, Any] | None:
-    """The figures that the steps of all ranks reached; None if too few of them count. Collective."""
+    """The figures of the steps of all ranks; None if too few steps count. Collective."""
     mine = recorder.events(rank=comm.rank, host=comm.host)
     events: Sequence[RankEvents] = comm.gather(mine, awaiting="the harness limit of all ranks")
     figures = compute_phase_figures(events, workload)
@@ -301,7 +303,7 @@ def summarize_limit(
 class ZeroCostStorage(WrappedStorage):
     """Objects of the given sizes, read in no time; buffers are left unchanged.
 
-    `inside` is the wrapped storage; a worker process, where that is not open, has none.
+    `inside` is the wrapped storage. A worker process, in which that storage is not open, has none.
     """
 
     def __init__(self, sizes: Mapping[str, int], inside: Storage | None = None) -> None:
@@ -309,7 +311,7 @@ class ZeroCostStorage(WrappedStorage):
         self._sizes = sizes
 
     def open(self, key: str) -> Source:
-        """An object that is read in no time."""
+        """Open an object that is read in no time."""
         if key not in self._sizes:
             raise ObjectNotFound("The size of this object is not known", uri=f"{self.uri}/{key}")
         return _ZeroCostSource(self._sizes[key])
@@ -325,11 +327,14 @@ class _ZeroCostSource:
         """Leave `buffer` unchanged."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 def object_sizes(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, int]:
-    """The sizes of the objects that these requests read; looked up at `storage` if the requests lack them."""
+    """The sizes of the objects that these requests read.
+
+    Sizes missing in the requests come from `storage`.
+    """
     sizes: dict[str, int] = {}
     for request in requests:
         for read in request.requests:

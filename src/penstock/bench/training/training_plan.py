@@ -1,11 +1,11 @@
-"""All ranks' plan of a run: the steps of each epoch, and which samples each rank gets, in which order.
+"""All ranks' plan of a run: the steps of each epoch, and which samples each rank gets, and in which order.
 
-Samples go to ranks in items: single samples, blocks that a format reads together, or whole files. If an
-item is a sample, a whole batch goes to a rank at a time, so that `rotate` is exact to the sample. With larger
-items each rank leaves out the end of its order that fills no batch.
+Samples are given to ranks in items: single samples, blocks that a format reads together, or whole files. If
+an item is a sample, a rank gets a whole batch at a time, so that `rotate` is exact to the sample. With larger
+items, each rank leaves out the end of its order that does not fill a batch.
 
-Collective where every rank counts its own share. All ranks take the same number of steps, every batch is
-full, and what an epoch leaves out is counted and hashed, so that a record shows what was read.
+Functions in which every rank counts its own share are collective. All ranks take the same number of steps,
+every batch is full, and what an epoch leaves out is counted and hashed, so that a record shows what was read.
 `preview_order` follows the same plan without touching storage.
 """
 
@@ -32,12 +32,12 @@ from penstock.workload.spec import Workload
 Items = NDArray[np.int64]
 
 _STEP_ITEMS: Final = 1 << 14
-"""Items processed at once, so that memory stays small whatever their number."""
+"""Items processed at once, so that memory stays small however many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """The division of one phase's samples among ranks. `group` items go to a rank at a time."""
+    """The division of one phase's samples among ranks. Each rank gets `group` items at a time."""
 
     num_files: int
     samples_per_file: int
@@ -50,28 +50,28 @@ class Sharding:
     seed: int
     shuffle: Shuffle
     window_samples: int
-    """The stream of samples is shuffled in pieces of this many; 0 takes them in turn."""
+    """Samples are shuffled within windows of this many; 0 keeps their order."""
     new_order_each_epoch: bool = True
     run_items: int = 1
-    """This many neighbouring items are shuffled as a whole, and stay in turn."""
+    """Runs of this many consecutive items are shuffled as a whole, so the items of a run keep their order."""
 
     @property
     def items_per_file(self) -> int:
-        """Items of one file; the last one may be shorter."""
+        """The number of items of one file. The last item may be shorter."""
         return -(-self.samples_per_file // self.item_samples)
 
     @property
     def num_items(self) -> int:
-        """Items of all files."""
+        """The number of items in all files."""
         return self.num_files * self.items_per_file
 
     @property
     def num_samples(self) -> int:
-        """Samples of all files."""
+        """The number of samples in all files."""
         return self.num_files * self.samples_per_file
 
     def divide(self) -> EvenDivision:
-        """The division of items among places: `group` places a rank."""
+        """Divide the items evenly among places, of which each rank has `group`."""
         return EvenDivision(self.num_items, self.num_ranks * self.group, self.division)
 
     def sizes(self, items: Items) -> Items:
@@ -84,11 +84,12 @@ class Sharding:
 def shard_training(
     workload: Workload, *, block_samples: int, num_ranks: int, division: Remainder, seed: int
 ) -> Sharding:
-    """The sharding of the training files. `seed` counts, whatever the workload says."""
+    """The sharding of the training files. `seed` is used, whatever the workload says."""
     reader, dataset = workload.reader, workload.dataset
     mixes_samples = reader.sample_shuffle is not Shuffle.OFF
     is_shuffled = mixes_samples or reader.file_shuffle is not Shuffle.OFF
-    # Samples that stay in turn are read file by file, unless ranks share files or there are too few.
+    # Samples that keep their order are read file by file, unless ranks share files or there are too few
+    # files.
     is_shared = reader.file_access is not FileSharing.MULTI
     is_split = mixes_samples or is_shared or dataset.num_files_train < num_ranks
     item_samples = block_samples if is_split else dataset.num_samples_per_file
@@ -110,7 +111,7 @@ def shard_training(
 
 
 def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, seed: int) -> Sharding:
-    """The sharding of the evaluation files: in turn; the end that fills no batch is left out."""
+    """The sharding of the evaluation files: in order, without the end that does not fill a batch."""
     in_turn = replace(workload.reader, file_shuffle=Shuffle.OFF, sample_shuffle=Shuffle.OFF)
     num_files, batch_size = workload.dataset.num_files_eval, workload.reader.batch_size_eval
     evaluated = replace(
@@ -124,7 +125,7 @@ def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, 
 
 
 class RankEpoch:
-    """The items of one rank in one epoch, in their order; O(1) memory."""
+    """The items of one rank in one epoch, in their order. Takes O(1) memory."""
 
     def __init__(self, sharding: Sharding, *, rank: int, epoch: int) -> None:
         division = sharding.divide()
@@ -143,7 +144,7 @@ class RankEpoch:
         self.num_items = division.num_per_place * sharding.group
 
     def items(self, start: int, stop: int) -> Items:
-        """The items at this rank's positions from `start` up to `stop`."""
+        """The items at this rank's positions from `start` up to, but not including, `stop`."""
         turns, slots = np.divmod(np.arange(start, stop, dtype=np.int64), self.sharding.group)
         return self._order.items(turns * self._num_places + self._rank * self.sharding.group + slots)
 
@@ -153,7 +154,7 @@ class RankEpoch:
             yield self.items(start, min(start + _STEP_ITEMS, self.num_items))
 
     def samples(self) -> Iterator[tuple[int, range]]:
-        """For each item the number of its file, and its samples in that file."""
+        """For each item, the number of its file and the range of its samples in that file."""
         sharding = self.sharding
         for items in self.pieces():
             for item in items.tolist():
@@ -164,8 +165,8 @@ class RankEpoch:
     def pieces_around(self, head_samples: int, tail_samples: int) -> Iterator[tuple[int, Items]]:
         """Items with a sample before `head_samples` or after `tail_samples`, in arrays of bounded length.
 
-        Each comes with the number of this rank's samples before it. Where items are equal, those between are
-        skipped: a run of 50 steps of 50 million files plans in no time.
+        Each array comes with the number of this rank's samples before it. If all items have the same size,
+        those in between are skipped, so a run of 50 steps over 50 million files is planned in no time.
         """
         size = self.sharding.item_samples
         is_even = self.sharding.samples_per_file % size == 0
@@ -180,7 +181,7 @@ class RankEpoch:
                 before += int(self.sharding.sizes(items).sum())
 
     def file_numbers(self, num_samples: int) -> Iterator[Items]:
-        """The files of the first `num_samples` of this rank, each once, in arrays of bounded length."""
+        """The files of this rank's first `num_samples` samples, each once, in arrays of bounded length."""
         sharding, left = self.sharding, num_samples
         is_listed = np.zeros(sharding.num_files if sharding.items_per_file > 1 else 0, dtype=bool)
         for items in self.pieces():
@@ -203,7 +204,7 @@ class RankEpoch:
 
 
 def require_steps(sharding: Sharding, *, what: str) -> None:
-    """Refuse a sharding that leaves a rank without a batch, or a remainder that is to be an error."""
+    """Refuse a sharding that leaves a rank without a batch, or a remainder that counts as an error."""
     together = sharding.num_ranks * sharding.group
     if sharding.num_items < (1 if sharding.division is Remainder.PAD else together):
         raise UsageError(
@@ -221,10 +222,11 @@ def require_steps(sharding: Sharding, *, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSet:
-    """A set of samples: two sets are the same, in any order, if their sizes and digests are.
+    """A set of samples. Two sets are equal if their sizes and digests are; the order does not matter.
 
     The digest is the sum, modulo 2**64, of mix(mix(item) + samples taken of it), where mix is the finisher of
     splitmix64. Digests of disjoint sets add up.
+
     """
 
     samples: int = 0
@@ -240,7 +242,7 @@ class SampleSet:
 
 
 def summarize_samples(items: Items, taken: Items) -> SampleSet:
-    """`taken` samples of each item; items of which none is taken do not count."""
+    """The set of the first `taken` samples of each item. Items of which none is taken do not count."""
     counts = taken > 0
     mixed = _mix(_mix(items[counts].astype(np.uint64)) + taken[counts].astype(np.uint64))
     return SampleSet(samples=int(taken.sum()), digest=int(mixed.sum(dtype=np.uint64)))
@@ -253,7 +255,7 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> tuple[SampleSet, SampleSet]:
-    """The samples that a rank takes in `num_steps` steps, and leaves out of an epoch with `full_steps`."""
+    """The samples that a rank takes in `num_steps` steps, and those left out of an epoch of `full_steps`."""
     sharding = order.sharding
     taken_samples, full_samples = num_steps * sharding.batch_size, full_steps * sharding.batch_size
     taken = left_out = SampleSet()
@@ -267,7 +269,7 @@ def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """One epoch: its steps, what each rank gets, and what is left out by division and batches."""
+    """One epoch: its steps, the samples that each rank gets, and those left out by division and batches."""
 
     epoch: int
     num_steps: int
@@ -288,7 +290,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """All epochs, and the evaluation that follows some of them."""
+    """All epochs, and the evaluations after some of them."""
 
     sharding: Sharding
     epochs: tuple[EpochPlan, ...]
@@ -297,14 +299,14 @@ class TrainingPlan:
     eval_epochs: frozenset[int]
 
     def files_read(self, epoch: EpochPlan, *, rank: int) -> Iterator[tuple[StepPhase, Items]]:
-        """The numbers of the files that a rank reads in an epoch and the evaluation after it."""
+        """The numbers of the files that a rank reads in an epoch and in the evaluation after it."""
         for phase, sharding, num_steps in self._phases(epoch):
             order = RankEpoch(sharding, rank=rank, epoch=epoch.epoch)
             for numbers in order.file_numbers(num_steps * sharding.batch_size):
                 yield phase, numbers
 
     def estimate_files_read(self, epoch: EpochPlan) -> int:
-        """About how many these are."""
+        """The approximate number of files that a rank reads in an epoch and in the evaluation after it."""
         return sum(
             min(sharding.num_files, ceil(num_steps * sharding.batch_size / sharding.item_samples))
             for _, sharding, num_steps in self._phases(epoch)
@@ -330,7 +332,7 @@ class TrainingPlan:
 
 
 def step_counts(full_steps: Sequence[int], total_steps: int | None) -> list[int]:
-    """The steps of each epoch when the run stops after `total_steps`; epochs without a step are dropped."""
+    """The steps of each epoch if the run stops after `total_steps`. Epochs without a step are dropped."""
     left = sum(full_steps) if total_steps is None else total_steps
     counts = []
     for steps in full_steps:
@@ -342,7 +344,7 @@ def step_counts(full_steps: Sequence[int], total_steps: int | None) -> list[int]
 
 
 def eval_epochs(workload: Workload, num_epochs: int) -> frozenset[int]:
-    """The epochs that an evaluation follows."""
+    """The epochs that are followed by an evaluation."""
     section = workload.evaluation
     if not workload.workflow.evaluation or not workload.dataset.num_files_eval:
         return frozenset()
@@ -350,7 +352,7 @@ def eval_epochs(workload: Workload, num_epochs: int) -> frozenset[int]:
 
 
 def left_out_by_division(sharding: Sharding, epoch: int) -> SampleSet:
-    """The samples that no rank gets, because items do not divide evenly."""
+    """The samples that no rank gets because items do not divide evenly."""
     left_out = SampleSet()
     for hole in sharding.divide().left_out(epoch):
         items = np.arange(hole.start, hole.stop, dtype=np.int64)
@@ -361,7 +363,7 @@ def left_out_by_division(sharding: Sharding, epoch: int) -> SampleSet:
 def plan_training(
     workload: Workload, *, block_samples: int, seed: int, division: Remainder, comm: Comm
 ) -> TrainingPlan:
-    """The plan of all ranks; each counts and digests its own share."""
+    """Plan the run for all ranks. Each rank counts and digests its own share. Collective."""
     sharding = shard_training(
         workload, block_samples=block_samples, num_ranks=comm.size, division=division, seed=seed
     )
@@ -400,7 +402,7 @@ def plan_training(
 
 
 def require_counted_step(workload: Workload, plan: TrainingPlan) -> None:
-    """Refuse a run of which no step counts: its utilization would be 0 % on any storage."""
+    """Refuse a run in which no step counts: its utilization would be 0 % on any storage."""
     metric, sharding = workload.metric, plan.sharding
     excluded = metric.exclude_start_steps + metric.exclude_end_steps
     longest = max(epoch.num_steps for epoch in plan.epochs)
@@ -427,9 +429,9 @@ def require_counted_step(workload: Workload, plan: TrainingPlan) -> None:
 
 
 def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
-    """The steps that every rank can take with full batches."""
+    """The number of steps for which every rank has full batches."""
     num_steps = order.count_samples() // order.sharding.batch_size
-    # A rank with a step more would wait for the others in its barrier forever.
+    # A rank with one more step would wait in its barrier for the others forever.
     steps = comm.reduce(num_steps, "min", awaiting=f"all ranks to count their {what} samples")
     if steps < 1:
         raise UsageError(
@@ -443,9 +445,9 @@ def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
 def preview_order(
     workload: Workload, *, num_ranks: int, rank: int, epoch: int, head: int, division: Remainder, seed: int
 ) -> tuple[list[tuple[int, str]], int]:
-    """The first `head` samples of `rank` in `epoch`, and how many it has; the last ones may fill no batch.
+    """The first `head` samples of `rank` in `epoch`, and how many it has; the last may not fill a batch.
 
-    A sample is its number over all training files, and the key of its file. Epochs count from 1.
+    A sample is identified by its number over all training files and the key of its file. Epochs count from 1.
     """
     if not 0 <= rank < num_ranks or epoch < 1 or head < 0:
         raise UsageError(
@@ -461,7 +463,7 @@ def preview_order(
     )
     require_steps(sharding, what="training")
     order = RankEpoch(sharding, rank=rank, epoch=epoch)
-    # Shuffle windows mix samples further once they are in memory.
+    # Shuffle windows mix the samples further once they are in memory.
     indices = (
         number * sharding.samples_per_file + sample
         for number, samples in order.samples()

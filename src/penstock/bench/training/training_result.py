@@ -1,4 +1,4 @@
-"""The result of a training run for its caller, and `stages.json`: the times outside of the score.
+"""The result of a training run for its caller, and `stages.json`: the times outside the score.
 
 Utilization is in percent.
 """
@@ -16,19 +16,19 @@ from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 
 SLOW_START_S: Final = 10.0
-"""Workers that take longer to start are worth a remark."""
+"""If workers take longer to start, a remark says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Everything a run did outside of its score, over all ranks where all took part.
+    """Everything that a run did outside its score, over all ranks that took part.
 
-    `files_found` is None if no listing was needed; `remarks` are about the files, `checkpoints` about those
-    saved on the way. `survey_bytes` were read to find samples; no step counts them. `waits` are those for a
-    user's own loader, by stage.
+    `files_found` is None if no listing was needed; `remarks` are about the files, `checkpoints` about the
+    checkpoints saved during training. `survey_bytes` were read to find samples, and count in no step. `waits`
+    are the waits for a user's own loader, by stage.
 
-    Each of `epochs` has the eviction of its `cache`, the rest of the time since the epoch before it as
-    `change_s`, and, where `reader.read_type` is memory, the bytes and the time that its `preload` took.
+    Each entry of `epochs` has the page cache eviction as `cache`, the rest of the time since the previous
+    epoch as `change_s`, and, if `reader.read_type` is memory, the bytes and the time that its `preload` took.
     `ceiling` has the figures of the same run on storage that costs no time.
     """
 
@@ -53,7 +53,7 @@ class Stages:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Advice that would make the next run of this kind faster."""
+        """Changes that would make the next run of this kind faster."""
         started_s = self.loader_start_s + self.ceiling_s
         if self.loader.document().get("context") != "spawn" or started_s < SLOW_START_S:
             return ()
@@ -65,7 +65,7 @@ class Stages:
         return (advice,)
 
     def sentences(self) -> tuple[str, ...]:
-        """Lines for the log: what was done outside of the score, and how long it took."""
+        """Lines for the log: what was done outside the score, and how long it took."""
         found = "" if self.files_found is None else f": {self.files_found:,} files listed"
         looked_up = f"{self.validated_files:,} files looked up in {self.validation_s:.2f} s"
         return (
@@ -107,7 +107,7 @@ def _describe_change(epoch: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """A finished run."""
+    """The result of a finished run."""
 
     workload: str
     ranks: int

@@ -1,7 +1,7 @@
 """A training run from start to finish: prepare, start the loader, harness limit, epochs, results folder.
 
 Collective: every rank calls `train` and gets the same result. Only the steps of the loop count; everything
-else is timed separately. The run's folder records how the run ended in every case.
+else is timed separately. However the run ends, its folder records it.
 """
 
 import secrets
@@ -61,10 +61,11 @@ from penstock.workload.spec import Workload
 class TrainingRequest(RunSettings):
     """A request for a training run.
 
-    `reopen` is for loaders whose processes open the storage themselves. `checkpoints` are saved on the way.
-    `decodes` makes samples of what is read; `check` compares them with their generator, which takes decoding.
-    `reader` opens files of a format of its own. `is_judged` is for commands that fail below the required
-    utilization: a run that could only have 0 %, as DLIO calls it, is refused.
+    `reopen` is for loaders whose processes open the storage themselves. `checkpoints` are saved during
+    training. With `decodes`, samples are decoded; `check` compares samples with what their generator
+    produced, and so implies decoding. `reader` opens the files' format; replace it for a format of your own.
+    `is_judged` is for commands that fail below the required utilization: they refuse a run that could only
+    reach 0 % by DLIO's definition.
     """
 
     workload: Workload
@@ -80,7 +81,7 @@ class TrainingRequest(RunSettings):
 
 
 def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
-    """The seed of `--seed`; else a random one for random shuffling, or the workload's. Collective."""
+    """The seed of `--seed`; otherwise a random one if shuffling is random, or the workload's. Collective."""
     if seed is not None:
         return seed
     if enums.Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
@@ -89,7 +90,7 @@ def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
 
 
 def list_unsupported(workload: Workload) -> Sequence[str]:
-    """Remarks on what the workload asks for and a run does not do: printed once, and recorded."""
+    """Remarks on settings of the workload that a run ignores. They are printed once, and recorded."""
     profiling = workload.profiling
     remarks = []
     if workload.workflow.profiling and profiling.profiler is not enums.Profiler.IOSTAT:
@@ -102,7 +103,7 @@ def list_unsupported(workload: Workload) -> Sequence[str]:
 
 
 def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:
-    """Run the workload on the files at `storage`; the same result on every rank."""
+    """Run the workload on the files at `storage`. Returns the same result on every rank."""
     workload = request.workload
     prepared = prepare_training(
         workload,
@@ -128,7 +129,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
             limit: Mapping[str, Any] | None = None
             loader: Loader | None = None
             began_s, start_s = time.monotonic(), 0.0
-            if decoder is None:  # storage that costs nothing holds nothing, so there is nothing to decode
+            if decoder is None:  # zero-cost storage holds nothing to decode
                 limit, loader, start_s = measure_harness_limit(
                     workload,
                     prepared,
@@ -163,7 +164,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
 
 
 def _access(request: TrainingRequest, storage: Storage) -> dict[str, Any]:
-    """The way to the data set, and of reading it: what users vary and compare."""
+    """The access path to the data set and the way of reading it, which users vary and compare."""
     return {
         "data": storage.uri,
         "storage": dict(storage.options),
@@ -184,7 +185,7 @@ def prepare_training(
     progress: Progress,
     reader: OpenFormat = open_format,
 ) -> PreparedTraining:
-    """Open, validate and plan. Collective."""
+    """Open, validate and plan the data set's files. Collective."""
     began_s = time.monotonic()
     dataset, evaluates = workload.dataset, bool(eval_epochs(workload, workload.train.epochs))
     files = all_gather_results(
@@ -213,9 +214,9 @@ def prepare_training(
 
 
 def choose_decoder(request: TrainingRequest, files: TrainingFiles, *, uri: str) -> FormatDecoder | None:
-    """The decoder of samples; None if they are dropped as they came.
+    """The decoder of samples; None if they are dropped undecoded.
 
-    `UsageError` if no manifest describes what the files hold.
+    Raises `UsageError` if no manifest describes the content of the files.
     """
     arrow = request.workload.storage.storage_options.decode is enums.Decode.ARROW  # DLIO's own key
     decodes = request.decodes or arrow or request.check is not ContentCheck.OFF
@@ -243,9 +244,9 @@ def _run_epochs(
     folder: Path,
     startup: Mapping[str, Any],
 ) -> Stages:
-    """Run all epochs; afterwards the folder's spools have their steps. Collective.
+    """Run all epochs. Afterwards, the steps are in the folder's spools. Collective.
 
-    `startup` are the stages of the harness limit and of the loader's start.
+    `startup` has the stages of the harness limit and of the loader's start.
     """
     plan, files = prepared.plan, prepared.files
     works = make_phase_works(request.workload, prepared, storage, rank=comm.rank, check=check)
@@ -267,7 +268,7 @@ def _run_epochs(
             loader=loader,
             recorder=recorder,
             progress=progress,
-            # One more than the loader holds, so that it never waits for a plan.
+            # One more than the loader holds, so that the loader never waits for a plan.
             planned_ahead=request.loader.prefetch_batches + 2,
             saver=saver,
         )
@@ -333,7 +334,7 @@ def _evict(
     comm: Comm,
     progress: Progress,
 ) -> CacheEviction | None:
-    """Drop from memory what this epoch reads, and nothing else; None where nothing can be there."""
+    """Drop only what this epoch reads from memory; None if none of it can be there."""
     files, plan = prepared.files, prepared.plan
     is_dropped = request.workload.reader.drop_page_cache and files.are_stored
     if not is_dropped or not capabilities.uses_page_cache(storage):
@@ -349,13 +350,13 @@ def _evict(
 
 
 def _write_results(run: ActiveRun, stages: Stages, *, request: TrainingRequest) -> TrainingResult:
-    """Close the run, once all ranks have written their last event."""
+    """Close the run once all ranks have written their last event."""
     workload = request.workload
     num_ranks = run.record.ranks
     event_files.gather_events(run.folder, num_ranks)
     counter_files.gather_counters(run.folder)
     events = event_files.read_events(run.folder)
-    # Without computation every harness limit is near 0, and says nothing about this client.
+    # Without computation, every harness limit is near 0 and says nothing about this client.
     is_computing = not workload.train.computation_time.is_zero
     share = stages.ceiling["compute_share"] if stages.ceiling and is_computing else None
     train = phase_figures.compute_phase_figures(events, workload, ceiling=share)
