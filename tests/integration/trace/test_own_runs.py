@@ -159,8 +159,9 @@ def test_compare_names_waiting_for_data_with_the_seconds_of_the_step_events(
     data = base.traces.parents[1] / "data"
     new = train_until(40, 4, data, tmp_path, compute_s=compute_s, read_s=read_s)
     compared = asked("trace", "compare", write_study(tmp_path, base=base, new=new))
-    finding = next(found for found in compared["findings"] if found["weight"] == "cost")
-    assert (finding["code"], finding["runs"]) == ("F10", ["new"])
+    # Slower reads are a finding of their own, which costs about as much.
+    finding = next(found for found in compared["findings"][:2] if found["code"] == "F10")
+    assert finding["runs"] == ["new"]
     assert finding["title"].startswith("new: waiting for data takes ")
     assert said in finding["says"][-1]
     row = finding["evidence"]["rows"][0]
