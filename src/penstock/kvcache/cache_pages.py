@@ -185,7 +185,7 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
 
 
 def _make_mlperf_page(document: Mapping[str, Any]) -> Report:
-    """A run of mlperf-v3: the honest rates of each option, and all metrics beside them."""
+    """A run of mlperf-v3: the honest rates of each option, and all metrics next to them."""
     options = document["options"]
     misses = sum(option["misses"] for option in options.values())
     rates = {
