@@ -1,8 +1,8 @@
-"""`python -m penstock`: the command line for the interpreter at hand, as launchers start it on every rank."""
+"""`python -m penstock`: the command line in the current interpreter, as launchers start it on every rank."""
 
 import sys
 
-# Before anything else is imported: the working folder may be a stranger's.
+# This comes before any other import, because the working folder may be a stranger's.
 if not sys.flags.safe_path:
     del sys.path[0]
 

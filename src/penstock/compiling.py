@@ -1,8 +1,8 @@
 """Machine code of byte loops, compiled once by numba and cached for later processes.
 
 Invariant: a loop from the cache was compiled from the same source for the same kind of processor. The cache
-has a folder for each source, compiler and processor, so that concurrent ranks, different nodes and other
-versions of this package never share a file.
+has a folder for each source, compiler and processor, so that different processors and different versions of
+this package never share a file.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import llvmlite.binding  # type: ignore[import-untyped]  # it has no types
+import llvmlite.binding  # type: ignore[import-untyped]  # has no types
 import numba
 
 from penstock.environment import Environment, process_environment
@@ -25,7 +25,7 @@ from penstock.environment import Environment, process_environment
 logger = logging.getLogger(__name__)
 
 _CACHE_DIR_LOCK = threading.Lock()
-"""Held while numba's cache folder, a setting of the process, is replaced by ours."""
+"""Held while numba's cache folder, which is a setting of the whole process, is replaced by ours."""
 
 
 def compile_loop(
@@ -35,11 +35,11 @@ def compile_loop(
     *,
     parts: tuple[ModuleType, ...] = (),
 ) -> Callable[..., Any]:
-    """`function` as machine code for one numba `signature`; it runs without the GIL.
+    """Compile `function` to machine code for one numba `signature`. The result runs without the GIL.
 
-    `parts` are the other modules whose functions it includes. Takes milliseconds from the cache and some
-    tenths of a second without. A cache that is full, read-only or damaged costs that time and a warning, but
-    never fails the run.
+    `parts` are the other modules whose functions it includes. This takes milliseconds with the cache, and
+    some tenths of a second without. A cache that is full, read-only or damaged costs this time and causes a
+    warning, but never makes the run fail.
     """
     folder = _cache_folder((function, *parts), process_environment() if environment is None else environment)
     if folder is not None:
@@ -55,7 +55,7 @@ def compile_loop(
 
 
 def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) -> Callable[..., Any]:
-    # numba has one cache folder for the whole process, which it looks up when a function is declared.
+    # numba has one cache folder for the whole process, and looks it up when a function is declared.
     settings: Any = numba.config
     with _CACHE_DIR_LOCK:
         usual, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
@@ -66,18 +66,18 @@ def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) 
 
 
 def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment: Environment) -> Path | None:
-    """The folder for machine code of these modules on this processor; None if it is not writable."""
+    """The folder for the machine code of these modules on this processor; None if it is not writable."""
     source = b"".join(Path(inspect.getfile(part)).read_bytes() for part in parts)
     settings: Any = numba.config
     processor = f"{llvmlite.binding.get_host_cpu_name()} {llvmlite.binding.get_host_cpu_features().flatten()}"
     overrides = f"{settings.CPU_NAME} {settings.CPU_FEATURES}"
     compiler = f"{numba.__version__} {llvmlite.__version__} {processor} {overrides}"
     try:
-        # RuntimeError if the user has no home, as in some containers.
+        # `Path.home` raises RuntimeError if the user has no home, as in some containers.
         base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
         folder = base / f"loops-{hashlib.sha256(source + compiler.encode()).hexdigest()[:24]}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # numba unpickles what is there.
+        # Check the owners, because numba unpickles the files in this folder.
         owned = [each.stat() for each in (base, folder)]
         if any(each.st_uid != os.geteuid() or each.st_mode & stat.S_IWOTH for each in owned):
             logger.warning("Compiling for this run only, because others may write to the cache in %s", folder)
@@ -85,5 +85,5 @@ def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment:
     except (OSError, RuntimeError) as error:
         logger.warning("Compiling for this run only, because there is no cache folder: %s", error)
         return None
-    # Given a read-only folder, numba would use another one that several versions share.
+    # With a read-only folder, numba would use another folder, which several versions share.
     return folder if os.access(folder, os.W_OK) else None

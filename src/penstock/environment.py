@@ -1,6 +1,6 @@
 """The one module that touches environment variables; everything else receives their values as arguments.
 
-`PENSTOCK_*` and `AWS_*` are the user's settings; the others say which launcher started this process.
+`PENSTOCK_*` and `AWS_*` are the user's settings; other variables tell which launcher started this process.
 """
 
 import os
@@ -9,37 +9,41 @@ from collections.abc import Mapping
 Environment = Mapping[str, str]
 
 USER_PREFIXES = ("AWS_", "PENSTOCK_")
-"""Variables that every rank gets: they are passed to remote ranks by value, never on a command line."""
+"""Prefixes of the variables that every rank gets. They are passed to remote ranks by value, never on a
+command line.
+"""
 
 HOST_LABEL = "PENSTOCK_HOST"
-"""The name of this machine in messages, where its host name says too little."""
+"""The name of this machine in messages, for machines whose host name says too little."""
 
 CONTROL_ADDRESS = "PENSTOCK_CONTROL_ADDRESS"
 CONTROL_TOKEN = "PENSTOCK_CONTROL_TOKEN"  # noqa: S105 - the name of a variable, not a secret
-"""Set by the launching process for its ranks: its control server's address, and the token that it checks."""
+"""Set by the launching process for its ranks: the address of its control server, and the token that the
+server checks.
+"""
 
 
 TRACE = "PENSTOCK_TRACE"
-"""If set, the folder that storages write traces into; worker processes inherit it."""
+"""The folder in which storages write traces, if it is set. Worker processes inherit it."""
 TRACE_RANK = "PENSTOCK_TRACE_RANK"
-"""The rank of a traced process and its workers, and the number of ranks, as `3/8`."""
+"""The rank of a traced process and its workers, and the number of ranks, such as `3/8`."""
 
 PROGRESS_COLUMNS = "PENSTOCK_PROGRESS_COLUMNS"
-"""The width of the launching process's terminal, set for its ranks if its standard error is one."""
+"""The width of the launching process's terminal. Set for its ranks if its standard error is a terminal."""
 
 
 def process_environment() -> Environment:
-    """A copy of this process's variables. Call it at the edge and pass the result on."""
+    """A copy of this process's variables. Call this in entry points and pass the result on."""
     return dict(os.environ)
 
 
 def keep_working_folder_off_path() -> None:
-    """Let no Python process that this one starts, as workers, import what lies in its working folder."""
+    """Keep Python processes that this one starts, as workers, from importing from their working folder."""
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def untraced(environment: Environment) -> Environment:
-    """The same variables without the one that makes storages write traces."""
+    """The variables without the one that makes storages write traces."""
     return {name: value for name, value in environment.items() if name != TRACE}
 
 
@@ -59,5 +63,5 @@ def export_variables(values: Environment) -> None:
 
 
 def withdraw_variable(name: str) -> None:
-    """Unset a variable of this process, for the same libraries."""
+    """Unset a variable of this process, for the libraries that `export_variables` serves."""
     os.environ.pop(name, None)

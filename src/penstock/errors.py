@@ -1,4 +1,4 @@
-"""Every error Penstock raises on purpose. A message says what happened, where, and what to do about it.
+"""Every error that Penstock raises on purpose. A message says what happened, where, and what to do about it.
 
     PenstockError
     ├── UsageError (ValueError)                 the request is invalid                          exit 2
@@ -17,7 +17,7 @@
         ├── HostsAbsent                         which hosts did not report, and why
         └── WaitTimeout (TimeoutError)          what was awaited, and for how long
 
-All of them survive pickling with their fields, because they travel from rank to rank.
+All errors survive pickling with their fields, because ranks send them to each other.
 """
 
 import copyreg
@@ -26,7 +26,7 @@ from typing import Any
 
 
 class PenstockError(Exception):
-    """Base of the tree: `what` happened, `where`, and the `fix`; `exit_code` is the command line's."""
+    """The base of all errors: `what` happened, `where`, and the `fix`. `exit_code` is the command's."""
 
     exit_code: int = 1
 
@@ -44,7 +44,7 @@ class PenstockError(Exception):
         return f"{self.what}{place}{stop}{advice}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By attributes, as constructors differ. `OSError` keeps `errno` outside of `__dict__`.
+        # Pickle by attributes, because constructors differ. `OSError` keeps `errno` outside `__dict__`.
         state = {**self.__dict__, "args": self.args}
         if isinstance(self, OSError):
             state["errno"] = self.errno
@@ -75,7 +75,7 @@ class StorageError(PenstockError, OSError):
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):
-    """No object has this key, or no file this name: most often a mistyped path, hence the exit code."""
+    """No object has this key, or no file has this name. The path is usually mistyped, hence the exit code."""
 
     exit_code = 2
 
@@ -85,7 +85,7 @@ class AccessRefused(StorageError, PermissionError):
 
 
 class AlreadyThere(StorageError, FileExistsError):
-    """The name is taken, or another writer changed the object since it was read."""
+    """The name is already in use, or another writer changed the object since it was read."""
 
 
 class OutOfSpace(StorageError):
@@ -93,7 +93,7 @@ class OutOfSpace(StorageError):
 
 
 class ShortTransfer(StorageError):
-    """Fewer bytes were moved than requested, or a finished object has another size than was sent."""
+    """Fewer bytes were transferred than requested, or a finished object's size differs from what was sent."""
 
     def __init__(
         self, what: str, *, uri: str, expected_bytes: int, actual_bytes: int, where: str = "", fix: str = ""
@@ -108,7 +108,7 @@ class DataDamaged(StorageError):
 
 
 def proves_damage(error: BaseException) -> bool:
-    """Return whether something stored is damaged or missing; after any other failure it may be whole."""
+    """True if something stored is damaged or missing. After any other failure, it may still be whole."""
     return isinstance(error, DataDamaged | ObjectNotFound)
 
 
@@ -117,17 +117,17 @@ class StorageTimeout(StorageError, TimeoutError):
 
 
 class TraceDamaged(PenstockError):
-    """Part of a trace was lost or guessed, and the caller does not accept that."""
+    """Part of a trace was lost or guessed, and the caller does not accept this."""
 
 
 class RankError(PenstockError):
-    """Something went wrong between the processes of one job."""
+    """An error between the processes of one job."""
 
 
 class RankFailed(RankError, RuntimeError):
-    """One rank failed, so all stop: `rank`, `host` and the one-line `cause`.
+    """One rank failed, so all ranks stop. Has its `rank`, its `host` and the one-line `cause`.
 
-    `exit_code` is 2 where a single process would exit with 2, as for a path that does not exist.
+    `exit_code` is 2 if a single process would exit with 2, as for a path that does not exist.
     """
 
     def __init__(self, rank: int, host: str, cause: str, *, exit_code: int = 1) -> None:
@@ -139,7 +139,7 @@ class RankFailed(RankError, RuntimeError):
 
 
 class HostsAbsent(RankError):
-    """Some hosts did not report: `reported` names those that did, `absent` the others with their reasons."""
+    """Some hosts did not report. `reported` names those that did, `absent` the others with their reasons."""
 
     def __init__(self, reported: tuple[str, ...], absent: dict[str, str]) -> None:
         reasons = "; ".join(f"{host}: {reason}" for host, reason in absent.items())
@@ -155,7 +155,7 @@ class HostsAbsent(RankError):
 
 
 class WaitTimeout(RankError, TimeoutError):
-    """A wait between ranks outlasted its limit: what was `awaited`, and for how long."""
+    """A wait between ranks outlasted its limit. Has what was `awaited`, and for how long."""
 
     def __init__(self, awaited: str, timeout_s: float, *, where: str = "") -> None:
         super().__init__(
@@ -174,9 +174,9 @@ def name_some(names: Sequence[object], limit: int = 3, *, separator: str = ", ")
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    """Text that only prints: control characters, which names of files may have, are escaped.
+    """Escape control characters, which file names may contain, so that the text is safe to print.
 
-    A terminal would obey them, and text of undecodable bytes cannot be printed at all.
+    A terminal would execute them. Undecodable bytes are escaped, too, because they cannot be printed at all.
     """
     if text.isprintable():
         return text

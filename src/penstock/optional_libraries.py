@@ -1,7 +1,8 @@
-"""Libraries that only an extra installs, and the one hint for a missing one.
+"""Libraries that only an extra installs, and the hint to install a missing one.
 
-The base install serves the engine, storage, the probe and the command line. Everything else imports its
-libraries where it needs them; `missing_library` turns a failed import into the command that installs it.
+The base install serves the engine, storage, the probe and the command line. Other packages import their
+libraries only where they need them; `missing_library` turns a failed import into the command that installs
+it.
 """
 
 import signal
@@ -14,7 +15,7 @@ from typing import Final
 from penstock.errors import Unavailable
 
 DISTRIBUTION: Final = "penstock-io"
-"""The name to install: `penstock` on the public package index is a project of other people."""
+"""The name to install. On the public package index, `penstock` is somebody else's project."""
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -36,18 +37,18 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "zstandard": ("zstd", "torch"),
     }
 )
-"""Top-level module -> the extras that install it; the first is suggested unless the caller needs another."""
+"""The extras that install each top-level module. The first is suggested unless the caller needs another."""
 
 
 def install_command(*extras: str) -> str:
-    """The command that installs some extras: `pip install 'penstock-io[trace]'`."""
+    """The command that installs some extras, such as `pip install 'penstock-io[trace]'`."""
     return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'" if extras else f"pip install {DISTRIBUTION}"
 
 
 def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> Unavailable | None:
-    """The error that says how to install a missing module; None for one that no extra installs (a defect).
+    """The error that says how to install a missing module; None if no extra installs it (a defect).
 
-    Suggests `extra`, the one the caller needs anyway, if that installs the library.
+    Suggests `extra`, which the caller needs anyway, if it installs the module.
     """
     library = (error.name or "").partition(".")[0]
     if library not in EXTRAS:
@@ -59,9 +60,10 @@ def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> 
 
 @contextmanager
 def explained_imports(extra: str | None = None) -> Iterator[None]:
-    """Raise `Unavailable`, with the extra to install, for a library that is missing inside this block.
+    """Raise `Unavailable`, naming the extra to install, if a library is missing inside this block.
 
-    SIGINT and SIGTERM wait until its end: torch aborts the process if its import is interrupted.
+    SIGINT and SIGTERM wait until the block ends, because torch aborts the process if its import is
+    interrupted.
     """
     try:
         with _deferred_signals():
@@ -78,7 +80,7 @@ def _deferred_signals() -> Iterator[None]:
     arrived: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
-    # A default or foreign handler raises nothing in Python.
+    # A default or foreign handler does not raise anything in Python.
     deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in deferred:
         signal.signal(number, lambda number, _frame: arrived.append(number))

@@ -1,8 +1,8 @@
-"""Progress of long-running work: to a bar on a terminal, to files, or to nothing.
+"""Report the progress of long-running work to a bar on a terminal, to files, or to nothing.
 
-There are three kinds in the whole project. `Progress` is what a piece of work reports, in this process. The
-status file of a run (`results.run_status`) shows it to other processes. The progress board of a checkpoint
-(`bench.checkpoint.checkpoint_rounds`) adds up what all ranks of a host have moved.
+There are three kinds of progress in the whole project. `Progress` is what a piece of work reports, in this
+process. The status file of a run (`results.run_status`) shows it to other processes. The progress board of a
+checkpoint (`bench.checkpoint.checkpoint_rounds`) adds up the bytes that all ranks have transferred.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 Activity = Literal["working", "computing", "reading", "moving"]
-"""What rank 0 does: `reading` awaits one batch, whatever makes it; `moving` is I/O and nothing else."""
+"""The activity of rank 0: `reading` waits for one batch, however it is produced; `moving` is only I/O."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunName:
-    """The name of a run for those who follow it: its folder, kind, workload and ranks."""
+    """The identity of a run for those who follow it: its folder, kind, workload and ranks."""
 
     folder: Path
     kind: str
@@ -24,28 +24,29 @@ class RunName:
 
 
 class Progress:
-    """Receives what a piece of work reports, from any thread. This one shows it to nobody.
+    """Receives reports on a piece of work, from any thread. This class itself shows them to nobody.
 
-    Work calls `begin` once for each phase, and `advance`. The other methods are for rank 0 of a benchmark, so
-    that it can be followed from other processes; they are cheap enough for every step.
+    The work calls `begin` once for each phase, and `advance` as it proceeds. Rank 0 of a benchmark calls the
+    other methods, so that it can be followed from other processes; they are cheap enough to call in every
+    step.
     """
 
     def begin(self, phase: str, total: float) -> None:
-        """Begin a phase that will advance by `total`, in the unit that the phase's name implies."""
+        """Begin a phase that will advance by `total`, in the unit given by the phase's name."""
 
     def advance(self, amount: float) -> None:
         """Advance the current phase by `amount`."""
 
     def attach(self, run: RunName) -> None:
-        """Show the run in its folder from now on, where it can be followed."""
+        """From now on, show the run in its folder, so that it can be followed there."""
 
     def settle(self, outcome: str, why: str, exit_code: int) -> None:
-        """End the run, whose command will exit with this code."""
+        """End the run. Its command will exit with `exit_code`."""
 
     def expect(self, total: float, *units: str, pauses_s: float = 0.0) -> None:
         """Announce that the counts of these units together will reach `total` at the end of the run.
 
-        Between them it counts nothing for `pauses_s`, evenly spread.
+        The run spends `pauses_s` of its time without counting anything, evenly spread.
         """
 
     def count(self, **amounts: float) -> None:
@@ -54,23 +55,24 @@ class Progress:
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:
         """Report what this rank does now.
 
-        Until the next phase, `advance` counts in `unit`, once for each of `times` ranks that do the same.
+        Until the next phase, `advance` also counts in `unit`, multiplied by `times`, the number of ranks that
+        do the same.
         """
 
     def remark(self, text: str) -> None:
-        """Show a sentence about the current moment; "" withdraws it."""
+        """Show a sentence about the current state; "" removes it."""
 
 
 class PhasesOnly(Progress):
-    """Passes on the phases of work that is part of a run but does not count for it."""
+    """Passes on the phases of work that is part of a run, but not what the work counts."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def begin(self, phase: str, total: float) -> None:
-        """Pass it on."""
+        """Pass the phase on."""
         self._progress.begin(phase, total)
 
     def advance(self, amount: float) -> None:
-        """Pass it on."""
+        """Pass the advance on."""
         self._progress.advance(amount)

@@ -1,4 +1,4 @@
-"""Parse and print bytes, seconds and rates: the only place where units become text or text becomes numbers.
+"""Parse and print bytes, seconds and rates: the only module that converts text to numbers and back.
 
 GiB is 2**30 bytes and GB is 10**9 bytes. A bare `G` is refused, because it may mean either.
 """
@@ -41,9 +41,9 @@ def _split(text: str, kind: str, example: str) -> tuple[str, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `text`: `4MiB`, `3.02 GiB`, `4096`. Case is ignored.
+    """Parse a number of bytes: `4MiB`, `3.02 GiB`, `4096`. Case is ignored.
 
-    Fractions of a larger unit round to whole bytes, so that every size that is printed can be given.
+    Fractions of a larger unit are rounded to whole bytes, so that every printed size can be parsed.
     """
     number, unit = _split(text, "a size", "4MiB or 4MB")
     if len(unit) == 1 and unit.lower() in "kmgtpe":
@@ -65,13 +65,13 @@ def parse_bytes(text: str) -> int:
 
 
 def _exact_product(number: str, scale: int) -> Fraction | None:
-    """The product, exact, so that 9007199254740993B stays what it is; None for absurd exponents."""
+    """The exact product, so that 9007199254740993B keeps all its digits; None for absurd exponents."""
     _, _, exponent = number.lower().partition("e")
     return Fraction(number) * scale if abs(int(exponent or 0)) < 40 else None
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in `text`: `250ms`, `5s`, `1.5h`, `26 min 38 s`; a bare number is seconds."""
+    """Parse seconds: `250ms`, `5s`, `1.5h`, `26 min 38 s`. A bare number is in seconds."""
     return sum(map(_parse_one_time, _BETWEEN_TIMES.split(text)))
 
 
@@ -86,7 +86,7 @@ def _parse_one_time(text: str) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second in `text`: `2GiB/s`, `100 MB/s`."""
+    """Parse bytes per second: `2GiB/s`, `100 MB/s`."""
     amount, slash, per = text.partition("/")
     if not slash or per.strip() != "s" or not amount.strip()[-1:].isalpha():
         raise UsageError(
@@ -103,7 +103,7 @@ def _three_digits(value: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """`size_bytes` in binary units: `1.50 GiB`, `512 B`; below 100, no decimals means exact."""
+    """Format bytes in binary units: `1.50 GiB`, `512 B`. Below 100, a number without decimals is exact."""
     if size_bytes < 0:
         return f"-{format_bytes(-size_bytes)}"
     scaled, step = float(size_bytes), 0
@@ -114,12 +114,12 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(rate_bytes_per_s: float) -> str:
-    """`rate_bytes_per_s` in binary units per second: `1.12 GiB/s`."""
+    """Format a rate in binary units per second: `1.12 GiB/s`."""
     return f"{format_bytes(rate_bytes_per_s)}/s"
 
 
 def format_seconds(elapsed_s: float) -> str:
-    """`elapsed_s` in a readable unit: `35 us`, `12.5 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Format seconds in a readable unit: `35 us`, `12.5 s`, `3 min 20 s`, `2 h 05 min`."""
     if elapsed_s < 0:
         return f"-{format_seconds(-elapsed_s)}"
     if math.isnan(elapsed_s):
@@ -141,10 +141,10 @@ def _format_subminute(elapsed_s: float) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """A number of things: `1 file`, `2 files`."""
+    """A number with its noun: `1 file`, `2 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def format_number(value: float | None, style: str) -> str:
-    """A number in a format's style, or a dash."""
+    """Format a number in a format's style; a dash for None."""
     return "-" if value is None else format(value, style)

@@ -23,7 +23,7 @@ Positions = NDArray[np.int64]
 
 
 class Remainder(StrEnum):
-    """What happens to the items that remain if they do not divide evenly among ranks."""
+    """The treatment of the items that remain if they do not divide evenly among ranks."""
 
     ROTATE = "rotate"
     """Each epoch leaves out other items: none is left out of two epochs in a row."""

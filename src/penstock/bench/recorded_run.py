@@ -1,4 +1,4 @@
-"""What all benchmark runs share: their settings and folder, the record of steps, and the counters of devices.
+"""The parts common to all benchmark runs: settings and folder, the record of steps, and device counters.
 
 The timed loop calls `StepRecorder.add_*`, which keeps preallocated rows and writes them out between steps;
 `results.event_files` collects the spools, and a traced run has the same events in its trace. A run that is

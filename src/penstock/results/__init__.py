@@ -1,1 +1,1 @@
-"""Results of runs: records that programs read, pages that people read, and the way to follow a run."""
+"""Results of runs: records for programs, pages for people, and the means to follow a run."""

@@ -1,7 +1,7 @@
 """A run in progress: rank 0 opens it before anything is timed, and closes it with its figures.
 
-`run.json` exists, complete, before the first step. The run is also entered in the history of its
-results folder, before its folder is made.
+`run.json` exists, complete, before the first step. Before the run's folder is created, the run is also
+entered in the history of its results folder.
 """
 
 import os
@@ -27,8 +27,8 @@ from penstock.workload.spec import Workload
 class ActiveRun:
     """A run in progress, on rank 0. Leaving its `with` block without `finish` records how the run ended.
 
-    Ctrl-C is recorded as interrupted, any error as failed. A killed process leaves "running" behind;
-    `read_record` finds out whether that is still true.
+    Ctrl-C is recorded as "interrupted", any error as "failed". A killed process leaves "running" behind;
+    `read_record` finds out whether the run is still active.
     """
 
     def __init__(
@@ -42,7 +42,11 @@ class ActiveRun:
         run_id: str,
         pages: Pages | None = None,
     ) -> None:
-        """The run was entered in `history` under `run_id`, unless that is "". `pages` None: it has none."""
+        """Create the run's folder and record.
+
+        The run has been entered in `history` under `run_id`, unless `run_id` is "". If `pages` is None, the
+        run has no page.
+        """
         self.folder = folder
         self._history, self._run_id = history, run_id
         self._pages = pages
@@ -87,9 +91,9 @@ class ActiveRun:
     def start(
         cls, parent: Path, request: run_record.RunRequest, *, pages: Pages = MappingProxyType({})
     ) -> Self:
-        """Record the run in the history of `parent`, and make its folder there, with its `run.json`.
+        """Record the run in the history of `parent`, and create its folder there, with its `run.json`.
 
-        It leaves a page in its folder when it ends.
+        When the run ends, a page is written into its folder.
         """
         now, history = datetime.now(UTC), HistoryFile(parent)
         entry = history.begin(request, now)
@@ -101,8 +105,9 @@ class ActiveRun:
     def start_in(cls, folder: Path, request: run_record.RunRequest, *, results: Path | None = None) -> Self:
         """Start a run in a folder that the user named; replace an earlier run there unless it is active.
 
-        The run is entered in the history of `results`, a folder above it; without `results` in its parent's,
-        but only if that exists already: a folder of unknown use gets no history next to it.
+        The run is entered in the history of `results`, a folder above `folder`. Without `results`, it is
+        entered in the history of its parent folder, but only if that history already exists, because the
+        parent may be a folder of any kind.
         """
         if (folder / run_folder.RUN_FILE).is_file() and run_record.read_record(
             folder
@@ -117,11 +122,11 @@ class ActiveRun:
         return cls(folder, request, now, take, history=history, run_id=run_id)
 
     def heartbeat(self) -> None:
-        """Show readers on other hosts that the run is active; cheap enough for every few seconds."""
+        """Show readers on other hosts that the run is active. Cheap enough to call every few seconds."""
         os.utime(self.folder / run_folder.RUN_FILE)
 
     def show_in_folder(self, progress: Progress) -> None:
-        """Show what `progress` receives in the run's folder, where it can be followed."""
+        """Show what `progress` receives in the run's folder, so that it can be followed there."""
         self._progress = progress
         kind = str(self.record.plan.get("kind", "training"))
         name = "_".join(filter(None, (self.record.name, self.record.accelerator)))
@@ -136,10 +141,10 @@ class ActiveRun:
         workload: Workload | None = None,
         is_right: bool = True,
     ) -> None:
-        """Close the run with its figures; times rank by rank stay with the step events.
+        """Close the run with its figures, except times by rank, which stay with the step events.
 
-        `is_right` is false if what it measured failed, which its command reports by its exit code.
-        `workload` is what turned out to be run, where that could not be known before.
+        `is_right` is false if the run measured something that failed, which the command reports by its exit
+        code. `workload` is the workload that was really run, if it could not be known before.
         """
         self._exit_code = 0 if is_right else 1
         values = self.record.workload if workload is None else run_record.workload_values(workload)
@@ -178,7 +183,8 @@ class ActiveRun:
             leave_run_page(self.folder, self._pages)
         self._progress.settle(outcome.value, why, self._exit_code)
         if self._pages is None and outcome is run_record.RunOutcome.FINISHED:
-            # A folder for readers of DLIO's and submissions' files gets nothing that they do not know.
+            # Readers of DLIO's files and of submissions do not know this file, so their folders do not keep
+            # it.
             (self.folder / run_status.STATUS_FILE).unlink(missing_ok=True)
 
     def _write(self) -> None:

@@ -1,9 +1,9 @@
-"""Files of a run of checkpoints: `checkpoints.json` and `throughput.parquet`.
+"""The files of a checkpoint run: `checkpoints.json` and `throughput.parquet`.
 
-`bench.checkpoint` writes the first: each round and what all writes and reads reached. Another version of it
-is refused by its number. The second has the bytes that each rank moved over the time of each round: a row is
-a rank's bytes in one bucket of time; a bucket without bytes has none. Its times are seconds since the rank
-began the round, so that clocks of hosts do not matter.
+`bench.checkpoint` writes the first, which has each round and the totals of all writes and reads. Another
+version of it is refused by its format number. The second has the bytes that each rank transferred over the
+time of each round: a row has a rank's bytes in one interval; an interval without bytes has no row. Its times
+are seconds since the rank began the round, so that hosts' clocks need not agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.storage.files.local_files import parse_json, read_document
 
 FORMAT_VERSION: Final = 1
-"""The format of both files, raised whenever a key or column is renamed or means something else."""
+"""The format of both files, incremented whenever a key or column is renamed or changes its meaning."""
 THROUGHPUT_FILE: Final = "throughput.parquet"
 _NUMBER: Final = (int, float)
 _MAYBE: Final = (int, float, type(None))
@@ -34,16 +34,16 @@ _DOCUMENT: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 def judge(*, is_right: bool, is_from_memory: bool, deliveries: Sequence[IoReconciliation]) -> str:
-    """The one verdict of a run of checkpoints: passed, doubtful (memory served reads) or failed."""
+    """The verdict of a checkpoint run: passed, doubtful (memory may have served reads) or failed."""
     missed = any(one.verdict is ReconciliationVerdict.FAIL for one in deliveries)
     return ("doubtful" if is_from_memory or missed else "passed") if is_right else "failed"
 
 
 def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
-    """Read `checkpoints.json` in a run's folder; None if the run has none, or did not finish.
+    """Read `checkpoints.json` in a run's folder; None if the run has no such file or did not finish.
 
-    `write` and `read` are None if nothing moved that way; their rates are None where the page cache served
-    every read.
+    `write` and `read` are None if nothing was written or read; the rates of `read` are None if the page cache
+    may have served every read.
     """
     path = folder / CHECKPOINTS_FILE
     try:
@@ -69,7 +69,7 @@ def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
 
 
 def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of all checkpoints, without those of each round and stream."""
+    """The totals of a run, without the figures of each round and stream."""
     figures = {key: document[key] for key in _DOCUMENT}
     for name in ("write", "read"):
         if figures[name] is not None:
@@ -78,11 +78,11 @@ def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MovedBytes = tuple[float, list[int]]
-"""The length in seconds of a round's buckets, and the bytes that one rank moved in each of them."""
+"""The length in seconds of a round's intervals, and the bytes that one rank transferred in each of them."""
 
 
 Throughput = dict[tuple[str, int], list[MovedBytes]]
-"""The rounds of a run in their order, by direction and step: what each rank moved."""
+"""The bytes that each rank transferred, for the rounds of a run in order, by direction and step."""
 
 
 _COLUMNS: Final = {
@@ -92,7 +92,7 @@ _COLUMNS: Final = {
 
 
 def write_throughput(folder: Path, rounds: Throughput) -> None:
-    """Publish the rounds of a run."""
+    """Publish the throughput of a run's rounds."""
     rows = [
         (direction, step, rank, number * width_s, width_s, size_bytes)
         for (direction, step), ranks in rounds.items()
@@ -108,7 +108,7 @@ def write_throughput(folder: Path, rounds: Throughput) -> None:
 
 
 def read_throughput(folder: Path) -> Throughput:
-    """Read the rounds in their order; nothing of a run that did not record them."""
+    """Read the throughput of the rounds, in order. Empty if the run did not record it."""
     path = folder / THROUGHPUT_FILE
     if not path.is_file():
         return {}

@@ -1,6 +1,6 @@
-"""The page of a checkpoint run: how fast checkpoints were durable, how fast they were back, and if correctly.
+"""The page of a checkpoint run: how fast it wrote and read checkpoints, and whether it read correct bytes.
 
-run.json, checkpoints.json, throughput.parquet -> rounds on one axis of time -> report
+run.json, checkpoints.json, throughput.parquet -> rounds on one time axis -> report
 """
 
 import shlex
@@ -34,9 +34,9 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 GIB: Final = 2**30
 _LATE: Final = 1.3
-"""A rank that ends this many times as late as the median rank is named."""
+"""A rank is named if it takes this many times as long as the median rank."""
 _SLOWER: Final = 0.7
-"""Throughput that falls below this share of what it was is named."""
+"""A drop in throughput is named if what remains is below this share of the earlier throughput."""
 _ONE_BUCKET_S: Final = 0.05
 _DOING: Final = {"write": "writing", "read": "reading"}
 _WORDS: Final = {"write": "written", "read": "read back"}
@@ -47,10 +47,10 @@ Round = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRun:
-    """Everything that the page is made of; `figures` is `checkpoints.json`.
+    """The data that the page shows. `figures` is `checkpoints.json`.
 
-    `rounds` are the rounds of each direction, if any. `rates` have, for each rank, what it moved in each
-    bucket between `edges`, in bytes a second.
+    `rounds` has the rounds of each direction, if any. `rates` has the bytes per second of each rank in each
+    interval between `edges`.
     """
 
     record: RunRecord
@@ -62,7 +62,10 @@ class CheckpointRun:
 
 
 def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
-    """The page of the run in `folder`, and more facts; of one that did not finish, how it ended."""
+    """Build the page of the run in `folder`, and further facts.
+
+    If the run did not finish, the page shows how it ended.
+    """
     figures = read_checkpoints(folder)
     if figures is None:
         banner = Banner(
@@ -113,7 +116,7 @@ def _banner(run: CheckpointRun) -> Banner:
         is_from_memory=any(one["from_memory"] for one in run.rounds["read"]),
         deliveries=run.record.deliveries,
     )
-    # The time that one checkpoint took, and the time it would take at its full size.
+    # The time of one checkpoint, and the time it would take at its full size.
     size_bytes, parts, limits, rates = run.figures["checkpoint_bytes"], [], [], []
     for name in _DOING:
         totals = run.figures[name]
@@ -159,7 +162,7 @@ def _no_change(run: CheckpointRun) -> str:
 
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
-    """The troubles that stand out, the gravest first."""
+    """The troubles that stand out, gravest first."""
     all_rounds = run.figures.get("checkpoints", ())
     wrong = sum(one["wrong_bytes"] for one in all_rounds)
     if wrong:
@@ -180,14 +183,14 @@ def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
         if delivery.verdict is ReconciliationVerdict.FAIL and not warm:
             yield Trouble("page cache", f"Not all bytes came from storage: {delivery.why}.", to_do)
     for name in _DOING:
-        # While all wait for one rank, the throughput of all is low as well.
+        # While all ranks wait for one, the total throughput is low as well, so only the rank is named.
         yield from list(_late_rank(run, name)) or _slower_from_then_on(run, name)
 
 
 def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
     rates = run.rates[direction].sum(axis=0)
     moves = np.concatenate([[False], rates > 0, [False]])
-    # In the first and the last bucket of a round, bytes moved for a part of the time.
+    # In the first and the last interval of a round, bytes were transferred for only a part of the time.
     moving = np.flatnonzero(moves[:-2] & moves[1:-1] & moves[2:])
     split = best_split(rates[moving]) if moving.size else None
     if split is None:
@@ -237,7 +240,7 @@ def _highlights(run: CheckpointRun) -> Iterator[Chart]:
             limits[f"mean of {direction}s {format_rate(mean)}"] = mean
     title, name = "Each checkpoint: w written, r read back", run.record.id
     yield bar_chart(title, name, bars, "B/s", limits=limits)
-    # Writing and reading on one axis of time: all writes come before all reads.
+    # Writing and reading share one time axis, because all writes come before all reads.
     moved = {direction: rates.sum(axis=0) for direction, rates in run.rates.items() if rates.any()}
     yield Chart(
         kind=Kind.AREA,

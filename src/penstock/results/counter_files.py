@@ -1,10 +1,11 @@
-"""Counters of a run's hosts over its time, and what they say about the bytes that the run moved.
+"""The counters of a run's hosts over time, and what they show about the bytes that the run transferred.
 
-While the run lasts they are in spools, then in one `counters.parquet`. A spool is a JSON line about its host,
-then one for each sample: its moment and the counters that have changed since the sample before. The table has
-a row for each of those. Times are nanoseconds of the host's CLOCK_MONOTONIC, like those of steps and spans,
-so they compare. Invariants: neither writing nor gathering a spool holds all samples in memory; between two
-samples a counter is assumed to grow evenly, outside of them not at all.
+While the run lasts, they are in spools, and afterwards in one `counters.parquet`. A spool has a JSON line
+about its host, then one line for each sample, with its time and the counters that have changed since the
+previous sample. The table has one row for each changed counter. Times are nanoseconds of the host's
+CLOCK_MONOTONIC, like those of steps and spans, and can therefore be compared with them. Invariants: neither
+writing nor gathering a spool holds all samples in memory; a counter is assumed to grow evenly between two
+samples, and not at all before the first and after the last.
 """
 
 import json
@@ -37,9 +38,9 @@ logger = logging.getLogger(__name__)
 FOLDER: Final = "counters"
 COUNTERS_FILE: Final = "counters.parquet"
 FORMAT_VERSION: Final = 1
-"""Raised whenever a column or a counter is renamed or means something else."""
+"""Incremented whenever a column or a counter is renamed or changes its meaning."""
 _BATCH: Final = 50_000
-"""Rows of one record batch, at least."""
+"""The minimum number of rows of a record batch."""
 _COLUMNS: Final = {"host": WORDS, "monotonic_ns": pa.int64(), "counter": WORDS, "value": pa.int64()}
 
 Numbers = NDArray[np.float64]
@@ -47,9 +48,9 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledHost:
-    """A host whose counters are recorded, its whole drives, and one moment on both of its clocks.
+    """A host whose counters are recorded, its whole drives, and one time on both of its clocks.
 
-    `boot_id` is the machine's, "" if unknown: hosts on one machine share its drives.
+    `boot_id` is the machine's, "" if unknown: hosts on one machine have the same drives.
     """
 
     host: str
@@ -62,7 +63,7 @@ class SampledHost:
 
 
 class CounterSpool(Spool):
-    """One host's samples while the run lasts."""
+    """One host's samples, while the run lasts."""
 
     def __init__(self, run_folder: Path, host: SampledHost) -> None:
         super().__init__(spool_path(run_folder, host.rank), {"format": FORMAT_VERSION, **asdict(host)})
@@ -83,7 +84,7 @@ def spool_path(run_folder: Path, rank: int) -> Path:
 
 
 def gather_counters(run_folder: Path) -> None:
-    """Convert all hosts' spools to the table, and remove them. For one rank, after a barrier."""
+    """Convert all hosts' spools to the table, and remove them. Only one rank calls this, after a barrier."""
     paths = sorted((run_folder / FOLDER).glob("*.jsonl"))
     if not paths:
         return
@@ -99,7 +100,7 @@ def gather_counters(run_folder: Path) -> None:
 
 
 def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
-    """All hosts' counters: from the table, or from the spools of an active or interrupted run."""
+    """Read all hosts' counters from the table, or from the spools of an active or interrupted run."""
     path = run_folder / COUNTERS_FILE
     if path.exists():
         file, header = open_table(path, "counters", FORMAT_VERSION)
@@ -127,7 +128,7 @@ def _make_host(*, drives: Sequence[str], **values: Any) -> SampledHost:
 
 
 def _batches(path: Path, host: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """All complete samples; a warning reports a line that was cut off when its writer was killed."""
+    """All complete samples. If a line was cut off when its writer was killed, a warning reports it."""
     rows: list[tuple[int, str, int]] = []
     with path.open("rb") as file:
         file.readline()
@@ -154,18 +155,19 @@ def _batch(host: str, rows: Sequence[tuple[int, str, int]], schema: pa.Schema) -
 
 
 HostRates = Mapping[str, Numbers]
-"""One host between moments: its `cpu_busy_share`, and bytes a second as `drives_read`, `drives_written`,
-`networks_received` and `networks_sent`."""
+"""One host's figures between successive times: its `cpu_busy_share`, and bytes per second as `drives_read`,
+`drives_written`, `networks_received` and `networks_sent`.
+"""
 
 
 CounterSeries = tuple[NDArray[np.int64], dict[str, Numbers]]
-"""The moments of one host's samples, and its counters at each of them."""
+"""The times of one host's samples, and its counters at each of them."""
 
 
 def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> CounterSeries:
-    """The counters of one host's processors, disks and networks at the moments of its samples.
+    """The counters of one host's processors, disks and networks at the times of its samples.
 
-    A counter that appears later had its first value before that, or, `from_zero`, nothing.
+    Before a counter first appears, it counts as its first value or, with `from_zero`, as 0.
     """
     hosts, names = (counters[name].unify_dictionaries().combine_chunks() for name in ("host", "counter"))
     known = hosts.dictionary.to_pylist()
@@ -177,7 +179,7 @@ def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> Co
         name = names.dictionary[number].as_py()
         if name.startswith(("cpu.", "disk.", "net.", "ib.")) and not name.startswith("net.lo."):
             of_name = numbers == number
-            # A counter has rows only where it changed: in between it keeps its last value.
+            # A counter has rows only where it changed; in between, it keeps its previous value.
             latest = np.searchsorted(moments[of_name], all_moments, side="right") - 1
             series[name] = values[of_name][np.maximum(latest, 0)].astype(np.float64)
             if from_zero:
@@ -186,13 +188,13 @@ def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> Co
 
 
 def host_rates(host: SampledHost, series: CounterSeries, edges_ns: Numbers) -> HostRates:
-    """Compute what a host did between neighbouring edges, moments of its CLOCK_MONOTONIC; NaN is unknown."""
+    """One host's rates between successive edges, which are times of its CLOCK_MONOTONIC; NaN if unknown."""
     moments, values = series
     growth = {name: np.diff(np.interp(edges_ns, moments, of_name)) for name, of_name in values.items()}
     spans_s = np.diff(edges_ns) / 1e9
 
     def total(prefix: str, *endings: str) -> Numbers:
-        # Partitions and volumes would count their drives' bytes a second time.
+        # Partitions and volumes would count the bytes of their drives a second time.
         chosen = (
             values
             for name, values in growth.items()
@@ -222,9 +224,9 @@ _PHASES: Final = {SpanKind.EPOCH: "epoch", SpanKind.SAVE: "save", SpanKind.LOAD:
 def summarize_activity(
     hosts: Sequence[SampledHost], counters: pa.Table, events: Sequence[RankEvents]
 ) -> list[dict[str, Any]]:
-    """Sum up all hosts in each phase: checkpoints where there are any, else epochs.
+    """Sum up all hosts' counters in each phase: each checkpoint if there are any, otherwise each epoch.
 
-    `cpu_busy_share` is the mean of hosts, None where no time was counted.
+    `cpu_busy_share` is the mean over hosts, None if no time was counted.
     """
     ranks = {rank.clock.rank: rank for rank in events}
     by_phase: dict[str, list[tuple[float, HostRates]]] = defaultdict(list)
@@ -233,7 +235,7 @@ def summarize_activity(
         if host.rank not in ranks:
             continue
         series = read_series(counters, host.host)
-        # Hosts on one machine share its drives, which count under the first host alone.
+        # Hosts on one machine share its drives, which count only for the first host.
         counted = replace(host, drives=()) if host.boot_id in machines else host
         machines |= {host.boot_id} - {""}
         of_rank = ranks[host.rank]
@@ -261,14 +263,16 @@ def summarize_activity(
     return activities
 
 
-# The reconciliation of the bytes that devices and networks moved with those that the application counted.
-# Device counters include every process, so they can prove that bytes came from memory instead of a device,
-# but never that all came from the device. Storage that no counter covers is "not checked", with the reason.
+# Reconcile the bytes that devices and networks transferred with those that the application counted. Device
+# counters include every process, so they can prove that bytes came from memory instead of a device, but never
+# that all bytes came from the device. Storage that no counter covers is "not checked", with the reason.
 
 LEAST_SHARE: Final = 0.9
-"""Below this share, bytes came from elsewhere: devices move whole blocks, and networks add headers."""
+"""If the share of bytes seen is lower, bytes came from elsewhere: devices transfer whole blocks, and networks
+add headers, so the share is otherwise near or above 1.
+"""
 LEAST_BYTES: Final = 1 << 20
-"""Fewer bytes cannot be told apart from a host's other reads and traffic."""
+"""Fewer bytes cannot be distinguished from a host's other reads and traffic."""
 
 Direction = Literal["read", "write"]
 _DISK: Final[Mapping[Direction, str]] = {"read": "read_bytes", "write": "written_bytes"}
@@ -276,7 +280,10 @@ _NETWORK: Final[Mapping[Direction, str]] = {"read": "received_bytes", "write": "
 
 
 class ReconciliationVerdict(StrEnum):
-    """The verdict on whether bytes went through devices. Missing bytes fail a read: they came from memory."""
+    """The verdict on whether bytes passed through devices.
+
+    Missing bytes fail a read, because they came from memory.
+    """
 
     PASS = "pass"  # noqa: S105 - no secret
     WARNING = "warning"
@@ -286,7 +293,7 @@ class ReconciliationVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoReconciliation:
-    """The bytes that all ranks moved in one direction, and those that all hosts' devices and networks moved.
+    """The bytes that all ranks transferred in one direction, and those of all hosts' devices and networks.
 
     `by` has the bytes by host and device. `delivered_bytes` is None if no counter covers the storage.
     """
@@ -301,7 +308,10 @@ class IoReconciliation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTraffic:
-    """The counts of one host while the application moved its bytes; `failure` is why it could not count."""
+    """The counts of one host during the application's transfers.
+
+    `failure` is why the host could not count.
+    """
 
     host: str
     coverage: CounterCoverage
@@ -311,7 +321,7 @@ class HostTraffic:
 
 
 def reconcile(direction: Direction, application_bytes: int, hosts: Sequence[HostTraffic]) -> IoReconciliation:
-    """Compare what the application moved with what the hosts' devices and networks moved."""
+    """Compare the application's bytes with those of the hosts' devices and networks."""
     uncovered = {
         host.host: host.failure or host.coverage.reason
         for host in hosts
@@ -326,7 +336,7 @@ def reconcile(direction: Direction, application_bytes: int, hosts: Sequence[Host
         if watched in ("network", "client"):
             counters |= {name: f"net.{name}.{_NETWORK[direction]}" for name in hardware.nics}
             counters |= {name: f"ib.{name}.{_NETWORK[direction]}" for name in hardware.ports}
-        # Clients of network file systems may keep a cache on drives of their own.
+        # Clients of network file systems may keep a cache on local drives.
         shared = {"device": (host.coverage.device,), "drives": hardware.drives, "client": hardware.drives}
         for name in shared.get(watched, ()):
             # Hosts on one machine share its drives, which count once.

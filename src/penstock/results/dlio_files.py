@@ -41,7 +41,7 @@ PREFIXES = {SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlioOutputs:
-    """One run. `hosts` has one entry a node, rank 0's first; dates are UTC."""
+    """One run. `hosts` has one entry per node, rank 0's first. Dates are in UTC."""
 
     workload: Workload
     ranks: Sequence[RankEvents]
@@ -51,17 +51,17 @@ class DlioOutputs:
     train: PhaseFigures | None
     evaluation: PhaseFigures | None
     preparation: Sequence[str] = ()
-    """Lines for the log about the work before the first epoch and between epochs, and its duration."""
+    """Log lines about the work before the first epoch and between epochs, and its duration."""
 
     @property
     def data_gib_per_host(self) -> float:
-        """The training data's nominal size, divided by the hosts."""
+        """The training data's nominal size divided by the number of hosts."""
         dataset = self.workload.dataset
         num_samples = dataset.num_files_train * dataset.num_samples_per_file
         return float(num_samples * record_bytes(dataset)) / GIB / len(self.hosts)
 
     def may_cache(self, host: HostFacts) -> int:
-        """DLIO's `potential_caching`: 1 where a host's share of the data fits into its memory, else 0."""
+        """DLIO's `potential_caching`: 1 if a host's share of the data fits into its memory, otherwise 0."""
         return int(self.data_gib_per_host < host.memory_bytes / GIB)
 
 
@@ -72,7 +72,7 @@ CheckpointSizes = Mapping[CheckpointKey, int]
 
 
 def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
-    """The sizes of all checkpoints, each summed over ranks once."""
+    """The size of each checkpoint, summed over all ranks."""
     sizes: Counter[CheckpointKey] = Counter()
     for rank in ranks:
         for span in rank.spans_of(*PREFIXES):
@@ -83,7 +83,7 @@ def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
 def _checkpoints(
     rank: RankEvents, kind: SpanKind, sizes: CheckpointSizes
 ) -> Iterator[tuple[SpanEvent, float, float]]:
-    """The checkpoints of one rank: the span, its seconds, and all ranks' GiB over these seconds."""
+    """The checkpoints of one rank: the span, its seconds, and all ranks' GiB divided by these seconds."""
     for span in rank.spans_of(kind):
         duration_s = (span.end_ns - span.start_ns) / 1e9
         gib = sizes[span.kind, span.epoch, span.block, span.step] / GIB
@@ -99,7 +99,7 @@ _RULE = "[METRIC] =========================================================="
 
 
 def summary(run: DlioOutputs) -> dict[str, Any]:
-    """The content of `summary.json`. Per-host lists have one entry a node."""
+    """The content of `summary.json`. Per-host lists have one entry per node."""
     dataset = run.workload.dataset
     first = run.hosts[0]
     return {
@@ -124,7 +124,7 @@ def summary(run: DlioOutputs) -> dict[str, Any]:
 
 
 def metrics(run: DlioOutputs) -> dict[str, Any]:
-    """The section `metric`; phases that did not run have no keys."""
+    """The section `metric`. Phases that did not run have no keys."""
     values: dict[str, Any] = {}
     for figures, prefix in ((run.train, "train"), (run.evaluation, "eval")):
         if figures is None:
@@ -144,8 +144,9 @@ def metrics(run: DlioOutputs) -> dict[str, Any]:
         }
     sizes = checkpoint_sizes(run.ranks)
     for kind, prefix in PREFIXES.items():
-        # Each checkpoint counts with the time of the rank that took longest: it is done when all ranks are.
-        # DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes it wait for them.
+        # Each checkpoint counts with the time of the slowest rank, because it is done when all ranks are.
+        # DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes rank 0 wait for
+        # them.
         slowest: dict[CheckpointKey, tuple[float, float]] = {}
         for rank in run.ranks:
             for span, duration_s, gib_per_s in _checkpoints(rank, kind, sizes):
@@ -165,7 +166,7 @@ def metrics(run: DlioOutputs) -> dict[str, Any]:
 
 
 def metric_lines(document: Mapping[str, Any]) -> list[str]:
-    """The lines that DLIO prints at the end of a run, and that others parse."""
+    """The lines that DLIO prints at the end of a run, and that other programs parse."""
     values = document["metric"]
     lines = [_RULE, f"[METRIC] Number of Simulated Accelerators: {document['num_accelerators']} "]
 
@@ -191,7 +192,7 @@ def metric_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def rank_output(run: DlioOutputs, rank: RankEvents) -> dict[str, Any]:
-    """The content of `R_output.json`: every step's times, and each block's figures."""
+    """The content of `R_output.json`: the times of every step, and the figures of each block."""
     host = next((host for host in run.hosts if host.host == rank.clock.host), run.hosts[0])
     epochs = {}
     for span in rank.spans_of(SpanKind.EPOCH):
@@ -225,7 +226,7 @@ def rank_output(run: DlioOutputs, rank: RankEvents) -> dict[str, Any]:
 def rank_per_epoch_stats(rank: RankEvents, sizes: CheckpointSizes) -> dict[str, Any]:
     """The content of `R_per_epoch_stats.json`: when epochs, blocks and checkpoints began and ended.
 
-    As in DLIO durations are text, but those of checkpoints are numbers.
+    As in DLIO, durations are text, except those of checkpoints, which are numbers.
     """
     clock = rank.clock
 
@@ -251,7 +252,7 @@ def rank_per_epoch_stats(rank: RankEvents, sizes: CheckpointSizes) -> dict[str, 
 
 
 def _blocks(rank: RankEvents, epoch: int) -> Iterator[tuple[str, StepPhase, StepBlock]]:
-    """An epoch's blocks by DLIO's names: block1, block2, ..., eval."""
+    """An epoch's blocks, named as in DLIO: block1, block2, ..., eval."""
     for block in rank.blocks(StepPhase.TRAIN, epoch):
         yield f"block{block.number}", StepPhase.TRAIN, block
     for block in rank.blocks(StepPhase.EVAL, epoch):
@@ -269,9 +270,10 @@ def write_dlio_files(
     subfolder: str = HYDRA_FOLDER,
     log_before: Sequence[str] = (),
 ) -> list[str]:
-    """Write all files into `folder`; returns the `[METRIC]` lines, which are in the log as well.
+    """Write all files into `folder`. Returns the `[METRIC]` lines, which are also in the log.
 
     `log_before` are the log's lines about what preceded the run.
+
     """
     document = summary(run)
     lines = metric_lines(document)
@@ -289,10 +291,10 @@ def write_dlio_files(
 def write_configuration(
     folder: Path, workload: Workload, overrides: Sequence[str], *, subfolder: str, run_folder: Path
 ) -> None:
-    """Write the configuration of a run into a sub-folder; nothing without one ("").
+    """Write the configuration of a run into a sub-folder; if that is "", write nothing.
 
-    `folder` becomes `run_folder` if it is a draft. `overrides` are redacted, in DLIO's words, such as
-    `++workload.dataset.num_files_train=42`.
+    If `folder` is a draft, it will become `run_folder`. `overrides` are redacted, and use DLIO's names, such
+    as `++workload.dataset.num_files_train=42`.
     """
     if not subfolder:
         return
@@ -324,17 +326,17 @@ def write_configuration(
 
 
 def write_log(folder: Path, workload: Workload, lines: Sequence[str]) -> None:
-    """Write the log alone, under the name that the workload gives it."""
+    """Write only the log, under the name that the workload sets."""
     write_text(folder, workload.output.log_file, "".join(f"{line}\n" for line in lines))
 
 
 def log_line(moment: datetime, text: str) -> str:
-    """One line of the log, as DLIO dates it."""
+    """One line of the log, with the date as DLIO writes it."""
     return f"[OUTPUT] {dlio_date(moment)} {text}"
 
 
 def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
-    """The lines that DLIO logs while it runs, which others parse, from rank 0's events."""
+    """The lines that DLIO logs while it runs, from rank 0's events. Other programs parse them."""
     first = run.ranks[0]
     yield log_line(run.started, f"Running with {len(run.ranks)} process(es)")
     yield from (log_line(run.started, text) for text in run.preparation)
@@ -365,7 +367,7 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
             done = f"Finished {doing} {which} for epoch {span.epoch} in {duration_s:.4f} s; "
             done += f"Throughput: {gib_per_s:.4f} GiB/s"
             dated += [(span.start_ns, begun), (span.end_ns, done)]
-    # Sorting is stable: lines of one moment stay as they are.
+    # Sorting is stable, so lines with the same time keep their order.
     for moment_ns, text in sorted(dated, key=lambda line: line[0]):
         yield log_line(first.clock.date(moment_ns), text)
     yield from lines
@@ -376,7 +378,7 @@ def _ending(what: str, num_steps: int, elapsed_ns: int) -> str:
 
 
 def _rate_lines(run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str) -> Iterator[str]:
-    """As DLIO: rank 0's own utilization, and its throughput times the number of ranks."""
+    """The rates as DLIO computes them: rank 0's utilization, and its throughput times the number of ranks."""
     window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
     au_percent, samples_per_s = compat_block_rate(block, window, phase)
     yield f"{title} Accelerator Utilization [AU] (%): {au_percent:.4f}"
@@ -389,12 +391,12 @@ def _rate_lines(run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str
         yield f"{title} Computation time per step (second): {computed} (set value: {asked:g})"
 
 
-# iostat.json: the counters of rank 0's host, second by second, in sysstat's words. DLIO starts
-# `iostat -mdxtcy -o JSON 1`; here the samples that every run keeps are converted.
+# iostat.json: the counters of rank 0's host, second by second, under sysstat's names. DLIO starts `iostat
+# -mdxtcy -o JSON 1`; here the samples that every run keeps are converted.
 
 IOSTAT_FILE: Final = "iostat.json"
 _SHORTEST: Final = 0.9
-"""Samples that follow sooner than this share of the interval belong to the next report."""
+"""Samples that follow sooner than this share of the interval are merged into the next report."""
 _DAY: Final = "%m/%d/%y"
 _CPU: Final = ("user", "nice", "system", "iowait", "steal", "idle")
 _KINDS: Final = (
@@ -402,18 +404,21 @@ _KINDS: Final = (
     ("w", "writes", "written_bytes", "merged_writes", "write_ms"),
     ("d", "discards", "discarded_bytes", "merged_discards", "discard_ms"),
 )
-"""The letter of a kind of request, and its counters: requests, bytes, merged ones, and their time."""
+"""Each kind of request: its letter, and its counters of requests, bytes, merged requests and their time."""
 
 
 def write_iostat(folder: Path, host: HostFacts, devices: Sequence[str]) -> None:
-    """Write the file of a run whose counters are gathered; without `devices`, of all whole devices."""
+    """Write `iostat.json` for a run whose counters have been gathered.
+
+    Without `devices`, it has all whole devices.
+    """
     if not (folder / COUNTERS_FILE).exists():
         logger.warning("No %s is written: the counters of no host could be read", IOSTAT_FILE)
         return
     hosts, table = read_counters(folder)
     sampled = min(hosts, key=lambda one: one.rank)
     moments, counters = read_series(table, sampled.host, from_zero=True)
-    # Samples about an interval apart; the last one in any case, or what a short run moved would be lost.
+    # Choose samples about an interval apart, and always the last, or the bytes of a short run would be lost.
     chosen: list[int] = []
     for place, moment in enumerate(moments):
         is_due = not chosen or moment - moments[chosen[-1]] >= _SHORTEST * sampled.interval_s * 1e9
@@ -431,7 +436,7 @@ def write_iostat(folder: Path, host: HostFacts, devices: Sequence[str]) -> None:
     for before, after in pairwise(chosen):
         elapsed_s = int(moments[after] - moments[before]) / 1e9
         moved = {name: int(values[after] - values[before]) for name, values in counters.items()}
-        # Shares in percent; interrupts are the system's, as in iostat.
+        # Shares are in percent; interrupts count as the system's time, as in iostat.
         spent = {name: moved.get(f"cpu.{name}_ms", 0) for name in (*_CPU, "irq", "softirq")}
         whole_ms = sum(spent.values())
         spent["system"] += spent["irq"] + spent["softirq"]

@@ -1,10 +1,12 @@
-"""The step events of a run on disk: a spool file per rank while it lasts, two Parquet tables afterwards.
+"""The step events of a run on disk: a spool file per rank while the run lasts, two Parquet tables afterwards.
 
-A spool survives the death of its writer. It is a JSON line (format, clock), then frames: a header with kind,
-count and checksum, then that many rows. Everything before the first torn frame is read, nothing after it.
+A spool survives the death of its writer. It has a JSON line (format, clock), then frames: a header with the
+kind, number and checksum of the rows, then the rows. Everything before the first incomplete frame is read,
+nothing after it.
 
 Rank 0 gathers all spools into `steps.parquet` and `spans.parquet`, one row group per rank, with one rank at a
-time in memory: two files even for 1,000 ranks. Spools are removed only once both tables are published.
+time in memory. There are only two files, even for 1,000 ranks. Spools are removed only once both tables are
+published.
 """
 
 import logging
@@ -42,18 +44,18 @@ _TYPES: Final = {_STEPS: step_events.STEP_TYPE, _SPANS: step_events.SPAN_TYPE}
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:
-    """The file of a rank's events while the run lasts; `gather_events` removes it."""
+    """The file of a rank's events while the run lasts. `gather_events` removes it."""
     return run_folder / FOLDER / f"{rank:06d}{_SUFFIX}"
 
 
 class SpoolWriter(Spool):
-    """Appends rows of one rank."""
+    """Appends one rank's rows to its spool."""
 
     def __init__(self, path: Path, clock: step_events.RankClock) -> None:
         super().__init__(path, {"format": step_events.FORMAT_VERSION, **asdict(clock)})
 
     def append(self, rows: step_events.Rows) -> None:
-        """Append steps or spans, in one frame."""
+        """Append steps or spans as one frame."""
         if len(rows):
             kind = _STEPS if rows.dtype == step_events.STEP_TYPE else _SPANS
             content = rows.tobytes()
@@ -69,7 +71,7 @@ def _read_clock(path: Path) -> step_events.RankClock:
 
 
 def read_spool(path: Path) -> step_events.RankEvents:
-    """Read all complete frames of a spool; a torn tail is logged and left out."""
+    """Read all complete frames of a spool. An incomplete end is logged and left out."""
     _, _, content = path.read_bytes().partition(b"\n")
     frames: dict[int, list[step_events.Rows]] = {_STEPS: [], _SPANS: []}
     position = 0
@@ -97,11 +99,14 @@ def read_spool(path: Path) -> step_events.RankEvents:
 STEPS_FILE: Final = "steps.parquet"
 SPANS_FILE: Final = "spans.parquet"
 _ENUMS: Final[dict[str, type[IntEnum]]] = {"phase": step_events.StepPhase, "kind": step_events.SpanKind}
-"""Columns stored as words instead of numbers, for other Parquet readers."""
+"""The columns that are stored as words instead of numbers, for other readers of Parquet."""
 
 
 def gather_events(run_folder: Path, num_ranks: int) -> None:
-    """Convert the spools of all ranks to the two tables, and remove them. For one rank, after a barrier."""
+    """Convert all ranks' spools to the two tables, and remove them.
+
+    Only one rank calls this, after a barrier.
+    """
     paths = [spool_path(run_folder, rank) for rank in range(num_ranks)]
     missing = [rank for rank, path in enumerate(paths) if not path.exists()]
     if missing:
@@ -140,12 +145,12 @@ def write_tables(
                         )
                     else:
                         columns.append(pa.array(rows[name]))
-                # A row group per rank, as large as its rows: readers then load one rank at a time.
+                # Each rank has one row group, so that readers can load one rank at a time.
                 table.write_batch(pa.record_batch(columns, schema=table.schema), max(1, len(rows)))
 
 
 def read_events(run_folder: Path) -> list[step_events.RankEvents]:
-    """Read all ranks' events: from the tables, or from the spools of an active or interrupted run."""
+    """Read all ranks' events from the tables, or from the spools of an active or interrupted run."""
     if not (run_folder / STEPS_FILE).exists():
         paths = sorted((run_folder / FOLDER).glob(f"*{_SUFFIX}"))
         if not paths:
@@ -184,9 +189,9 @@ def _read_table(
 def recompute_figures(
     folder: Path, record: RunRecord, phase: step_events.StepPhase = step_events.StepPhase.TRAIN
 ) -> PhaseFigures | None:
-    """Compute a phase's figures from its events alone, also for a run that has not finished.
+    """Compute a phase's figures from its events alone, even if the run has not finished.
 
-    Includes times by rank. None if no epoch has a block that all ranks completed.
+    The figures include times by rank. None if no epoch has a block that all ranks completed.
     """
     workload = read_recorded_workload(record, folder)
     return compute_phase_figures(read_events(folder), workload, phase=phase)

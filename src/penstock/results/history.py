@@ -2,15 +2,16 @@
 
 The history has a line for each run that began, ended, was published or deleted.
 
-    PARENT/.penstock/history.jsonl
+PARENT/.penstock/history.jsonl
 
 Lines are appended and never changed, so a crash or power cut costs at most the line being written. Lines that
-cannot be read are reported and skipped. A run is entered before its folder is made, and closed after its
-record is: `run.json` is the truth about how it ended, and an end that cannot be entered is only logged.
+cannot be read are reported and skipped. A run is entered before its folder is created, and its end is entered
+after its record is closed. `run.json` therefore decides how the run ended, and if its end cannot be entered,
+this is only logged.
 
-The disk decides where a folder is, the history what happened to it; a folder without an entry and an entry
-without a folder are both listed. A removal never includes an active run, and names the reason for each run
-that it spares.
+The disk decides where a folder is, the history decides what happened to it; a folder without an entry and an
+entry without a folder are both listed. A removal never includes an active run, and gives the reason for each
+run that it spares.
 
     {"format": 1, "event": "ended", "run": "1a2b3c", "at": "2026-01-02T03:04:05.000000+00:00", ...}
 """
@@ -38,11 +39,13 @@ from penstock.units import parse_seconds
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 1
-"""Raised whenever a key is added, renamed or means something else."""
+"""Incremented whenever a key is added, renamed or changes its meaning."""
 FOLDER: Final = ".penstock"
 FILE: Final = "history.jsonl"
 LONGEST_WAIT_S: Final = 10.0
-"""For the lock: a longer holder is stopped, or died on another host. Lines are atomic without it."""
+"""The longest wait for the lock. A process that holds it longer is stopped, or died on another host. Even
+without the lock, lines are written atomically.
+"""
 
 Entry = Mapping[str, Any]
 _EVERY: Final = {"event": str, "run": str, "at": str}
@@ -82,7 +85,7 @@ def parse_entry(line: bytes) -> Entry:
 
 
 def parse_lines(content: bytes, name: str) -> tuple[list[Entry], list[str]]:
-    """Parse a file's content: its entries, and a sentence for each line that cannot be read."""
+    """Parse a file's content into its entries, and a sentence for each line that cannot be read."""
     entries: list[Entry] = []
     complaints: list[str] = []
     lines = content.split(b"\n")
@@ -99,18 +102,18 @@ def parse_lines(content: bytes, name: str) -> tuple[list[Entry], list[str]]:
 
 
 class HistoryFile:
-    """The history of the runs below `parent`."""
+    """The history of the runs in `parent`."""
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
         self.path = parent / FOLDER / FILE
 
     def exists(self) -> bool:
-        """Check whether anything was ever recorded."""
+        """True if anything was ever recorded."""
         return self.path.is_file()
 
     def read(self) -> tuple[list[Entry], list[str]]:
-        """Read all entries, and complaints about damaged lines; a missing file is an empty history."""
+        """Read all entries, and a sentence for each damaged line. A missing file is an empty history."""
         with system_calls.translate_os_errors("Reading the history of runs", str(self.path)):
             try:
                 content = self.path.read_bytes()
@@ -119,12 +122,12 @@ class HistoryFile:
         return parse_lines(content, str(self.path))
 
     def begin(self, request: RunRequest, now: datetime, *, named: str = "") -> Entry:
-        """Record a run that starts `now`, in the folder `named` by the user or one with a generated name."""
+        """Record a run that starts at `now`, in the user's folder `named` or one with a generated name."""
         workload = request.workload.full_name
 
         def make_entry() -> Entry:
             used = {entry["run"] for entry in self.read()[0]}
-            # Six digits are readable; after a few collisions more are used.
+            # Six digits are easy to read; after a few collisions, more are used.
             candidates = (secrets.token_hex(num_bytes) for num_bytes in (3, 3, 3, 4, 8, 16))
             run_id = next(candidate for candidate in candidates if candidate not in used)
             return {
@@ -144,7 +147,7 @@ class HistoryFile:
         return self._append(make_entry)
 
     def append(self, event: str, run: str, **values: str) -> None:
-        """Record an event of a run that happens now."""
+        """Record an event of a run with the current time."""
         at = datetime.now(UTC).isoformat(timespec="microseconds")
         self._append(lambda: {"event": event, "run": run, "at": at, **values})
 
@@ -156,7 +159,7 @@ class HistoryFile:
             logger.warning("The end of run %s could not be entered: %s", run, error)
 
     def publish(self, old: Path, new: Path) -> None:
-        """Record that the folder `old` of a recorded run has its final name `new`."""
+        """Record that the folder `old` of a recorded run now has its final name `new`."""
         if not self.exists():
             return
         old_name, new_name = (path.relative_to(self.parent).as_posix() for path in (old, new))
@@ -172,7 +175,7 @@ class HistoryFile:
             try:
                 _lock(descriptor, self.path)
                 entry = make_entry()
-                # One write, so that the lines of other processes come before or after, never inside.
+                # One write call, so that other processes' lines come before or after these, never in between.
                 size_bytes = os.fstat(descriptor).st_size
                 ends_whole = size_bytes == 0 or os.pread(descriptor, 1, size_bytes - 1) == b"\n"
                 left = memoryview((b"" if ends_whole else b"\n") + format_entry(entry))
@@ -188,7 +191,7 @@ class HistoryFile:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Wait for other writers; continue without a lock where none can be had (see `_append`)."""
+    """Wait for other writers; continue without a lock if none is available (see `_append`)."""
     deadline = time.monotonic() + LONGEST_WAIT_S
     while True:
         try:
@@ -213,9 +216,9 @@ _INCOMPLETE: Final = frozenset({"interrupted", "running", "unknown"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogedRun:
-    """One run. `id` is that of its entry, else its folder's name; `path` is None if the folder is gone.
+    """One run. `id` is from its entry, otherwise its folder's name; `path` is None if the folder is gone.
 
-    `outcome` is its record's, or `unreadable`, or `unknown`; `began` is None without an entry.
+    `outcome` is from its record, or it is `unreadable` or `unknown`; `began` is None without an entry.
     """
 
     id: str
@@ -231,7 +234,7 @@ class CatalogedRun:
 
 
 class _History:
-    """The entries by run: the latest of each kind."""
+    """The entries by run, with the latest of each kind."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.began: dict[str, Entry] = {}
@@ -245,23 +248,23 @@ class _History:
                 kind[run] = entry
             if event in ("began", "published"):
                 self.folders[run] = entry["folder"]
-        # The run that a folder's name belongs to: the last one that began in it.
+        # The run that a folder's name belongs to is the last one that began in it.
         self.owners = {folder: run for run, folder in self.folders.items()}
 
     def outcome(self, run: str, what: str) -> tuple[str, str]:
-        """Return how a run without a record ended: by its last entry, else by whether its process runs."""
+        """The outcome of a run without a record: by its last entry, or by whether its process is running."""
         if (end := self.ended.get(run)) is not None:
             return end["outcome"], " ".join(filter(None, (end["why"], what)))
         try:
             alive = provenance.is_alive(provenance.ProcessMark(**self.began[run]["process"]))
-        except TypeError:  # the line was changed by hand
+        except TypeError:  # the line was edited by hand
             alive = None
         outcome = {True: "running", False: "interrupted", None: "unknown"}[alive]
         return outcome, " ".join(filter(None, ("Its end was never entered.", what)))
 
 
 def read_catalog(parent: Path) -> tuple[list[CatalogedRun], list[str]]:
-    """Return the runs below `parent`, newest first, and a sentence for each damaged line of the history."""
+    """The runs in `parent`, newest first, and a sentence for each damaged line of the history."""
     entries, complaints = HistoryFile(parent).read()
     history = _History(entries)
     folders = {folder.name: folder for folder in run_folder.run_folders(parent)}
@@ -278,7 +281,7 @@ def read_catalog(parent: Path) -> tuple[list[CatalogedRun], list[str]]:
 
 
 def _catalog(history: _History, run: str, name: str, path: Path | None) -> CatalogedRun:
-    """One run, in the folder `path` called `name`, or without one."""
+    """The catalog's entry of one run, whose folder is `path` and is called `name`, or which has no folder."""
     began, moved, summary = history.began.get(run), history.moved.get(run), None
     event = moved["event"] if moved and path is None else ""
     what = f"There is no {run_folder.RUN_FILE} in its folder."
@@ -335,7 +338,7 @@ def find_run_folder(text: str, parent: Path) -> Path:
 
 
 def find_run(text: str, runs: Sequence[CatalogedRun], *, where: str) -> CatalogedRun:
-    """Find the run that a user names among `runs`, in the same way."""
+    """Find the run that a user names among `runs`, as `find_run_folder` does."""
     exact = [run for run in runs if text in (run.id, run.folder) or Path(text) == run.path]
     found = exact or [run for run in runs if text and text in run.folder]
     if len(found) == 1:
@@ -356,9 +359,9 @@ def _cannot_choose(text: str, names: Sequence[str], where: str) -> UsageError:
 def select_runs(
     runs: Sequence[CatalogedRun], *, status: str = "", workload: str = "", older_than: str = "", now: datetime
 ) -> list[CatalogedRun]:
-    """Select the runs that meet all criteria of a command line; "" matches every run.
+    """Select the runs that meet all criteria of a command line. A criterion of "" matches every run.
 
-    A run without a start time is never old.
+    A run without a start time never counts as old.
     """
     outcomes = parse_outcomes(status) if status else frozenset()
     before = parse_age(older_than, now) if older_than else None
@@ -372,7 +375,7 @@ def select_runs(
 
 
 def parse_outcomes(text: str) -> frozenset[str]:
-    """Parse outcomes separated by commas; `incomplete` stands for those without a recorded end."""
+    """Parse outcomes separated by commas. `incomplete` stands for all runs without a recorded end."""
     words = set(text.split(","))
     for word in words - {*OUTCOMES, INCOMPLETE}:
         raise UsageError(
@@ -384,9 +387,9 @@ def parse_outcomes(text: str) -> frozenset[str]:
 
 
 def parse_age(text: str, now: datetime) -> datetime:
-    """Parse an age (`2w`, `7d`, `12h`) as a moment before `now`, or a date as its beginning in UTC."""
+    """Parse an age (`2w`, `7d`, `12h`) as a time before `now`, or a date as its start in UTC."""
     date = _parse_date(text)
-    # A bare number would mean seconds: surely not what was meant by an age of runs.
+    # A bare number would mean seconds, which is surely not what was meant as the age of runs.
     if date is None and text[-1:].isalpha():
         with suppress(UsageError, OverflowError):
             date = now - timedelta(seconds=parse_seconds(text))
@@ -402,7 +405,7 @@ def parse_age(text: str, now: datetime) -> datetime:
 def plan_removal(
     selected: Sequence[CatalogedRun], keep_last: int = 0
 ) -> tuple[list[CatalogedRun], list[tuple[CatalogedRun, str]]]:
-    """Choose among `selected` (newest first) the runs to remove; each one that stays has a reason."""
+    """Choose the runs to remove among `selected` (newest first); each other run has a reason to stay."""
     older = selected[keep_last:]
     spared = [(run, f"one of the last {keep_last}") for run in selected[:keep_last]]
     spared += [(run, "still running") for run in older if run.outcome == "running"]
@@ -426,7 +429,7 @@ def delete_runs(parent: Path, runs: Sequence[CatalogedRun]) -> None:
 
 
 def describe(run: CatalogedRun) -> dict[str, Any]:
-    """Return what is known of a run besides its figures, as JSON."""
+    """Everything known of a run besides its figures, as plain data."""
     return {
         "run": run.id,
         "folder": str(run.path) if run.path else None,

@@ -1,6 +1,6 @@
 """Parquet tables in a run's folder: published whole, with a header of JSON in their metadata.
 
-While the run lasts, spools hold the rows; their first line is such a header, too.
+While the run lasts, spools hold the rows; the first line of a spool is such a header, too.
 """
 
 import json
@@ -19,7 +19,7 @@ from penstock.storage.files.local_files import sync_open_file
 Header = TypeVar("Header")
 
 WORDS: Final = pa.dictionary(pa.int32(), pa.string())
-"""The type of a column with few different words."""
+"""The type of a column with few distinct words."""
 _METADATA: Final = b"penstock"
 
 
@@ -27,14 +27,17 @@ _METADATA: Final = b"penstock"
 def publishing_table(
     folder: Path, name: str, columns: Mapping[str, pa.DataType], header: Mapping[str, Any]
 ) -> Iterator[pq.ParquetWriter]:
-    """Open a table that becomes `folder/name` when the block ends, or nothing if the block fails."""
+    """Open a table that becomes `folder/name` when the block ends; if the block fails, nothing remains."""
     schema = pa.schema(list(columns.items()), metadata={_METADATA: json.dumps(header).encode()})
     with publishing(folder, name) as file, pq.ParquetWriter(file, schema, compression="zstd") as table:
         yield table
 
 
 def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dict[str, Any]]:
-    """Open a table of `what`, and read its header, whose `format` must be `version`."""
+    """Open a table and read its header, whose `format` must be `version`.
+
+    `what` names the table in errors.
+    """
     try:
         file = pq.ParquetFile(path)
         header = json.loads((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
@@ -50,7 +53,7 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
 
 
 class Spool:
-    """A file of rows while a run lasts. What was written survives a kill, though not a power cut."""
+    """A file of rows while a run lasts. Written rows survive a kill, but not a power cut."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,7 @@ class Spool:
 def parse_spool_header(
     line: bytes, make: Callable[..., Header], *, what: str, version: int, path: Path
 ) -> Header:
-    """Pass the header of a spool of `what` to `make`; its `format` must be `version`."""
+    """Pass a spool's header to `make`. Its `format` must be `version`; `what` names the spool in errors."""
     try:
         header = json.loads(line)
         if header.pop("format") == version:

@@ -2,29 +2,30 @@
 
 Pure. `run_record`, `dlio_files`, `training_page` and the command line present the figures.
 
-Utilization comes twice, as percentages. `au_compat` is DLIO's to the letter, quirks included, so that results
-can be compared with published ones; `au_strict` depends on storage and loader alone.
+There are two utilizations, both in percent. `au_compat` is exactly DLIO's, quirks included, so that results
+can be compared with published ones; `au_strict` depends only on storage and loader.
 
 DLIO, for each rank and block, with W the steps from `exclude_start_steps` to `num_steps - 1 -
-exclude_end_steps`: AU = 100 x compute(W) / T, where T is the block's whole time less waits and computations
-of the steps outside W; throughput = len(W) x batch / T. A block weighs as many steps as it has; AU is the
-mean over ranks, throughput their sum. Its quirks:
+exclude_end_steps`: AU = 100 x compute(W) / T, where T is the block's whole time less the waits and
+computations of the steps outside W; throughput = len(W) x batch / T. Blocks are weighted by their number of
+steps; AU is the mean over ranks, throughput the sum. DLIO's quirks:
 
 - T keeps the barriers of the steps outside W, and what the harness does between steps;
 - positions restart in each block, so every block after a checkpoint drops its first steps, too;
-- `num_steps` comes from the whole data set: where a rank has fewer steps, `exclude_end_steps` excludes fewer
-  or none, and where a block has fewer, too;
-- in evaluation throughput counts all steps over the whole time, start-up included.
+- `num_steps` comes from the whole data set: if a rank or a block has fewer steps, `exclude_end_steps`
+  excludes fewer or none;
+- in evaluation, throughput counts all steps over the whole time, start-up included.
 
 Strict, for each rank and epoch: compute / (compute + wait) over the epoch's steps without its first
-`exclude_start_steps` and last `exclude_end_steps`, once an epoch; barriers and harness are in neither. Mean
-over ranks. Strict throughput leaves nothing out: all samples over the longest rank's time in blocks.
+`exclude_start_steps` and last `exclude_end_steps`, which are excluded once per epoch rather than once per
+block. Neither term includes barriers or the harness. `au_strict` is the mean over ranks. Strict throughput
+leaves nothing out: it is all samples divided by the slowest rank's time in blocks.
 
-Times are waits, reads, decoding, computation and barriers of the steps that `au_strict` counts, in seconds.
-Reads and decoding sum over a loader's threads, so they may exceed the elapsed time. The accelerators are busy
-enough if `au_compat` reaches the threshold; otherwise the largest share of what was not computation is the
-bottleneck. A rank whose samples come late holds up all others in the barrier: that time counts as storage's
-or the client CPU's, not as the barrier's.
+Times are the waits, reads, decoding, computation and barriers of the steps that `au_strict` counts, in
+seconds. Reads and decoding are summed over a loader's threads, so they may exceed the elapsed time. The
+accelerators are busy enough if `au_compat` reaches the threshold; otherwise the bottleneck is the largest
+share of the time without computation. A rank whose samples come late holds up all others in the barrier: that
+time is attributed to storage or the client CPU, not to the barrier.
 """
 
 import math
@@ -53,7 +54,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtilizationWindow:
-    """The steps that count: DLIO's number of steps, the steps excluded at both ends, and samples a step."""
+    """The steps that count: DLIO's number of steps, those excluded at both ends, and samples per step."""
 
     num_steps: int
     exclude_start_steps: int
@@ -63,9 +64,9 @@ class UtilizationWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRate:
-    """One epoch of a phase, over all ranks. `au_strict_percent` is None where every step is left out.
+    """One epoch of a phase, over all ranks. `au_strict_percent` is None if every step is excluded.
 
-    Stored in run.json: a new field needs a default and a new `FORMAT_VERSION`.
+    The record is stored in run.json: a new field needs a default and a new `FORMAT_VERSION`.
     """
 
     epoch: int
@@ -80,7 +81,7 @@ class EpochRate:
 
 @dataclass(frozen=True, slots=True)
 class TimeStats:
-    """One measure over many steps, in seconds."""
+    """One measure of many steps, in seconds."""
 
     num_steps: int
     total_s: float
@@ -106,8 +107,8 @@ class RankSkew:
 class TimeShares:
     """The parts of the time of all ranks; the shares sum to 1.
 
-    `held_up` is the part of barriers spent because the step's last rank waited longer for its samples than
-    this one; `barrier` is the rest of them. `harness` is the time in blocks outside of steps.
+    `held_up` is the part of the barriers in which a rank waits because the step's last rank waited longer for
+    its samples; `barrier` is the rest of the barriers. `harness` is the time within blocks but outside steps.
     """
 
     compute: float
@@ -119,7 +120,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """All measures: over all ranks, for each rank, and compared between ranks."""
+    """Every measure: over all ranks, for each rank, and compared between ranks."""
 
     shares: TimeShares
     over_ranks: Mapping[str, TimeStats]
@@ -128,7 +129,7 @@ class TimeBreakdown:
 
 
 class Bottleneck(StrEnum):
-    """The part to improve first."""
+    """The part of the system to improve first."""
 
     STORAGE = "storage"
     CLIENT_CPU = "client CPU"
@@ -138,7 +139,7 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckVerdict:
-    """The bottleneck, and the sentences it was concluded from."""
+    """The bottleneck, and the sentences that explain it."""
 
     bottleneck: Bottleneck
     evidence: tuple[str, ...]
@@ -146,7 +147,7 @@ class BottleneckVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """A mean over epochs and its population standard deviation, as DLIO has them."""
+    """A mean over epochs and its population standard deviation, as in DLIO."""
 
     mean: float
     stdev: float
@@ -154,9 +155,10 @@ class Mean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
-    """Training or evaluation. `io_compat` is DLIO's: samples at their nominal size, in MiB/s.
+    """The figures of training or evaluation.
 
-    `notes` explain figures that may surprise a reader.
+    `io_compat` is DLIO's: samples at their nominal size, in MiB/s. `notes` explain figures that may surprise
+    a reader.
     """
 
     epochs: tuple[EpochRate, ...]
@@ -223,7 +225,7 @@ def compute_phase_figures(
 
 
 def mean_and_stdev(values: Sequence[float]) -> Mean:
-    """Mean and population standard deviation of at least one value."""
+    """The mean and population standard deviation of at least one value."""
     mean = math.fsum(values) / len(values)
     return Mean(mean=mean, stdev=math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)))
 
@@ -238,7 +240,7 @@ def _rate(amount: float, elapsed_s: float) -> float:
 def choose_window(
     workload: Workload, *, num_ranks: int, phase: StepPhase = StepPhase.TRAIN
 ) -> UtilizationWindow:
-    """Choose the window of a phase. DLIO's number of steps is rounded down once, over all ranks."""
+    """Choose the window of a phase. As in DLIO, the number of steps is rounded down once, over all ranks."""
     dataset, reader = workload.dataset, workload.reader
     is_training = phase is StepPhase.TRAIN
     num_files = dataset.num_files_train if is_training else dataset.num_files_eval
@@ -284,7 +286,7 @@ def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: S
 def compat_rate(
     blocks: Sequence[StepBlock], window: UtilizationWindow, phase: StepPhase
 ) -> tuple[float, float]:
-    """DLIO's AU and samples per second of one rank's epoch: its blocks, weighted by their steps."""
+    """DLIO's AU and samples per second of one rank's epoch: the mean of its blocks, weighted by steps."""
     num_steps = sum(len(block.steps) for block in blocks)
     rates = [(len(block.steps), *compat_block_rate(block, window, phase)) for block in blocks]
     au_percent = sum(weight * au for weight, au, _ in rates) / (num_steps or 1)
@@ -293,7 +295,7 @@ def compat_rate(
 
 def compat_block_rate(block: StepBlock, window: UtilizationWindow, phase: StepPhase) -> tuple[float, float]:
     """DLIO's AU in percent and samples per second of one block of one rank."""
-    # Python's own slices, as DLIO has them: an end below zero counts from the back.
+    # Python slices, as in DLIO: a negative end counts from the back.
     first, end = window.exclude_start_steps, window.num_steps - window.exclude_end_steps
     computed = compute_ns(block.steps)
     processed = computed + wait_ns(block.steps)
@@ -308,14 +310,14 @@ def compat_block_rate(block: StepBlock, window: UtilizationWindow, phase: StepPh
 
 
 def strict_au_percent(steps: Rows, window: UtilizationWindow) -> float | None:
-    """Compute / (compute + wait) of one rank's epoch, in percent; None where no step counts."""
+    """Compute / (compute + wait) in one rank's epoch, in percent; None if no step counts."""
     counted = _counted_steps(steps, window)
     computed, waited = int(compute_ns(counted).sum()), int(wait_ns(counted).sum())
     return 100 * computed / (computed + waited) if computed + waited > 0 else None
 
 
 def _counted_steps(steps: Rows, window: UtilizationWindow) -> Rows:
-    """An epoch's steps without those at both ends: the basis of strict figures and times."""
+    """An epoch's steps without those excluded at both ends, on which strict figures and times are based."""
     return steps[window.exclude_start_steps : max(0, len(steps) - window.exclude_end_steps)]
 
 
@@ -324,7 +326,7 @@ def _join(blocks: Sequence[StepBlock]) -> Rows:
 
 
 def epoch_rows(epochs: Sequence[EpochRate]) -> list[dict[str, str]]:
-    """One row for each epoch; samples per second are those over all of its time."""
+    """One row for each epoch. Samples per second are over all of the epoch's time."""
     return [
         {
             "epoch": str(rate.epoch),
@@ -355,7 +357,7 @@ MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = {
 def break_down_times(
     ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase
 ) -> TimeBreakdown | None:
-    """Break down the times of a phase over all its epochs; None where no step counts."""
+    """Break down the times of a phase over all its epochs; None if no step counts."""
     counted: dict[int, Rows] = {}
     harness_ns = 0
     for rank in ranks:
@@ -396,7 +398,7 @@ def break_down_times(
 
 
 def held_up_ns(steps: Rows) -> Nanoseconds:
-    """For each step of all ranks: how much of its barrier is due to the last rank's wait for samples.
+    """For each step of all ranks, the part of its barrier caused by the last rank's wait for samples.
 
     The last rank at a barrier is the one whose wait and computation in this step took longest.
     """
@@ -421,7 +423,7 @@ def _measure(steps: Rows) -> dict[str, TimeStats]:
 
 
 def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
-    """One row for each measure of a step, over all ranks, and its fastest and slowest rank."""
+    """One row for each measure of a step, over all ranks, with its fastest and slowest rank."""
     rows = []
     for measure, stats in times.over_ranks.items():
         skew = times.skew[measure]
@@ -443,9 +445,11 @@ def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
 
 
 FROM_MEMORY: Final = 0.02
-"""A data set of which a larger share stayed in the page cache was not read from storage alone."""
+"""If a larger share of a data set stayed in the page cache, it was not read from storage alone."""
 HOLDING: Final = ("passed", "doubtful")
-"""Verdicts of runs that reached their utilization, also if not by storage alone. Others fail the command."""
+"""The verdicts of runs that reached their utilization, even if not by storage alone. Other verdicts fail the
+command.
+"""
 
 
 def judge(
@@ -453,9 +457,10 @@ def judge(
     deliveries: Sequence[IoReconciliation],
     epochs: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The one verdict of a training run: passed, doubtful, failed or no figure.
+    """The verdict of a training run: passed, doubtful, failed or no figure.
 
-    `epochs` are those of its stages. A run that memory helped is doubtful, or failed if it was too slow.
+    `epochs` are the entries of the run's stages. A run whose reads partly came from memory is doubtful, or
+    failed if it was too slow.
     """
     if figures is None or figures.au_strict_percent is None:
         return "no figure"
@@ -472,15 +477,15 @@ def resident_share(epochs: Sequence[Mapping[str, Any]]) -> float:
 
 
 STRAGGLER: Final = 1.5
-"""A rank that waits this many times as long as the median rank is named."""
+"""A rank is named if it waits this many times as long as the median rank."""
 
 
 def find_bottleneck(
     times: TimeBreakdown, *, threshold: float, passed: bool, ceiling: float | None = None
 ) -> BottleneckVerdict:
-    """Judge a run that should compute for the share `threshold` of its time; `passed` says if its AU did.
+    """Judge a run that should compute for the share `threshold` of its time; `passed`: its AU sufficed.
 
-    `ceiling` is the share that the same run reached on storage without cost, if that was measured.
+    `ceiling` is the share that the same run reached on zero-cost storage, if that was measured.
     """
     shares = times.shares
     divided = (
@@ -496,7 +501,7 @@ def find_bottleneck(
     elif ceiling is not None and ceiling < threshold:
         found, reason = Bottleneck.CLIENT_CPU, "So this client cannot reach it with any storage."
     elif shares.wait + shares.held_up >= max(shares.barrier, shares.harness):
-        # Blame readers or decoders, and name the rank that waited much longer than the median.
+        # Name readers or decoders as the cause, and any rank that waited much longer than the median.
         read_s, decode_s = times.over_ranks["read"].total_s, times.over_ranks["decode"].total_s
         found, waits = Bottleneck.STORAGE, times.skew["wait"]
         reason = "The loader did not separate reading from decoding; reading is assumed."

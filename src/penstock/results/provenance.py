@@ -22,7 +22,10 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """One host. `cpuinfo` (of its last core) and `meminfo` are as the kernel prints them."""
+    """The facts of one host.
+
+    `cpuinfo` (of the host's last core) and `meminfo` are as the kernel prints them.
+    """
 
     host: str
     kernel: str
@@ -34,11 +37,11 @@ class HostFacts:
 
 
 ReadHostFacts = Callable[[str], HostFacts]
-"""Reads the facts of the machine it runs on, which the job knows by this name."""
+"""Reads the facts of the machine that it runs on. The argument is the job's name for this machine."""
 
 
 def read_host(host: str, *, proc: Path = PROC) -> HostFacts:
-    """Read the facts of this machine, which the job knows as `host`."""
+    """Read the facts of this machine, which the job calls `host`."""
     meminfo = read_meminfo(proc)
     kernel = platform.uname()
     return HostFacts(
@@ -58,7 +61,7 @@ def read_meminfo(proc: Path = PROC) -> dict[str, str]:
 
 
 def memory_bytes(meminfo: Mapping[str, str]) -> int:
-    """The memory that the kernel manages; `KeyError` without MemTotal."""
+    """The memory that the kernel manages. Raises `KeyError` if MemTotal is missing."""
     return int(meminfo["MemTotal"].removesuffix(" kB")) * 1024
 
 
@@ -71,7 +74,7 @@ def unique_hosts(facts: Iterable[HostFacts]) -> tuple[HostFacts, ...]:
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """`name : value` lines; where cores repeat a name, the last core's value wins."""
+    """Parse lines of `name : value`. If several cores have the same name, the last core's value wins."""
     lines = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in lines if colon}
 
@@ -82,7 +85,7 @@ PACKAGES: Final = (
 )  # fmt: skip
 """Packages whose versions can change a figure."""
 
-# Tokens of a model, as in --chunk-tokens, are no secrets.
+# Tokens of a model, as in --chunk-tokens, are not secrets.
 _SECRET_NAME: Final = re.compile(
     r"(?i)secret|token(?!s)|pass|credential|key|auth|signature|\bsig\b|cookie|cert"
 )
@@ -97,7 +100,7 @@ _HARMLESS_SETTING: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GitState:
-    """The commit checked out in the working folder, and whether files differed from it."""
+    """The commit checked out in the working folder, and whether any files differ from it."""
 
     commit: str
     is_modified: bool
@@ -105,7 +108,7 @@ class GitState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMark:
-    """Identifies one process for good: also after its end, after a reboot and in another container."""
+    """Identifies one process permanently, even after its end, after a reboot and from another container."""
 
     boot_id: str
     pid_namespace: int
@@ -114,7 +117,7 @@ class ProcessMark:
 
 
 def redact(words: Sequence[str]) -> tuple[str, ...]:
-    """A command line whose secrets became `***`: values of suspicious names, and users in URIs."""
+    """A command line whose secrets are replaced by `***`: values with suspicious names, and users in URIs."""
     shown: list[str] = []
     for word in words:
         before = shown[-1] if shown else ""
@@ -124,12 +127,12 @@ def redact(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def redact_settings(environment: Environment) -> dict[str, str]:
-    """The user's own variables (`AWS_*`, `PENSTOCK_*`), without secrets."""
+    """The user's own variables (`AWS_*`, `PENSTOCK_*`), with secrets replaced."""
     return redact_variables(user_settings(environment))
 
 
 def redact_variables(variables: Environment) -> dict[str, str]:
-    """These variables, sorted by name, without secrets."""
+    """The variables sorted by name, with secrets replaced."""
     return {
         replace_surrogates(name): _HIDDEN if _SECRET_NAME.search(name) else redact_word(value)
         for name, value in sorted(variables.items())
@@ -137,12 +140,12 @@ def redact_variables(variables: Environment) -> dict[str, str]:
 
 
 def replace_surrogates(word: str) -> str:
-    """Text of the operating system with U+FFFD for bytes that are not UTF-8, which JSON cannot hold."""
+    """Text from the operating system with U+FFFD for bytes that are not UTF-8, which JSON cannot hold."""
     return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The versions of the packages that are installed, from their metadata: nothing is imported."""
+    """The versions of those packages that are installed, from their metadata: nothing is imported."""
     versions = {}
     for name in names:
         try:
@@ -153,9 +156,9 @@ def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> GitState | None:
-    """The state of the repository around `folder`; None without a repository, or without git.
+    """The state of the repository around `folder`; None without a repository or git.
 
-    None, too, where settings of the repository might run a program: the folder may be a stranger's.
+    Also None if settings of the repository might run a program, because the folder may be a stranger's.
     """
     settings = _git(folder, "config", "--local", "--includes", "--list", "--name-only")
     if settings is None or not all(map(_HARMLESS_SETTING.fullmatch, settings.splitlines())):
@@ -177,7 +180,7 @@ def identify_this_process() -> ProcessMark:
 
 
 def is_alive(mark: ProcessMark) -> bool | None:
-    """Check whether a process runs; None if that cannot be seen from here (another host or container)."""
+    """Check whether a process is running; None if it is on another host or in another container."""
     observer = current_process()
     process = ProcessId(
         host=observer.host,
@@ -191,7 +194,7 @@ def is_alive(mark: ProcessMark) -> bool | None:
 
 
 def redact_word(word: str) -> str:
-    """A word without the value of a suspicious name, and without users and secrets of queries in URIs."""
+    """The word with the values of suspicious names, users and secrets in the queries of URIs replaced."""
     word = replace_surrogates(word)
     name, equals, _ = word.partition("=")
     if equals and "?" not in name and _SECRET_NAME.search(name):
@@ -213,5 +216,5 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has had."""
+    """The peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

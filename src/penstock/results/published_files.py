@@ -1,4 +1,4 @@
-"""Write the files of a run's folder atomically: a reader or a crash never sees half of one.
+"""Write the files of a run's folder atomically: a reader never sees half a file, even after a crash.
 
 The commit protocol (temporary file, fsync, rename) is the file storage's.
 """
@@ -18,23 +18,26 @@ if TYPE_CHECKING:
 
 
 def write_file(folder: Path, name: str, content: bytes) -> None:
-    """Replace `folder/name` in one step; durable once this returns. Creates missing folders."""
+    """Replace `folder/name` atomically; it is durable when this returns. Creates missing folders."""
     write_object(open_local(folder), name, [content])
 
 
 def write_text(folder: Path, name: str, text: str) -> None:
-    """The same for text; undecodable bytes, as of a file's name, are escaped."""
+    """Write a text with `write_file`. Undecodable bytes, as in a file's name, are escaped."""
     write_file(folder, name, text.encode(errors="backslashreplace"))
 
 
 def write_json(folder: Path, name: str, document: Mapping[str, Any]) -> None:
-    """The same for one JSON document, indented; NaN and infinity, which JSON lacks, are a defect."""
+    """Write an indented JSON document with `write_file`.
+
+    NaN and infinity, which JSON lacks, raise `ValueError`.
+    """
     write_text(folder, name, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 @contextmanager
 def publishing(folder: Path, name: str) -> Iterator[io.RawIOBase]:
-    """Open a file that becomes `folder/name` when the block ends, or nothing if the block fails."""
+    """Open a file that becomes `folder/name` when the block ends; if the block fails, nothing remains."""
     sink = open_local(folder).create(name)
     with ExitStack() as undo:
         undo.callback(sink.abort)

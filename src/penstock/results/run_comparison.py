@@ -1,7 +1,7 @@
 """Runs of Penstock and DLIO in one form, found below a folder and compared setting by setting.
 
-`penstock results` shows them. Invariants: a folder that cannot be read is named, and hides no other; figures
-of runs that are not comparable are only shown together with the settings that prevent it.
+`penstock results` shows them. Invariants: a folder that cannot be read is named, and does not hide other
+folders; figures of runs that are not comparable are shown only together with the settings that make them so.
 """
 
 import math
@@ -28,19 +28,19 @@ VARIABLE_SETTINGS: Final = (
     "dataset.listing_validation_interval", "dataset.listing_threads", "dataset.keep_files",
     "checkpoint.checkpoint_folder", "workflow.generate_data", "workflow.profiling", "train.seed", "metric.au",
 )  # fmt: skip
-"""Settings that users vary to see their effect. Any other difference changes what is asked of storage."""
+"""Settings that users vary to see their effect. Any other difference changes the load on the storage."""
 _FREE_SECTIONS: Final = ("storage", "output", "profiling", "access", "pipe", "engine", "seeds")
 _ASKED: Final = ("access", "pipe", "division", "scale", "is_subset", "parallelism")
-"""Parts of a run's plan that its user chose and its workload does not have."""
+"""Parts of a run's plan that the user chose and that are not in the workload."""
 _LOADER: Final = "loader"
-"""The name of the user's own loader, which is what such runs vary."""
+"""The name of the user's own loader, which such runs vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run; None for unknown figures. `settings` are the workload's values by dotted key.
+    """One run. Unknown figures are None. `settings` are the workload's values by dotted key.
 
-    Settings of Penstock's own runs (those with `penstock_version`) are complete. Of a run of the user's own
+    Settings of Penstock's own runs (those with `penstock_version`) are complete. For a run of the user's own
     loader, `workload` is the loader's name.
     """
 
@@ -70,10 +70,10 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Runs and their differences. `obstacles` are those that make the figures incomparable.
+    """Runs and their differences. `obstacles` are the differences that make the figures incomparable.
 
-    A difference has the `key` of a setting, and its `values` in each run, None where a run does not state it.
-    A delta has the `figure`, its `values`, and its relative `changes` from the first run, if defined.
+    A difference has the `key` of a setting, and its `values` in each run, None for a run that does not state
+    it. A delta has the `figure`, its `values`, and its relative `changes` from the first run, if defined.
     """
 
     runs: tuple[RunSummary, ...]
@@ -94,14 +94,14 @@ _FIGURES: Final = (
 
 
 def summarize_run(folder: Path) -> RunSummary:
-    """The run in `folder`: by our record where there is one, else by DLIO's files."""
+    """Summarize the run in `folder` from Penstock's record or, if there is none, from DLIO's files."""
     if (folder / RUN_FILE).is_file():
         return _summarize_own(folder, read_record(folder))
     return _summarize_dlio(folder)
 
 
 def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
-    """Compare two or more runs with the first."""
+    """Compare all runs with the first of them. There must be at least two."""
     differences = list(_find_differences(runs))
     deltas = []
     for figure in _FIGURES:
@@ -128,8 +128,8 @@ def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
         if len(set(values)) > 1 or (key == "outcome" and values[0] != "finished"):
             is_loader = key == "workload" and all(run.is_own_loader for run in runs)
             yield {"key": _LOADER if is_loader else key, "values": values}
-    # DLIO's files hold only keys that were set explicitly, and other versions have other keys: what a run
-    # does not state cannot differ.
+    # DLIO's files have only the keys that were set explicitly, and other versions have other keys. A setting
+    # that a run does not state therefore cannot differ.
     stated = [set(run.settings) for run in runs]
     versions = {run.penstock_version for run in runs}
     are_complete = len(versions) == 1 and None not in versions
@@ -145,7 +145,7 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
     kind = record.plan.get("kind", "training")
     moved: Mapping[str, Any] = checkpoints
     asked = {key: record.plan[key] for key in _ASKED if key in record.plan}
-    if kind in MEASURED_FILES:  # all of its plan is what was asked
+    if kind in MEASURED_FILES:  # the user chose all of the plan
         asked = {key: value for key, value in record.plan.items() if key not in ("kind", "uri")}
         moved = _read_rates(folder / MEASURED_FILES[kind])
     found = train.verdict.bottleneck.value if train and train.verdict else checkpoints.get("bottleneck")
@@ -176,7 +176,10 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
 
 
 def _read_rates(path: Path) -> dict[str, Any]:
-    """The rates of a run that neither trains nor writes checkpoints: of a probe the best, of each its own."""
+    """The rates of a run that neither trains nor writes checkpoints.
+
+    A probe's are the best of each operation.
+    """
     try:
         document = parse_json(read_document(path))
         found: dict[str, Any] = {name: document.get(name) for name in ("write", "read")}
@@ -184,7 +187,7 @@ def _read_rates(path: Path) -> dict[str, Any]:
             best = found.get(one["op"]) or one
             found[one["op"]] = max(best, one, key=lambda each: each["gib_per_s"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}  # it did not finish
+        return {}  # the run did not finish
     return found
 
 
@@ -192,7 +195,10 @@ _EXPECTED: Final = ("start", "end", "epochs", "num_accelerators", "num_hosts", "
 
 
 def _summarize_dlio(folder: Path) -> RunSummary:
-    """A run of any version of DLIO, as far as it can be read; missing figures are noted, never guessed."""
+    """Summarize a run of any version of DLIO as far as its files can be read.
+
+    Missing figures are noted, never guessed.
+    """
     path = folder / SUMMARY_FILE
     try:
         summary = parse_json(read_document(path))
@@ -203,7 +209,7 @@ def _summarize_dlio(folder: Path) -> RunSummary:
     metric = summary["metric"] if isinstance(summary.get("metric"), dict) else {}
     missing = [key for key in _EXPECTED if key not in summary]
     notes = [f"summary.json has no {', '.join(missing)}"] if missing else []
-    # The sub-folder of configuration may be .hydra, configs, dlio_config, ...
+    # The sub-folder with the configuration may be .hydra, configs, dlio_config, ...
     overrides_file = next(iter(sorted(folder.glob("*/overrides.yaml"))), None)
     overrides, config = [], {}
     if overrides_file is None:
@@ -253,7 +259,7 @@ def _read_yaml(path: Path, kind: type, notes: list[str]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also one written as text."""
+    """The value if it is a finite number, or a text that contains one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -275,7 +281,7 @@ def _settings(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NOTICED: Final = 0.03
-"""Changes below this are called alike."""
+"""Smaller changes are called alike."""
 
 _CHARTED: Final[Mapping[str, tuple[str, float, Callable[[float], str], str, float]]] = {
     "AU": ("au_compat_percent", 1, "{:.2f} %".format, "%", 100),
@@ -284,11 +290,12 @@ _CHARTED: Final[Mapping[str, tuple[str, float, Callable[[float], str], str, floa
     "Checkpoints written": ("write_gib_per_s", 2**30, format_rate, "B/s", 0),
     "Checkpoints read back": ("read_gib_per_s", 2**30, format_rate, "B/s", 0),
 }
-"""The figures that runs are compared by, the more the better: field, factor, text, unit, end of the axis."""
+"""The figures by which runs are compared, all better if larger: field, factor, text, unit, end of the axis.
+"""
 
 
 def make_comparison_page(comparison: RunComparison) -> Report:
-    """The page of two or more runs, each against the first."""
+    """Build the page of two or more runs, each compared with the first."""
     runs, names = comparison.runs, [run.id for run in comparison.runs]
     values: dict[str, list[float | None]] = {}
     texts: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The names in a results directory: one folder a run below a common parent.
+"""The names in a results directory, which has one folder per run below a common parent.
 
     PARENT/NAME-20260102-030405-1a2b3c/
         run.json                       what was requested, planned, measured; written first, outcome "running"
@@ -11,9 +11,9 @@
         report.html                    the page of the run (`run_page`)
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
-    PARENT/.penstock/                  the history of all runs below PARENT (`history`)
+PARENT/.penstock/ the history of all runs below PARENT (`history`)
 
-Invariant: a run's folder is created by one process, under a name of its own.
+Invariant: a run's folder is created by one process, under a unique name.
 """
 
 import re
@@ -32,7 +32,7 @@ SUMMARY_FILE: Final = "summary.json"
 CHECKPOINTS_FILE: Final = "checkpoints.json"
 PAGE_FILE: Final = "report.html"
 STAGES_FILE: Final = "stages.json"
-"""The work of a training run outside of its score."""
+"""The work of a training run outside its score."""
 MEASURED_FILES: Final = {"probe": "probe.json", "kvcache": "kvcache.json"}
 """The figures of runs that neither train nor write checkpoints, by kind."""
 _LEFT_BY_RUNS: Final = (
@@ -53,7 +53,7 @@ _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def run_folder_name(name: str, now: datetime, run_id: str) -> str:
-    """The name of the folder of a run of workload `name` that starts `now`."""
+    """The name of the folder for a run of workload `name` that starts at `now`."""
     safe_name = _UNSAFE.sub("-", name).strip("-.") or "run"
     return f"{safe_name}-{now:%Y%m%d-%H%M%S}-{run_id}"
 
@@ -79,12 +79,12 @@ def take_run_folder(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Check whether this is a folder of a run, ours or DLIO's."""
+    """True if this is the folder of a run, either Penstock's or DLIO's."""
     return (folder / RUN_FILE).is_file() or (folder / SUMMARY_FILE).is_file()
 
 
 def run_folders(parent: Path) -> list[Path]:
-    """The runs directly below `parent`, by name, or `parent` itself if it is a run."""
+    """The folders of runs directly below `parent`, by name; only `parent` itself if it is a run."""
     if is_run(parent):
         return [parent]
     if not parent.exists():

@@ -1,6 +1,6 @@
 """`report.html` in a run's folder: written when a run ends, and again on demand.
 
-Invariant: a page never fails its run. What goes wrong is logged with how to make the page later.
+Invariant: a page never makes its run fail. Errors are logged, with the command that creates the page later.
 """
 
 import logging
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 Pages = Mapping[str, Callable[[Path], Report]]
-"""Draws the figures in a run's folder, by the kinds of runs that packages above this one make."""
+"""Draws the page of the run in a folder, by the kind of run, for kinds defined by packages above this one."""
 
 
 def draw_run(folder: Path, others: Pages) -> Report:
-    """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to draw."""
-    # Most ways into a run's folder never draw.
+    """Build the page of the run in `folder`. `ObjectNotFound` if the run has left nothing to draw."""
+    # Most code that uses a run's folder never draws it.
     from penstock.results.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
     from penstock.results.run_record import RunOutcome, read_record  # noqa: PLC0415
     from penstock.results.training_page import make_training_page  # noqa: PLC0415
@@ -80,12 +80,12 @@ def draw_run(folder: Path, others: Pages) -> Report:
 
 
 def leave_run_page(folder: Path, others: Pages) -> None:
-    """Write the page at the end of a run; if that fails, log how to make it."""
+    """Write the page at the end of a run. If that fails, log how to create it."""
     later = f"`penstock results page {shlex.quote(str(folder))}` makes it."
     try:
         write_report(draw_run(folder, others), folder / PAGE_FILE)
     except ObjectNotFound as error:
-        logger.debug("Nothing to draw: %s", error)  # it ended before its first step, and said why
+        logger.debug("Nothing to draw: %s", error)  # the run ended before its first step, and reported why
     except Unavailable as error:
         logger.warning("No page was made of this run: %s; then %s", error, later)
     except Exception as error:  # hours of measurement must not end as a failure to draw them

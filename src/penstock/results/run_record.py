@@ -1,7 +1,7 @@
 """`run.json`: everything needed to understand or repeat a run, and how it ended.
 
-This module has the record, its format and its reader; `active_run` writes it. A run whose process is gone is
-never read as running. The workload is recorded under DLIO's keys, without unset values.
+This module has the record, its format and its reader; `active_run` writes it. A run whose process has ended
+is never read as running. The workload is recorded under DLIO's keys, without unset values.
 """
 
 import time
@@ -28,7 +28,7 @@ from penstock.workload.spec import Workload, read_workload, write_workload
 
 
 def workload_values(workload: Workload) -> dict[str, Any]:
-    """All values that are set, by default or explicitly."""
+    """All values of a workload that are set, by default or explicitly."""
 
     def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -41,16 +41,16 @@ def workload_values(workload: Workload) -> dict[str, Any]:
 
 
 FORMAT_VERSION: Final = 3
-"""Raised whenever a key is added, renamed or means something else."""
+"""Incremented whenever a key is added, renamed or changes its meaning."""
 _READABLE: Final = (2, FORMAT_VERSION)
-"""Older formats that can be read only lack keys that have defaults."""
+"""The formats that can be read. Older ones only lack keys that have defaults."""
 
 LONGEST_SILENCE_S: Final = 900.0
-"""A run on another host without a heartbeat for this long counts as interrupted."""
+"""A run on another host counts as interrupted once it has sent no heartbeat for this long."""
 
 
 class RunOutcome(StrEnum):
-    """The outcome of a run, `RUNNING` until it ends."""
+    """The outcome of a run. It is `RUNNING` until the run ends."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -62,8 +62,8 @@ class RunOutcome(StrEnum):
 class RunRequest:
     """The facts that are known before a run starts.
 
-    `plan` is what was derived from the workload, as plain values with units in their keys. The user's own
-    settings in `environment` are recorded without secrets. `cluster` goes into a file of its own.
+    `plan` has the values derived from the workload, as plain data with units in the keys. The user's own
+    settings in `environment` are recorded without secrets. `cluster` is written to a separate file.
     """
 
     workload: Workload
@@ -80,10 +80,11 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """`run.json`. Dates are ISO 8601 in UTC; `why` says in a sentence why a run did not finish.
+    """The content of `run.json`. Dates are ISO 8601 in UTC; `why` is a sentence on why a run did not finish.
 
     `workload` is the spec as requested, under DLIO's keys, without secrets and unset keys. `preflight` is
     None if no gates were checked; `deliveries` compare the bytes of devices with the application's.
+
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -116,7 +117,7 @@ class RunRecord:
 
 
 def read_recorded_workload(record: RunRecord, folder: Path) -> Workload:
-    """The workload of a run in `folder`, for the error if this version cannot read it."""
+    """The recorded workload. If this version cannot read it, the error names the run's `folder`."""
     workload, problems = read_workload(record.workload, name=record.name, accelerator=record.accelerator)
     if workload is None:
         path, why = problems[0]
@@ -128,12 +129,12 @@ def read_recorded_workload(record: RunRecord, folder: Path) -> Workload:
 
 
 def format_record(record: RunRecord) -> bytes:
-    """The record as the text of `run.json`."""
+    """Format the record as the text of `run.json`."""
     return _adapter().dump_json(record, indent=2) + b"\n"
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Read the record in a run's folder, with its present outcome: a dead run counts as interrupted."""
+    """Read the record in a run's folder, with its current outcome: a dead run counts as interrupted."""
     path = folder / run_folder.RUN_FILE
     try:
         content = read_document(path)
@@ -161,7 +162,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
-    """The record of a run whose last heartbeat was `silence_s` ago, as seen from this host now."""
+    """The current state of a run's record, as seen from this host `silence_s` after its last heartbeat."""
     if record.outcome is not RunOutcome.RUNNING:
         return record
     alive = provenance.is_alive(record.process)

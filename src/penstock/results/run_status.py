@@ -1,10 +1,10 @@
-"""What a run does at the moment: rank 0 counts it, and shows it to people and monitoring.
+"""The current state of a run: rank 0 counts what it does, and shows it to people and monitoring.
 
-Counting costs some microseconds a step. One thread shows the state to every `Follower`: the display of this
-process, `status.json` in the run's folder, and `penstock-RUN.prom` for node exporter's text collector where
-that is asked for. It wakes as often as its most eager follower wants; one that hangs or fails never holds the
-run up. Files are replaced in one step but without a sync: they say nothing that a crash could make wrong. A
-folder that takes no files any more costs the run nothing but these.
+Counting costs a few microseconds per step. One thread shows the state to every `Follower`: the display of
+this process, `status.json` in the run's folder, and `penstock-RUN.prom` for node exporter's text collector if
+the user asks for it. The thread wakes as often as its most frequent follower needs; a follower that hangs or
+fails never delays the run. Files are replaced atomically but without a sync, because a crash cannot make
+their content wrong. If a folder does not accept files any more, only these files are lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMAT_VERSION: Final = 1
 RUNNING: Final = "running"
 DIED: Final = "died"
 _COUNTED: Final = ("steps", "files", "operations", "samples")
-"""Units at the end of phases' names: phases of bytes are shown as shares."""
+"""The units with which the names of phases may end. Phases in bytes are shown as shares."""
 _SHARES: Final = {
     "computing_s": "computing",
     "sample_wait_s": "waiting for samples",
@@ -49,11 +49,12 @@ _SHARES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run at one moment. Times are seconds since 1970; totals and rates are by unit, as `read_bytes`.
+    """The state of a run at one time. Times are seconds since 1970. Totals and rates are by unit.
 
-    `rates` are means since a unit was first counted, `rates_now` those of the last seconds. `state` is
-    `working`, `computing`, or `waiting for` samples, storage or ranks, for `state_s` now; `absent_ranks`
-    are those that rank 0 waits for, where that is known. Totals that end with `_s` are seconds of rank 0.
+    `rates` are means since a unit was first counted, `rates_now` are those of the last seconds. `state` is
+    `working`, `computing`, or `waiting for` samples, storage or ranks, and has lasted for `state_s`;
+    `absent_ranks` are the ranks that rank 0 waits for, if they are known. Totals that end with `_s` are
+    seconds of rank 0.
     """
 
     format: int = FORMAT_VERSION
@@ -83,7 +84,7 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """The status in a run's folder; None without one, or one that another version wrote."""
+    """Read the status in a run's folder; None if there is none, or if another version wrote it."""
     try:
         document = parse_json(read_document(folder / STATUS_FILE))
         if document.get("format") != FORMAT_VERSION:
@@ -95,7 +96,7 @@ def read_status(folder: Path) -> RunStatus | None:
 
 
 def _replace_file(path: Path, content: str) -> None:
-    """Replace a file in one step, without a sync, if that is possible."""
+    """Replace a file atomically, without a sync. Errors are ignored."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open_draft(unfinished) as file:
@@ -108,14 +109,17 @@ def _replace_file(path: Path, content: str) -> None:
 
 
 class Follower(Protocol):
-    """Shows a run to someone. The meter calls `show` every `interval_s`, and once when the run has ended."""
+    """Shows a run to someone.
+
+    The meter calls `show` every `interval_s`, and once more when the run has ended.
+    """
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two calls of `show`."""
+        """The seconds between two calls of `show`."""
 
     def show(self, status: RunStatus) -> None:
-        """Show the run as it is now."""
+        """Show the run's current state."""
 
     def close(self) -> None:
         """Stop: nothing more will be shown."""
@@ -133,18 +137,18 @@ class StatusFile:
     def show(self, status: RunStatus) -> None:
         """Replace the file."""
         if not self._is_closed:
-            # In one line: indented ones take json five times as long.
+            # On one line, because json takes five times as long to indent.
             _replace_file(self._path, json.dumps(asdict(status)) + "\n")
 
     def close(self) -> None:
-        """Leave the last state: the folder may be moved or cleaned from now on."""
+        """Leave the last state. From now on, the folder may be moved or deleted."""
         self._is_closed = True
 
 
 FILE_INTERVAL_S: Final = 5.0
 """Collectors read the file every 15 s or less often."""
 KEPT_S: Final = 3600.0
-"""The file of a run that has written nothing for this long is removed by the next run there."""
+"""If a run has written nothing to its file for this long, the next run in the same folder removes it."""
 _STATES: Final = (
     "working", "computing", "waiting for samples", "waiting for storage", "waiting for ranks",
 )  # fmt: skip
@@ -154,8 +158,8 @@ _OUTCOMES: Final = (RUNNING, "finished", "failed", "interrupted", DIED)
 def format_metrics(status: RunStatus) -> str:
     """Return the text that Prometheus reads; docs/following.md documents names and labels.
 
-    Every family has the same help and type in all files, because a collector reads the files of several runs
-    as one.
+    Every metric family has the same help text and type in all files, because a collector reads the files of
+    several runs as if they were one.
     """
     state = status.state if status.outcome == RUNNING else ""
     facts = {"kind": status.kind, "workload": status.workload, "host": status.host, "version": __version__}
@@ -202,7 +206,7 @@ def format_metrics(status: RunStatus) -> str:
             lines += [f"# HELP penstock_run_{name} {text}", f"# TYPE penstock_run_{name} {kind}"]
         for labels, value in known:
             pairs = {"run": status.run, **labels}
-            # JSON escapes what Prometheus does: backslashes, quotes and line breaks.
+            # JSON escapes the same characters as Prometheus: backslashes, quotes and line breaks.
             written = ",".join(
                 f"{label}={json.dumps(content, ensure_ascii=False)}" for label, content in pairs.items()
             )
@@ -211,7 +215,7 @@ def format_metrics(status: RunStatus) -> str:
 
 
 class TextCollectorFile:
-    """Keeps `DIR/penstock-RUN.prom` up to date; its last state stays until `KEPT_S` have passed."""
+    """Keeps `DIR/penstock-RUN.prom` up to date. Its last state stays until `KEPT_S` have passed."""
 
     interval_s = FILE_INTERVAL_S
 
@@ -229,15 +233,15 @@ class TextCollectorFile:
                     old.unlink()
 
     def show(self, status: RunStatus) -> None:
-        """Replace the file in one step."""
+        """Replace the file atomically."""
         _replace_file(self._folder / f"penstock-{status.run}.prom", format_metrics(status))
 
     def close(self) -> None:
-        """Leave the last state."""
+        """Leave the file with its last state."""
 
 
 def format_age(seconds: float) -> str:
-    """A time in whole seconds: `42 s`, `3 min 20 s`."""
+    """Format a time in whole seconds: `42 s`, `3 min 20 s`."""
     return f"{seconds:.0f} s" if seconds < 99.5 else format_seconds(round(seconds))
 
 
@@ -260,7 +264,7 @@ def state_sentence(status: RunStatus) -> str:
 
 
 def phase_sentence(status: RunStatus) -> str:
-    """The phase and how far it is."""
+    """Describe the phase and how much of it is done."""
     if not status.phase_total:
         return status.phase
     share = f"{min(1.0, status.phase_done / status.phase_total):.0%}"
@@ -272,7 +276,7 @@ def phase_sentence(status: RunStatus) -> str:
 
 
 def figure_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """Each kind of figure and its text: rates now and so far, and where the time of rank 0 went."""
+    """Each kind of figure with its text: current and overall rates, and how rank 0 spent its time."""
     for unit, total in status.totals.items():
         if unit.endswith("_s") or unit == "steps":
             continue
@@ -291,14 +295,14 @@ def figure_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def left_sentence(status: RunStatus) -> str:
-    """Describe how far the whole run is and how long it will take, where that is known."""
+    """Describe how much of the whole run is done, and how long the rest will take, if that is known."""
     share = f"{status.share_done:.0%} of the run" if status.share_done is not None else ""
     left = f"about {format_age(max(1.0, status.left_s))} left" if status.left_s is not None else ""
     return ", ".join(filter(None, (share, left)))
 
 
 def status_line(status: RunStatus) -> str:
-    """All of it in one line, for logs."""
+    """The whole status in one line, for logs."""
     figures = [
         f"{name} {text.partition(', ')[0]}" for name, text in figure_lines(status) if name != "rank 0's time"
     ]
@@ -309,18 +313,18 @@ def status_line(status: RunStatus) -> str:
 # The meter
 
 NOW_S: Final = 10.0
-"""Rates "now" are those since the newest look that is at least this old."""
+"""Current rates are those since the newest look that is at least this old."""
 RECENT_S: Final = 60.0
-"""The time left follows from the speed of this long."""
+"""The time left is estimated from the speed over this long."""
 NOTED_WAIT_S: Final = 2.0
-"""Shorter waits are not worth a word."""
+"""Shorter waits are not mentioned."""
 LONGEST_GOODBYE_S: Final = 2.0
-"""The end of a run waits this long for a follower that is stuck, as on a results folder that hangs."""
+"""The end of a run waits this long for a follower that hangs, for example on its results folder."""
 
 
 @dataclass(slots=True)
 class _Phase:
-    """The current phase; `counted` are the units that it has counted."""
+    """The current phase. `counted` has the units that the phase has counted."""
 
     began_s: float
     moved_s: float
@@ -333,13 +337,13 @@ class _Phase:
 
 
 _Look = tuple[float, float, dict[str, float]]
-"""A moment, and what the phase and the run had counted by then."""
+"""A time, and what the phase and the run had counted by then."""
 
 
 class Meter(Progress):
-    """The `Progress` of rank 0. Entered, it shows itself to its followers until it is left.
+    """The `Progress` of rank 0. Within its `with` block, it shows itself to its followers.
 
-    `name` is for work without a folder; `find_wait` returns what this rank is waiting for, if anything.
+    `name` is for work without a folder. `find_wait` returns what this rank is waiting for, if anything.
     """
 
     def __init__(
@@ -383,12 +387,12 @@ class Meter(Progress):
         self._wake.set()
 
     def advance(self, amount: float) -> None:
-        """Advance the phase, from any thread."""
+        """Advance the phase. May be called from any thread."""
         phase = self._phase
         self.count(done=amount, **({phase.unit: amount * phase.times} if phase.unit else {}))
 
     def count(self, *, done: float = 0.0, **amounts: float) -> None:
-        """Add to the totals, and to what is done of the phase."""
+        """Add to the totals, and to what the phase has done."""
         with self._lock:
             self._phase.done += done
             self._phase.moved_s = self._clock()
@@ -397,13 +401,16 @@ class Meter(Progress):
                 self._totals[unit] = self._totals.get(unit, 0.0) + amount
 
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:
-        """Report what this rank does now. Called twice a step, hence without the lock."""
+        """Report this rank's current activity.
+
+        Does not take the lock, because it is called twice per step.
+        """
         self._activity = (activity, self._clock())
         if unit:
             self._phase.unit, self._phase.times = unit, times
 
     def expect(self, total: float, *units: str, pauses_s: float = 0.0) -> None:
-        """Announce what the run will count in all."""
+        """Announce the total that the run will count."""
         self._expected = (total, units, pauses_s)
 
     def remark(self, text: str) -> None:
@@ -415,7 +422,7 @@ class Meter(Progress):
         with self._showing, self._lock:
             self._name, self._kind, self._workload = run.folder.name, run.kind, run.workload
             self._ranks, self._started_at_s, self._outcome = run.ranks, time.time(), (RUNNING, "", None)
-            # One command may make several runs, each with totals of its own.
+            # One command may perform several runs, each with its own totals.
             self._totals.clear()
             self._spent_s.clear()
             self._phase.counted.clear()
@@ -442,7 +449,7 @@ class Meter(Progress):
         self._is_over = True
         self._wake.set()
         self._thread.join(timeout=LONGEST_GOODBYE_S)
-        if self._outcome[0] == RUNNING:  # work without a folder, whose last figures nobody has seen
+        if self._outcome[0] == RUNNING:  # work without a folder: its last figures have not been shown
             self._show(self._followers)
         for follower in self._followers:
             with suppress(OSError):
@@ -452,9 +459,9 @@ class Meter(Progress):
         due_s: dict[Follower, float] = {}
         while not self._is_over:
             now_s = self._clock()
-            # A copy: runs begin and end meanwhile, which adds followers and removes them.
+            # Copied, because runs that begin and end meanwhile add and remove followers.
             due_s = {follower: due_s.get(follower, now_s) for follower in tuple(self._followers)}
-            # A bar has a phase at once, however short that is.
+            # A progress bar shows a phase at once, however short it is.
             is_new, self._is_new_phase = self._is_new_phase, False
             due = [
                 follower
@@ -468,7 +475,7 @@ class Meter(Progress):
 
     def _show(self, followers: Iterable[Follower]) -> None:
         if not self._showing.acquire(timeout=LONGEST_GOODBYE_S):
-            return  # another show hangs
+            return  # another call of show hangs
         try:
             status = self.status()
             for follower in followers:
@@ -478,7 +485,7 @@ class Meter(Progress):
             self._showing.release()
 
     def status(self) -> RunStatus:
-        """The run as it is now."""
+        """The current state of the run."""
         now_s, wait = self._clock(), self._find_wait()
         with self._lock:
             phase, totals = self._phase, dict(self._totals)
@@ -548,7 +555,10 @@ class Meter(Progress):
 
 
 def _rates_since(looks: tuple[_Look, ...], since_s: float, now: _Look) -> dict[str, float]:
-    """Rates since the newest look before `since_s`, else the oldest, by unit; the phase's own under ""."""
+    """The rates by unit since the newest look before `since_s`, or else the oldest.
+
+    "" stands for the phase.
+    """
     then = next((look for look in reversed(looks) if look[0] <= since_s), looks[0])
     elapsed_s = now[0] - then[0]
     if elapsed_s < 0.1:

@@ -1,7 +1,7 @@
 """The events of a run as rows: one for each step and each span (epoch, block, checkpoint) of a rank.
 
-The benchmark records them, `event_files` stores them, `phase_figures` evaluates them. Times are
-nanoseconds of CLOCK_MONOTONIC, so they compare within a host only; `RankClock` converts them to dates.
+The benchmark records them, `event_files` stores them, `phase_figures` evaluates them. Times are nanoseconds
+of CLOCK_MONOTONIC, so they can be compared only within a host; `RankClock` converts them to dates.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Rows = NDArray[np.void]
 Nanoseconds = NDArray[np.int64]
 
 FORMAT_VERSION: Final = 1
-"""Raised whenever a column is added, renamed or means something else."""
+"""Incremented whenever a column is added, renamed or changes its meaning."""
 
 
 class StepPhase(IntEnum):
@@ -38,10 +38,10 @@ class SpanKind(IntEnum):
 
 
 class StepEvent(NamedTuple):
-    """One step of one rank. Epochs, blocks and steps count from 1; a step's number is its epoch's.
+    """One step of one rank. Epochs, blocks and steps count from 1, steps within their epoch.
 
-    The four moments: waiting begins, the batch has arrived, computation ends, all ranks have passed the
-    barrier. `read_ns` and `decode_ns` sum over threads, so they may exceed the elapsed time.
+    The four timestamps: the wait begins, the batch has arrived, computation ends, all ranks have passed the
+    barrier. `read_ns` and `decode_ns` are sums over threads, so they may exceed the elapsed time.
     """
 
     phase: int
@@ -60,7 +60,10 @@ class StepEvent(NamedTuple):
 
 
 class SpanEvent(NamedTuple):
-    """A period longer than a step. A checkpoint ends its block; `size_bytes` is this rank's part of it."""
+    """A period longer than a step.
+
+    A checkpoint ends a block; `size_bytes` is this rank's part of the checkpoint.
+    """
 
     kind: int
     phase: int
@@ -78,7 +81,7 @@ SPAN_TYPE: Final = np.dtype([(name, "<i8") for name in SpanEvent._fields])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClock:
-    """A rank, its host, and one moment on both of its clocks."""
+    """A rank, its host, and one time on both of the host's clocks."""
 
     rank: int
     host: str
@@ -87,18 +90,18 @@ class RankClock:
 
     @property
     def shift_ns(self) -> int:
-        """Added to a moment of this rank's events, it makes nanoseconds since 1970."""
+        """The shift that converts a timestamp of this rank's events to nanoseconds since 1970."""
         return self.wall_ns - self.monotonic_ns
 
     def date(self, moment_ns: int) -> datetime:
-        """A moment of this rank's events as a date, in UTC."""
+        """Convert a timestamp of this rank's events to a date in UTC."""
         seconds, rest_ns = divmod(moment_ns + self.shift_ns, 10**9)
         return datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest_ns // 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBlock:
-    """The steps of one rank between checkpoints, and when the block began and ended."""
+    """The steps of one rank between two checkpoints, and when this block began and ended."""
 
     number: int
     start_ns: int
@@ -107,7 +110,7 @@ class StepBlock:
 
     @property
     def elapsed_ns(self) -> int:
-        """Everything in it: waits, computation, barriers and the harness."""
+        """The time from the block's begin to its end: waits, computation, barriers and the harness."""
         return self.end_ns - self.start_ns
 
 
@@ -124,7 +127,7 @@ class RankEvents:
         return sorted({block.epoch for block in self.spans_of(SpanKind.BLOCK) if block.phase == phase})
 
     def blocks(self, phase: StepPhase, epoch: int) -> list[StepBlock]:
-        """The completed blocks of an epoch; steps of an interrupted block are in none."""
+        """The completed blocks of an epoch. Steps of an interrupted block belong to none of them."""
         steps = self.steps[(self.steps["phase"] == phase) & (self.steps["epoch"] == epoch)]
         return [
             StepBlock(

@@ -1,7 +1,7 @@
-"""Steps of all ranks over the time of a run: rates, waits, and the moment from which waits were longer.
+"""The steps of all ranks over the time of a run: rates, waits, and the time at which waits became longer.
 
-Pure: events in, numbers out. Times are seconds since the first step of any rank; ranks of other hosts are
-placed by their wall clocks.
+Pure: events in, numbers out. Times are seconds since the first step of any rank; ranks on different hosts are
+aligned by their wall clocks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Numbers = NDArray[np.float64]
 
 MOST_BUCKETS: Final = 120
 MOST_ROWS: Final = 64
-"""Rows of a heat map: of more ranks, neighbours share a row."""
+"""The most rows of a heat map. With more ranks, adjacent ranks share a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSteps:
-    """The ranks with steps, and the first and the last moment of all of them."""
+    """The ranks that have steps, and the first and last timestamps of these steps."""
 
     ranks: Sequence[RankEvents]
     origin_ns: int
@@ -33,7 +33,7 @@ class RunSteps:
 
     @classmethod
     def of_events(cls, events: Sequence[RankEvents]) -> RunSteps | None:
-        """Place the steps of all ranks on one axis of time; None if there are none."""
+        """Place the steps of all ranks on one time axis; None if there are no steps."""
         ranks = [rank for rank in events if len(rank.steps)]
         if not ranks:
             return None
@@ -42,18 +42,18 @@ class RunSteps:
         return cls(ranks, origin_ns, (end_ns - origin_ns) / 1e9)
 
     def at_s(self, rank: RankEvents, moment: str) -> Numbers:
-        """One of the moments of all steps of a rank."""
+        """One timestamp (`moment`) of all steps of a rank, in seconds."""
         at_s: Numbers = (rank.steps[moment] + (rank.clock.shift_ns - self.origin_ns)) / 1e9
         return at_s
 
     @property
     def edges(self) -> Numbers:
-        """The edges of buckets of one length, as many as a drawing can show and steps can fill."""
+        """The edges of intervals of equal length, as many as a drawing can show and the steps can fill."""
         num_steps = max(len(rank.steps) for rank in self.ranks)
         return np.linspace(0.0, max(self.end_s, 1e-6), max(2, min(MOST_BUCKETS, num_steps)) + 1)
 
     def rates(self, column: str) -> Numbers:
-        """The growth of a column over all ranks' steps, per second, in each bucket."""
+        """The growth of a column per second in each interval, over all ranks' steps."""
         edges = self.edges
         growth = [
             _growth(self.at_s(rank, "start_ns"), self.at_s(rank, "barrier_ns"), rank.steps[column], edges)
@@ -63,7 +63,7 @@ class RunSteps:
         return taken / np.diff(edges)
 
     def shares(self, begin: str, end: str) -> Numbers:
-        """For each rank, the share of each bucket that it spent from one moment of a step to another."""
+        """For each rank, the share of each interval that it spent between two timestamps of a step."""
         edges, spent = self.edges, []
         for rank in self.ranks:
             begins, ends = self.at_s(rank, begin), self.at_s(rank, end)
@@ -71,7 +71,7 @@ class RunSteps:
         return np.array(spent) / np.diff(edges)
 
     def percentiles(self, measure: Callable[[Rows], Nanoseconds]) -> tuple[Numbers, Numbers]:
-        """The middles of buckets, and p50 and p99 in seconds of the steps that ended in each, as rows."""
+        """The middle of each interval, and two rows: p50 and p99, in seconds, of steps that ended in it."""
         edges = self.edges
         ends = np.concatenate([self.at_s(rank, "barrier_ns") for rank in self.ranks])
         values = np.concatenate([measure(rank.steps) / 1e9 for rank in self.ranks])
@@ -82,7 +82,7 @@ class RunSteps:
 
 
 def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
-    """The parts of amounts between edges; each is spread evenly from its begin to its end."""
+    """The parts of the amounts between edges. Each amount is spread evenly from its begin to its end."""
     after = np.cumsum(amounts, dtype=np.float64)
     moments = np.column_stack([begins, ends]).ravel()
     totals = np.column_stack([after - amounts, after]).ravel()
@@ -90,7 +90,7 @@ def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Number
 
 
 def heat_rows(names: Sequence[str], rows: Numbers, edges: Numbers, *, tone: Tone = "full") -> list[Series]:
-    """Make the rows of a heat map: if there are more than `MOST_ROWS`, neighbours share one."""
+    """Create the rows of a heat map. If there are more than `MOST_ROWS`, adjacent rows are merged."""
     per_row = -(-len(names) // MOST_ROWS)
     drawn = []
     for start in range(0, len(names), per_row):
@@ -102,7 +102,10 @@ def heat_rows(names: Sequence[str], rows: Numbers, edges: Numbers, *, tone: Tone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitShift:
-    """From `at_s` on, at this step, a step waited longer (or shorter) than before; medians, in seconds."""
+    """A change in waits: from time `at_s` and this step on, steps waited longer or shorter.
+
+    Both waits are medians in seconds.
+    """
 
     at_s: float
     epoch: int
@@ -112,16 +115,16 @@ class WaitShift:
 
 
 LEAST_STEPS: Final = 6
-"""A shorter stretch of steps says nothing about a change."""
+"""A shorter sequence of steps says nothing about a change."""
 LEAST_FACTOR: Final = 1.5
 LEAST_SHARE: Final = 0.05
-"""Waits that differ by less than this share of a step's time are of no consequence."""
+"""Waits that differ by less than this share of a step's time do not matter."""
 
 
 def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
-    """Find when the median wait of training steps changed for good; None if it did not, or hardly.
+    """Find when the median wait of training steps changed for good; None if it changed hardly or not at all.
 
-    The first steps of each epoch, those up to `first`, wait for the loader to fill, and do not count.
+    Steps of an epoch up to number `first` do not count, because they wait for the loader to fill.
     """
     kept = [
         (rank, (rank.steps["phase"] == StepPhase.TRAIN) & (rank.steps["step"] > first))
@@ -131,8 +134,8 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
     begins = np.concatenate([steps.at_s(rank, "start_ns")[some] for rank, some in kept])
     ends = np.concatenate([steps.at_s(rank, "barrier_ns")[some] for rank, some in kept])
     waits = np.concatenate([wait_ns(rank.steps)[some] / 1e9 for rank, some in kept])
-    # Each step's wait is that of the median rank: one rank that is slower than the others has a sentence of
-    # its own, and must not look like a change.
+    # The wait of each step is the median rank's. A rank that is slower than the others is reported
+    # separately, and must not look like a change.
     by_wait = np.lexsort((waits, keys))
     unique, starts, counts = np.unique(keys[by_wait], return_index=True, return_counts=True)
     median = by_wait[starts + (counts - 1) // 2]
@@ -155,7 +158,7 @@ def best_split(values: Numbers) -> int | None:
     least = max(LEAST_STEPS, count // 10)
     if count < 2 * least:
         return None
-    # Single long waits must not decide.
+    # A few long waits must not decide the result.
     clipped = np.minimum(values, np.percentile(values, 90))
     totals = np.cumsum(clipped)
     left = np.arange(1, count)

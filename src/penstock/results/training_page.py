@@ -1,8 +1,8 @@
-"""The page of a training run: did the accelerators get their samples in time, and if not, what held them up.
+"""The page of a training run: whether accelerators got their samples in time, and if not, what delayed them.
 
-    run.json, stages.json, steps, counters -> series, troubles -> report
+run.json, stages.json, steps, counters -> series, troubles -> report
 
-Runs that are active or were interrupted have the page of what they completed.
+Active and interrupted runs have a page of what they have completed.
 """
 
 import shlex
@@ -55,19 +55,19 @@ from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 BUSY: Final = 0.85
-"""Readers, and processors, that are busy for this share of the time are all that there is."""
+"""Readers or processors that are busy for this share of the time count as fully used."""
 LEAST_WAIT: Final = 0.02
-"""Waits of a smaller share of a step's time are no trouble."""
+"""Waits that take a smaller share of a step's time are no trouble."""
 _HARDLY: Final = 0.01
-"""A share of waiting that is drawn as none."""
+"""A smaller share of waiting is drawn as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """Everything that the page is made of.
+    """The data that the page shows.
 
     `passed` is true if the utilization that the workload requires was reached; `ceiling` is the result on
-    storage that costs nothing, None if that was not measured.
+    zero-cost storage, None if that was not measured.
     """
 
     record: RunRecord
@@ -89,7 +89,10 @@ class TrainingRun:
 
 
 def make_training_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
-    """The page of the run in `folder`, and more facts; `ObjectNotFound` if it has left nothing to show."""
+    """Build the page of the run in `folder`, and further facts.
+
+    Raises `ObjectNotFound` if the run has left nothing to show.
+    """
     run = _read_run(folder, record)
     page = Report(
         title=f"Training run {record.id}",
@@ -114,7 +117,7 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
         hosts, counters = read_counters(folder)
         ranks, machines = {rank.clock.rank: rank.clock for rank in steps.ranks}, set()
         for host in hosts:
-            # Hosts on one machine count the same drives and processors.
+            # Hosts on the same machine count the same drives and processors.
             if host.rank in ranks and host.boot_id not in machines:
                 edges_ns = steps.edges * 1e9 - (ranks[host.rank].shift_ns - steps.origin_ns)
                 rates[host.host] = host_rates(host, read_series(counters, host.host), edges_ns)
@@ -221,7 +224,8 @@ def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
             f"{format_seconds(shift.after_s)} for samples instead of {format_seconds(shift.before_s)}.",
             "Look at what else used the storage then: other jobs, a rebuild, a full cache or write buffer.",
         )
-    # The emulated computation keeps cores busy, too: that is trouble only where it is what ranks wait for.
+    # Emulated computation keeps cores busy, too. Busy cores are therefore trouble only if ranks wait for
+    # them.
     busy = max(run.cpu_busy_shares, default=0.0)
     awaits_samples = (
         times and times.shares.wait + times.shares.held_up > times.shares.barrier + times.shares.harness
@@ -260,7 +264,7 @@ def _slow_rank(run: TrainingRun, times: TimeBreakdown) -> Trouble | None:
     step_s = sum(times.over_ranks[part].mean_s for part in ("wait", "compute", "barrier"))
     for measure, does in (("wait", "waits for samples"), ("compute", "computes")):
         skew = times.skew[measure]
-        # Of two ranks the median is halfway to the slowest.
+        # With two ranks, the median is halfway to the slowest.
         usual_s = skew.fastest_s if len(ranks) == 2 else skew.median_s
         is_late = skew.slowest_s - skew.median_s >= LEAST_WAIT * step_s
         if len(ranks) > 1 and is_late and skew.slowest_s >= STRAGGLER * usual_s:

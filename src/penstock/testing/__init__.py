@@ -1,4 +1,4 @@
-"""Test kit for people who write a storage back end: the contract it must keep, and faults to inject.
+"""A test kit for authors of a storage back end: the contract that it must keep, and faults to inject.
 
-Production code never imports it. `storage_contract` needs pytest.
+Production code never imports this package. `storage_contract` needs pytest.
 """

@@ -1,7 +1,7 @@
 """Storages that are slow, full or broken: wrappers around any storage, which can be nested.
 
-Each has one effect and is off at its mildest setting, where it passes the contract suite. Invariant: every
-submitted buffer is released exactly once, even if a fault occurs.
+Each wrapper has one effect. At its mildest setting it has none, and passes the contract suite. Invariant:
+every submitted buffer is released exactly once, even if a fault occurs.
 """
 
 import errno
@@ -15,48 +15,51 @@ from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
 from penstock.storage import protocol
 
 Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list", "stat", "delete", "sync"]
-"""A call on a storage, or on a sink or source of it."""
+"""A call on a storage, or on one of its sinks or sources."""
 
 Gate = Callable[[Verb, int], None]
-"""Called before each call with its verb and bytes; it may wait, or raise the error of the call."""
+"""Called before each call with its verb and number of bytes. It may wait, or raise the error of the call."""
 
 Sleep = Callable[[float], None]
 
 
 class Gated(protocol.WrappedStorage):
-    """A storage with a `gate` before every call: the base of the faults below, and of your own."""
+    """A storage with a `gate` before every call.
+
+    It is the base of the faults below, and of your own ones.
+    """
 
     def __init__(self, inside: protocol.Storage, gate: Gate, **own_options: str | float) -> None:
         super().__init__(inside, **own_options)
         self.gate = gate
 
     def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
-        """Pass the gate, then begin an object inside."""
+        """Pass the gate, then begin an object in the wrapped storage."""
         self.gate("create", 0)
         return _GatedSink(super().create(key, size_bytes), self.gate)
 
     def open(self, key: str) -> protocol.Source:
-        """Pass the gate, then open the object inside."""
+        """Pass the gate, then open the object in the wrapped storage."""
         self.gate("open", 0)
         return _GatedSource(super().open(key), self.gate)
 
     def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:
-        """Pass the gate, then list inside."""
+        """Pass the gate, then list the wrapped storage."""
         self.gate("list", 0)
         return super().list(prefix)
 
     def stat(self, key: str) -> protocol.ObjectInfo:
-        """Pass the gate, then describe the object inside."""
+        """Pass the gate, then describe the object in the wrapped storage."""
         self.gate("stat", 0)
         return super().stat(key)
 
     def delete(self, key: str) -> None:
-        """Pass the gate, then delete inside."""
+        """Pass the gate, then delete the object in the wrapped storage."""
         self.gate("delete", 0)
         super().delete(key)
 
     def sync(self, prefix: str = "") -> None:
-        """Pass the gate, then make durable inside."""
+        """Pass the gate, then make the wrapped storage durable."""
         self.gate("sync", 0)
         super().sync(prefix)
 
@@ -76,7 +79,7 @@ class _GatedSink(protocol.WrappedSink):
         return super().finish()
 
     def abort(self) -> None:
-        # The sink inside aborts first: a fault here must not leave anything behind.
+        # The wrapped sink aborts first, because a fault here must not leave anything behind.
         super().abort()
         self._gate("abort", 0)
 
@@ -101,7 +104,7 @@ def _released_on_failure(release: protocol.Release | None) -> Iterator[None]:
 
 
 class Slow(Gated):
-    """Every call takes `latency_s` longer; 0 is off."""
+    """Makes every call take `latency_s` longer; 0 has no effect."""
 
     def __init__(self, inside: protocol.Storage, latency_s: float, *, sleep: Sleep = time.sleep) -> None:
         super().__init__(inside, self._wait, slow_latency_s=latency_s)
@@ -114,7 +117,7 @@ class Slow(Gated):
 
 
 class FailAfter(Gated):
-    """Works until `limit_bytes` were read or written; then every call that moves bytes fails (EIO)."""
+    """Works until `limit_bytes` were read or written; then every call that transfers bytes fails (EIO)."""
 
     def __init__(self, inside: protocol.Storage, limit_bytes: int) -> None:
         super().__init__(inside, self._count, fail_after_bytes=limit_bytes)
@@ -129,7 +132,10 @@ class FailAfter(Gated):
 
 
 class FailAtCall(Gated):
-    """The `number`-th call of `verb` fails (EIO), counted from 1 over the whole storage; all others work."""
+    """Makes the `number`-th call of `verb` fail (EIO), counted from 1 over the whole storage.
+
+    Other calls work.
+    """
 
     def __init__(self, inside: protocol.Storage, verb: Verb, number: int) -> None:
         super().__init__(inside, self._count, fail_at_verb=verb, fail_at_number=number)
@@ -153,7 +159,7 @@ def _injected(verb: Verb, uri: str) -> StorageError:
 
 
 class Full(protocol.WrappedStorage):
-    """Holds at most `capacity_bytes` written through it; abort, delete and overwrites free space."""
+    """Holds at most `capacity_bytes` written through it. Aborting, deleting and overwriting free space."""
 
     def __init__(self, inside: protocol.Storage, capacity_bytes: int) -> None:
         super().__init__(inside, full_capacity_bytes=capacity_bytes)
@@ -161,17 +167,17 @@ class Full(protocol.WrappedStorage):
         self._lock = threading.Lock()
 
     def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
-        """Begin an object inside; submitted bytes take space."""
+        """Begin an object in the wrapped storage. Submitted bytes take up space."""
         return _FullSink(super().create(key, size_bytes), self, key)
 
     def delete(self, key: str) -> None:
-        """Delete inside and free the space."""
+        """Delete an object in the wrapped storage, and free its space."""
         size_bytes = self.size_of(key)
         super().delete(key)
         self.give(size_bytes)
 
     def take(self, size_bytes: int) -> None:
-        """Take space, or raise `OutOfSpace`."""
+        """Take up space, or raise `OutOfSpace`."""
         with self._lock:
             if size_bytes > self._free_bytes:
                 raise OutOfSpace(
@@ -188,7 +194,7 @@ class Full(protocol.WrappedStorage):
             self._free_bytes += size_bytes
 
     def size_of(self, key: str) -> int:
-        """The space that an object takes; 0 if it is absent."""
+        """The space that an object takes up; 0 if it does not exist."""
         try:
             return self.stat(key).size_bytes
         except ObjectNotFound:
@@ -222,13 +228,13 @@ class _FullSink(protocol.WrappedSink):
 
 
 class Late(protocol.WrappedStorage):
-    """Releases late: a sink keeps every buffer until `finish` or `abort`."""
+    """Releases buffers late: a sink keeps every buffer until `finish` or `abort`."""
 
     def __init__(self, inside: protocol.Storage) -> None:
         super().__init__(inside, late_release=True)
 
     def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
-        """Begin an object inside, whose releases are delayed."""
+        """Begin an object in the wrapped storage, with delayed releases."""
         return _LateSink(super().create(key, size_bytes))
 
 

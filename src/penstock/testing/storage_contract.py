@@ -8,7 +8,7 @@ A back end subclasses it in a class named `Test...` with one fixture. For readab
         def storage(self) -> Storage:
             return MyStorage(...)       # fresh and empty for each test
 
-Where a back end honestly differs it says so in a class attribute; nothing else may be overridden.
+If a back end legitimately differs, it sets a class attribute; nothing else may be overridden.
 """
 
 import json
@@ -39,9 +39,9 @@ Buffer = bytes | bytearray | memoryview
 
 
 def assert_same_bytes(actual: Buffer, expected: Buffer) -> None:
-    """Fail unless both are equal; the message shows the first bytes that differ.
+    """Fail unless both are equal. The message shows the first bytes that differ.
 
-    With a plain `==`, pytest computes a diff of both buffers, which takes hours for large ones.
+    With a plain `==`, pytest would compute a diff of both buffers, which takes hours for large ones.
     """
     one, other = bytes(actual), bytes(expected)
     if one != other:
@@ -56,7 +56,7 @@ def assert_same_bytes(actual: Buffer, expected: Buffer) -> None:
 SMALL_SIZES = (0, 1, 4095, 4096, 4097)
 ODD_PIECES = (1, 4095, 65_537, 4097, 1_000_003, 512)
 WAIT_S = 60.0
-"""No single wait of the suite is longer: a back end that hangs fails its test."""
+"""The longest wait of the suite, so that a back end that hangs fails its test."""
 
 ESCAPING_KEYS = ("", ".", "..", "../x", "a/../../x", "a/..", "/etc/passwd", "a//b", "a/./b", "a/", "a\0b")
 ESCAPING_PREFIXES = ("..", "../x", "a/../../x", "/etc", "a//b", "./a", "a\0b")
@@ -72,7 +72,7 @@ AWKWARD_KEYS = (
 
 
 def arbitrary_bytes(size_bytes: int, seed: int = 1) -> bytes:
-    """Incompressible bytes, the same for the same arguments."""
+    """Incompressible bytes, always the same for the same arguments."""
     return np.random.default_rng(seed).bytes(size_bytes)
 
 
@@ -86,14 +86,17 @@ def pieces_of(content: bytes, sizes: tuple[int, ...] = ODD_PIECES) -> Iterator[b
 
 
 class ReleaseLedger:
-    """Hands out `release` callbacks; scribbles over each buffer that comes back and counts its returns."""
+    """Hands out `release` callbacks, overwrites each buffer that comes back, and counts its returns."""
 
     def __init__(self) -> None:
         self._released: list[int] = []
         self.num_issued = 0
 
     def issue(self, buffer: bytearray) -> Release:
-        """The callback for `buffer`: an owner who refills at once, like a pipe does."""
+        """Issue the callback for `buffer`.
+
+        It acts as an owner that refills the buffer at once, as a pipeline does.
+        """
         number = self.num_issued
         self.num_issued += 1
 
@@ -109,26 +112,26 @@ class ReleaseLedger:
 
 
 def submit_pieces(sink: Sink, content: bytes, ledger: ReleaseLedger) -> None:
-    """Submit all of `content` in odd pieces, each of which is scribbled over once it is released."""
+    """Submit all of `content` in pieces of odd sizes, each of which is overwritten once it is released."""
     for piece in pieces_of(content):
         sink.submit(memoryview(piece), ledger.issue(piece))
 
 
 class StorageContract:
-    """All promises of `penstock.storage.protocol`. Subclass it and give the `storage` fixture."""
+    """Tests of all promises of `penstock.storage.protocol`. Subclass it and define the `storage` fixture."""
 
     delete_missing_is_silent: ClassVar[bool] = False
-    """Deleting an absent key succeeds, because the service does not tell."""
+    """True if deleting an absent key succeeds, because the service does not report that it is absent."""
     large_size_bytes: ClassVar[int] = 12 * 1024 * 1024 + 4097
-    """An object of several parts and an odd tail; raise it where parts are larger."""
+    """The size of an object with several parts and an odd tail. Set a larger one if parts are larger."""
     clock_skew_s: ClassVar[float] = 120.0
     """The largest difference between the storage's clock and this machine's."""
     expected_options: ClassVar[Mapping[str, OptionValue]] = {}
-    """Options that must be on record, with these values."""
+    """Options that must be on record with these values."""
 
     @pytest.fixture
     def storage(self) -> Storage:
-        """A fresh, empty storage: the one thing a subclass must give."""
+        """A fresh, empty storage: the only fixture that a subclass must define."""
         raise UsageError("A storage contract has no storage", fix="Override the `storage` fixture.")
 
     # Writing: `create` and its sinks

@@ -22,7 +22,7 @@ CONSUMER: Final = "consumer"
 
 
 class WaitStage(StrEnum):
-    """What a consumer waits for."""
+    """A cause for which a consumer waits."""
 
     STORAGE = "storage"
     COMPUTE = "compute"
