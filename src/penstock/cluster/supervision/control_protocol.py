@@ -5,7 +5,8 @@ A message has a kind and some values:
 | kind | values | from, to, and meaning |
 |---|---|---|
 | challenge | nonce | server to every new connection, which has to prove that it knows the token |
-| hello | rank, host, pid, proof | a supervisor's first message |
+| hello | rank, host, pid, nonce, proof | a supervisor's first message |
+| welcome | proof | server's answer, which proves that it knows the token, too |
 | server | address, token | rank to its supervisor, if no process launched the job: where rank 0's server is |
 | late | rank, call, awaiting | the rank has waited long in its `call`-th collective call |
 | absent | call, ranks | server to rank 0, which waits in that call: the ranks that do not |
@@ -23,6 +24,7 @@ until then reads little of it, for a short time.
 import hashlib
 import hmac
 import json
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,6 +94,7 @@ class MessageChannel:
         connection.settimeout(SEND_LIMIT_S)
         self._connection = connection
         self._unread = b""
+        self.early: list[Message] = []
         self.longest_line_bytes = LONGEST_LINE_BYTES
         self.fileno = connection.fileno
         self.close = connection.close
@@ -127,6 +130,10 @@ class MessageChannel:
         return messages
 
 
+SERVER = -1
+"""Stands for the server where ranks have their number: a rank's own proof cannot be sent back to it."""
+
+
 def compute_proof(token: str, nonce: str, rank: int) -> str:
     """The answer to a challenge, which only a holder of `token` can compute. The token is never sent."""
     return hmac.new(token.encode(), f"{nonce}/{rank}".encode(), hashlib.sha256).hexdigest()
@@ -147,7 +154,11 @@ def connect_to_server(
         channel = open_channel(connection)
         match channel.receive():
             case [{"kind": "challenge", "nonce": str(nonce)}]:
-                channel.send("hello", rank=rank, host=host, pid=pid, proof=compute_proof(token, nonce, rank))
+                proof, own = compute_proof(token, nonce, rank), secrets.token_hex(16)
+                channel.send("hello", rank=rank, host=host, pid=pid, nonce=own, proof=proof)
+                welcome, *channel.early = channel.receive()
+                if welcome != {"kind": "welcome", "proof": compute_proof(token, own, SERVER)}:
+                    raise ChannelBroken("The server did not prove that it belongs to this job")
                 return channel
             case unexpected:
                 raise ChannelBroken(f"Expected a challenge, got {unexpected!r}")

@@ -184,6 +184,7 @@ class ControlServer:
                 "rank": int(rank),
                 "host": str(host),
                 "pid": int(pid),
+                "nonce": str(nonce),
                 "proof": str(proof),
             }:
                 expected = protocol.compute_proof(self.token, self._unproved[channel][0], rank)
@@ -193,6 +194,7 @@ class ControlServer:
         # A second connection of a rank is refused, because it would replace the first one's supervisor.
         if not is_proved or rank in self._members:
             raise protocol.ChannelBroken("It did not prove that it belongs to this job")
+        channel.send("welcome", proof=protocol.compute_proof(self.token, nonce, protocol.SERVER))
         del self._unproved[channel]
         channel.longest_line_bytes = protocol.LONGEST_LINE_BYTES
         member = self._members[rank] = _Member(channel, rank, host, pid)

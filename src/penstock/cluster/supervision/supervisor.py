@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -243,6 +243,7 @@ class Supervisor:
             return
         self._has_connected = True
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control_message)
+        self._obey(self._control.early)
         if self._failure is not None:
             self._report("failed", **asdict(self._failure))
 
@@ -279,6 +280,9 @@ class Supervisor:
         except protocol.ChannelBroken:
             self._on_control_lost()
             return
+        self._obey(messages)
+
+    def _obey(self, messages: Sequence[protocol.Message]) -> None:
         for message in messages:
             match message["kind"]:
                 case "stop":

@@ -261,7 +261,7 @@ def test_a_connection_without_proof_is_refused_without_effect() -> None:
                 assert challenge["kind"] == "challenge"
                 # With the right token a second rank 0 is a stranger all the same.
                 proof = compute_proof(token, challenge["nonce"], 0)
-                channel.send("hello", rank=0, host="x", pid=1, proof=proof)
+                channel.send("hello", rank=0, host="x", pid=1, nonce="", proof=proof)
                 with pytest.raises(ChannelBroken):
                     channel.receive()
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as scanner:
@@ -275,7 +275,7 @@ def test_a_connection_without_proof_is_refused_without_effect() -> None:
     assert server.failure is None
 
 
-HELLO = {"kind": "hello", "rank": 0, "host": "x", "pid": 1, "proof": "a"}
+HELLO = {"kind": "hello", "rank": 0, "host": "x", "pid": 1, "nonce": "b", "proof": "a"}
 
 
 @pytest.mark.parametrize(
@@ -341,6 +341,26 @@ def test_a_supervisor_that_reaches_another_server_accepts_no_message() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ChannelBroken, match="Expected a challenge"):
+            connect_to_server(f"127.0.0.1:{port}", "token", rank=0, host="here", pid=1)
+        thread.join(timeout=10)
+
+
+def test_a_server_that_does_not_know_the_token_ends_no_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            channel = MessageChannel(server.accept()[0])
+            channel.send("challenge", nonce="chosen")
+            (hello,) = channel.receive()
+            # What it has seen is all that it can send back.
+            channel.send("welcome", proof=hello["proof"])
+            channel.send("stop", **asdict(FAILURE))
+            channel.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ChannelBroken, match="did not prove"):
             connect_to_server(f"127.0.0.1:{port}", "token", rank=0, host="here", pid=1)
         thread.join(timeout=10)
 
