@@ -113,7 +113,7 @@ def _explain(name: str, error: ValidationError) -> str:
     of_what = f"{place} of {name!r}"
     if first["type"] == "missing":
         return f"{of_what} is missing in its header"
-    return _describe(of_what, first["input"], first["msg"].removeprefix("Input should "))
+    return _describe(of_what, first["input"], first["msg"].partition("should ")[2])
 
 
 def _describe(of_what: str, value: Any, wanted: str) -> str:
