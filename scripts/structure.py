@@ -29,27 +29,28 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LIMITS = {
-    "statements": 42_900,
-    "expressions": 298_900,
+    "statements": 43_600,
+    "expressions": 305_000,
     "record types": 398,
-    "modules": 326,
+    "modules": 327,
     "protocols": 22,
-    "functions of three lines or less": 926,
+    "functions of three lines or less": 922,
     "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,
     "places of avoided English": 0,
 }
 ENTERED = {
-    "pc.save": 33,
-    "Manager.save": 27,
+    "pc.save": 32,
+    "Manager.save": 26,
     "Manager.restore": 27,
-    "penstock checkpoint ls": 24,
-    "penstock trace summary": 19,
+    "penstock checkpoint ls": 23,
+    "penstock trace summary": 18,
     "penstock training run": 88,
 }
 
 BROAD_EXCEPT = {
+    "bench/loader/native_loader.py": "a reading thread's failure, which is raised where its batch is awaited",
     "bench/own_loader/own_loader_run.py": "whatever a user's own loader or step raises",
     "bench/own_loader/user_code.py": "whatever a user's own factory raises",
     "checkpoint/levels/protection.py": "a failed member, whose group waits for its blocks",
