@@ -1,1 +1,1 @@
-"""Many processes as one: communicators, launching, and stopping together when one fails."""
+"""Many processes as one job: communicators, launching, and stopping together when one process fails."""

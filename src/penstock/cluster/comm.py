@@ -1,12 +1,12 @@
-"""Communication between ranks: `Comm`, and work with errors on all ranks.
+"""Communication between ranks: `Comm`, and functions that raise one rank's error on all ranks.
 
 Every call of a `Comm` is collective: all ranks make the same calls in the same order. Every wait has a limit
-and names what it awaited. Invariant: a call returns on all ranks or raises on all of them that are still
-alive. Point-to-point transfers are the exception: two ranks move bytes while the others do something else,
-and any thread may call.
+and names what it awaited. Invariant: a call returns on all ranks, or raises on all ranks that are still
+alive. Point-to-point transfers are the exception: two ranks transfer bytes while the others do something
+else, and any thread may call.
 
-A `Comm` moves values: `barrier`, `broadcast`, `gather`, `reduce`. Where work on a rank can fail, use one of
-five functions, which raise the error of any rank on all ranks before they enter the next collective call:
+A `Comm` moves values: `barrier`, `broadcast`, `gather`, `reduce`. If work on a rank can fail, use one of five
+functions, which raise the error of any rank on all ranks before the next collective call:
 
 | function | calls | returns on each rank |
 |---|---|---|
@@ -16,7 +16,8 @@ five functions, which raise the error of any rank on all ranks before they enter
 | `decide_on_rank0` | `work` on each rank, `decide` on rank 0 with all results | what `decide` returned |
 | `divide_on_rank0` | the same | its own part of what `divide` returned |
 
-The subclasses of `Comm` supply a few ways to move bytes: MPI, torch.distributed, and a process alone.
+The subclasses of `Comm` transfer the bytes: over MPI, over torch.distributed, or, for a single process, not
+at all.
 """
 
 from __future__ import annotations
@@ -40,30 +41,36 @@ Number = TypeVar("Number", int, float)
 Reduction = Literal["sum", "min", "max"]
 
 DEFAULT_TIMEOUT_S = 300.0
-"""The limit of a wait, where neither the call nor the job sets one."""
+"""The limit of a wait if neither the call nor the job sets one."""
 
 
 class PendingTransfer(Protocol):
-    """Bytes on their way. Their buffer belongs to the transfer until `wait` returns or raises."""
+    """Bytes on their way. The transfer owns their buffer until `wait` returns or raises."""
 
     def wait(self, *, awaiting: str, timeout_s: float) -> None:
-        """Return when they have left, or arrived. Raises `WaitTimeout`, or `RankError` if a rank is gone."""
+        """Wait until the bytes have been sent or received.
+
+        Raises `WaitTimeout`, or `RankError` if a rank has ended.
+        """
 
 
 class PointToPoint(Protocol):
-    """One rank's channel to all others. A send matches the receive of the same two ranks and the same tag."""
+    """One rank's channel to all others.
+
+    A send matches a receive between the same two ranks with the same tag.
+    """
 
     rank: int
     size: int
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> PendingTransfer:
-        """Begin to send the whole of `buffer`."""
+        """Begin to send all of `buffer`."""
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> PendingTransfer:
-        """Begin to fill the whole of `buffer` with a message of exactly that length."""
+        """Begin to fill all of `buffer` with a message of exactly this length."""
 
     def close(self) -> None:
-        """Release what was made for these transfers; collective."""
+        """Release the resources of these transfers. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class _Failure:
 
 
 class _Unsendable(_Failure):
-    """Travels in place of a value that cannot be pickled, so that all ranks learn of it in the same call."""
+    """Takes the place of a value that cannot be pickled, so that all ranks learn of it in the same call."""
 
     __slots__ = ()
 
@@ -91,8 +98,9 @@ def all_gather_results(
 ) -> list[Result]:
     """Call `work` on each rank; return the results of all ranks, in rank order, on every rank. Collective.
 
-    If `work` raises on any rank, every rank raises the same `RankFailed`, which names the lowest such rank;
-    on that rank its cause is the original error. Ctrl-C and `SystemExit` are not caught.
+    If `work` raises on any rank, every rank raises the same `RankFailed`, which names the lowest such rank.
+    On that rank, the `RankFailed` has the original error as its cause. Ctrl-C and `SystemExit` are not
+    caught.
     """
     outcome, own_error = _attempt(comm, work)
     results: list[Result] = []
@@ -115,8 +123,8 @@ def run_on_all_ranks(
 ) -> Result:
     """Call `work` on each rank; return this rank's own result, which is not sent anywhere. Collective.
 
-    It fails as `all_gather_results` does, except that a process without other ranks raises its own error.
-    If all ranks succeed but gave different folders as `same`, all raise `UsageError`.
+    It fails as `all_gather_results` does, except that a process without other ranks raises its own error. If
+    all ranks succeed but passed different folders as `same`, all raise `UsageError`.
     """
     if comm.size == 1:
         return work()
@@ -135,14 +143,15 @@ def run_on_rank0(
 ) -> Result:
     """Call `work` on rank 0 alone, once all ranks have called this; return its result on every rank.
 
-    Collective. It fails, and takes `same`, as `run_on_all_ranks` does: if folders differ, it calls nothing.
+    Collective. It fails and treats `same` as `run_on_all_ranks` does; if the folders differ, it does not call
+    `work`.
     """
 
     def decide(folders: list[str]) -> tuple[list[str], Result | None]:
         return (folders, None) if len(set(folders)) > 1 else ([], work())
 
     folders, result = decide_on_rank0(comm, lambda: same, decide, awaiting=awaiting, timeout_s=timeout_s)
-    # That ranks differ is no failure of rank 0: all raise it as an error of the caller.
+    # Differing folders are not a failure of rank 0: all ranks raise an error of the caller.
     _require_same(folders)
     return cast("Result", result)
 
@@ -157,7 +166,7 @@ def decide_on_rank0(
 ) -> Answer:
     """Call `work` on each rank, then `decide` on rank 0 with all results; return its answer on every rank.
 
-    Collective. It fails as `run_on_all_ranks` does; if `work` fails on any rank, it decides nothing.
+    Collective. It fails as `run_on_all_ranks` does; if `work` fails on any rank, `decide` is not called.
     """
     return divide_on_rank0(
         comm, work, lambda results: [decide(results)] * comm.size, awaiting=awaiting, timeout_s=timeout_s
@@ -184,7 +193,7 @@ def divide_on_rank0(
     payloads: list[bytes] | None = None
     dividing_error: Exception | None = None
     if comm.rank == 0:
-        # Ranks of one job trust each other: a process that can send here already runs code as this user.
+        # The ranks of a job trust each other: a process that can send here already runs code as this user.
         results: list[Any] = [pickle.loads(payload) for payload in packed]  # noqa: S301
         failures = [result for result in results if isinstance(result, _Failure)]
         parts: Sequence[Any] | _Failure = failures[0] if failures else []
@@ -192,12 +201,12 @@ def divide_on_rank0(
             parts, dividing_error = _attempt(comm, lambda: divide(results))
         if isinstance(parts, _Failure):
             parts = [parts] * comm.size
-        # The same answer for all ranks is packed once, and then travels as one broadcast.
+        # An answer that is the same for all ranks is pickled once, and then sent as one broadcast.
         distinct = {id(part): part for part in parts}
         known = {key: _pack(comm, part) for key, part in distinct.items()}
         payloads = [known[id(part)] for part in parts]
     with _raising_own(comm, own_error or dividing_error):
-        # The fastest rank waits here for the slowest one's work, and for what rank 0 decides.
+        # Here, the fastest rank waits for the slowest rank's work, and for rank 0's decision.
         limit_s = None if timeout_s is None else timeout_s + comm.timeout_s
         own_part = comm.scatter_bytes(payloads, awaiting=awaiting, timeout_s=limit_s)
     answer: Any = pickle.loads(own_part)  # noqa: S301 - see above
@@ -219,7 +228,7 @@ def _require_same(folders: Sequence[str]) -> None:
 
 @contextmanager
 def _raising_own(comm: Comm, own_error: Exception | None) -> Iterator[None]:
-    """Raise this rank's own error instead of the failure to send it to the others, which follows from it."""
+    """Raise this rank's own error rather than the failure to send it, which only follows from it."""
     try:
         yield
     except RankError:
@@ -231,11 +240,11 @@ def _raising_own(comm: Comm, own_error: Exception | None) -> Iterator[None]:
 
 
 def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple[Result | _Failure, Exception | None]:
-    """Return the result, or a failure that can be sent and its error."""
+    """Call `work`. Returns its result or a failure that can be sent, and the error if there is one."""
     try:
         return work(), None
     except RankFailed as error:
-        # All ranks know already which one failed, and why.
+        # All ranks already know which rank failed, and why.
         return _Failure(error.rank, error.host, error.cause, error.exit_code), error
     except Exception as error:  # noqa: BLE001 - gathered: no rank may fail alone
         code = error.exit_code if isinstance(error, PenstockError) else 1
@@ -243,7 +252,7 @@ def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple[Result | _Failure,
 
 
 def _pack(comm: Comm, value: object) -> bytes:
-    """Pickle the value; if that is impossible, pickle a failure for all ranks to learn of."""
+    """Pickle the value. If that is impossible, pickle a failure, so that all ranks learn of it."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -252,9 +261,9 @@ def _pack(comm: Comm, value: object) -> bytes:
 
 
 def format_cause(error: BaseException) -> str:
-    """`error` as one clause: Penstock's own errors are one already, others need the name of their type."""
+    """Describe `error` in one clause. Errors of other packages are preceded by the name of their type."""
     if isinstance(error, ModuleNotFoundError):
-        # A library of an extra that this host lacks is the user's to install.
+        # If the library of an extra is missing on this host, the user has to install it.
         error = missing_library(error) or error
     text = str(error).strip()
     if isinstance(error, PenstockError):
@@ -266,17 +275,22 @@ EAGER_POLLS = 200
 FIRST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 2e-3
 SLEEP_SHARE = 0.1
-"""A sleep is this part of the wait so far, so that short waits end soon. With doubling sleeps a barrier of 4
-ranks on 2 cores was 250 times slower, because a collective only progresses while its ranks poll."""
+"""A sleep takes this share of the wait so far, so that short waits end soon. If sleeps doubled instead, a
+barrier of 4 ranks on 2 cores would take 250 times as long, because a collective only progresses while its
+ranks poll.
+"""
 LATE_AFTER_S = 5.0
-"""A wait longer than this, or than half its limit, calls `on_late`: the launcher then knows who waits."""
+"""A wait longer than this, or than half its limit, calls `on_late`, so that the launcher knows who is
+waiting.
+"""
 
 
 class PollingWait:
-    """A wait by polling, with one limit for all its steps. Its clock starts at construction.
+    """A wait by polling, with one limit for all its steps. The time counts from construction.
 
-    Ranks may outnumber cores, so a waiting rank must give up its core to those it waits for: it polls
-    eagerly at first, then sleeps longer and longer. Every wait ends, at the latest with a `WaitTimeout`.
+    Ranks may outnumber cores, so a waiting rank must leave its core to the ranks that it waits for: it polls
+    frequently at first, then sleeps longer and longer. Every wait ends, at the latest by raising
+    `WaitTimeout`.
     """
 
     def __init__(
@@ -297,11 +311,11 @@ class PollingWait:
 
     @property
     def waited_s(self) -> float:
-        """The time since it began."""
+        """The time since construction."""
         return self._clock() - self._started_s
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Return once `ready()` is true; it is called at least once, even when no time is left."""
+        """Wait until `ready()` is true. It is called at least once, even if no time is left."""
         for _ in range(EAGER_POLLS):
             if ready():
                 return
@@ -318,7 +332,7 @@ class PollingWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWait:
-    """The wait of this rank at the moment; `absent` has the ranks that have not arrived, where known."""
+    """The current wait of this rank. `absent` has the ranks that have not arrived, if they are known."""
 
     awaiting: str
     waited_s: float
@@ -326,10 +340,10 @@ class RankWait:
 
 
 class Comm(ABC):
-    """One rank's view of its job. `awaiting` is a phrase for people: "all ranks to finish writing".
+    """One rank's view of its job. `awaiting` is a phrase for messages: "all ranks to finish writing".
 
-    Subclasses start moves of bytes and never block. A rank that left a call early never makes another one,
-    because the ranks would be out of step.
+    Subclasses only start transfers and never block. A rank that has left a call early refuses all further
+    calls, because the ranks would be out of step.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
@@ -337,19 +351,19 @@ class Comm(ABC):
         self.size = size
         self.host = host
         self.timeout_s = DEFAULT_TIMEOUT_S
-        """The limit of waits whose call sets none."""
+        """The limit of waits in calls that set none."""
         self.carrier = ""
-        """The library that carries messages, and its version; "" where nothing has to."""
+        """The library that transfers messages, and its version; "" if no messages are needed."""
         self.on_late: Callable[[int, str], None] = lambda _call, _awaiting: None
-        """Called once for a call that waits long, with the call's number and what it awaits."""
+        """Called once for a call that waits long, with the number of the call and what it is waiting for."""
         self.find_absent: Callable[[int], tuple[int, ...]] = lambda _call: ()
-        """The ranks that have not arrived at a call of this number, if a launcher knows them."""
+        """Returns the ranks that have not arrived at the call of this number, if a launcher knows them."""
         self._call = 0
         self._left_early: str | None = None
         self._wait: PollingWait | None = None
 
     def present_wait(self) -> RankWait | None:
-        """Return what this rank waits for; any thread may ask."""
+        """Return what this rank is waiting for. Any thread may call this."""
         wait, call = self._wait, self._call
         if wait is None:
             return None
@@ -361,9 +375,9 @@ class Comm(ABC):
             self._move_nothing(wait)
 
     def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
-        """Return rank 0's `value` on every rank; what others pass is ignored.
+        """Return rank 0's `value` on every rank. The values of other ranks are ignored.
 
-        Here and in `gather`, a value that cannot be pickled is `RankFailed` on all ranks.
+        Here and in `gather`, a value that cannot be pickled raises `RankFailed` on all ranks.
         """
         with self._collective(awaiting, timeout_s) as wait:
             packed = self._broadcast_bytes(_pack(self, value) if self.rank == 0 else None, wait)
@@ -388,7 +402,7 @@ class Comm(ABC):
     def gather_bytes_on_rank0(
         self, payload: bytes, *, awaiting: str, timeout_s: float | None = None
     ) -> list[bytes]:
-        """Return every rank's bytes, in rank order, on rank 0; nothing elsewhere."""
+        """Return every rank's bytes, in rank order, on rank 0, and an empty list on the others."""
         with self._collective(awaiting, timeout_s) as wait:
             payloads = self._gather_bytes(payload, wait, only_on_rank0=True)
         return payloads if self.rank == 0 else []
@@ -396,12 +410,12 @@ class Comm(ABC):
     def scatter_bytes(
         self, payloads: Sequence[bytes] | None, *, awaiting: str, timeout_s: float | None = None
     ) -> bytes:
-        """Return this rank's element of what rank 0 passes; others pass None."""
+        """Return this rank's element of the sequence that rank 0 passes. Other ranks pass None."""
         with self._collective(awaiting, timeout_s) as wait:
             return self._scatter_bytes(payloads if self.rank == 0 else None, wait)
 
     def transfer(self) -> PointToPoint:
-        """Open point-to-point transfers between the same ranks, where the library has them; collective."""
+        """Open point-to-point transfers between the same ranks, if the library has them. Collective."""
         raise Unavailable(
             f"{type(self).__name__} cannot move bytes between two ranks",
             fix="Run under MPI or torch.distributed.",
@@ -409,7 +423,7 @@ class Comm(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the job; collective, and the last call."""
+        """Leave the job. Collective, and the last call."""
 
     @abstractmethod
     def _move_nothing(self, wait: PollingWait) -> None: ...
@@ -419,10 +433,10 @@ class Comm(ABC):
 
     @abstractmethod
     def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
-        """Return the bytes of all ranks, in their order; if `only_on_rank0`, others may get anything."""
+        """Return the bytes of all ranks in rank order. If `only_on_rank0`, other ranks may get any result."""
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
-        # A library that can do this directly overrides it.
+        # Subclasses whose library can do this directly override it.
         packed = None if payloads is None else pickle.dumps(payloads)
         received: list[bytes] = pickle.loads(self._broadcast_bytes(packed, wait))  # noqa: S301 - see `_unpack`
         return received[self.rank]
@@ -451,7 +465,7 @@ class Comm(ABC):
         self._left_early = None
 
     def _unpack(self, packed: list[bytes]) -> list[Any]:
-        # Ranks of one job trust each other: a process that can send here already runs code as this user.
+        # The ranks of a job trust each other: a process that can send here already runs code as this user.
         values = [pickle.loads(payload) for payload in packed]  # noqa: S301
         for value in values:
             if isinstance(value, _Unsendable):
@@ -460,7 +474,7 @@ class Comm(ABC):
 
 
 def broken_connection(error: RuntimeError, awaiting: str, place: str) -> RankError:
-    """The error of a connection that a library lost."""
+    """The error to raise when a library has lost a connection."""
     return RankError(
         f"The connection between ranks broke while waiting for {awaiting}: {error}",
         where=place,
@@ -469,7 +483,7 @@ def broken_connection(error: RuntimeError, awaiting: str, place: str) -> RankErr
 
 
 class SoloComm(Comm):
-    """Rank 0 of 1. Nothing is awaited, so nothing times out."""
+    """The only rank of a job of one. It never waits, so it never times out."""
 
     def __init__(self, host: str = "localhost") -> None:
         super().__init__(0, 1, host)

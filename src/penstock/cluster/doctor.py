@@ -1,6 +1,6 @@
-"""What is installed and usable on this machine, and how to fix what is not. It changes nothing.
+"""Report what is installed and usable on this machine, and how to fix the rest. Nothing is changed.
 
-A check never raises: what it cannot determine, it reports.
+A check never raises an error: it reports whatever it cannot determine.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ State = Literal["ok", "limited", "missing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The result of one check. If it is `limited` or `missing`, there is a `fix`."""
+    """The result of one check. A result of `limited` or `missing` comes with a `fix`."""
 
     area: str
     subject: str
@@ -96,10 +96,10 @@ _EXTRAS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "pages": ("packages", "HTML pages"),
     }
 )
-"""Extra -> the area of the report that its packages belong to, and what they are for."""
+"""For each extra, the area of the report that its packages belong to, and their purpose."""
 
 _DISTRIBUTIONS: Final = {"PIL": "pillow", "s3torchconnectorclient": "s3torchconnector"}
-"""Modules whose distribution has another name."""
+"""Modules whose distribution has a different name."""
 
 
 def _packages(area: str) -> Iterator[Diagnosis]:
@@ -111,7 +111,7 @@ def _packages(area: str) -> Iterator[Diagnosis]:
 
 
 def _package(area: str, distribution: str, purpose: str, command: str) -> Diagnosis:
-    """Look for a package in the metadata of packages: importing torch takes seconds."""
+    """Look for a package in the metadata of packages, because importing torch takes seconds."""
     version = package_versions([distribution]).get(distribution)
     return _check(
         area,
@@ -168,7 +168,7 @@ def _files(folder: Path) -> Iterator[Diagnosis]:
         good=usage.free > 0.05 * usage.total,
         otherwise="Free some space before measuring: a nearly full file system is slower.",
     )
-    # On tmpfs, too, files may open with O_DIRECT: success does not prove a disk.
+    # Files on tmpfs may also open with O_DIRECT, so success does not prove that there is a disk.
     refusal = ""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".penstock-doctor-") as room:
@@ -250,7 +250,7 @@ def _clock() -> Iterator[Diagnosis]:
 
 
 class _Timex(ctypes.Structure):
-    """As large as the kernel's `struct timex`; only the call's return value is used."""
+    """A structure of the size of the kernel's `struct timex`. Only the call's return value is used."""
 
     _fields_ = (("modes", ctypes.c_uint), ("rest", ctypes.c_byte * 252))
 

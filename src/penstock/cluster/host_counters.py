@@ -1,10 +1,10 @@
 """The kernel counters of a host during a run, and which of them cover the bytes of a storage.
 
-They are read from `/proc` and `/sys`, once a second.
+They are read from `/proc` and `/sys` once a second; tests replace their root.
 
-Tests replace the root. Invariants: a sample holds only integers that the kernel counts by itself, so that the
-difference of two samples is what happened between them on the whole host; the sampler keeps one sample in
-memory, and its failure does not fail the run but is reported at the end.
+Invariants: a sample has only integers that the kernel itself counts, so that the difference of two samples is
+what happened between them on the whole host; the sampler keeps one sample in memory, and if it fails, the run
+does not fail but reports this at its end.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 ROOT: Final = Path("/")
 _SECTOR_BYTES: Final = 512
 _IB_WORD_BYTES: Final = 4
-"""InfiniBand's ports count words of four bytes, whatever their width."""
+"""InfiniBand ports count words of four bytes, whatever the width of their link."""
 _NO_DRIVES: Final = ("loop", "ram", "zram", "sr", "fd")
 _MEMORY: Final = {
     "MemFree": "free", "MemAvailable": "available", "Cached": "cached", "Dirty": "dirty",
@@ -36,15 +36,15 @@ _DRIVE: Final = (
     "", "busy_ms", "queued_ms", "discards", "merged_discards", "discarded_bytes", "discard_ms", "flushes",
     "flush_ms",
 )  # fmt: skip
-"""The fields of a line of `/proc/diskstats` in their order; older kernels end earlier."""
+"""The fields of a line of `/proc/diskstats`, in order. Older kernels have only the first of them."""
 _CPU: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostHardware:
-    """The devices of a host that move bytes: whole drives, network interfaces and InfiniBand ports.
+    """The devices of a host that transfer bytes: whole drives, network interfaces and InfiniBand ports.
 
-    `boot_id` identifies the machine, "" if unknown: its containers share its drives.
+    `boot_id` identifies the machine, whose drives all its containers share; "" if unknown.
     """
 
     boot_id: str
@@ -55,14 +55,14 @@ class HostHardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterSample:
-    """All counters at one moment of CLOCK_MONOTONIC, by names like `disk.vda.read_bytes`."""
+    """All counters at one time of CLOCK_MONOTONIC, under names like `disk.vda.read_bytes`."""
 
     monotonic_ns: int
     values: Mapping[str, int]
 
 
 def find_hardware(root: Path = ROOT) -> HostHardware:
-    """Find the devices; once, before the first sample."""
+    """Find the devices. Called once, before the first sample."""
     boot_id = root / "proc/sys/kernel/random/boot_id"
     return HostHardware(
         boot_id=_text(boot_id).strip() if boot_id.is_file() else "",
@@ -83,7 +83,10 @@ def find_hardware(root: Path = ROOT) -> HostHardware:
 
 
 def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
-    """The counters now. `OSError` without `/proc`; counters that this kernel lacks are left out."""
+    """Read the current counters. Raises `OSError` if there is no `/proc`.
+
+    Counters that this kernel lacks are left out.
+    """
     monotonic_ns = time.monotonic_ns()
     # The sums of all processors, which the kernel counts in ticks.
     tick_ms = 1000 // os.sysconf("SC_CLK_TCK")
@@ -93,7 +96,7 @@ def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
         name, _, size = line.partition(":")
         if name in _MEMORY:
             values[f"memory.{_MEMORY[name]}_bytes"] = int(size.split()[0]) * 1024
-    # Drives, partitions and devices made of them; those that were never used are left out.
+    # Drives, partitions and devices built on them. Those that were never used are left out.
     for line in _text(root / "proc/diskstats").splitlines():
         _, _, name, *fields = line.split()
         counts = dict(zip(_DRIVE, fields, strict=False))
@@ -103,7 +106,7 @@ def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
             if counter:
                 unit = _SECTOR_BYTES if counter.endswith("_bytes") else 1
                 values[f"disk.{name}.{counter}"] = int(count) * unit
-    # Physical interfaces, and the loopback, which shows services on the same host.
+    # Physical interfaces, and the loopback interface, which carries the traffic of services on the same host.
     for line in _text(root / "proc/net/dev").splitlines()[2:]:
         name, _, sizes = line.partition(":")
         name = name.strip()
@@ -111,7 +114,7 @@ def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
             fields = sizes.split()
             values[f"net.{name}.received_bytes"] = int(fields[0])
             values[f"net.{name}.sent_bytes"] = int(fields[8])
-    # RDMA, which network interfaces do not count.
+    # RDMA, which the counters of network interfaces do not include.
     for name in hardware.ports:
         device, _, port = name.partition("/")
         folder = root / "sys/class/infiniband" / device / "ports" / port / "counters"
@@ -149,10 +152,10 @@ class CounterSampler:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name="counters", daemon=True)
         self.failure: str | None = None
-        """Why sampling stopped; None while it runs."""
+        """The reason why sampling stopped; None while it runs."""
 
     def sample(self) -> CounterSample | None:
-        """Take one more sample now; None once sampling has failed. Any thread may call."""
+        """Take one more sample now; None if sampling has failed. Any thread may call this."""
         with self._lock:
             if self.failure is not None:
                 return None
@@ -187,10 +190,10 @@ _NETWORK: Final = frozenset(
     {"nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "smb3", "pvfs2", "orangefs", "afs", "gpfs"}
 )
 _POOLS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
-"""File systems over several drives, under a device number of their own."""
+"""File systems that span several drives and have a device number of their own."""
 _MEMORY_KINDS: Final = frozenset({"tmpfs", "ramfs"})
 _IN_MEMORY: Final = ("loop", "ram", "zram")
-"""Devices backed by files or memory: what they count may have come from RAM."""
+"""Devices backed by files or memory, so the bytes that they count may have come from RAM."""
 
 Watched = Literal["device", "drives", "network", "client", "memory", "nothing"]
 
@@ -199,7 +202,7 @@ Watched = Literal["device", "drives", "network", "client", "memory", "nothing"]
 class CounterCoverage:
     """The counters to read: of one device, drives, networks, a client's networks and caches, or none.
 
-    Of a file system in memory no device moves a byte: there is nothing to read, and that is known.
+    For a file system in memory, it is certain that no device transfers a byte, so there is nothing to read.
     """
 
     watched: Watched
@@ -208,9 +211,9 @@ class CounterCoverage:
 
 
 def find_coverage(storage: Storage, *, proc: Path = Path("/proc")) -> CounterCoverage:
-    """Find the counters of this host that cover the storage's bytes; once, before a run.
+    """Find the counters of this host that cover the storage's bytes. Called once, before a run.
 
-    Where it is not certain that any do, the answer is "nothing", with the reason.
+    If it is not certain that any counter does, the result is "nothing", with the reason.
     """
     if isinstance(unwrap(storage), SupportsEndpoints):
         return CounterCoverage(watched="network")
@@ -222,7 +225,7 @@ def find_coverage(storage: Storage, *, proc: Path = Path("/proc")) -> CounterCov
 
 
 def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCoverage:
-    """The same for a folder on the file system with device number `device`."""
+    """Find the counters for a folder on the file system with device number `device`."""
     if os.major(device):
         numbers = [str(os.major(device)), str(os.minor(device))]
         lines = map(str.split, _text(proc / "diskstats").splitlines())
@@ -232,7 +235,7 @@ def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCov
         if not name:
             return CounterCoverage(watched="nothing", reason=f"device {':'.join(numbers)} has no counters")
         return CounterCoverage(watched="device", device=name)
-    # The type of the innermost mount; of several on one folder the last.
+    # The type of the innermost mount. If there are several on one folder, the last counts.
     kind, depth = "an unknown file system", -1
     for line in (proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, source = line.partition(" - ")

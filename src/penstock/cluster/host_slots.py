@@ -1,7 +1,7 @@
-"""Which machines run how many ranks: `a:4,b:4`, host files, and Slurm's `node[01-03]`.
+"""Find out which hosts run how many ranks, from `a:4,b:4`, host files, or Slurm's `node[01-03]`.
 
 Invariant: a placement either holds all ranks or is refused before anything starts, and a host list that
-cannot be parsed is refused, because a host that is left out would go unnoticed.
+cannot be parsed is refused, because a missing host would go unnoticed.
 """
 
 import ipaddress
@@ -16,10 +16,11 @@ from penstock.storage.files.local_files import read_document
 
 
 def find_hosts(hosts: str | None, hostfile: str | Path | None) -> tuple[dict[str, int | None], str]:
-    """The hosts of `--hosts` or `--hostfile` with numbers of ranks, None for hosts without; and the option.
+    """The hosts of `--hosts` or `--hostfile` with their numbers of ranks, and the name of the option.
 
-    `hosts` is `a:4,b:4`, with IPv6 addresses in brackets: `[fe80::1]:4`. A host file has one host per line:
-    `a`, `a:4` (MPICH) or `a slots=4` (Open MPI); `#` begins a comment.
+    The number is None for hosts without one. `hosts` is `a:4,b:4`, with IPv6 addresses in brackets:
+    `[fe80::1]:4`. A host file has one host per line: `a`, `a:4` (MPICH) or `a slots=4` (Open MPI); `#` begins
+    a comment.
     """
     if hosts is not None and hostfile is not None:
         raise UsageError("--hosts and --hostfile are mutually exclusive", fix="Leave one of them out.")
@@ -49,7 +50,7 @@ def find_hosts(hosts: str | None, hostfile: str | Path | None) -> tuple[dict[str
 
 
 def place_ranks(counts: Mapping[str, int | None], ranks: int | None, *, where: str) -> dict[str, int]:
-    """The number of ranks that fit on each host; hosts without numbers share `ranks` evenly."""
+    """The number of ranks that fit on each host. Hosts without numbers share `ranks` evenly."""
     if len({count is None for count in counts.values()}) > 1:
         raise UsageError(
             "Only some hosts have a count",
@@ -68,7 +69,7 @@ def place_ranks(counts: Mapping[str, int | None], ranks: int | None, *, where: s
 
 
 def is_loopback(host: str) -> bool:
-    """True if `host` is a name or an address of the local machine for sure."""
+    """True if `host` is certainly a name or an address of the local machine."""
     if host == "localhost":
         return True
     try:
@@ -78,7 +79,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) -> None:
-    """Add a host and its number of ranks, None if it has none; refuse a host that is named twice."""
+    """Add a host and its number of ranks, None if it has none. A host that is named twice is refused."""
     match = _ENTRY.fullmatch(entry)
     if match is None:
         raise UsageError(
@@ -99,23 +100,23 @@ def _add(counts: dict[str, int | None], entry: str, text: str, *, where: str) ->
 
 
 LONGEST = 100_000
-"""In hosts: more than any cluster has, and few enough for memory."""
+"""The longest list of hosts: more than any cluster has, and few enough for memory."""
 
 _ENTRY = re.compile(r"(?:\[([^\]]+)\]|([^\[:]+))(?::(.*))?")
-"""An address in brackets or a name, and a count."""
+"""An address in brackets or a name, and then a count."""
 _COUNT = re.compile("0*[1-9][0-9]{0,8}")
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
-    """The hosts of a list in Slurm's notation, in its order; numbers keep their leading zeros."""
+    """Expand a list of hosts in Slurm's notation, keeping its order and the leading zeros of numbers."""
     items = _ITEM.findall(text)
     if not items or ",".join(items) != text:
         raise _not_understood(text, text)
     hosts: list[str] = []
     for item in items:
-        # Plain text and the content of brackets take turns: "r[1-2]c[8]" -> "r", "1-2", "c", "8", "".
+        # Plain text and the content of brackets alternate: "r[1-2]c[8]" -> "r", "1-2", "c", "8", "".
         choices = [
             [part] if number % 2 == 0 else list(_numbers(part, text))
             for number, part in enumerate(re.split(r"\[([^\]]*)\]", item))

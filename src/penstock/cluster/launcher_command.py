@@ -1,7 +1,7 @@
-"""From "run this on 8 ranks" to a launcher's command line: MPICH, Open MPI, srun and PALS.
+"""Turn "run this on 8 ranks" into the command line of a launcher: MPICH, Open MPI, srun or PALS.
 
-Invariant: values of environment variables never
-appear in a command line, where every user of a machine can read them.
+Invariant: values of environment variables never appear in a command line, which every user of a machine can
+read.
 """
 
 import os
@@ -19,14 +19,17 @@ from penstock.errors import Unavailable, UsageError
 from penstock.optional_libraries import install_command
 
 _RANKS_A_CORE = 8
-"""Ranks wait for storage, so they may outnumber cores."""
+"""The most ranks per core. Ranks wait for storage, so they may outnumber cores."""
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE_HOSTFILE")
-"""Inside these batch systems a launcher without hosts spreads ranks over the allocation's machines."""
+"""Batch systems in which a launcher without a host list spreads ranks over the allocation's machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A command: `argv` under `environment` starts `ranks` ranks by `launcher`, all here if `is_local`."""
+    """A launch: the command `argv` with `environment` starts `ranks` ranks by `launcher`.
+
+    All of them run on this machine if `is_local`.
+    """
 
     argv: tuple[str, ...]
     environment: Environment
@@ -46,9 +49,9 @@ def plan_launch(
     launcher_args: Sequence[str] = (),
     env_names: Sequence[str] = (),
 ) -> LaunchPlan:
-    """The plan for running `program_argv` by the launcher that `find_launcher` found.
+    """Plan to run `program_argv` with the launcher that `find_launcher` found.
 
-    `hosts` is `a:4,b:4`; `env_names` are exported as well as AWS_* and PENSTOCK_*.
+    `hosts` is `a:4,b:4`; `env_names` are exported in addition to AWS_* and PENSTOCK_*.
     """
     if ranks is not None and ranks < 1:
         raise UsageError(f"--ranks is {ranks}", fix="Give at least 1.")
@@ -63,7 +66,7 @@ def plan_launch(
         is_local = is_single and not any(name in environment for name in _ALLOCATIONS)
     if ranks is None:
         raise UsageError("The number of ranks is not given", fix="Give --ranks N, or --hosts a:4,b:4.")
-    # Without hosts, all are started here: a typing error of a digit would stall the machine for its users.
+    # Without hosts, all ranks start on this machine, which one digit too many could stall for all its users.
     most = _RANKS_A_CORE * len(os.sched_getaffinity(0))
     if is_local and not slots and ranks > most:
         raise UsageError(
@@ -109,18 +112,18 @@ def _options(
         )
     match launcher:
         case Launcher.HYDRA:
-            # It passes its whole environment on, by its own connections. It must not clean up by itself: that
-            # would kill the supervisors but not what the ranks have started.
+            # Hydra passes its whole environment on over its own connections. It must not clean up by itself,
+            # because that would kill the supervisors but not the processes that ranks have started.
             options = ["-genvall", "-disable-auto-cleanup"]
             placement = ["-f", hostfile] if hostfile else ["-hosts", counted]
         case Launcher.OPEN_MPI:
-            # Ranks may outnumber cores, and their workers must not share one core.
+            # Ranks may outnumber cores, and the workers of a rank must not share one core.
             options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
             placement = ["--hostfile", hostfile] if hostfile else ["--host", counted]
         case Launcher.SRUN:
-            # Slurm exports all variables by its own connections; a rank that ends must not end the others.
+            # Slurm exports all variables over its own connections. A rank that ends must not end the others.
             options = ["--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0"]
-            # It takes a node list for a file only if it contains a slash.
+            # srun takes a node list for a file only if it contains a slash.
             nodes = hostfile if hostfile and "/" in hostfile else f"./{hostfile}" if hostfile else plain
             placement = [
                 f"--nodes={len(slots)}",
@@ -128,7 +131,7 @@ def _options(
                 f"--ntasks-per-node={max(per_host, default=1)}",
             ]
             return [*options, *(placement if slots else []), f"--ntasks={ranks}"]
-        case _:  # PALS: ranks of torchrun are never started from here
+        case _:  # PALS: torchrun's ranks are never started from here
             options = ["--envall", "--cpu-bind", "none"]
             where = ["--hostfile", hostfile] if hostfile else ["--hosts", plain]
             placement = ["--ppn", str(max(per_host, default=1)), *where]
@@ -137,7 +140,10 @@ def _options(
 
 
 def find_launcher(name: str, environment: Environment) -> tuple[str, Launcher]:
-    """The program of this launcher: one next to this Python comes first, because it is of the same MPI."""
+    """Find the program of this launcher.
+
+    A program next to this Python comes first, because it belongs to the same MPI.
+    """
     wanted = "mpiexec" if name in ("auto", "pals") else name
     own = Path(sys.executable).with_name(wanted)
     is_own = name != "pals" and own.is_file()
@@ -169,7 +175,7 @@ def find_launcher(name: str, environment: Environment) -> tuple[str, Launcher]:
 
 
 def parse_version(version_text: str, program: str) -> Launcher:
-    """The launcher whose options `program` takes, from the output of its --version."""
+    """Recognize `program` by the output of its --version, and return the launcher whose options it takes."""
     marks = {
         Launcher.HYDRA: ("HYDRA", "Intel(R) MPI"),
         Launcher.OPEN_MPI: ("Open MPI", "OpenRTE", "PRRTE", "prterun"),

@@ -11,7 +11,7 @@ from penstock.errors import Unavailable, UsageError
 
 
 class Launcher(StrEnum):
-    """Launchers of ranks; several programs may belong to one."""
+    """Launchers of ranks. Several programs may belong to one launcher."""
 
     TORCHRUN = "torchrun"
     PALS = "PALS"
@@ -22,7 +22,7 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LauncherRank:
-    """The place of one process among those that `launcher` started together."""
+    """The rank of one process among those that `launcher` started together."""
 
     launcher: Launcher
     rank: int
@@ -36,18 +36,20 @@ _PLACES = (
     (Launcher.HYDRA, "PMI_RANK", "PMI_SIZE", "PMI_RANK"),
     (Launcher.SRUN, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
 )
-"""Launcher, its variables for rank and size, and one that proves its presence; innermost first."""
+"""For each launcher, the variables for rank and size, and one that proves its presence; innermost first."""
 
 _FIRST_STEP_OF_SLURM_ITSELF = 0xFFFFFFF0
-"""Batch scripts and interactive shells are steps, too, with IDs from here on, but have no ranks."""
+"""The IDs of batch scripts and interactive shells begin here. Slurm counts them as steps, but they have no
+ranks.
+"""
 
 
 def detect_rank(environment: Environment) -> LauncherRank | None:
-    """The rank that this process is; None if no launcher started it as one of several."""
+    """Find the rank of this process; None if no launcher started it as one of several."""
     for launcher, rank, size, proof in _PLACES:
         if {rank, size, proof} <= environment.keys():
             ranked = LauncherRank(launcher, _number(environment, rank), _number(environment, size))
-            # A single task of Slurm looks like a plain shell in an allocation: it does not count as a launch.
+            # A single Slurm task looks like a plain shell in an allocation, so it does not count as a launch.
             if launcher is not Launcher.SRUN or (
                 ranked.size > 1 and _number(environment, proof) < _FIRST_STEP_OF_SLURM_ITSELF
             ):
@@ -66,7 +68,7 @@ def _number(environment: Environment, name: str) -> int:
 
 
 def require_matching_size(ranked: LauncherRank, ranks: int | None) -> None:
-    """Refuse a `--ranks` that contradicts the launcher of this process; None matches any."""
+    """Raise an error if `--ranks` contradicts the launcher of this process. None matches any number."""
     if ranks is not None and ranks != ranked.size:
         raise UsageError(
             f"--ranks is {ranks}, but {ranked.launcher} started {ranked.size}",
@@ -75,7 +77,7 @@ def require_matching_size(ranked: LauncherRank, ranks: int | None) -> None:
 
 
 def host_label(environment: Environment, hostname: str) -> str:
-    """The name of this machine in messages: the user's label, the launcher's, or the host name."""
+    """The name of this machine in messages: the user's label, the launcher's name, or the host name."""
     return environment.get(HOST_LABEL) or environment.get("PMI_HOSTNAME") or hostname
 
 
@@ -83,7 +85,10 @@ SLURM_END = "SLURM_JOB_END_TIME"
 
 
 def read_slurm_end_s(environment: Environment | None = None) -> float:
-    """When Slurm ends this job, in seconds since 1970; `Unavailable` where Slurm does not set it."""
+    """The time at which Slurm ends this job, in seconds since 1970.
+
+    Raises `Unavailable` if Slurm does not set it.
+    """
     end_time = (process_environment() if environment is None else environment).get(SLURM_END, "")
     if not end_time.isdecimal():
         raise Unavailable(

@@ -1,7 +1,7 @@
-"""Ranks under MPI: non-blocking collectives, polled, so that each wait has a limit and gives up its core.
+"""Ranks under MPI. Non-blocking collectives are polled, so that waits have a limit and leave the core free.
 
-Imported only by programs that a launcher started as ranks. Invariant: buffers of a wait that was given up
-stay alive until the process ends, because MPI may still write into them.
+This module is imported only by programs that a launcher started as ranks. Invariant: the buffers of a wait
+that was given up stay alive until the process ends, because MPI may still write into them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _finish(request: MPI.Request, wait: PollingWait) -> None:
 
 
 class MpiComm(Comm):
-    """All ranks of `communicator`, in a private duplicate of it. Making one is collective.
+    """All ranks of `communicator`, in a private duplicate of it. Construction is collective.
 
-    `at_close` runs after the duplicate is freed: `join_mpi` ends MPI there.
+    `at_close` runs after the duplicate is freed; `join_mpi` uses it to end MPI.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class MpiComm(Comm):
         self._at_close = at_close
 
     def close(self) -> None:
-        """Free the duplicate, and end MPI if it was begun for this communicator; collective."""
+        """Free the duplicate, and end MPI if it was initialized for this communicator. Collective."""
         self._mpi.Free()
         if self._at_close is not None:
             self._at_close()
 
     def transfer(self) -> MpiPointToPoint:
-        """A transfer between the same ranks, in a duplicate of its own."""
+        """Open transfers between the same ranks, in a separate duplicate."""
         return MpiPointToPoint(self._mpi.Dup())
 
     def _move_nothing(self, wait: PollingWait) -> None:
@@ -68,7 +68,7 @@ class MpiComm(Comm):
     def _gather_bytes(self, payload: bytes, wait: PollingWait, *, only_on_rank0: bool) -> list[bytes]:
         gather_sizes = self._mpi.Igather if only_on_rank0 else self._mpi.Iallgather
         gather_payloads = self._mpi.Igatherv if only_on_rank0 else self._mpi.Iallgatherv
-        # On ranks that receive nothing the sizes stay zero, and MPI ignores where they would receive.
+        # On ranks that receive nothing, the sizes stay zero, and MPI ignores the receive buffer.
         sizes_bytes = np.zeros(self.size, dtype=np.int64)
         _finish(gather_sizes(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
         ends = np.cumsum(sizes_bytes)
@@ -78,7 +78,8 @@ class MpiComm(Comm):
         return [part.tobytes() for part in np.split(received, ends[:-1])]
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
-        # Equal parts for all travel as one broadcast, whose size is announced as a negative one.
+        # A part that is equal for all ranks travels as one broadcast, whose size is announced as a negative
+        # number.
         is_same = payloads is not None and all(part is payloads[0] for part in payloads)
         sizes_bytes = np.array([len(part) for part in payloads or ()], dtype=np.int64)
         own_size = np.empty(1, dtype=np.int64)
@@ -100,7 +101,10 @@ class MpiComm(Comm):
 
 
 class MpiPointToPoint:
-    """Point to point through MPI, polled. Any thread may call: MPI is initialized with THREAD_MULTIPLE."""
+    """Point-to-point transfers through MPI, by polling.
+
+    Any thread may call these methods, because MPI is initialized with THREAD_MULTIPLE.
+    """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self.rank = communicator.Get_rank()
@@ -108,11 +112,11 @@ class MpiPointToPoint:
         self._mpi = communicator
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> MpiPendingTransfer:
-        """Begin to send the whole of `buffer`."""
+        """Begin to send all of `buffer`."""
         return MpiPendingTransfer(self._mpi.Isend(np.frombuffer(buffer, dtype=np.uint8), to, tag))
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> MpiPendingTransfer:
-        """Begin to fill the whole of `buffer`."""
+        """Begin to fill all of `buffer`."""
         return MpiPendingTransfer(self._mpi.Irecv(np.frombuffer(buffer, dtype=np.uint8), source, tag))
 
     def close(self) -> None:
@@ -127,17 +131,17 @@ class MpiPendingTransfer:
         self._request = request
 
     def wait(self, *, awaiting: str, timeout_s: float) -> None:
-        """Return when the bytes have left, or arrived."""
+        """Wait until the bytes have been sent or received."""
         _finish(self._request, PollingWait(awaiting, timeout_s))
 
 
 def join_mpi(host: str, expected_size: int) -> MpiComm:
-    """Initialize MPI, once per process, and join the world of the launcher's `expected_size` ranks."""
+    """Initialize MPI, once per process, and join the launcher's world of `expected_size` ranks."""
     try:
-        import mpi4py  # noqa: PLC0415 - optional, and its settings come before its import of MPI
+        import mpi4py  # noqa: PLC0415 - optional, and configured before it imports MPI
 
-        # Initialising on import would make every mention of MPI a collective act; ending it at exit
-        # would make a failed rank wait for ranks that wait for it.
+        # If MPI were initialized on import, every mention of it would be collective. If it ended at exit, a
+        # failed rank would wait for ranks that wait for it.
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         from mpi4py import MPI  # noqa: PLC0415

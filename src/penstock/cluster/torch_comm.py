@@ -1,10 +1,10 @@
-"""Ranks under torch.distributed: the default group, one that a trainer passes, or one made by its ranks.
+"""Ranks under torch.distributed: the default group, a trainer's group, or one that its ranks create.
 
-Messages are tensors in main memory, so the group needs a gloo backend. `torch.distributed.new_group` names a
-group that only some ranks make by the number of groups that each of them has: ranks with different numbers
-never find each other, and a reused name leads to dead addresses; `make_group` does not. Invariants: torch's
-own errors become `RankError`s; no two groups made here in a job share a name, and only the ranks of a group
-take part in making it.
+Messages are tensors in main memory, so the group needs a gloo backend. If only some ranks create a group,
+`torch.distributed.new_group` names it by the number of groups that each of them has. Ranks with different
+numbers then never find each other, and a reused name leads to dead addresses. `make_group` avoids both.
+Invariants: torch's own errors become `RankError`s; no two groups created here in a job have the same name,
+and only the ranks of a group take part in creating it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from penstock.environment import Environment
 from penstock.errors import Unavailable, UsageError, WaitTimeout, name_some
 
 LONGEST_CALL = timedelta(days=7)
-"""gloo's own limit, which must not come first: each call of a `Comm` has one of its own."""
+"""gloo's own limit, which must never be the first to pass, because each call of a `Comm` has its own limit.
+"""
 HEAD_BYTES = 504
-"""The part of a payload that travels with its size: most payloads of a save are shorter, and need no more."""
+"""The part of a payload that travels together with its size. Most payloads of a save fit into it."""
 
 
 class TorchComm(Comm):
-    """All ranks of `group`, which stays the caller's unless `at_close` ends it."""
+    """All ranks of `group`, which belongs to the caller unless `at_close` ends it."""
 
     def __init__(self, host: str, group: Any = None, *, at_close: Callable[[], None] | None = None) -> None:
         if group is None or isinstance(group, dist.ProcessGroup):
@@ -45,21 +46,23 @@ class TorchComm(Comm):
         self._last_work: Any = None
 
     def close(self) -> None:
-        """Release the group, and end it if it was made for this communicator; collective."""
+        """Release the group, and end it if it was created for this communicator. Collective."""
         if self._at_close is not None:
             self._at_close()
         if self._left_early is not None and self._group is not None:
-            # Its end would wait for a call to which other ranks do not come: it ends with the process.
+            # Ending the group would wait for a call that other ranks do not make, so it lives until the
+            # process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = self._last_work = None
 
     def transfer(self) -> TorchPointToPoint:
-        """Open transfers in the same group; gloo keeps them apart from collectives."""
+        """Open transfers in the same group. gloo keeps them apart from collectives."""
         return TorchPointToPoint(self._group, f"rank {self.rank} on {self.host}")
 
     def _finish(self, work: Any, wait: PollingWait) -> None:
-        # Kept until the next one: let go of last by a thread of gloo, its tensors need the interpreter there,
-        # and one that is about to end takes the process down with SIGABRT.
+        # Kept until the next call. If a thread of gloo released it last, freeing its tensors would need the
+        # interpreter in that thread, and if the interpreter is about to end, the process would abort with
+        # SIGABRT.
         self._last_work = work
         wait.until(work.is_completed)
         work.wait()
@@ -67,8 +70,8 @@ class TorchComm(Comm):
     def _move_nothing(self, wait: PollingWait) -> None:
         self._finish(self._group.allreduce([torch.zeros(1, device="cpu")]), wait)
 
-    # gloo moves equal shapes only. Heads travel first: the size of a payload and its first bytes, which are
-    # all of a short one. Longer payloads follow, padded to the longest.
+    # gloo transfers only equal shapes. Heads travel first: each has the size of a payload and its first
+    # bytes, which are all of a short payload. Longer payloads follow, padded to the longest.
 
     def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
         head = _make_head(payload or b"")
@@ -99,7 +102,7 @@ class TorchComm(Comm):
         ]
 
     def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
-        # One broadcast carries a part that is the same for all ranks, or else the sizes of their parts.
+        # One broadcast carries either a part that is the same for all ranks, or the sizes of their parts.
         announced = None
         if payloads is not None:
             is_same = all(part is payloads[0] for part in payloads)
@@ -115,7 +118,7 @@ class TorchComm(Comm):
 
 
 def _require_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one, if it can send main memory."""
+    """Return the group, or else the default one, if it can send main memory."""
     if not dist.is_initialized():
         raise UsageError(
             "torch.distributed is not initialized", fix="Call init_process_group before joining."
@@ -159,11 +162,11 @@ class TorchPointToPoint:
         self._place = place
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
-        """Begin to send the whole of `buffer`."""
+        """Begin to send all of `buffer`."""
         return self._begin("send", buffer, to, tag)
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
-        """Begin to fill the whole of `buffer`."""
+        """Begin to fill all of `buffer`."""
         return self._begin("recv", buffer, source, tag)
 
     def close(self) -> None:
@@ -181,14 +184,14 @@ class TorchPointToPoint:
 
 
 class TorchPendingTransfer:
-    """One send or receive of gloo; None for one of no bytes."""
+    """One send or receive of gloo. `work` is None if there are no bytes to transfer."""
 
     def __init__(self, work: Any, place: str) -> None:
         self._work = work
         self._place = place
 
     def wait(self, *, awaiting: str, timeout_s: float) -> None:
-        """Return when the bytes have left, or arrived."""
+        """Wait until the bytes have been sent or received."""
         if self._work is None:
             return
         try:
@@ -200,7 +203,7 @@ class TorchPendingTransfer:
 
 
 def join_torchrun(environment: Environment, host: str) -> TorchComm:
-    """Make the default group from the variables of torchrun, unless there is one already."""
+    """Create the default group from torchrun's variables, unless it exists already."""
     if not dist.is_available():
         raise Unavailable(
             "This torch was built without torch.distributed", fix="Install a torch wheel from its makers."
@@ -215,7 +218,7 @@ def join_torchrun(environment: Environment, host: str) -> TorchComm:
             world_size=size,
             is_master=rank == 0 and not agent_serves,
         )
-        # A restarted job finds the agent's old store: its attempts must not meet each other's keys.
+        # A restarted job finds the agent's old store, in which attempts must not see each other's keys.
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefixed = dist.PrefixStore(f"penstock/{attempt}", store)  # type: ignore[attr-defined] # likewise
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=LONGEST_CALL)
@@ -223,13 +226,13 @@ def join_torchrun(environment: Environment, host: str) -> TorchComm:
 
 
 def make_group(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Make a gloo group of these ranks, numbered as in the job. Collective over them.
+    """Create a gloo group of these ranks, numbered as in the job. Collective over them.
 
-    Gloo itself waits for all of them without hearing signals: so it only begins once all have arrived.
+    gloo waits for all ranks without noticing signals, so it is only called once all have arrived.
     """
     name = "penstock/" + hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
     store = _get_default_store()
-    # Each rank counts its groups; ranks make their common groups in the same order, so their counts agree.
+    # Each rank counts its groups. Ranks create their common groups in the same order, so their counts agree.
     number = store.add(f"{name}/{dist.get_rank()}", 1)
     own_store = dist.PrefixStore(f"{name}/{number}/", store)  # type: ignore[attr-defined] # not in torch's stubs
     _await_all(own_store, ranks, timeout_s)
@@ -238,11 +241,11 @@ def make_group(ranks: Sequence[int], timeout_s: float) -> Any:
 
 
 _LONGEST_WAIT_S = 0.2
-"""Of one wait in the store, during which no signal is heard."""
+"""The limit of one wait in the store, during which no signal is noticed."""
 
 
 def _await_all(store: Any, ranks: Sequence[int], timeout_s: float) -> None:
-    """Wait until all of these ranks have called this; `WaitTimeout` names those that have not."""
+    """Wait until all of these ranks have called this function. `WaitTimeout` names those that have not."""
     began_s = time.monotonic()
     awaiting, place = "all ranks to make a group", f"rank {dist.get_rank()}"
     try:

@@ -1,13 +1,13 @@
-"""From the hosts of a cluster to its facts, or to the error that names the missing hosts.
+"""Collect the facts of a cluster's hosts, or raise the error that names the missing hosts.
 
-Each host's facts come from an agent (`penstock.cluster.facts.read_host`), a process that is started here, by
-ssh or by a launcher: one for each host, many at once, so that a dead host costs only its own answer. In a run
-its ranks read them, the lowest rank of each host for its own machine. Values of variables never appear in
-command lines (see `launcher_command`).
+Each host's facts come from an agent (`penstock.cluster.facts.read_host`), a process that is started locally,
+by ssh or by a launcher. Each host has its own process, and many run at once, so that a dead host costs only
+its own answer. In a run, the lowest rank of each host reads the facts of its machine. Values of variables
+never appear in command lines (see `launcher_command`).
 
-Invariants: an answer counts only if its process ended with 0 and its document is complete and of this
-version; otherwise its host is absent, with the reason. When a query ends, every process that it started has
-ended.
+Invariants: an answer counts only if its process exited with 0 and its document is complete and of this
+version; otherwise the host counts as absent, with the reason. When a query ends, every process that it
+started has ended.
 """
 
 import contextlib
@@ -42,25 +42,27 @@ from penstock.errors import DataDamaged, HostsAbsent, PenstockError, UsageError
 AT_ONCE = 32
 POLL_S = 0.02
 GRACE_S = 1.0
-"""How long a launcher may take to end its remote process after SIGTERM."""
+"""The time within which a launcher must end its remote process after SIGTERM."""
 NOT_STARTED = 127
-"""The exit code of shells for a missing program."""
+"""The exit code of shells for a program that does not exist."""
 LONGEST_ANSWER_BYTES = 16 << 20
 LONGEST_STDERR = 4_000
 LONGEST_LINE = 200
-"""In characters: limits of the file's excerpt, and of a line in an error."""
+"""The limits, in characters, of standard error's excerpt in the file, and of a line in an error."""
 
 CommandFor = Callable[[str], Sequence[str]]
-"""The command line that runs the agent on a host."""
+"""Returns the command line that runs the agent on a host."""
 _SSH_VARIABLES = frozenset(
     {"HOME", "KRB5CCNAME", "LANG", "LOGNAME", "PATH", "SHELL", "SSH_AUTH_SOCK", "TMPDIR", "USER"}
 )
-"""Variables that ssh itself needs. It gets no others: a user's SendEnv may forward any, secrets, too."""
+"""Variables that ssh itself needs. It gets no others, because a user's SendEnv may forward any, including
+secrets.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutput:
-    """The output of one host's agent. `exit_code` is None where the process was ended at its limit."""
+    """The output of one host's agent. `exit_code` is None if the process was ended at its time limit."""
 
     host: str
     exit_code: int | None
@@ -79,9 +81,10 @@ def plan_agents(
     arguments: Sequence[str] = (),
     timeout_s: float,
 ) -> tuple[CommandFor, Environment]:
-    """The command line of each host's agent, and the variables that it gets.
+    """The command line of each host's agent, and the variables that it receives.
 
-    `python` is the interpreter on the hosts. `arguments` are the launcher's or ssh's, which never prompts.
+    `python` is the interpreter on the hosts. `arguments` are passed to the launcher, or to ssh, which never
+    prompts.
     """
     # `-P` keeps files of the working folder from being imported as modules.
     agent = (python, "-P", "-m", "penstock.cluster.facts.read_host")
@@ -91,15 +94,15 @@ def plan_agents(
         limit = f"ConnectTimeout={math.ceil(timeout_s)}"
         fixed = ("ssh", "-T", "-o", "BatchMode=yes", *arguments, "-o", limit)
         variables = {name: environment[name] for name in environment if name in _SSH_VARIABLES}
-        # The remote shell parses one line; after `--` no host name is taken for an option.
+        # The remote shell parses one line. After `--`, no host name is taken for an option.
         return lambda host: (*fixed, "--", host, f"exec {shlex.join(agent)}"), variables
     if via == "slurm":
-        # Without --overlap a step waits until the job's other steps leave its processors.
+        # Without --overlap, a step waits until the job's other steps release its processors.
         launcher, arguments = "srun", ("--overlap", *arguments)
     program = find_launcher(launcher, environment)
 
     def launch_on(host: str) -> Sequence[str]:
-        # An IPv6 address must be in brackets where a count follows.
+        # An IPv6 address must be in brackets if a count follows.
         slot = f"[{host}]:1" if ":" in host else f"{host}:1"
         return plan_launch(agent, environment, launcher=program, hosts=slot, launcher_args=arguments).argv
 
@@ -114,7 +117,7 @@ def query_hosts(
     timeout_s: float,
     at_once: int = AT_ONCE,
 ) -> Generator[AgentOutput, None, None]:
-    """Yield the answers of all hosts as they arrive; the limit of a host begins when its process starts."""
+    """Yield the answers of all hosts as they arrive. A host's time limit begins when its process starts."""
     waiting = list(reversed(hosts))
     running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes], float, float]] = {}
     with contextlib.ExitStack() as cleanup:
@@ -133,7 +136,7 @@ def query_hosts(
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,
-                        start_new_session=True,  # its own group, to end all that the launcher starts here
+                        start_new_session=True,  # in a new group, to end all that the launcher starts here
                     )
                 except OSError as error:
                     yield AgentOutput(
@@ -152,7 +155,7 @@ def query_hosts(
                 for host, (process, *_, deadline_s) in running.items()
                 if process.poll() is not None or now_s > deadline_s
             }
-            answered_unix_s = time.time()  # after `poll`: it must not be before the end
+            answered_unix_s = time.time()  # after `poll`, so that it is not before the process ended
             _end([running[host][0] for host in exit_codes])
             for host, exit_code in exit_codes.items():
                 _, out, err, asked_unix_s, _ = running.pop(host)
@@ -170,7 +173,7 @@ def query_hosts(
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End the processes; launchers pass SIGTERM on to the other machines."""
-    # All at once first, so that the grace period is waited for once.
+    # Signal all processes first, so that the grace period passes only once.
     deadline_s = time.monotonic() + GRACE_S
     for process in processes:
         if process.poll() is None:
@@ -200,7 +203,7 @@ def collect_from_hosts(
 ) -> ClusterFacts:
     """The facts of all `hosts` from their answers, as `query_hosts` yields them.
 
-    Raises `HostsAbsent` if some did not report, unless `allow_partial`.
+    Raises `HostsAbsent` if some hosts did not report, unless `allow_partial` is set.
     """
     duplicate = next((host for host in hosts if list(hosts).count(host) > 1), None)
     if duplicate is not None or not hosts:
@@ -231,8 +234,8 @@ def _combine(via: Via, collected_at: str, outcomes: Sequence[PresentHost | Absen
 
 
 def parse_agent_output(answer: AgentOutput, *, timeout_s: float) -> PresentHost | AbsentHost:
-    """A host's report, or why there is none."""
-    # Either the beginning or the end may contain the reason.
+    """Parse a host's report, or find the reason why there is none."""
+    # Both the beginning and the end may contain the reason.
     stderr, half = answer.stderr.strip(), LONGEST_STDERR // 2
     if len(stderr) > LONGEST_STDERR:
         stderr = f"{stderr[:half]}\n...\n{stderr[-half:]}"
@@ -243,7 +246,8 @@ def parse_agent_output(answer: AgentOutput, *, timeout_s: float) -> PresentHost 
     if answer.exit_code is None:
         return absent(f"no answer within {timeout_s:g} s")
     if answer.exit_code != 0:
-        # Even with a complete document: the launcher failed at something that is not visible here.
+        # The document does not count even if it is complete, because the launcher failed for a reason unknown
+        # here.
         return absent(f"exit code {answer.exit_code}")
     document = extract_document(answer.stdout)
     if document is None:
@@ -264,7 +268,7 @@ def _describe_absence(absent: AbsentHost) -> str:
     lines = [line.strip()[:LONGEST_LINE] for line in absent.stderr.splitlines() if line.strip()]
     if not lines:
         return absent.reason
-    # Launchers print the cause first and its consequences after it; tracebacks end with the cause.
+    # Launchers print the cause first and its consequences after it, whereas tracebacks end with the cause.
     excerpt = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
     return f"{absent.reason}, with the output: {excerpt}"
 
@@ -272,7 +276,10 @@ def _describe_absence(absent: AbsentHost) -> str:
 def collect_from_ranks(
     comm: Comm, environment: Environment, *, now: Callable[[], datetime], root: Path = ROOT
 ) -> ClusterFacts:
-    """The facts of all hosts that have ranks, the same on every rank. Collective; never raises for a host."""
+    """Collect the facts of all hosts that have ranks.
+
+    The result is the same on every rank. Collective. A host whose facts cannot be read raises no error.
+    """
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     reads = hosts.index(comm.host) == comm.rank
     asked_unix_s = time.time()

@@ -1,7 +1,7 @@
-"""Checks that the hosts of a cluster are alike, one for each subject.
+"""Check that the hosts of a cluster are alike, one subject at a time.
 
-Pure. Where a fact of some host is unknown, the subject is "not checked" and the host is named: missing facts
-never count as equal. A difference that is known is reported first.
+Pure. If a fact of some host is unknown, the subject is "not checked" and the host is named, because missing
+facts never count as equal. Known differences take precedence.
 """
 
 from collections import defaultdict
@@ -16,18 +16,20 @@ Holder = TypeVar("Holder")
 Verdict = Literal["pass", "warning", "fail", "not checked"]
 
 MEMORY_SLACK = 0.01
-"""Equal machines differ by what firmware and a crash kernel reserve; a missing module is far more."""
+"""Equal machines differ slightly by the memory that firmware and a crash kernel reserve. A missing memory
+module is a much larger difference.
+"""
 LARGEST_SKEW_S = 1.0
-"""Logs of hosts are compared to the second."""
+"""Logs of different hosts are compared to the second."""
 
 _SHARED_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "wekafs", "pvfs2")
 _OWN_OPTIONS = ("clientaddr=", "addr=", "mountaddr=", "name=")
-"""Options that differ from host to host."""
+"""Mount options that legitimately differ from host to host."""
 
 
 @dataclass(frozen=True, slots=True)
 class HomogeneityCheck:
-    """One subject over all hosts: the verdict, what was found, and what to do about it."""
+    """One subject over all hosts: the verdict, the finding and its fix."""
 
     subject: str
     verdict: Verdict
@@ -36,7 +38,7 @@ class HomogeneityCheck:
 
 
 def check_homogeneity(cluster: ClusterFacts) -> tuple[HomogeneityCheck, ...]:
-    """All checks, the most important first."""
+    """Run all checks, the most important first."""
     hosts = cluster.present
     everyone = HomogeneityCheck("hosts", "pass", f"all {len(cluster.asked)} reported")
     if cluster.absent:
@@ -74,7 +76,7 @@ def check_homogeneity(cluster: ClusterFacts) -> tuple[HomogeneityCheck, ...]:
             differing="fail",
             fix="Mount the same storage, in the same way, on all hosts.",
         ),
-        # Settings that scale with memory differ a little on equal hosts, so a difference is only a warning.
+        # Settings that scale with memory differ slightly on equal hosts, so a difference is only a warning.
         _same_entries(
             hosts,
             "sysctl",
@@ -95,14 +97,14 @@ def check_homogeneity(cluster: ClusterFacts) -> tuple[HomogeneityCheck, ...]:
 
 
 def overall_verdict(checks: Sequence[HomogeneityCheck]) -> Verdict:
-    """The worst verdict; "not checked" is worse than a warning."""
+    """The worst of all verdicts; "not checked" is worse than a warning."""
     order: tuple[Verdict, ...] = ("fail", "not checked", "warning")
     verdicts = {check.verdict for check in checks}
     return next((verdict for verdict in order if verdict in verdicts), "pass")
 
 
 def _identity(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
-    """Two names of one machine would count its memory and cores twice."""
+    """Check that all hosts are different machines: a machine with two names would count twice."""
     by_boot = _grouped(hosts, lambda report: report.boot_id)
     duplicates = [names for boot_id, names in by_boot.items() if boot_id is not None and len(names) > 1]
     if duplicates:
@@ -130,7 +132,7 @@ def _each_version(hosts: Sequence[PresentHost]) -> Iterator[HomogeneityCheck]:
 
 
 def _mounts_by_folder(report: HostReport) -> dict[str, str] | None:
-    """The kind of each mount; where the storage is shared, its source and options as well."""
+    """The kind of each mount. For shared storage, its source and options as well."""
     if report.mounts is None:
         return None
     mounts = {mount.folder: mount.kind for mount in report.mounts}
@@ -142,7 +144,10 @@ def _mounts_by_folder(report: HostReport) -> dict[str, str] | None:
 
 
 def _skew(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
-    """Each host reads its clock during the query: a time outside of it proves a minimum skew."""
+    """Find the minimum skew of the clocks.
+
+    Each host reads its clock during the query, so a time outside the query proves a minimum skew.
+    """
     off_s = {
         host.host: max(
             host.asked_unix_s - host.report.clock.read_unix_s,
@@ -195,7 +200,7 @@ def _same_entries(
     differing: Verdict,
     fix: str,
 ) -> HomogeneityCheck:
-    """Check that named facts are the same on all hosts; each that is not is listed."""
+    """Check that named facts are the same on all hosts. Each fact that differs is listed."""
     known = [(host.host, entries) for host in hosts if (entries := facts(host.report)) is not None]
     num_names, differences = find_differences(known, absent="absent", name=", ".join)
     if differences:
@@ -207,7 +212,7 @@ def _same_entries(
 def find_differences(
     entries: Sequence[tuple[Holder, Mapping[str, str]]], *, absent: str, name: Callable[[list[Holder]], str]
 ) -> tuple[int, list[str]]:
-    """The number of keys, and a clause for each whose value is not the same for all holders."""
+    """The number of keys, and a clause for each key whose value differs between holders."""
     keys = sorted({key for _, values in entries for key in values}, key=str.lower)
     differences = []
     for key in keys:
@@ -231,7 +236,7 @@ def _grouped(
 
 
 def _pass(subject: str, groups: Mapping[Hashable, list[str]], found: str) -> HomogeneityCheck:
-    """The check is passed, unless a fact of some host is unknown."""
+    """A check that is passed, unless a fact of some host is unknown."""
     if None not in groups:
         return HomogeneityCheck(subject, "pass", found)
     unknown = f"unknown on {', '.join(groups[None])}"

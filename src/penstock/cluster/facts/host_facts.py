@@ -1,8 +1,8 @@
-"""The file of cluster facts: the report of each host, or why it has none.
+"""The file of cluster facts: the report of each host, or the reason why there is none.
 
-Each agent prints a `HostReport`, `collect_facts` combines them into `ClusterFacts`, rules and checks read
-those. Invariant: every queried host is in the file, as present or as absent, so that the facts of some hosts
-cannot pass for those of all.
+Each agent prints a `HostReport`; `collect_facts` combines the reports into `ClusterFacts`, which rules and
+checks read. Invariant: every queried host is in the file, as present or as absent, so that the facts of some
+hosts cannot be mistaken for those of all.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ VERSION: Final = 1
 """Incremented with every change that an older reader would misinterpret."""
 
 Via = Literal["local", "ssh", "slurm", "mpi", "ranks"]
-"""How hosts were queried; `ranks`: by the ranks of a run, each for its own host."""
+"""The way in which hosts were queried. With `ranks`, each rank of a run queried its own host."""
 _Size = Annotated[int, Field(ge=0)]
 _Count = Annotated[int, Field(gt=0)]
 
@@ -27,7 +27,10 @@ class _Facts(BaseModel):
 
 
 class Cpu(_Facts):
-    """`num_physical` counts pairs of socket and core; None where the kernel reports neither."""
+    """The processor.
+
+    `num_physical` is the number of pairs of socket and core; None if the kernel reports neither.
+    """
 
     model: str
     machine: str
@@ -45,7 +48,7 @@ class NumaNode(_Facts):
 
 
 class Nic(_Facts):
-    """One physical network interface; no speed where its link is down."""
+    """One physical network interface. It has no speed if its link is down."""
 
     name: str
     kind: Literal["ethernet", "infiniband", "other"]
@@ -55,7 +58,7 @@ class Nic(_Facts):
 
 
 class Drive(_Facts):
-    """One drive that is not removable."""
+    """One non-removable drive."""
 
     name: str
     model: str
@@ -65,7 +68,7 @@ class Drive(_Facts):
 
 
 class Mount(_Facts):
-    """A file system that stores files; virtual ones of the kernel are left out."""
+    """A file system that stores files. The kernel's virtual file systems are left out."""
 
     folder: str
     device: str
@@ -81,7 +84,7 @@ class Clock(_Facts):
 
 
 class HostReport(_Facts):
-    """The facts of one host. None is what could not be read; `unread` has the reasons."""
+    """The facts of one host. Facts that could not be read are None; `unread` has the reasons."""
 
     name: str
     boot_id: str | None
@@ -103,7 +106,7 @@ class HostReport(_Facts):
 
 
 class PresentHost(_Facts):
-    """A host that reported: its name in the query, and the times of the query by the local clock."""
+    """A host that reported, with its name in the query, and the times of the query by the local clock."""
 
     host: str
     asked_unix_s: float
@@ -112,7 +115,10 @@ class PresentHost(_Facts):
 
 
 class AbsentHost(_Facts):
-    """A host that did not report; `exit_code` is its launcher's, None if it was ended at its time limit."""
+    """A host that did not report.
+
+    `exit_code` is that of the launcher's process, None if it was ended at its time limit.
+    """
 
     host: str
     reason: str
@@ -133,7 +139,7 @@ class ClusterFacts(_Facts):
 
     @property
     def memory_bytes(self) -> int | None:
-        """The sum over all hosts; None where a host is absent or its memory unknown."""
+        """The sum over all hosts; None if a host is absent or its memory is unknown."""
         sizes = [host.report.memory_bytes for host in self.present]
         known = [size_bytes for size_bytes in sizes if size_bytes is not None]
         return None if self.is_partial or len(known) < len(sizes) else sum(known)
@@ -152,7 +158,7 @@ Model = TypeVar("Model", HostReport, ClusterFacts)
 
 
 def parse_facts(kind: type[Model], text: str | bytes, *, where: str) -> Model:
-    """`text` as a `kind`; missing, unknown or mistyped fields are refused by name."""
+    """Parse `text` as a `kind`. Missing, unknown or mistyped fields are refused by name."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
@@ -184,12 +190,12 @@ END = "penstock-facts>>"
 
 
 def frame_document(document: str) -> str:
-    """`document`, which is one line, between marks: launchers and login shells print other lines."""
+    """Mark the beginning and end of `document`, because launchers and login shells print other lines."""
     return f"\n{BEGIN}\n{document}\n{END}\n"
 
 
 def extract_document(output: str) -> str | None:
-    """The document in an agent's output; None if there is none, or it is cut off."""
+    """Extract the document from an agent's output; None if there is none, or if it is cut off."""
     _, begun, after = output.partition(f"{BEGIN}\n")
     document, ended, _ = after.partition(f"\n{END}")
     return document if begun and ended else None

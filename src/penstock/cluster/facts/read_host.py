@@ -1,8 +1,8 @@
-"""Facts of this machine, from `/proc`, `/sys` and `/etc` below a root that tests replace.
+"""Read the facts of this machine from `/proc`, `/sys` and `/etc`, below a root that tests replace.
 
-`python -m penstock.cluster.facts.read_host` is the agent, which runs once on every host and prints them.
-Invariants: what cannot be read is None and named in `unread` with the reason; nothing is guessed, and an
-unreadable file does not affect the other facts. Only listed settings and variables are reported, and never a
+`python -m penstock.cluster.facts.read_host` is the agent, which runs once on every host and prints the facts.
+Invariants: a fact that cannot be read is None, and `unread` has the reason; nothing is guessed, and an
+unreadable file does not affect other facts. Only listed settings and variables are reported, and never a
 value whose name or form suggests a secret.
 """
 
@@ -54,7 +54,7 @@ _KINDS: Final = {
 
 
 def soft_limits() -> dict[str, int | None]:
-    """The soft limits of this process; None is no limit."""
+    """The soft limits of this process; None means no limit."""
     soft = {name: resource.getrlimit(kind)[0] for name, kind in _KINDS.items()}
     return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
 
@@ -63,7 +63,7 @@ Fact = TypeVar("Fact")
 
 ROOT: Final = Path("/")
 _SECTOR_BYTES = 512
-"""The unit of sizes below `/sys/block`, whatever the sectors of the drive are."""
+"""The unit of sizes below `/sys/block`, whatever the drive's sector size is."""
 
 _NO_DRIVES = ("loop", "dm-", "zram", "ram", "sr", "fd", "md", "nbd")
 _STATE_KINDS = frozenset(
@@ -77,7 +77,7 @@ _STATE_KINDS = frozenset(
 
 _NIC_KINDS: Final[dict[str, Literal["ethernet", "infiniband"]]] = {"1": "ethernet", "32": "infiniband"}
 _DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
-"""Vendor and model, without serial numbers; virtual machines may have none."""
+"""The vendor and model, without serial numbers. Virtual machines may have none."""
 _PACKAGES = ("mpi4py", "torch", "numpy")
 
 SYSCTLS = (
@@ -109,7 +109,7 @@ SYSCTLS = (
     "vm.vfs_cache_pressure",
     "vm.zone_reclaim_mode",
 )
-"""Kernel settings that storage and networks are tuned by."""
+"""Kernel settings that are tuned for storage and networks."""
 
 _PREFIXES = (
     *("DLIO_", "FI_", "GOMP_", "HDF5_", "I_MPI_", "KMP_", "MKL_", "MPICH_", "NCCL_", "OMP_", "OPENBLAS_"),
@@ -121,7 +121,7 @@ _NAMES = frozenset(
 
 
 def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> HostReport:
-    """All facts of this machine, whose name is `name`."""
+    """Read all facts of this machine, whose name is `name`."""
     unread: dict[str, str] = {}
     listed = user_settings(environment)
     listed |= {
@@ -166,7 +166,7 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
 
 
 def parse_cpu(cpuinfo: str) -> Cpu:
-    """Parse one block for each logical core; blocks of equal socket and core are one physical core."""
+    """Parse one block for each logical core. Blocks with the same socket and core are one physical core."""
     blocks = [parse_pairs(block) for block in cpuinfo.split("\n\n")]
     cores = [block for block in blocks if "processor" in block]
     placed = {
@@ -174,7 +174,7 @@ def parse_cpu(cpuinfo: str) -> Cpu:
     }
     first = cores[0] if cores else {}
     return Cpu(
-        # ARM has no model name, only numbers for implementer and part.
+        # ARM has no model name, only numbers for the implementer and the part.
         model=first.get("model name") or first.get("CPU part", "") or platform.processor(),
         machine=platform.machine(),
         num_logical=len(cores),
@@ -184,7 +184,10 @@ def parse_cpu(cpuinfo: str) -> Cpu:
 
 
 def parse_mounts(text: str, *, left_out: Collection[str] = _STATE_KINDS) -> Iterator[Mount]:
-    """Parse `/proc/mounts`, sorted by folder; of mounts on one folder the last, which hides the others."""
+    """Parse `/proc/mounts`, sorted by folder.
+
+    If several file systems are mounted on one folder, only the last counts, because it hides the others.
+    """
     by_folder: dict[str, Mount] = {}
     for line in text.splitlines():
         device, folder, kind, options, *_ = (_unescaped(word) for word in line.split(" "))
@@ -200,13 +203,13 @@ def parse_mounts(text: str, *, left_out: Collection[str] = _STATE_KINDS) -> Iter
 
 
 def parse_system(os_release: str) -> str:
-    """The name of the distribution."""
+    """The name of the distribution in `/etc/os-release`."""
     pairs = (line.partition("=") for line in os_release.splitlines())
     return {name: value.strip("\"'") for name, _, value in pairs}["PRETTY_NAME"]
 
 
 def _unescaped(word: str) -> str:
-    """Decode blanks and backslashes, which the kernel writes as octal numbers."""
+    """Decode spaces and backslashes, which the kernel writes as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
@@ -229,7 +232,7 @@ def _nics(folder: Path) -> Iterator[Nic]:
     for interface in sorted(folder.iterdir()):
         if not (interface / "device").exists():  # bridges, tunnels and loopback have no hardware
             continue
-        # The kernel fails or says -1 where the link is down or its speed unknown.
+        # If the link is down or its speed unknown, reading fails or the kernel reports -1.
         speed = 0
         with suppress(OSError):
             speed = int(_text(interface / "speed"))
@@ -256,7 +259,7 @@ def _drives(folder: Path) -> Iterator[Drive]:
 
 
 def _transport(name: str, device: str) -> str:
-    """The transport, from the path of the device; empty if the path does not show it."""
+    """The transport of a drive, from the path of its device; "" if the path does not show it."""
     if name.startswith("nvme"):
         return "nvme"
     marks = {"/usb": "usb", "/ata": "sata", "/virtio": "virtio", "/end_device": "sas", "/rport": "fc"}
@@ -264,13 +267,13 @@ def _transport(name: str, device: str) -> str:
 
 
 def _settings(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Those of the names that this kernel has below `folder`, with their values."""
+    """The settings among `names` that this kernel has below `folder`, with their values."""
     values = {name: _optional_text(folder / name.replace(".", "/")) for name in names}
     return {name: " ".join(value.split()) for name, value in values.items() if value}
 
 
 def _limits(shared_memory: Path) -> dict[str, str]:
-    """The limits of a process that a launcher starts, often lower than in a login shell."""
+    """The limits of a process started by a launcher, which are often lower than in a login shell."""
     limits = {name: "unlimited" if limit is None else str(limit) for name, limit in soft_limits().items()}
     return {**limits, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
 

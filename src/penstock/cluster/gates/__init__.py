@@ -1,1 +1,1 @@
-"""Gates before a run: what must hold of machines, ranks and storage, so that its result means something."""
+"""Gates before a run: the conditions on machines, ranks and storage without which its result means little."""

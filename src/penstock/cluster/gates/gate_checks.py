@@ -1,6 +1,6 @@
-"""From the reports of all ranks to findings: one function for each gate.
+"""Turn the reports of all ranks into findings, with one function for each gate.
 
-Pure. Invariant: the worst result of any rank is the verdict, and its rank or host is named.
+Pure. Invariant: the verdict is the worst result of any rank, and this rank or its host is named.
 """
 
 from collections import defaultdict
@@ -22,12 +22,12 @@ from penstock.units import format_bytes, format_count, format_seconds
 Value = TypeVar("Value", bound=Hashable)
 
 RESULTS_BYTES: Final = 256 << 20
-"""Step events and counters of a long run on many ranks."""
+"""The space for step events and counters of a long run on many ranks."""
 RESERVE: Final = 20
-"""A twentieth of the written size stays free in addition."""
+"""In addition, one part in this many of the written size must stay free."""
 SHARED_MEMORY_NEEDED: Final = 32 << 20
 SHARED_MEMORY_WANTED: Final = 1 << 30
-"""Containers have 64 MiB by default; a full /dev/shm kills DataLoader workers by SIGBUS."""
+"""Containers have 64 MiB by default, and a full /dev/shm kills DataLoader workers by SIGBUS."""
 
 
 NEEDS: Final = (
@@ -35,11 +35,13 @@ NEEDS: Final = (
     (PROCESSES, 256, 1024, "ulimit -u 4096"),
     (BYTES_OF_A_FILE, 1 << 30, 1 << 40, "ulimit -f unlimited"),
 )
-"""Limits of processes: the gate fails below the first number and warns below the second. Last, the fix."""
+"""Limits of processes. The gate fails below the first number and warns below the second; the last entry is
+the fix.
+"""
 
 
 def check_cluster(cluster: ClusterFacts) -> GateFinding:
-    """Facts of all hosts, and hosts that are alike."""
+    """Check that the facts of all hosts are known, and that the hosts are alike."""
     if cluster.absent:
         details = "; ".join(f"{host.host}: {host.reason}" for host in cluster.absent)
         return GateFinding(
@@ -64,7 +66,7 @@ def check_cluster(cluster: ClusterFacts) -> GateFinding:
 
 
 def check_versions(reports: Sequence[RankReport]) -> GateFinding:
-    """One version of everything on all ranks."""
+    """Check that all ranks have the same versions of everything."""
     num_versions, differences = find_differences(
         [(report.rank, report.versions) for report in reports], absent="none", name=format_ranks
     )
@@ -76,9 +78,9 @@ def check_versions(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def check_clock(hosts: Sequence[str], bounds: Sequence[tuple[float, float]]) -> GateFinding:
-    """No clock differs from rank 0's by more than logs and gaps between runs tolerate.
+    """Check that no clock differs from rank 0's by more than logs and gaps between runs tolerate.
 
-    `bounds` are those of `bound_offsets`, by rank; `hosts` are the hosts of ranks.
+    `bounds` are those of `bound_offsets`, by rank; `hosts` are the hosts of the ranks.
     """
     if len(set(hosts)) == 1:
         return GateFinding(Gate.CLOCK, GateVerdict.PASS, "all ranks are on one host")
@@ -107,7 +109,7 @@ def check_clock(hosts: Sequence[str], bounds: Sequence[tuple[float, float]]) -> 
 
 
 def check_limits(reports: Sequence[RankReport]) -> GateFinding:
-    """Limits of processes: too low ones would stop a run."""
+    """Check that no limit of a process is low enough to stop a run."""
     problems = []
     for name, needed, wanted, fix in NEEDS:
         for limit, hosts in _by_value((report.host, report.limits[name]) for report in reports).items():
@@ -123,7 +125,7 @@ def check_limits(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
-    """Shared memory is there, and large enough."""
+    """Check that there is shared memory, and that it is large enough."""
     problems = []
     for volume, hosts in _by_value((report.host, report.shared_memory) for report in reports).items():
         if volume is None:
@@ -143,7 +145,7 @@ def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def _by_value(values: Iterable[tuple[str, Value]]) -> dict[Value, list[str]]:
-    """The hosts, once each, by the value of their ranks."""
+    """The hosts whose ranks have each value, each host once."""
     groups: dict[Value, list[str]] = defaultdict(list)
     for host, value in values:
         if host not in groups[value]:
@@ -161,7 +163,7 @@ def _judge(gate: Gate, problems: Sequence[tuple[GateVerdict, str, str]], found: 
 
 
 def check_apart(reports: Sequence[RankReport]) -> GateFinding:
-    """Writing results must not disturb the storage under test, nor be counted as its traffic."""
+    """Check that writing results neither disturbs the storage under test nor counts as its traffic."""
     shared = [
         (report, report.target)
         for report in reports
@@ -180,7 +182,7 @@ def check_apart(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def check_space(reports: Sequence[RankReport]) -> GateFinding:
-    """Each file system has space for everything that all ranks will write to it."""
+    """Check that each file system has space for everything that all ranks will write to it."""
     needs: dict[str, int] = defaultdict(int)
     volumes: dict[str, Volume] = {}
     results = {report.results.identity: report.results for report in reports if report.results}
@@ -207,10 +209,10 @@ def check_space(reports: Sequence[RankReport]) -> GateFinding:
 def check_storage(
     where: str, digest: str, views: Sequence[tuple[str, str, str]], *, is_fresh: bool
 ) -> GateFinding:
-    """Every rank read rank 0's bytes.
+    """Check that every rank read rank 0's bytes.
 
-    `views` has each rank's host, the digest of what it read, and why it read nothing. Bytes that were there
-    before (not `is_fresh`) could be a copy of rank 0's.
+    `views` has each rank's host, the digest of what it read, and the reason if it read nothing. Bytes that
+    existed before (`is_fresh` is false) could be a copy of rank 0's.
     """
     blind = [(rank, host, why) for rank, (host, found, why) in enumerate(views) if not found]
     differing = [(rank, host) for rank, (host, found, _) in enumerate(views) if found not in ("", digest)]
@@ -236,7 +238,7 @@ def check_storage(
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """`ranks 0-3, 7`, for people."""
+    """Format ranks for people: `ranks 0-3, 7`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

@@ -1,6 +1,6 @@
 """The records of gates: the request, the reports of ranks, the findings, and what a run's record keeps.
 
-Invariant: a gate that could not be evaluated is "not checked", and is closed like one that failed.
+Invariant: a gate that could not be evaluated is "not checked", and is closed, like a gate that failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Gate(StrEnum):
-    """The gates, in the order of their checks: cheap and informative ones first."""
+    """The gates in the order of their checks: quick and informative ones come first."""
 
     CLUSTER = "cluster"
     VERSIONS = "versions"
@@ -42,7 +42,7 @@ class GateVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GateFinding:
-    """One gate: the verdict, a sentence about what was found, and a fix."""
+    """The finding of one gate: the verdict, a sentence about what was found, and a fix."""
 
     gate: Gate
     verdict: GateVerdict
@@ -60,9 +60,9 @@ ClusterState = Literal["whole", "partial", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """The findings of all gates for a run's record; with `is_strict`, closed gates stop the run.
+    """The findings of all gates, for a run's record. With `is_strict`, closed gates stop the run.
 
-    `cluster` says whether the facts of all, some or none of the run's hosts are stored with the record.
+    `cluster` says whether the record contains the facts of all, some or none of the run's hosts.
     """
 
     is_strict: bool
@@ -89,9 +89,9 @@ class Preflight:
 class PreflightRequest:
     """The part of a run that gates need to know: what one rank is about to do.
 
-    `reopen` opens the storage at `uri` once more, for a probe of a few bytes. `written_bytes` is what this
-    rank will write there; `results_option` names `results` in messages. None where the run has no such thing.
-    Tests replace `root`.
+    `reopen` opens the storage at `uri` once more, to probe it with a few bytes. `written_bytes` is the number
+    of bytes that this rank will write there; `results_option` is the name of the option for `results` in
+    messages. A field is None if it does not apply to the run. Tests replace `root`.
     """
 
     environment: Environment
@@ -105,7 +105,10 @@ class PreflightRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """The file system of `folder`. `identity` is the same on all hosts if it is shared; `device` is not."""
+    """The file system of `folder`.
+
+    If it is shared, `identity` is the same on all hosts, but `device` may differ.
+    """
 
     identity: str
     device: int
@@ -116,9 +119,9 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """The report of one rank. A limit of None is no limit; a volume of None is no file system of this host.
+    """The report of one rank. `target` is the storage of data or checkpoints.
 
-    `target` is the storage of data or checkpoints.
+    A limit of None means no limit; a volume of None means that it is not a file system of this host.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Check all gates on every rank, before a run or alone: ranks measure, and all ranks find the same.
+"""Check all gates on every rank, before a run or separately. All ranks measure, and get the same findings.
 
 Collective. A gate for which some rank has no report is not checked and never passes.
 """
@@ -53,7 +53,7 @@ _REPORT_CHECKS: Final[dict[Gate, Callable[[Sequence[RankReport]], GateFinding]]]
 
 @dataclass(frozen=True, slots=True)
 class PreflightResult:
-    """The findings for the run's record, and the facts of its hosts, if that gate was checked."""
+    """The findings for the run's record, and the facts of its hosts if the gate for them was checked."""
 
     preflight: Preflight
     cluster: ClusterFacts | None
@@ -68,9 +68,9 @@ def run_preflight(
     is_strict: bool = False,
     is_private: bool = False,
 ) -> PreflightResult:
-    """Check `gates` except `skips`; the same result on every rank. Collective.
+    """Check `gates` except `skips`. Returns the same result on every rank. Collective.
 
-    `is_private` is for a run that nobody will submit: its results may be on the file system of its data.
+    `is_private` is for a run that nobody will submit: its results may be on the same file system as its data.
     """
     selected = [gate for gate in Gate if gate in gates and gate not in skips]
     cluster = (
@@ -118,7 +118,7 @@ def run_preflight(
 
 
 def _lack(gate: Gate, doing: PreflightRequest, *, is_private: bool) -> str:
-    """The reason why a gate does not apply, or an empty string."""
+    """The reason why a gate does not apply; "" if it does."""
     if gate is Gate.STORAGE and (doing.uri is None or doing.reopen is None):
         return "no storage is used"
     if gate is Gate.SPACE and doing.uri is None and doing.results is None:
@@ -131,7 +131,7 @@ def _lack(gate: Gate, doing: PreflightRequest, *, is_private: bool) -> str:
 
 
 def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
-    """The report of this rank. `OSError` where a fact cannot be read."""
+    """Read the report of this rank. Raises `OSError` if a fact cannot be read."""
     shared_memory = request.root / "dev/shm"
     versions = {"penstock": __version__, "Python": platform.python_version(), **package_versions()}
     paths = None if request.uri is None else find_local_paths_at(request.uri, request.environment)
@@ -154,7 +154,7 @@ def read_volume(path: Path, host: str) -> Volume:
     usage = shutil.disk_usage(folder)
     device = folder.stat().st_dev
     # XFS derives its identity from the device number, which may be equal on several hosts. Only file systems
-    # without a block device are shared.
+    # without a block device are shared between hosts.
     identity = read_volume_id(folder)
     return Volume(
         identity=f"{host} {identity}" if os.major(device) else identity,
@@ -166,13 +166,16 @@ def read_volume(path: Path, host: str) -> Volume:
 
 
 NUM_ROUNDS: Final = 5
-"""The fastest of several rounds gives the tightest bound; each is a handful of messages."""
+"""The fastest of several rounds gives the tightest bounds, and each round is only a handful of messages."""
 
 ReadClock = Callable[[], float]
 
 
 def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> list[tuple[float, float]]:
-    """Bound the clock offset of every rank from rank 0's; the same result on all ranks. Collective."""
+    """Bound the offset of every rank's clock from rank 0's.
+
+    The result is the same on all ranks. Collective.
+    """
     rounds = []
     for _ in range(NUM_ROUNDS):
         before_s = wall_s()
@@ -183,10 +186,11 @@ def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> list[
 
 
 def bound_offsets(rounds: Sequence[tuple[float, Sequence[float], float]]) -> list[tuple[float, float]]:
-    """By rank, how far its clock is ahead of rank 0's at least and at most. Pure.
+    """For each rank, the lower and upper bound of how far its clock is ahead of rank 0's. Pure.
 
-    A round is rank 0's clock before it sent, every rank's reading, and rank 0's clock after it received: a
-    rank reads its clock between the two, however slow the network is.
+    A round consists of rank 0's clock before it sent, every rank's reading, and rank 0's clock after it
+    received. Every rank read its clock between those two moments, so the bounds hold however slow the network
+    is.
     """
     bounds = [
         (
@@ -200,28 +204,28 @@ def bound_offsets(rounds: Sequence[tuple[float, Sequence[float], float]]) -> lis
 
 PREFIX: Final = "penstock-gate-"
 PATIENCE_S: Final = 10.0
-"""Clients of network file systems may cache the content of a folder for seconds."""
+"""Longer than clients of network file systems cache the content of a folder, which can be seconds."""
 _POLL_S: Final = 0.1
 _PROBE_BYTES: Final = 4096
 _LONGEST_READ: Final = 1 << 20
-"""The part of an existing object that is compared, in bytes."""
+"""The number of bytes of an existing object that are compared."""
 
 
 def check_shared_storage(
     comm: Comm, uri: str, reopen: Callable[[], Storage], *, patience_s: float = PATIENCE_S
 ) -> GateFinding:
-    """Let rank 0 write random bytes and every rank read them. The same finding on all ranks. Collective.
+    """Let rank 0 write random bytes and every rank read them. Collective.
 
-    Contents are compared, because device numbers may differ between hosts of one file system and agree
-    between hosts of several. The probe is removed, and missing folders are not created: local files are
-    probed in the innermost folder that exists.
+    The finding is the same on all ranks. Contents are compared, because device numbers may differ between
+    hosts that share a file system, and agree between hosts that do not. The probe is removed, and missing
+    folders are not created: local files are probed in the innermost folder that exists.
     """
 
     def open_place(folder: Path | None) -> Storage:
         return reopen() if folder is None else open_local(folder)
 
     def place_probe() -> tuple[Path | None, str, str, bool] | str:
-        """The folder, the key, the digest, and whether the bytes are new; or why there are none."""
+        """The folder, key and digest, and whether the bytes are new; or the reason why there are none."""
         key, content = PREFIX + secrets.token_hex(8), secrets.token_bytes(_PROBE_BYTES)
         try:
             root = find_local_root(reopen())
@@ -239,7 +243,7 @@ def check_shared_storage(
         return folder, key, hashlib.sha256(content).hexdigest(), True
 
     def look(folder: Path | None, key: str) -> tuple[str, str, str]:
-        """The host, the digest of what this rank reads, and why it reads nothing."""
+        """The host, the digest of what this rank reads, and the reason if it reads nothing."""
         deadline_s = time.monotonic() + patience_s
         while True:
             try:

@@ -16,9 +16,9 @@ A message has a kind and some values:
 | finished | rank, exit_code | the rank finished its work; the code is a verdict, not a failure |
 | dismiss | | server to all supervisors: every rank has finished or ended, so exit |
 
-Independent of the communicators on purpose: this must work while ranks are stuck, dead or not yet connected.
-Invariant: a server accepts no message before the other side has proved that it knows the job's token, and
-until then reads little of it, for a short time.
+The protocol is deliberately independent of the communicators, because it must work while ranks are stuck,
+dead or not yet connected. Invariant: a server accepts no message before the other side has proved that it
+knows the job's token, and until then reads only a little data, for a short time.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ READ_BYTES = 64 * 1024
 SEND_LIMIT_S = 10.0
 
 Message = Mapping[str, Any]
-"""The values of a message, and its `kind`."""
+"""The kind of a message (`kind`), and its values."""
 
 
 class Ending(StrEnum):
-    """A way to fail, as far as the job's exit code and its message depend on it."""
+    """A way to fail, as far as it matters for the job's exit code and message."""
 
     FAILED = "failed"
     NOT_FOUND = "not found"
@@ -59,7 +59,10 @@ class ChannelBroken(RankError, ConnectionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Why the job ends. `detail` is for --debug: a traceback, or standard error's last lines."""
+    """The reason why the job ends.
+
+    `detail` is for --debug: a traceback, or the last lines of standard error.
+    """
 
     rank: int
     host: str
@@ -69,7 +72,7 @@ class Failed:
     detail: str = ""
 
     def error(self) -> PenstockError:
-        """The error that the launching process raises for it."""
+        """The error that the launching process raises for this failure."""
         kind = {Ending.USAGE: UsageError, Ending.UNAVAILABLE: Unavailable}.get(self.ending)
         code = 2 if self.ending is Ending.NOT_FOUND else 1
         error = kind(self.cause) if kind else RankFailed(self.rank, self.host, self.cause, exit_code=code)
@@ -79,7 +82,7 @@ class Failed:
 
 
 def read_failure(message: Message) -> Failed:
-    """The failure in a message of the kind `failed` or `stop`."""
+    """Read the failure from a message of the kind `failed` or `stop`."""
     fields = {name: value for name, value in message.items() if name != "kind"}
     try:
         return Failed(**{**fields, "ending": Ending(fields["ending"])})
@@ -88,7 +91,7 @@ def read_failure(message: Message) -> Failed:
 
 
 class MessageChannel:
-    """One end of a connection. One thread sends and receives; `fileno` is there for selectors."""
+    """One end of a connection. Only one thread sends and receives. `fileno` is for selectors."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(SEND_LIMIT_S)
@@ -100,7 +103,10 @@ class MessageChannel:
         self.close = connection.close
 
     def send(self, kind: str, **values: Any) -> None:
-        """Block for at most `SEND_LIMIT_S`; `ChannelBroken` if the other side no longer reads."""
+        """Send a message.
+
+        Blocks for at most `SEND_LIMIT_S`; `ChannelBroken` if the other side no longer reads.
+        """
         line = json.dumps({"kind": kind, **values}, ensure_ascii=False).encode() + b"\n"
         try:
             self._connection.sendall(line)
@@ -108,7 +114,7 @@ class MessageChannel:
             raise ChannelBroken(f"The connection broke while sending: {error}") from error
 
     def receive(self) -> list[Message]:
-        """The messages of one read, which blocks; `ChannelBroken` at the end of the stream."""
+        """Return the messages of one blocking read. Raises `ChannelBroken` at the end of the stream."""
         try:
             received = self._connection.recv(min(READ_BYTES, self.longest_line_bytes))
         except OSError as error:
@@ -135,7 +141,7 @@ SERVER = -1
 
 
 def compute_proof(token: str, nonce: str, rank: int) -> str:
-    """The answer to a challenge, which only a holder of `token` can compute. The token is never sent."""
+    """Compute the answer to a challenge, which takes the token. The token itself is never sent."""
     return hmac.new(token.encode(), f"{nonce}/{rank}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -170,8 +176,8 @@ def connect_to_server(
 
 
 def open_channel(connection: socket.socket) -> MessageChannel:
-    """A channel over TCP that notices a dead peer within seconds."""
-    # A machine that loses power closes nothing; without probes its connection would stay open for hours.
+    """Open a channel over TCP that notices a dead peer within seconds."""
+    # A machine that loses power closes no connection; without probes, it would stay open for hours.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)

@@ -1,8 +1,8 @@
 """The server that the supervisors of all ranks report to: the first failure stops the whole job.
 
-Runs as one thread of the launching process, or of rank 0's supervisor in a job that another launcher started.
-Invariant: from the first failure on, every supervisor has to stop, and none is dismissed before all ranks
-have ended or had `GRACE_S` + `KILL_S` to end.
+The server runs in one thread of the launching process or, in a job that another launcher started, of rank 0's
+supervisor. Invariant: from the first failure on, every supervisor has to stop, and none is dismissed before
+all ranks have ended or have had `GRACE_S` + `KILL_S` to end.
 """
 
 import hmac
@@ -28,18 +28,20 @@ from penstock.errors import name_some
 logger = logging.getLogger(__name__)
 
 GRACE_S = 3.0
-"""How long an interrupted rank may clean up before it is killed."""
+"""The time that an interrupted rank has for cleaning up before it is killed."""
 KILL_S = 3.0
-"""How long killed processes may take to end: the kernel finishes a write that is under way."""
+"""The time that killed processes have to end, because the kernel finishes a write that is under way."""
 MISSING_RANKS_S = 1.0
-"""How long the server waits, after a timeout, for other ranks that timed out, to name those that did not."""
+"""The time that the server waits, after a timeout, for other ranks to report timeouts, so that it can name
+those that do not.
+"""
 NAMED_RANKS = 8
 UNPROVED_S = 10.0
-"""How long a connection may take to prove that it belongs to the job."""
+"""The time that a connection has to prove that it belongs to the job."""
 MORE_UNPROVED = 128
-"""How many connections without proof there may be, beyond the ranks that have not arrived."""
+"""The most connections without proof, in addition to one for each rank that has not arrived."""
 EVERYWHERE = ""
-"""`bind` for ranks on other machines: all interfaces. The token keeps other users out."""
+"""The value of `bind` for ranks on other machines: all interfaces. The token keeps other users out."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class _Member:
 
 
 class ControlServer:
-    """Listens from construction on; `with` runs it. All public members may be used from any thread."""
+    """Listens from construction on; `with` runs it. Any thread may use the public members."""
 
     def __init__(self, *, ranks: int, bind: str = "127.0.0.1") -> None:
         self.token = secrets.token_hex(16)
@@ -65,7 +67,7 @@ class ControlServer:
         self.exit_codes: dict[int, int] = {}
         """The exit codes of the ranks that finished."""
         self.failure: protocol.Failed | None = None
-        """Why the job stops; None while it runs."""
+        """The reason why the job stops; None while it runs."""
         self.is_over = False
         """True once all ranks have finished or ended, and their supervisors have been dismissed."""
         _allow_open_files(ranks + 256)
@@ -86,7 +88,7 @@ class ControlServer:
         self._requested: list[protocol.Failed] = []
         self._closing = False
         self._unproved: dict[protocol.MessageChannel, tuple[str, float]] = {}
-        """The nonce that a connection was sent, and when; in the order of their arrival."""
+        """The nonce sent to each connection, and when, in the order of the connections' arrival."""
         self._refusals_level = logging.WARNING
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="penstock-control", daemon=True)
@@ -104,18 +106,24 @@ class ControlServer:
         self._wake_in.close()
 
     def close_copy(self) -> None:
-        """Close this copy in a process forked before `with`, so that the port closes with its server."""
+        """Close this copy, in a process forked before `with`.
+
+        Otherwise the port would stay open after its server has closed it.
+        """
         self._selector.close()
         for end in (self._listener, self._wake_in, self._wake_out):
             end.close()
 
     def wait_for_news(self, timeout_s: float) -> None:
-        """Return when something changed, or after `timeout_s`."""
+        """Return when something has changed, or after `timeout_s`."""
         with self._news:
             self._news.wait(timeout_s)
 
     def stop(self, failure: protocol.Failed) -> None:
-        """Stop the job for a reason from outside. An earlier failure stays the reason."""
+        """Stop the job for an external reason.
+
+        If the job has failed already, the earlier failure stays the reason.
+        """
         # Only the server's thread changes its state; appending to a list is atomic.
         self._requested.append(failure)
         self._wake()
@@ -155,7 +163,7 @@ class ControlServer:
         try:
             connection, _ = self._listener.accept()
             channel = protocol.open_channel(connection)
-        except OSError as error:  # it has hung up already
+        except OSError as error:  # the other side has hung up already
             logger.debug("A connection to the control port broke at once: %s", error)
             return
         channel.longest_line_bytes = protocol.LONGEST_HELLO_BYTES
@@ -191,7 +199,7 @@ class ControlServer:
                 is_proved = hmac.compare_digest(expected.encode(), proof.encode(errors="replace"))
             case _:
                 is_proved = False
-        # A second connection of a rank is refused, because it would replace the first one's supervisor.
+        # A second connection for a rank is refused, because it would replace the rank's first supervisor.
         if not is_proved or rank in self._members:
             raise protocol.ChannelBroken("It did not prove that it belongs to this job")
         channel.send("welcome", proof=protocol.compute_proof(self.token, nonce, protocol.SERVER))
@@ -203,7 +211,7 @@ class ControlServer:
             self._send([member], "stop", **asdict(self.failure))
 
     def _drop_unproved(self) -> None:
-        """Drop the oldest connections that are too late or too many: anybody can open them."""
+        """Drop the oldest connections that are too late or too many, because anybody can open connections."""
         for channel, (_, since_s) in list(self._unproved.items()):
             is_late = time.monotonic() > since_s + UNPROVED_S
             if is_late or len(self._unproved) > self.ranks - len(self._members) + MORE_UNPROVED:
@@ -213,7 +221,7 @@ class ControlServer:
         self._selector.unregister(channel)
         channel.close()
         if self._unproved.pop(channel, None) is not None:
-            # The first is news; any number of others would fill the log.
+            # The first refusal is news; further ones would fill the log.
             logger.log(self._refusals_level, "Refused a connection to the control port: %s", reason)
             self._refusals_level = logging.DEBUG
             return
@@ -235,8 +243,8 @@ class ControlServer:
                     return
                 if failure.rank in self._members:
                     self._members[failure.rank].last_late_call = failure.call
-                # The first rank to time out is not to blame: the others that wait in the same call report
-                # within a second, and those that do not are the missing ones.
+                # The first rank to time out is not to blame. The others that wait in the same call report
+                # within a second, and those that do not report are the missing ones.
                 if self._pending is None:
                     self._pending = (time.monotonic() + MISSING_RANKS_S, failure)
             case {"kind": "finished", "rank": rank, "exit_code": exit_code}:
@@ -253,7 +261,7 @@ class ControlServer:
         return [rank for rank in range(self.ranks) if rank not in late]
 
     def _report_absent(self) -> None:
-        """Send rank 0 the ranks that it waits for, which it shows to those who follow the run."""
+        """Send rank 0 the list of ranks that it waits for, which it shows to people who follow the run."""
         first = self._members.get(0)
         is_ending = self.failure is not None or self._pending is not None
         if first is None or is_ending or not first.last_late_call or not self._has_late_news:
@@ -263,7 +271,7 @@ class ControlServer:
         self._send([first], "absent", call=call, ranks=self._missing(call)[:NAMED_RANKS])
 
     def _fail_pending(self) -> None:
-        """Fail for the first timeout, once the ranks that were not late are known to be missing."""
+        """Fail with the first timeout, once the ranks that have not reported one are known to be missing."""
         if self._pending is None or self.failure is not None:
             return
         due_s, failure = self._pending
@@ -306,7 +314,7 @@ class ControlServer:
 
 
 def _allow_open_files(count: int) -> None:
-    # Each rank takes a descriptor, and shells allow 1024 by default, often far below the hard limit.
+    # Each rank needs a descriptor. Shells allow 1024 by default, which is often far below the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -314,9 +322,9 @@ def _allow_open_files(count: int) -> None:
 
 
 def advertise_address(port: int) -> str:
-    """The address of a server on all interfaces for ranks on any machine, as `connect_to_server` takes it.
+    """The address of a server on all interfaces, for ranks on any machine, as `connect_to_server` takes it.
 
-    Loopback comes last: on another machine it would reach a different server.
+    Loopback comes last, because on another machine it would reach a different server.
     """
     addresses = [
         address.address

@@ -1,7 +1,7 @@
 """Run a launch plan to its end: start the launcher, watch all ranks, and leave no process behind.
 
-The launching process's part of supervision; the supervisors do theirs next to each rank. Invariant: when
-`launch_job` returns or raises, the launcher and every rank that this process can reach have ended.
+This is the launching process's part of supervision; the supervisors do theirs next to each rank. Invariant:
+when `launch_job` returns or raises, the launcher and every rank that this process can reach have ended.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ START_TIMEOUT_S = 300.0
 POLL_S = 0.1
 HELD_BACK_LINES = 40
 AFTER_LAUNCHER_S = 2.0
-"""How long supervisors may outlive their launcher: some launchers end before the last messages are sent."""
+"""The time by which supervisors may outlive their launcher, because some launchers end before the last
+messages are sent.
+"""
 LAUNCHER_EXIT_S = 5.0
 LAUNCHER_EXIT_AFTER_FAILURE_S = 1.0
-"""How long a launcher may take to notice that all its ranks have ended."""
+"""The time that a launcher has to notice that all its ranks have ended."""
 
 
 def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) -> int:
-    """Run all ranks to their end; the exit code is rank 0's own.
+    """Run all ranks to their end. Returns rank 0's exit code.
 
-    Rank 0's standard output becomes this process's, all else goes to standard error. Raises the error of
-    the first rank that failed (`RankFailed`, or its `UsageError` or `Unavailable`), and KeyboardInterrupt for
-    SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
+    Rank 0's standard output becomes this process's, and all other output goes to standard error. Raises the
+    error of the first rank that failed (`RankFailed`, or its `UsageError` or `Unavailable`), and
+    KeyboardInterrupt for SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
     """
     bind = "127.0.0.1" if plan.is_local else EVERYWHERE
-    # After a failure the output of ranks is only kept: the error that is raised then names the cause once,
-    # where every stopping rank would add its own.
+    # After a failure, the output of ranks is only kept: the error that is raised then names the cause once,
+    # whereas every stopping rank would add its own messages.
     held_back: deque[str] = deque(maxlen=HELD_BACK_LINES)
     with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server) as is_launched:
         launcher = _start(plan, server)
@@ -73,7 +75,7 @@ def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) ->
             _wait_until_over(server, launcher)
             raise
         finally:
-            # SIGTERM first: launchers pass it on to other hosts, which SIGKILL never reaches.
+            # SIGTERM comes first, because launchers pass it on to other hosts, which SIGKILL never reaches.
             for number, limit_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
                 if launcher.poll() is None:
                     os.killpg(launcher.pid, number)
@@ -103,7 +105,8 @@ def _start(plan: LaunchPlan, server: ControlServer) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C must reach ranks once, through their supervisors: the launcher would kill them at once.
+            # Ctrl-C must reach ranks only through their supervisors: the launcher would kill the ranks at
+            # once.
             start_new_session=True,
         )
     except OSError as error:
@@ -117,7 +120,7 @@ def _start(plan: LaunchPlan, server: ControlServer) -> subprocess.Popen[bytes]:
 def _watch(
     plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer, start_timeout_s: float
 ) -> None:
-    """Return when all ranks have finished, or all have stopped for a failure that the server knows."""
+    """Wait until all ranks have finished, or until all have stopped after a failure known to the server."""
     start_by_s = time.monotonic() + start_timeout_s
     while not server.is_over:
         server.wait_for_news(POLL_S)
@@ -134,7 +137,7 @@ def _watch(
 
 
 def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
-    """Wait for the ranks of a launcher that has ended: finished, still stopping, or never started."""
+    """After the launcher's end, wait for its ranks, which finished, are still stopping or never started."""
     if not server.arrived and server.failure is None:
         raise RankError(
             f"{plan.launcher} ended with exit code {launcher.returncode} before any rank had started",
@@ -170,8 +173,9 @@ def _wait_until_over(
 @contextmanager
 def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
     """Stop the job on SIGINT, and on SIGTERM, which batch systems send."""
-    # The server comes first: an exception that is raised in a finaliser is lost, the job's end must not be.
-    # While the launcher is being started nothing is raised, because no handler would end it yet.
+    # Tell the server first, because an exception raised in a finalizer is lost, but the end of the job must
+    # not be. While the launcher is being started, nothing is raised, because no handler would end the
+    # launcher yet.
     is_launched = threading.Event()
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -188,9 +192,9 @@ def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
 
 
 def _relay(stream: BufferedReader, to: IO[bytes], server: ControlServer, held_back: deque[str]) -> None:
-    """Copy output to this process's own; after a failure only keep the last lines."""
+    """Copy output to this process's own. After a failure, only keep the last lines."""
     with stream:
-        # In chunks as they arrive, not by lines: a progress bar is one line that never ends.
+        # Copy chunks as they arrive rather than lines, because a progress bar is one line that never ends.
         while chunk := stream.read1():
             if server.failure is not None:
                 held_back.extend(chunk.decode(errors="replace").splitlines())

@@ -1,4 +1,4 @@
-"""A rank's process: from what a launcher left in the environment to a `Comm`, with a supervisor.
+"""A rank's process: create its `Comm`, with a supervisor, from what the launcher left in the environment.
 
 Invariant: however the body of `join_job` ends, the job's server learns of it, so that all ranks stop together
 or finish together.
@@ -31,13 +31,14 @@ from penstock.errors import ObjectNotFound, PenstockError, RankFailed, Unavailab
 
 LONGEST_CAUSE = 2_000
 LONGEST_DETAIL = 20_000
-"""In characters: a message must not exceed `control_protocol.LONGEST_LINE_BYTES`."""
+"""The longest detail, in characters: a message must not exceed `control_protocol.LONGEST_LINE_BYTES`."""
 
 
 def join_ranks(environment: Environment) -> Comm:
-    """Connect to the other ranks; collective, as is `close` of the result. Without a launcher: a job of one.
+    """Connect to the other ranks. Collective, as is closing the result.
 
-    Without a supervisor, the other ranks notice a dead one by its connection or by their time limits.
+    If no launcher started this process, it is the only rank of its job. Without a supervisor, the other ranks
+    notice a dead rank by its connection or by their time limits.
     """
     host = host_label(environment, gethostname())
     ranked = detect_rank(environment)
@@ -62,10 +63,11 @@ def join_job(
 ) -> Iterator[Comm]:
     """Run the body as one rank of its job, so that all ranks end together.
 
-    Forks (see `penstock.cluster.supervision`): enter it before starting threads. What the body raises ends
-    the whole job and leaves this process as SystemExit, its message already reported. An exit code after the
-    body is a verdict: it stops no other rank, and rank 0's becomes the launching process's. `ranks` is
-    checked against the launcher; `announce` reports the failure of a job that another launcher started.
+    This forks (see `penstock.cluster.supervision`), so enter it before starting threads. An error raised in
+    the body ends the whole job and leaves this process as SystemExit, after its message has been reported. An
+    exit code set after the body is a verdict: it does not stop other ranks, and rank 0's becomes that of the
+    launching process. `ranks` is checked against the launcher; `announce` reports the failure of a job that
+    another launcher started.
     """
     ranked = detect_rank(environment)
     if ranked is None:
@@ -100,7 +102,7 @@ def join_job(
 
 @contextmanager
 def _report_failures(channel: SupervisorChannel, rank: int, host: str) -> Iterator[None]:
-    """Turn any failure of the body into a message for all ranks and the exit of this one."""
+    """Report any failure of the body to all ranks, and exit."""
     try:
         try:
             yield
@@ -116,13 +118,13 @@ def _report_failures(channel: SupervisorChannel, rank: int, host: str) -> Iterat
             channel.report_failure(failure)
             sys.exit(failure.error().exit_code)
     except KeyboardInterrupt:
-        # Also where another rank's failure interrupts this one while it reports its own.
+        # This also happens if another rank's failure interrupts this rank while it reports its own.
         channel.report_failure(Failed(rank=rank, host=host, cause="interrupted", ending=Ending.INTERRUPTED))
         sys.exit(130)
 
 
 def describe_failure(error: Exception, rank: int, host: str) -> Failed:
-    """The message that `error` on this rank becomes; a `RankFailed` keeps its rank."""
+    """Turn `error` on this rank into a message. The rank in a `RankFailed` is kept."""
     if isinstance(error, RankFailed):
         ending = Ending.NOT_FOUND if error.exit_code == ObjectNotFound.exit_code else Ending.FAILED
         return Failed(rank=error.rank, host=error.host, cause=error.cause, ending=ending)

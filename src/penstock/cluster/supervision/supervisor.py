@@ -1,8 +1,8 @@
 """One supervisor for each rank: the process that outlives the rank and ends everything it started.
 
-A supervisor needs nothing from its rank, neither its GIL nor its life, so a stuck, stopped or killed rank
-still ends in time. Invariant: whichever of relay, supervisor and rank is killed, what the rank started ends
-too, even if it detached itself.
+A supervisor does not depend on its rank, which may hold the GIL or be dead, so a stuck, stopped or killed
+rank still ends in time. Invariant: whichever of relay, supervisor and rank is killed, the processes that the
+rank started end too, even if they detached themselves.
 """
 
 import ctypes
@@ -34,15 +34,17 @@ _MPICH_MEMORY = "/dev/shm/mpich_shm_"  # noqa: S108 - where MPICH puts it
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AnnounceFailure = Callable[[protocol.Failed], None]
-"""Reports to the user why the job stopped: called at most once, in the supervisor of the lowest rank left."""
+"""Reports to the user why the job stopped. Called at most once, in the supervisor of the lowest remaining
+rank.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorConfig:
-    """The rank that a supervisor watches, and where it reports.
+    """The rank that a supervisor watches, and the server that it reports to.
 
-    `control` is the address and token of the launching process's server; `server` is rank 0's own, in a job
-    that another launcher started.
+    `control` is the address and token of the launching process's server; in a job that another launcher
+    started, `server` is the server that rank 0's supervisor runs.
     """
 
     rank: int
@@ -53,7 +55,7 @@ class SupervisorConfig:
 
 
 class SupervisorChannel:
-    """The rank's channel to its supervisor. Any thread may call."""
+    """The rank's channel to its supervisor. Any thread may call its methods."""
 
     def __init__(self, channel: protocol.MessageChannel, rank: int) -> None:
         self._channel = channel
@@ -68,12 +70,15 @@ class SupervisorChannel:
             self._channel.send(kind, **values)
 
     def report_long_wait(self, call: int, awaiting: str) -> None:
-        """Report that the rank has waited long; see `Comm.on_late`."""
+        """Report that the rank has been waiting for long; see `Comm.on_late`."""
         self._last_call = call
         self.send("late", rank=self._rank, call=call, awaiting=awaiting)
 
     def find_absent(self, call: int) -> tuple[int, ...]:
-        """The ranks that have not arrived at this call, as far as the job's server knows; for one thread."""
+        """The ranks that have not arrived at this call, as far as the job's server knows.
+
+        Only for one thread.
+        """
         with suppress(protocol.ChannelBroken):  # the supervisor is gone, and this rank is about to end
             while select.select([self._channel], [], [], 0)[0]:
                 for message in self._channel.receive():
@@ -83,14 +88,14 @@ class SupervisorChannel:
 
     def report_failure(self, failure: protocol.Failed) -> None:
         """Stop the whole job. This rank is expected to end by itself."""
-        # Only timeouts concern a collective call, and a rank that timed out has waited long in that call.
+        # The call matters only for timeouts, and a rank that timed out has waited long in its last call.
         self.send("failed", **asdict(replace(failure, call=self._last_call)))
 
 
 def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
-    """Split this process; returns in the rank only. Call it before any thread is started.
+    """Fork the supervisor of this process. Returns only in the rank. Call this before starting any thread.
 
-    Output that was buffered before the split is written once, by the original process.
+    Output that was buffered before the forks is written once, by the original process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -99,7 +104,7 @@ def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
     supervisor = os.fork()
     if supervisor:
         _run_role(lambda: _relay_signals(config, supervisor))
-    # Launchers clean up by process group: the supervisor must survive that, to end what the rank started.
+    # Launchers clean up by process group. The supervisor must survive that, to end what the rank started.
     os.setpgid(0, 0)
     ours, theirs = socket.socketpair()
     rank = os.fork()
@@ -111,9 +116,10 @@ def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
     ours.close()
     if config.server is not None:
         config.server.close_copy()
-    # A group of its own: signals of the terminal and the launcher reach the rank once, by its supervisor.
+    # A separate group, so that signals of the terminal and the launcher reach the rank once, through its
+    # supervisor.
     os.setpgid(0, 0)
-    # A program that a shell started in the background ignores SIGINT, which is how supervisors stop ranks.
+    # A program that a shell started in the background ignores SIGINT, by which supervisors stop ranks.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.rank != 0:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -121,18 +127,21 @@ def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
 
 
 def _run_role(role: Callable[[], int]) -> NoReturn:
-    """Be `role` until it ends, and exit with its code: nothing of the program's own may run here any more."""
+    """Run `role` until it ends, and exit with its code.
+
+    No other code of the program may run in this process afterwards.
+    """
     exit_code = 1
     try:
         _adopt_orphans()
-        # MPICH's hydra announces a dead rank to the others by SIGUSR1; the control line does that better.
+        # MPICH's hydra announces a dead rank to the others by SIGUSR1; the control server does that better.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         exit_code = role()
     finally:
         error = sys.exception()
-        # First of all, even if this process or its reader is in trouble.
+        # This comes first, even if this process or the reader of its output is in trouble.
         end_processes(psutil.Process().children(recursive=True))
-        with suppress(OSError):  # a launcher that is gone has left a broken pipe
+        with suppress(OSError):  # a launcher that has ended has left a broken pipe
             if error is not None:
                 traceback.print_exception(error)
             sys.stderr.flush()
@@ -140,7 +149,7 @@ def _run_role(role: Callable[[], int]) -> NoReturn:
 
 
 def _relay_signals(config: SupervisorConfig, supervisor: int) -> int:
-    """Relay signals to the supervisor and wait for it; if it was killed, what it leaves ends, too."""
+    """Relay signals to the supervisor and wait for it. If it was killed, end the processes that it leaves."""
     if config.server is not None:
         config.server.close_copy()
     for number in _STOPPING_SIGNALS:
@@ -148,13 +157,13 @@ def _relay_signals(config: SupervisorConfig, supervisor: int) -> int:
     _, status = os.waitpid(supervisor, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        # The server notices the broken connection; with exit code 0 our launcher does not report it, too.
+        # The server notices the broken connection. With exit code 0, the launcher does not report it as well.
         return 0 if config.control is not None else 1
     return code
 
 
 class Supervisor:
-    """A supervisor's event loop: messages of the rank and the control server, process ends, and signals."""
+    """A supervisor's event loop: messages from the rank and the control server, ended processes, signals."""
 
     def __init__(
         self,
@@ -180,12 +189,15 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Run until the rank and its descendants have ended, and report that; return its own exit code."""
+        """Run until the rank and its descendants have ended, and report this.
+
+        Returns the supervisor's exit code.
+        """
         signals = _open_signal_socket()
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signal(signals))
         self._watch_process(self._rank_pid, self._on_rank_end)
         for pid, name in self._ancestors.items():
-            # Without its launcher, a rank's output and exit code would be lost.
+            # Without the launcher, the rank's output and exit code would be lost.
             cause = f"{name}, process {pid}, was killed"
             if pid > 0:  # a parent outside this container cannot be watched
                 try:
@@ -204,11 +216,12 @@ class Supervisor:
                     os.kill(self._rank_pid, signal.SIGKILL)
                     self._kill_at_s += KILL_S
         if self._config.server is not None:
-            # A launcher may have ended this rank for another's failure before the server's message was read.
+            # A launcher may have ended this rank because another failed, before the server's message was
+            # read.
             self._failure = self._config.server.failure or self._failure
         if self._failure is not None and self._reports_for_job():
             self._config.announce(self._failure)
-        # With any other exit code our launcher would add its own report to that of the launching process.
+        # With any other exit code, the launcher would add its own report to that of the launching process.
         if self._config.control is not None and self._has_connected:
             return 0
         if self._failure is None:
@@ -216,7 +229,8 @@ class Supervisor:
         return 130 if self._failure.ending is protocol.Ending.INTERRUPTED else self._failure.error().exit_code
 
     def _reports_for_job(self) -> bool:
-        # One report for the job: by the launching process, else by rank 0, else by rank 1 if rank 0 is lost.
+        # A job has one report: from the launching process, or else from rank 0, or from rank 1 if rank 0 is
+        # lost.
         if not self._has_connected:
             return True
         if self._config.control is not None:
@@ -301,7 +315,7 @@ class Supervisor:
         self._control.close()
         self._control = None
         if not self._is_dismissed:
-            # Without the server no rank would learn of another's failure.
+            # Without the server, no rank would learn of another rank's failure.
             cause = "the control server of the job is gone"
             self._stop(protocol.Failed(rank=0, host="its host", cause=cause))
 
@@ -327,7 +341,8 @@ class Supervisor:
 
     def _on_rank_end(self) -> None:
         _, status = os.waitpid(self._rank_pid, 0)
-        # Forked workers of the rank hold its channel open: they must end before the last messages are read.
+        # Forked workers of the rank hold its channel open, so they must end before the last messages are
+        # read.
         end_processes(psutil.Process().children(recursive=True))
         for path in self._shared_memory:
             path.unlink(missing_ok=True)
@@ -352,7 +367,7 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process as a clause; a negative `code` is the signal that killed it."""
+    """Describe the end of a process in a clause. A negative `code` is the signal that killed it."""
     if code >= 0:
         return f"its process ended early, with exit code {code}"
     killed = f"its process was killed by {signal.Signals(-code).name} (signal {-code})"
@@ -362,19 +377,20 @@ def describe_exit(code: int) -> str:
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """Kill `processes` and all that they start meanwhile; wait up to `KILL_S` until they have ended."""
+    """Kill `processes` and everything they start meanwhile. Waits up to `KILL_S` until they have ended."""
     deadline_s = time.monotonic() + KILL_S
     while processes and time.monotonic() < deadline_s:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, timeout=0.2)
-        # This process, if it adopts orphans, is now the parent of their children: none escapes by detaching.
+        # If this process adopts orphans, it is now the parent of their children, so none escapes by
+        # detaching.
         processes = psutil.Process().children(recursive=True)
 
 
 def _adopt_orphans() -> None:
-    """Make this process, rather than init, the parent of every orphan below it."""
+    """Make this process, instead of init, the parent of all orphans among its descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         code = ctypes.get_errno()
@@ -385,7 +401,7 @@ def _adopt_orphans() -> None:
 
 
 def _open_signal_socket() -> socket.socket:
-    """A socket that receives a byte for each signal to stop, none of which ends this process any more."""
+    """Open a socket that receives a byte for each stop signal; none of these ends this process any more."""
     ours, handlers = socket.socketpair()
     handlers.setblocking(False)  # noqa: FBT003 - the socket module's interface
     signal.set_wakeup_fd(handlers.detach())
@@ -395,9 +411,9 @@ def _open_signal_socket() -> socket.socket:
 
 
 def find_mpi_memory(pid: int) -> tuple[Path, ...]:
-    """The files of shared memory that MPICH has made for a process and that only its regular end removes.
+    """The files of shared memory that MPICH has created for a process, and that only a regular end removes.
 
-    An interrupted job would leave some megabytes of each rank in /dev/shm until the next boot.
+    An interrupted job would leave a few megabytes per rank in /dev/shm until the next boot.
     """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
