@@ -57,7 +57,8 @@ class Setup:
                 "redundancy": schemes[self.level],
                 "flush": Flush(every=2, by=self.flushed_by),
             }
-        storage = open_storage(self.uri, self.environment, rank=rank)
+        # An open storage cannot be given to a daemon that flushes.
+        storage = open_storage(self.uri, self.environment, rank=rank) if self.environment else self.uri
         return Manager(storage, timeout_s=60.0, keep=self.keep, **levels)
 
     def committed(self) -> int:
