@@ -11,7 +11,7 @@
     │   ├── ShortTransfer                       fewer bytes than asked, or an object of another size
     │   ├── DataDamaged                         stored bytes are not those that were written
     │   └── StorageTimeout (TimeoutError)
-    ├── TraceDamaged                            a trace is incomplete, where that is refused    exit 1
+    ├── TraceDamaged                            a trace is incomplete, which is refused         exit 1
     └── RankError                               one of many processes failed                    exit 1
         ├── RankFailed (RuntimeError)           which rank, on which host, and why
         ├── HostsAbsent                         which hosts did not report, and why

@@ -26,7 +26,7 @@ class Remainder(StrEnum):
     """The treatment of the items that remain if they do not divide evenly among ranks."""
 
     ROTATE = "rotate"
-    """Each epoch leaves out other items: none is left out of two epochs in a row."""
+    """Each epoch leaves out different items; none is left out of two epochs in a row."""
     DROP = "drop"
     """The last items are never read, as with DLIO."""
     PAD = "pad"

@@ -5,8 +5,8 @@ and names what it awaited. Invariant: a call returns on all ranks, or raises on 
 alive. Point-to-point transfers are the exception: two ranks transfer bytes while the others do something
 else, and any thread may call.
 
-A `Comm` moves values: `barrier`, `broadcast`, `gather`, `reduce`. If work on a rank can fail, use one of five
-functions, which raise the error of any rank on all ranks before the next collective call:
+A `Comm` transfers values: `barrier`, `broadcast`, `gather`, `reduce`. If work on a rank can fail, use one of
+five functions, which raise the error of any rank on all ranks before the next collective call:
 
 | function | calls | returns on each rank |
 |---|---|---|

@@ -34,9 +34,9 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 GIB: Final = 2**30
 _LATE: Final = 1.3
-"""A rank is named if it takes this many times as long as the median rank."""
+"""A rank is named if its rounds take this many times as long as those of the median rank."""
 _SLOWER: Final = 0.7
-"""A drop in throughput is named if what remains is below this share of the earlier throughput."""
+"""A drop in throughput is reported if it falls below this share of its earlier value."""
 _ONE_BUCKET_S: Final = 0.05
 _DOING: Final = {"write": "writing", "read": "reading"}
 _WORDS: Final = {"write": "written", "read": "read back"}

@@ -273,7 +273,6 @@ def write_dlio_files(
     """Write all files into `folder`. Returns the `[METRIC]` lines, which are also in the log.
 
     `log_before` are the log's lines about what preceded the run.
-
     """
     document = summary(run)
     lines = metric_lines(document)

@@ -2,16 +2,16 @@
 
 The history has a line for each run that began, ended, was published or deleted.
 
-PARENT/.penstock/history.jsonl
+    PARENT/.penstock/history.jsonl
 
 Lines are appended and never changed, so a crash or power cut costs at most the line being written. Lines that
 cannot be read are reported and skipped. A run is entered before its folder is created, and its end is entered
 after its record is closed. `run.json` therefore decides how the run ended, and if its end cannot be entered,
 this is only logged.
 
-The disk decides where a folder is, the history decides what happened to it; a folder without an entry and an
-entry without a folder are both listed. A removal never includes an active run, and gives the reason for each
-run that it spares.
+The disk decides where a folder is, and the history decides what happened to it; a folder without an entry and
+an entry without a folder are both listed. A removal never includes an active run, and gives the reason for
+each run that it spares.
 
     {"format": 1, "event": "ended", "run": "1a2b3c", "at": "2026-01-02T03:04:05.000000+00:00", ...}
 """

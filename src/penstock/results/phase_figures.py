@@ -483,9 +483,10 @@ STRAGGLER: Final = 1.5
 def find_bottleneck(
     times: TimeBreakdown, *, threshold: float, passed: bool, ceiling: float | None = None
 ) -> BottleneckVerdict:
-    """Judge a run that should compute for the share `threshold` of its time; `passed`: its AU sufficed.
+    """Judge a run that should compute for the share `threshold` of its time.
 
-    `ceiling` is the share that the same run reached on zero-cost storage, if that was measured.
+    `passed` says whether its AU sufficed. `ceiling` is the share that the same run reached on zero-cost
+    storage, if that was measured.
     """
     shares = times.shares
     divided = (

@@ -1,6 +1,6 @@
 """Where a run's figures come from: hosts, command line, settings, versions, git state, process.
 
-Read once, before a run starts. Invariant: secrets are replaced by `***` before anything is recorded.
+They are read once, before a run starts. Invariant: secrets are replaced by `***` before anything is recorded.
 """
 
 import importlib.metadata

@@ -1,17 +1,17 @@
 """The names in a results directory, which has one folder per run below a common parent.
 
     PARENT/NAME-20260102-030405-1a2b3c/
-        run.json                       what was requested, planned, measured; written first, outcome "running"
-        steps.parquet spans.parquet    what happened, step by step (`spool/` while the run lasts)
-        checkpoints.json               each checkpoint that was written or read, and their totals
-        throughput.parquet             what each rank moved of them over time
-        counters.parquet               what the hosts counted (`counters/` while the run lasts)
-        cluster.json                   what the hosts were, where that was collected
-        status.json                    what the run did last; replaced while it lasts (`run_status`)
+        run.json                       request, plan and figures; written first, with the outcome "running"
+        steps.parquet spans.parquet    every step, epoch and checkpoint (`spool/` while the run lasts)
+        checkpoints.json               each checkpoint written or read, and the totals
+        throughput.parquet             each rank's bytes of checkpoints over time
+        counters.parquet               the kernel counters of the hosts (`counters/` while the run lasts)
+        cluster.json                   the facts of the hosts, if they were collected
+        status.json                    the latest state of the run, updated while it lasts (`run_status`)
         report.html                    the page of the run (`run_page`)
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
-PARENT/.penstock/ the history of all runs below PARENT (`history`)
+    PARENT/.penstock/                  the history of all runs below PARENT (`history`)
 
 Invariant: a run's folder is created by one process, under a unique name.
 """

@@ -84,7 +84,6 @@ class RunRecord:
 
     `workload` is the spec as requested, under DLIO's keys, without secrets and unset keys. `preflight` is
     None if no gates were checked; `deliveries` compare the bytes of devices with the application's.
-
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

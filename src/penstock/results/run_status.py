@@ -414,7 +414,7 @@ class Meter(Progress):
         self._expected = (total, units, pauses_s)
 
     def remark(self, text: str) -> None:
-        """Show a sentence about the current moment."""
+        """Show a sentence about the current state."""
         self._remark = text
 
     def attach(self, run: RunName) -> None:

@@ -1,6 +1,6 @@
 """The page of a training run: whether accelerators got their samples in time, and if not, what delayed them.
 
-run.json, stages.json, steps, counters -> series, troubles -> report
+    run.json, stages.json, steps, counters -> series, troubles -> report
 
 Active and interrupted runs have a page of what they have completed.
 """

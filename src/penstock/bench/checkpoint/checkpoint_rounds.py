@@ -61,7 +61,7 @@ class ProgressBoard:
         self._num_ranks = num_ranks
 
     def note(self, moved_bytes: int) -> None:
-        """Note how many bytes this rank has moved."""
+        """Note how many bytes this rank has transferred."""
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
@@ -89,7 +89,7 @@ class ProgressBoard:
 
 
 class RoundProgress(Progress):
-    """Follow the rounds of one rank. This is the `Progress` that the pipeline advances, from any thread.
+    """Follows the rounds of one rank. This is the `Progress` that the pipeline advances, from any thread.
 
     The pipeline's phases are parts of a round, which `track` announces, so their `begin` shows nothing.
     """

@@ -2,7 +2,7 @@
 
 Streams share the chunks of all objects. An equal number of threads verify these chunks while the next ones
 are read. Only the benchmark uses it: a load verifies in the threads that read (`transfer.reader`). Invariant:
-a phase that returns has read every planned byte, and its measurement lists wrong bytes.
+a phase that returns has read every planned byte, and its measurement lists the wrong bytes.
 """
 
 from __future__ import annotations

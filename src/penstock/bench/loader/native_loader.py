@@ -269,7 +269,7 @@ class _PendingBatch:
         return self._totals
 
     def wait_until_done(self) -> None:
-        """Return once no work on this batch runs or waits."""
+        """Wait until no work on this batch is running or queued."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing == 0)
 

@@ -215,7 +215,7 @@ class PytorchLoader:
 
 
 class _Requests:
-    """The sampler of torch's loader, which asks it again each epoch."""
+    """The sampler of torch's loader, which iterates over it again in each epoch."""
 
     of_epoch: Iterable[BatchRequest | OpenStorage] = ()
 
@@ -226,7 +226,7 @@ class _Requests:
 class _Arrival(NamedTuple):
     """A worker's answer.
 
-    An error is sent as an item, because torch would raise its type with another text.
+    An error is sent as an item, because torch would raise one of its type with a different text.
     """
 
     worker: int

@@ -22,7 +22,7 @@ CONSUMER: Final = "consumer"
 
 
 class WaitStage(StrEnum):
-    """A cause for which a consumer waits."""
+    """A cause of a consumer's waits."""
 
     STORAGE = "storage"
     COMPUTE = "compute"

@@ -325,7 +325,7 @@ def _probe_location(
 def _measure_all(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> Iterator[ProbeMeasurement]:
-    """Measure every step. The first one runs twice, uncounted at first, because unused memory is slow.
+    """Measure every step. The first also runs once before, uncounted: memory not used lately is slow.
 
     The files of the uncounted run are removed at once, so that the timed write gets the same memory, now
     warm.

@@ -1,4 +1,4 @@
-"""All ranks' plan of a run: the steps of each epoch, and which samples each rank gets, and in which order.
+"""The plan of a run for all ranks: the steps of each epoch, and each rank's samples in their order.
 
 Samples are given to ranks in items: single samples, blocks that a format reads together, or whole files. If
 an item is a sample, a rank gets a whole batch at a time, so that `rotate` is exact to the sample. With larger
@@ -226,7 +226,6 @@ class SampleSet:
 
     The digest is the sum, modulo 2**64, of mix(mix(item) + samples taken of it), where mix is the finisher of
     splitmix64. Digests of disjoint sets add up.
-
     """
 
     samples: int = 0
@@ -237,7 +236,7 @@ class SampleSet:
         return SampleSet(samples=self.samples + other.samples, digest=(self.digest + other.digest) % 2**64)
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The size and digest as plain data."""
         return {"samples": self.samples, "digest": f"{self.digest:016x}"}
 
 
@@ -278,7 +277,7 @@ class EpochPlan:
     left_out: SampleSet
 
     def document(self) -> dict[str, Any]:
-        """As plain data, for the record of a run."""
+        """The epoch as plain data, for the record of a run."""
         return {
             "epoch": self.epoch,
             "steps": self.num_steps,
@@ -318,7 +317,7 @@ class TrainingPlan:
             yield StepPhase.EVAL, self.evaluation, self.eval_steps
 
     def document(self) -> dict[str, Any]:
-        """As plain data, for the record of a run."""
+        """The plan as plain data, for the record of a run."""
         return {
             "item_samples": self.sharding.item_samples,
             "block_samples": self.sharding.block_samples,

@@ -236,7 +236,7 @@ def _grouped(
 
 
 def _pass(subject: str, groups: Mapping[Hashable, list[str]], found: str) -> HomogeneityCheck:
-    """A check that is passed, unless a fact of some host is unknown."""
+    """A passed check, or "not checked" if a fact of some host is unknown."""
     if None not in groups:
         return HomogeneityCheck(subject, "pass", found)
     unknown = f"unknown on {', '.join(groups[None])}"

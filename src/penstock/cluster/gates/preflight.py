@@ -204,7 +204,7 @@ def bound_offsets(rounds: Sequence[tuple[float, Sequence[float], float]]) -> lis
 
 PREFIX: Final = "penstock-gate-"
 PATIENCE_S: Final = 10.0
-"""Longer than clients of network file systems cache the content of a folder, which can be seconds."""
+"""The time for which other ranks look for the probe: network clients may cache a folder for seconds."""
 _POLL_S: Final = 0.1
 _PROBE_BYTES: Final = 4096
 _LONGEST_READ: Final = 1 << 20

@@ -9,7 +9,7 @@ A message has a kind and some values:
 | welcome | proof | server's answer, which proves that it knows the token, too |
 | server | address, token | rank to its supervisor, if no process launched the job: where rank 0's server is |
 | late | rank, call, awaiting | the rank has waited long in its `call`-th collective call |
-| absent | call, ranks | server to rank 0, which waits in that call: the ranks that do not |
+| absent | call, ranks | server to rank 0: the ranks that have not arrived in the call in which it waits |
 | failed | those of `Failed` | why the job ends |
 | stop | those of `Failed` | server to all supervisors: end the rank and all that it started |
 | gone | rank | a supervisor's answer to `stop`: its rank and all that it started have ended |
@@ -137,11 +137,11 @@ class MessageChannel:
 
 
 SERVER = -1
-"""Stands for the server where ranks have their number: a rank's own proof cannot be sent back to it."""
+"""The server's number in proofs. No rank has it, so a rank's own proof cannot be sent back to the rank."""
 
 
 def compute_proof(token: str, nonce: str, rank: int) -> str:
-    """Compute the answer to a challenge, which takes the token. The token itself is never sent."""
+    """Compute the answer to a challenge, which requires the token. The token itself is never sent."""
     return hmac.new(token.encode(), f"{nonce}/{rank}".encode(), hashlib.sha256).hexdigest()
 
 

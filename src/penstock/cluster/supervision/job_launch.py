@@ -1,7 +1,8 @@
 """Run a launch plan to its end: start the launcher, watch all ranks, and leave no process behind.
 
-This is the launching process's part of supervision; the supervisors do theirs next to each rank. Invariant:
-when `launch_job` returns or raises, the launcher and every rank that this process can reach have ended.
+This is the launching process's part of supervision; the supervisors, one next to each rank, do theirs.
+Invariant: when `launch_job` returns or raises, the launcher and every rank that this process can reach have
+ended.
 """
 
 from __future__ import annotations
