@@ -63,7 +63,7 @@ def evict(
     advance: Callable[[int], None] = lambda _files: None,
     explained: AbstractContextManager[object] | None = None,
 ) -> CacheEviction:
-    """Evict what this rank is about to read from its node's memory. Collective; the same on all ranks.
+    """Evict from its node's memory what this rank is about to read. Collective; the same on all ranks.
 
     Another rank on this node may have written a file. Each rank evicts what it will itself read, on the node
     where it will read it, because only that node's cache matters. A file that several ranks read counts once

@@ -295,7 +295,7 @@ class ReconciliationVerdict(StrEnum):
 class IoReconciliation:
     """The bytes that all ranks transferred in one direction, and those of all hosts' devices and networks.
 
-    `by` has the bytes by host and device. `delivered_bytes` is None if no counter covers the storage.
+    `by` has the bytes of each host and device. `delivered_bytes` is None if no counter covers the storage.
     """
 
     direction: Direction

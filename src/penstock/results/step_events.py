@@ -110,7 +110,7 @@ class StepBlock:
 
     @property
     def elapsed_ns(self) -> int:
-        """The time from the block's begin to its end: waits, computation, barriers and the harness."""
+        """The time from the block's beginning to its end: waits, computation, barriers and the harness."""
         return self.end_ns - self.start_ns
 
 

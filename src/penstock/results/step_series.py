@@ -82,7 +82,7 @@ class RunSteps:
 
 
 def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
-    """The parts of the amounts between edges. Each amount is spread evenly from its begin to its end."""
+    """The parts of the amounts between edges. Each amount is spread evenly from its beginning to its end."""
     after = np.cumsum(amounts, dtype=np.float64)
     moments = np.column_stack([begins, ends]).ravel()
     totals = np.column_stack([after - amounts, after]).ravel()

@@ -271,7 +271,7 @@ class _Measurement:
         return _emulated_step(times)
 
     def _evict(self) -> CacheEviction | None:
-        """Evict what the loader reads from the page cache, once a host; None if the user did not name it."""
+        """Evict from the page cache what the loader reads, once a host; None if the user did not name it."""
         data, comm = self.request.data, self.comm
         if data is None or not capabilities.uses_page_cache(data):
             return None

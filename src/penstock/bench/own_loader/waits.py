@@ -202,7 +202,7 @@ class LoaderWaits:
 
     @property
     def sentence(self) -> str:
-        """The answer in one sentence."""
+        """The result in one sentence: what the consumer waited for."""
         begin = f"Waiting {self.wait_share:.1%} of the time, first steps included"
         if self.bottleneck == CONSUMER:
             return f"{begin}: {PHRASES[CONSUMER]} is the limit, the loader is ahead of it"

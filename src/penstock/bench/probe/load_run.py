@@ -307,7 +307,7 @@ class LoadLoop:
         """Perform one load, and gather the operations of all ranks. If a thread fails, all stop.
 
         `due_ns` is the schedule, None for a closed loop. Operations that have not begun shortly after the end
-        are given up; a delay lets late ones begin.
+        are given up; the delay is for operations that are merely late.
         """
         grace_s = 0.0 if due_ns is None else min(1.0, 0.25 * seconds)
         stop_ns, slots = round((seconds + grace_s) * NS), self.load.depth

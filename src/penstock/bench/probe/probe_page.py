@@ -16,7 +16,7 @@ from penstock.workload.spec import Workload
 
 GIB: Final = 2**30
 _KNEE: Final = 0.9
-"""The number of streams that is enough: the smallest one that reaches this share of the best rate."""
+"""The smallest number of streams that reaches this share of the best rate is enough."""
 _SEQUENTIAL: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 _NAMED: Final = "unet3d_h100"
 HUGE_PAGES: Final = "Buffers were in huge pages, as in training runs; fio: mem=mmaphuge"

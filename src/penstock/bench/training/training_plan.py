@@ -241,7 +241,7 @@ class SampleSet:
 
 
 def summarize_samples(items: Items, taken: Items) -> SampleSet:
-    """The set of the first `taken` samples of each item. Items of which none is taken do not count."""
+    """The set of `taken` samples of each item. Items of which none is taken do not count."""
     counts = taken > 0
     mixed = _mix(_mix(items[counts].astype(np.uint64)) + taken[counts].astype(np.uint64))
     return SampleSet(samples=int(taken.sum()), digest=int(mixed.sum(dtype=np.uint64)))

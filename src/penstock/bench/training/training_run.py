@@ -334,7 +334,7 @@ def _evict(
     comm: Comm,
     progress: Progress,
 ) -> CacheEviction | None:
-    """Drop only what this epoch reads from memory; None if none of it can be there."""
+    """Evict from memory what this epoch reads, and nothing else; None if none of it can be there."""
     files, plan = prepared.files, prepared.plan
     is_dropped = request.workload.reader.drop_page_cache and files.are_stored
     if not is_dropped or not capabilities.uses_page_cache(storage):

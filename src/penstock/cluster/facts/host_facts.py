@@ -17,7 +17,7 @@ VERSION: Final = 1
 """Incremented with every change that an older reader would misinterpret."""
 
 Via = Literal["local", "ssh", "slurm", "mpi", "ranks"]
-"""The way in which hosts were queried. With `ranks`, each rank of a run queried its own host."""
+"""The way in which hosts were queried. With `ranks`, the ranks of a run read the facts of their own hosts."""
 _Size = Annotated[int, Field(ge=0)]
 _Count = Annotated[int, Field(gt=0)]
 
