@@ -36,7 +36,7 @@ class Remainder(StrEnum):
 
 
 class EpochOrder:
-    """The items of one epoch by position: in their own order, or permuted by (seed, epoch).
+    """One epoch's `num_items` items by position: in their own order, or permuted by (seed, epoch).
 
     The items `left_out` are skipped, and positions beyond the last item start over at the first. Runs of
     `run_items` consecutive items are permuted as a whole, so the items of a run keep their order; a shorter

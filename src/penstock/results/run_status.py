@@ -49,12 +49,12 @@ _SHARES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The state of a run at one time. Times are seconds since 1970. Totals and rates are by unit.
+    """The state of a run at one time. Times are seconds since 1970.
 
-    `rates` are means since a unit was first counted, `rates_now` are those of the last seconds. `state` is
-    `working`, `computing`, or `waiting for` samples, storage or ranks, and has lasted for `state_s`;
-    `absent_ranks` are the ranks that rank 0 waits for, if they are known. Totals that end with `_s` are
-    seconds of rank 0.
+    Totals and rates are by unit, such as `read_bytes`. `rates` are means since a unit was first counted;
+    `rates_now` are those of the last seconds. `state` is `working`, `computing`, or `waiting for` samples,
+    storage or ranks, and has lasted for `state_s`; `absent_ranks` are the ranks that rank 0 waits for, if
+    they are known. Totals that end with `_s` are seconds of rank 0.
     """
 
     format: int = FORMAT_VERSION
