@@ -1,1 +1,1 @@
-"""Key-value caches of inference: what they need of storage, simulated first and then measured."""
+"""Key-value caches of inference: what they need of storage, first simulated, then measured."""

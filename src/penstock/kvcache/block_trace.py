@@ -1,9 +1,10 @@
 """A trace of inference requests, each a sequence of token blocks, and the hits of caches of every size.
 
-A block's number stands for the block and everything before it in its request, so that equal numbers mean
-equal cache content. Requests are in the order of their arrival. Hits are those of LRU caches, by stack
-distances: a block is in a cache of C blocks exactly if fewer than C different blocks were used since its last
-use, and a hit serves a request only while all blocks before it hit, too. Pure numpy: O(n log n) for n blocks.
+A block's number stands for the block and everything before it in its request, so equal numbers mean equal
+cache content. Requests are in the order of their arrival. Hits are those of LRU caches, found by stack
+distances: a cache of C blocks has a block exactly if fewer than C different blocks were used since the
+block's last use. A block counts as a hit only if every earlier block of its request hits too. Pure numpy: O(n
+log n) for n blocks.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ class BlockTrace:
 
     @property
     def num_requests(self) -> int:
-        """Requests."""
+        """The number of requests."""
         return len(self.arrival_s)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all requests."""
+        """The number of blocks of all requests."""
         return len(self.block_ids)
 
     @property
     def num_unique(self) -> int:
-        """Different blocks."""
+        """The number of different blocks."""
         return int(self.block_ids.max()) + 1 if self.num_blocks else 0
 
     @property
@@ -57,7 +58,7 @@ class BlockTrace:
         return np.diff(self.first_block)
 
     def head(self, num_requests: int) -> BlockTrace:
-        """The first requests alone."""
+        """Return a trace of the first `num_requests` requests."""
         kept = min(num_requests, self.num_requests)
         return replace(
             self,
@@ -69,9 +70,9 @@ class BlockTrace:
         )
 
     def with_chunks_of(self, chunk_tokens: int) -> BlockTrace:
-        """The same requests in chunks of another size: a divisor of the block's, or a multiple of it.
+        """The same requests in chunks of another size, which divides the block size or is a multiple of it.
 
-        A chunk of several blocks is known by the last of them, which stands for everything before it.
+        A chunk of several blocks is identified by its last block, which stands for everything before it.
         """
         if chunk_tokens == self.block_tokens:
             return self
@@ -82,7 +83,7 @@ class BlockTrace:
                 fix=f"Choose a divisor or a multiple of {self.block_tokens}.",
             )
         counts = self.blocks_of_requests
-        if chunk_tokens < self.block_tokens:  # split; the last block of a request may be shorter
+        if chunk_tokens < self.block_tokens:  # blocks are split; the last block of a request may be shorter
             parts = self.block_tokens // chunk_tokens
             ids, listed = (self.block_ids[:, None] * parts + np.arange(parts)).ravel(), counts * parts
             chunks = np.minimum(-(-self.input_tokens // chunk_tokens), listed)
@@ -114,14 +115,14 @@ class BlockTrace:
 
 
 def offsets(counts: Integers) -> Integers:
-    """The beginnings of parts of these lengths, and the end of the last one."""
+    """The start offset of each part, given the parts' lengths, followed by the end of the last part."""
     ends: Integers = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=ends[1:])
     return ends
 
 
 def number_densely(ids: Integers) -> Integers:
-    """Whole numbers renamed to 0, 1, 2, ... in the order of their first appearance."""
+    """Replace each id with 0, 1, 2, ... in the order of first appearance."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     names = np.empty(len(first), np.int64)
     names[np.argsort(first, kind="stable")] = np.arange(len(first))
@@ -129,7 +130,7 @@ def number_densely(ids: Integers) -> Integers:
 
 
 def _position_in_request(counts: Integers) -> Integers:
-    """For each block its position in its request."""
+    """The position of each block within its request."""
     return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(offsets(counts)[:-1], counts)
 
 
@@ -147,42 +148,43 @@ def _describe(values: Integers) -> dict[str, float]:
 
 
 NEVER: Final = 1 << 36
-"""The distance of a first use: no cache has the block."""
+"""The distance of a first use: no cache has the block yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """For each block of a trace the smallest cache that has it, and that also has all blocks before it."""
+    """The smallest cache that has each block of a trace, and the smallest that has all blocks before it too."""
 
     capacity_for_block: Integers
     capacity_for_prefix: Integers
 
     def prefix_hit_ratio(self, capacity_blocks: int | None) -> float:
-        """The share of blocks that a cache of this size serves; None: of unlimited size."""
+        """The share of blocks that a cache of this size serves; None means unlimited size."""
         if not len(self.capacity_for_prefix):
             return 0.0
         return float(np.mean(self.capacity_for_prefix <= limit_of(capacity_blocks)))
 
 
 def limit_of(capacity_blocks: int | None) -> int:
-    """A capacity as a number: without limit, a cache has every block that was used before."""
+    """The capacity as a number. A cache without limit has every block that was used before."""
     return NEVER - 1 if capacity_blocks is None else min(capacity_blocks, NEVER - 1)
 
 
 def find_reuse(trace: BlockTrace) -> Reuse:
-    """The next use of each block of the trace."""
+    """Find the smallest caches that serve each block of the trace."""
     needed = stack_distances(trace.block_ids) + 1
     requests = np.repeat(np.arange(trace.num_requests, dtype=np.int64), trace.blocks_of_requests)
-    # A running maximum that starts again with each request: later ones are shifted above all earlier ones.
+    # A running maximum that starts over with each request: later requests are shifted above all earlier ones.
     shift = requests * (2 * NEVER)
     return Reuse(capacity_for_block=needed, capacity_for_prefix=np.maximum.accumulate(needed + shift) - shift)
 
 
 def stack_distances(ids: Integers) -> Integers:
-    """For each use the number of other ids since the last use of its id; `NEVER` for a first use.
+    """For each use of an id, the number of other ids since its last use; `NEVER` for a first use.
 
-    With p the place of the last use, these are the uses j after p whose own last use is not after p. No use
-    up to p has a later one, so it is enough to count uses before i with a last use up to p, less p + 1.
+    Let i be a use and p the last use before it of the same id. The other ids are counted by their first uses
+    after p: uses j between p and i whose own last use is not after p. No use up to p has a later last use, so
+    it is enough to count the uses before i whose last use is at most p, and to subtract p + 1.
     """
     num = len(ids)
     order = np.argsort(ids, kind="stable")
@@ -197,10 +199,10 @@ def stack_distances(ids: Integers) -> Integers:
 
 
 def _count_smaller_before(ranks: Integers) -> Integers:
-    """For each element of a permutation, how many smaller ones stand before it.
+    """For each element of a permutation, count the smaller elements before it.
 
-    Sorts stably by one bit after the other, from the highest: two elements part where their highest
-    different bit is looked at, and are still in their first order there.
+    Sorts stably by one bit after another, from the highest. Two elements are separated at the highest bit in
+    which they differ, and until then keep their original order.
     """
     num = len(ranks)
     counts = np.zeros(num, np.int64)
@@ -221,9 +223,9 @@ def _count_smaller_before(ranks: Integers) -> Integers:
 
 
 def serving_tiers(reuse: Reuse, capacities: Iterable[int | None]) -> Integers:
-    """The number of the tier, fastest first, that serves each block; -1 where its prefix is not served.
+    """The number of the tier, fastest first, that serves each block; -1 if its prefix is not served.
 
-    Tiers keep the blocks used last. A prefix is served if every block of it is in some tier.
+    Tiers keep the most recently used blocks. A prefix is served if every block of it is in some tier.
     """
     limits = [limit_of(capacity) for capacity in capacities]
     is_hit = reuse.capacity_for_prefix <= max(limits)
@@ -232,9 +234,9 @@ def serving_tiers(reuse: Reuse, capacities: Iterable[int | None]) -> Integers:
 
 
 def simulate_tiers(reuse: Reuse, tiers: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """The hits that each tier serves, and the blocks that it has to take: those that it does not have.
+    """The hits that each tier serves, and the blocks written to it because it lacks them.
 
-    `tiers` have their capacity in blocks, None: without limit. They are written through.
+    `tiers` maps each tier to its capacity in blocks; None means unlimited. Writes go through to every tier.
     """
     served_by = serving_tiers(reuse, tiers.values())
     return [
@@ -257,10 +259,14 @@ _MEAN_OUTPUT: Final = 343
 _OUTPUT_DEVIATION: Final = 215
 _MOST_OUTPUT: Final = 2_000
 _MEAN_LOOK_BACK: Final = 8.5
-"""In requests of each user: fewer users come back after fewer requests of others."""
+"""The mean distance to the continued request, in requests per user: the fewer users there are, the fewer
+requests of other users lie between.
+"""
 _LOOK_BACK_SHAPE: Final = 1.5
 _CONTINUED: Final = 0.83
-"""The share of requests that continue an earlier one; with it the unlimited prefix hit ratio is 0.37."""
+"""The share of requests that continue an earlier one; with it, an unlimited cache has a prefix hit ratio of
+0.37.
+"""
 
 
 def generate_trace(
@@ -272,16 +278,16 @@ def generate_trace(
     seed: int = 42,
     most_input_tokens: int = _MOST_INPUT,
 ) -> BlockTrace:
-    """Requests with the measured statistics of a published trace, in any length; same seed, same trace.
+    """Generate any number of requests with the statistics of a published trace; equal seeds, equal traces.
 
-    Lengths, outputs and reuse are fitted to the conversation trace of Mooncake (FAST'25): inputs are
+    Lengths, outputs and reuse are fitted to the conversation trace of Mooncake (FAST'25). Inputs are
     lognormal (median 6,909 tokens, p90 27,000, p99 80,000), and a request that continues an earlier one looks
-    back over a gamma-distributed time. Its mean there is 850 requests or 250 s: at its rate, which 100 users
-    reach who send one each 30 s, 8.5 requests of each user. `users` send a request each `think_s` seconds on
-    average, independently of each other.
+    back over a gamma-distributed time. In that trace, the mean time is 850 requests or 250 s. 100 users who
+    send a request every 30 s reach the trace's rate, so this is 8.5 requests of each user. Each of the
+    `users` sends a request every `think_s` seconds on average, independently of the others.
     """
     num, tokens = requests, block_tokens
-    # PCG64 by name: what default_rng is may change between versions.
+    # PCG64 by name, because the generator behind default_rng may change between versions.
     random = np.random.Generator(np.random.PCG64(seed))
     gaps_s = random.exponential(think_s / users, num)
     drawn = np.rint(random.lognormal(np.log(_MEDIAN_INPUT), _INPUT_SIGMA, num))
@@ -295,7 +301,7 @@ def generate_trace(
     fresh = 1
     for request, count in enumerate(counts.tolist()):
         earlier = request - int(look_back[request])
-        # Block 0 opens every request: the system's prompt.
+        # Block 0, the system prompt, opens every request.
         prefix = blocks[earlier] if is_continued[request] and earlier >= 0 else [0]
         shared = min(len(prefix), max(1, count - 1))
         own = [*prefix[:shared], *range(fresh, fresh + count - shared)]

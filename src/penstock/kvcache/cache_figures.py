@@ -1,10 +1,10 @@
-"""Figures of runs of cache operations: rates, latencies, misses, time saved, and several runs in one table.
+"""Figures of runs of cache operations: rates, latencies, misses, time saved, and comparisons of runs.
 
-Histograms of ranks are added up, so that a percentile is one of all operations. The load time of a request is
-that of its slowest rank, from its first read to its last. Runs are comparable if the digests of their plans
-are equal. Latencies order storages only if all runs kept as many operations in flight: more of them wait
-longer for each on the same storage. For runs of mlperf-v3 the published metrics stand next to ours, with the
-order of the storages that each of them gives.
+The histograms of all ranks are added up, so that a percentile covers all operations. The load time of a
+request is that of its slowest rank, from its first read to its last. Runs are comparable if the digests of
+their plans are equal. Latencies rank storages only if all runs kept equally many operations in flight,
+because on the same storage, operations wait longer when more are in flight. For runs of mlperf-v3, the
+published metrics stand next to our own, each with the order in which it ranks the storages.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_bytes
 
 _SUB_BITS: Final = 8
-"""Each power of two has 2**8 buckets."""
+"""Each power of two is divided into 2**8 buckets."""
 _NUM_BUCKETS: Final = 64 << _SUB_BITS
 _COARSER: Final = 32
 COARSE_BUCKETS: Final = _NUM_BUCKETS // _COARSER
-"""Eight for each power of two: for many small histograms, as those of a run's parts."""
+"""Eight buckets for each power of two, for use where there are many small histograms, such as one for each
+part of a run.
+"""
 PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}
 
 
@@ -46,7 +48,7 @@ class LatencyHistogram:
 
     @classmethod
     def of(cls, latencies_ns: ArrayLike) -> Self:
-        """The histogram of these latencies; negative ones count as 0."""
+        """Make the histogram of these latencies; negative latencies count as 0."""
         values = np.maximum(np.asarray(latencies_ns, np.int64), 0)
         if not len(values):
             return cls()
@@ -55,7 +57,7 @@ class LatencyHistogram:
 
     @classmethod
     def merged(cls, parts: Iterable[LatencyHistogram]) -> Self:
-        """The histogram of all latencies of several."""
+        """Add up several histograms."""
         total = cls()
         for part in parts:
             total.counts = total.counts + part.counts
@@ -64,7 +66,7 @@ class LatencyHistogram:
         return total
 
     def percentile_ms(self, percent: float) -> float | None:
-        """The latency below which this share is, to 0.4 %; None without values."""
+        """The latency below which this share of operations lies, to within 0.4 %; None without values."""
         bucket = _bucket_at(self.counts, percent)
         return None if bucket is None else min(_middle(bucket), self.max_ns) / 1e6
 
@@ -82,14 +84,18 @@ class LatencyHistogram:
 
 
 def _bucket_at(counts: Integers, percent: float) -> int | None:
-    """The bucket of the latency below which this share is; None without values."""
+    """Find the bucket of the latency below which this share of operations lies; None without values."""
     num = int(counts.sum())
     wanted = max(1, int(np.ceil(num * percent / 100)))
     return int(np.searchsorted(np.cumsum(counts), wanted)) if num else None
 
 
 def _bucket(values: Integers) -> Integers:
-    """Values below 2**8 have buckets of their own; the others the power of two and the 8 bits below it."""
+    """Find each value's bucket.
+
+    Values below 2**8 have buckets of their own; the bucket of a larger value is given by its power of two and
+    the 8 bits below that.
+    """
     _, exponents = np.frexp(values.astype(np.float64))
     shift = np.maximum(exponents.astype(np.int64) - (_SUB_BITS + 1), 0)
     return (shift << _SUB_BITS) + (values >> shift)
@@ -105,7 +111,7 @@ _DIRECTIONS: Final = {"read": Op.READ, "write": Op.WRITE}
 
 
 def hits_over_time(plan: IoPlan) -> list[dict[str, Any]]:
-    """The plan in parts of the workload's time: chunks asked for, and what each tier serves or takes."""
+    """Divide the plan into parts by the workload's time: chunks requested, what each tier serves or takes."""
     if plan.arrival_s is None or plan.chunks is None or not plan.num_requests:
         return []
     span_s = float(plan.arrival_s[-1]) or 1.0
@@ -137,10 +143,10 @@ def _count(parts: Integers, weights: Integers | None = None) -> list[int]:
 
 
 def count_rank(operations: Operations, timed: NDArray[np.void], end_ns: int) -> Integers:
-    """One rank's bytes and latencies in parts of the run; those of all ranks are added up.
+    """One rank's bytes and latencies in each part of the run; the arrays of all ranks can be added up.
 
-    For each direction and part: its bytes, then how many operations have a latency in each bucket. An
-    operation belongs to the part in which it ended.
+    For each direction and part, the array has the bytes, then the number of operations with a latency in each
+    bucket. An operation belongs to the part in which it ended.
     """
     counts: Integers = np.zeros((len(_DIRECTIONS), PARTS, 1 + COARSE_BUCKETS), np.int64)
     is_done = timed["outcome"] == EntryOutcome.DONE
@@ -154,7 +160,7 @@ def count_rank(operations: Operations, timed: NDArray[np.void], end_ns: int) -> 
 
 
 def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]]:
-    """The run in parts of its time: bytes, and the median and the 95th percentile of latencies."""
+    """Divide the run into parts by time: bytes, and the median and 95th percentile of latencies."""
     if not end_ns:
         return []
     total = np.sum(ranks, axis=0)
@@ -175,12 +181,12 @@ FILE: Final = MEASURED_FILES["kvcache"]
 GIB: Final = 1 << 30
 _NEARLY_ALL: Final = 0.8
 _SMALL_BYTES: Final = 1 << 20
-"""Below this, an object takes as long as a request does, however large it is."""
+"""The time for an object smaller than this depends on the request, not on the object's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """The times of one rank, or of all; `load_ns` is the time of each request's reads, -1: it had none."""
+    """The times of one rank, or of all. `load_ns` is the time of each request's reads, -1 if it had none."""
 
     elapsed_ns: int
     read_bytes: int
@@ -195,17 +201,17 @@ class Times:
 
     @property
     def elapsed_s(self) -> float:
-        """From the common start to the last operation's end."""
+        """The time from the common start to the end of the last operation."""
         return self.elapsed_ns / 1e9
 
     @property
     def loads(self) -> LatencyHistogram:
-        """Load times of requests that read something."""
+        """The load times of requests that read something."""
         return LatencyHistogram.of(self.load_ns[self.load_ns >= 0])
 
 
 def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: int) -> Times:
-    """One rank's operations in figures."""
+    """Sum up one rank's operations."""
     ran = timed["outcome"] != EntryOutcome.NOT_RUN
     operations, timed = operations[ran], timed[ran]
     is_done = timed["outcome"] == EntryOutcome.DONE
@@ -231,14 +237,14 @@ def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: i
 def _load_times(reads: Operations, timed: NDArray[np.void], num_requests: int) -> Integers:
     begin = np.full(num_requests, np.iinfo(np.int64).max)
     end = np.full(num_requests, -1, np.int64)
-    # From when it was due: a read that had to wait for a stream made its request wait, too.
+    # From when the read was due: a read that had to wait for a stream delayed its request too.
     np.minimum.at(begin, reads["request"], timed["begin_ns"] - np.maximum(timed["lag_ns"], 0))
     np.maximum.at(end, reads["request"], timed["end_ns"])
     return np.where(end >= 0, end - begin, -1)
 
 
 def merge_ranks(ranks: Sequence[Times]) -> Times:
-    """The job's times: counts added, histograms merged, the slowest rank for what all wait for."""
+    """Merge the times of all ranks: add counts, merge histograms, and take the slowest rank for shared waits."""
     return Times(
         elapsed_ns=max(rank.elapsed_ns for rank in ranks),
         read_bytes=sum(rank.read_bytes for rank in ranks),
@@ -254,7 +260,7 @@ def merge_ranks(ranks: Sequence[Times]) -> Times:
 
 
 def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHistogram) -> dict[str, Any]:
-    """One direction: bytes of payload, their rate over the run and in one busy stream, latencies."""
+    """The figures of one direction: payload bytes, rates over the run and in one busy stream, and latencies."""
     return {
         "bytes": moved_bytes,
         "gib_per_s": moved_bytes / GIB / elapsed_s if elapsed_s else 0.0,
@@ -264,11 +270,12 @@ def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHis
 
 
 def time_saved_document(plan: IoPlan, times: Times, *, prefill_tokens_per_s: float) -> dict[str, Any]:
-    """Time to first token that loading saved against computing, and the bandwidth at which both are equal.
+    """The time to first token that loading saves over computing, and the bandwidth at which both are equal.
 
-    Loading a token's cache is worth it above bytes per token x tokens a second that an accelerator computes.
-    A request that missed an entry saved nothing: what it loaded is useless behind the gap. Where objects are
-    scaled down, so is what is computed: else loading a thousandth would be compared with computing it all.
+    Loading a token's cache pays off above bytes per token x the tokens per second that an accelerator
+    computes. A request that missed an entry saved nothing, because what it loaded after the gap is useless.
+    If objects are scaled down, so is the computation: otherwise, loading a thousandth would be compared with
+    computing everything.
     """
     has_loaded = times.load_ns >= 0
     tokens = np.where(times.missed_requests, 0, plan.hit_tokens)[has_loaded]
@@ -287,7 +294,7 @@ def time_saved_document(plan: IoPlan, times: Times, *, prefill_tokens_per_s: flo
 
 
 def name_kind(plan: IoPlan) -> str:
-    """The subject of a run of this plan: storage, or nothing of it."""
+    """Name what a run of this plan measures: storage, only its writes, or none of it."""
     storage = plan.in_storage
     if not len(storage):
         return "memory tiers only" if len(plan.operations) else "no traffic"
@@ -295,7 +302,7 @@ def name_kind(plan: IoPlan) -> str:
 
 
 def has_small_objects(document: Mapping[str, Any]) -> bool:
-    """True if a run moved objects so far scaled down that their latencies are not those of whole ones."""
+    """True if a run's objects are scaled down so far that their latencies do not represent whole objects."""
     plan = document["plan"]
     return plan["scale"] != "1" and bool(plan["chunk_bytes"] // plan["objects_per_chunk"] < _SMALL_BYTES)
 
@@ -303,7 +310,7 @@ def has_small_objects(document: Mapping[str, Any]) -> bool:
 def client_share(document: Mapping[str, Any]) -> float | None:
     """The share of a run's time that this client needs for the same bytes in memory; None if not measured.
 
-    Reads and writes share the time of a run, and each ceiling is that of one direction alone.
+    Reads and writes share the time of a run, whereas each ceiling was measured with one direction alone.
     """
     ceiling = document["ceiling"]
     if not ceiling:
@@ -314,12 +321,12 @@ def client_share(document: Mapping[str, Any]) -> float | None:
 
 
 def is_limited_by_client(document: Mapping[str, Any]) -> bool:
-    """True if a run was hardly slower than memory; one that was faster disproves its ceiling."""
+    """True if a run was hardly slower than memory. A run that was faster than memory disproves its ceiling."""
     return _NEARLY_ALL < (client_share(document) or 0.0) <= 1
 
 
 def say_doubts(document: Mapping[str, Any]) -> list[str]:
-    """Reasons why the figures of a run are not the storage's, in sentences."""
+    """Say in sentences why the figures of a run may not be the storage's."""
     plan, texts = document["plan"], []
     if document["kind"] != "storage":
         texts.append(f"This run measures no reads from storage: {document['kind']}.")
@@ -363,7 +370,7 @@ _FIGURES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def read_cache_run(folder: Path) -> dict[str, Any]:
-    """The document of the run in a folder."""
+    """Read the document of the run in a folder."""
     path = folder / FILE
     try:
         document = parse_json(read_document(path))
@@ -400,7 +407,7 @@ def metric_rows(option: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of all runs by name, each with the order of the runs that it gives, best first."""
+    """The figures of all runs by name, each with the order in which it ranks the runs, best first."""
     figures = [_figures(document) for document in documents]
     names = [name for name in figures[0] if all(name in of_run for of_run in figures)]
     streams = [document.get("engine", {}).get("streams") for document in documents]
@@ -428,12 +435,12 @@ def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def is_latency(name: str) -> bool:
-    """True if a figure is a latency of ours; published ones are shown with the order that they claim."""
+    """True if a figure is one of our own latencies. Published ones are shown with the order that they claim."""
     return "_ms" in name and not name.endswith("theirs")
 
 
 def latency_note(comparison: Mapping[str, Any]) -> str | None:
-    """Why latencies of these runs order nothing; None where they do."""
+    """Say why the latencies of these runs cannot rank storages; None if they can."""
     in_flight = comparison["in_flight"]
     if len(set(in_flight)) <= 1:
         return None
@@ -459,7 +466,7 @@ def _figures(document: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _order(values: Sequence[float | None], name: str) -> list[int]:
-    """The numbers of the runs, best first; those without a figure are left out."""
+    """The numbers of the runs, best first; runs without the figure are left out."""
     known = [(value, number) for number, value in enumerate(values) if value is not None]
     is_time = "_ms" in name
     return [number for _, number in sorted(known, reverse=not is_time)]

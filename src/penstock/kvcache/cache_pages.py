@@ -1,6 +1,6 @@
-"""Pages of key-value caches: hits against the size of a cache, a run on a storage, several storages.
+"""Pages of key-value caches: hits by size of the cache, a run on one storage, a comparison of storages.
 
-Pure: documents of `penstock kvcache` in, pages out.
+Pure: turns the documents of `penstock kvcache` into pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ from penstock.units import format_bytes, format_number, format_seconds
 
 GIB: Final = 1 << 30
 _ENOUGH: Final = 0.95
-"""The smallest cache with this share of the hits of an unlimited one is large enough."""
+"""The smallest cache that reaches this share of an unlimited cache's hits is large enough."""
 
 
 def make_simulation_page(document: Mapping[str, Any]) -> Report:
-    """Hits against the size of the cache, and what each tier serves."""
+    """The hits by size of the cache, and what each tier serves."""
     rows = sorted(
         (row for row in document["rows"] if row["capacity_blocks"] is not None),
         key=lambda row: row["capacity_blocks"],
@@ -185,7 +185,7 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
 
 
 def _make_mlperf_page(document: Mapping[str, Any]) -> Report:
-    """A run of mlperf-v3: the honest rates of each option, and all metrics next to them."""
+    """The page of a run of mlperf-v3: the honest rates of each option, and all metrics next to them."""
     options = document["options"]
     misses = sum(option["misses"] for option in options.values())
     rates = {
@@ -228,7 +228,7 @@ def _make_mlperf_page(document: Mapping[str, Any]) -> Report:
 
 
 def _load_charts(document: Mapping[str, Any]) -> list[Chart]:
-    """Latency against load, where a load was searched for."""
+    """Charts of latency by load, if the run searched for the largest load."""
     sustained = document.get("sustained")
     if not sustained:
         return []
@@ -251,7 +251,7 @@ _DIRECTIONS: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 
 
 def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
-    """Hits and bytes of each tier over the workload's time."""
+    """Charts of each tier's hits and bytes over the workload's time."""
     rows = document["over_workload"]
     if not rows or not any(row["chunks"] for row in rows):
         return []
@@ -274,7 +274,7 @@ def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
         for tier in tiers
     ]
     written = [row["storage_written_bytes"] / width_s for row in rows]
-    # Lines have a legend; one alone has none, so that its title names it.
+    # Several lines have a legend. A single line has none, so its title names the tier.
     hits_by = ", by tier" if len(shares) > 1 else f" in {shares[0].name}"
     read_by = ", by tier" if len(read) > 1 else f" from {''.join(tiers)}"
     lines = [
@@ -297,7 +297,7 @@ def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
 
 
 def _run_charts(document: Mapping[str, Any]) -> list[Chart]:
-    """Rates and latencies on storage over the run's time."""
+    """Charts of rates and latencies on storage over the run's time."""
     rows = document["over_run"]
     directions = [name for name in _DIRECTIONS if any(row[f"{name}_bytes"] for row in rows)]
     if not directions:
@@ -334,7 +334,7 @@ def _run_charts(document: Mapping[str, Any]) -> list[Chart]:
 
 
 def _middles(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
-    """The middle of each part, and the end of the last one."""
+    """The middle of each part, followed by the end of the last one."""
     width_s = rows[1]["begin_s"] if len(rows) > 1 else 1.0
     return [row["begin_s"] + width_s / 2 for row in rows], width_s * len(rows)
 
@@ -363,7 +363,7 @@ _RATES: Final = ("gib_per_s", "bandwidth_gbps, honest")
 
 
 def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
-    """Several storages: a chart for each rate and latency, and all figures with the order that they give."""
+    """The page of several storages: a chart for each rate and latency, and all figures with their rankings."""
     runs = [f"run {index + 1}" for index in range(len(comparison["targets"]))]
     figures: Mapping[str, Mapping[str, Any]] = comparison["figures"]
     rates = {
@@ -426,7 +426,7 @@ def _compare_bars(name: str, runs: Sequence[str], values: Sequence[float | None]
 
 
 def figure_rows(comparison: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row for each figure, with the order of the runs that it gives."""
+    """One row for each figure, with the order in which it ranks the runs."""
     return [
         {
             "figure": name,

@@ -1,7 +1,7 @@
 """A run of a plan from start to finish: reclaim, measure the ceiling, execute, reconcile, record.
 
-Collective: every rank calls `run_plan` and gets the same result. Entries are removed at the end unless they
-are to be kept, also after an interruption. What a killed run left unfinished the next one removes.
+Collective: every rank calls `run_plan` and gets the same result. Entries are removed at the end, even after
+an interruption, unless they are to be kept. Whatever a killed run leaves behind, the next run removes.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -35,16 +35,16 @@ _REMOVERS: Final = 16
 
 
 def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayout) -> dict[str, int]:
-    """Make the store as a plan expects it: without any entry that its operations write.
+    """Bring the store into the state that a plan expects: without any entry that its operations write.
 
-    Returns the number of its own entries, now removed, and of objects of others, with their bytes.
+    Returns the number of the plan's entries, which have been removed, and of other objects, with their bytes.
     """
     own: frozenset[str] | None = None
     left: list[str] = []
     other_objects = other_bytes = 0
     with suppress(ObjectNotFound):
         for info in storage.list(layout.folder):
-            # Only a store that is not empty is worth naming all entries.
+            # Entries are named only if the store is not empty, because there may be very many.
             own = own if own is not None else _written_keys(operations, layout)
             if info.key in own:
                 left.append(info.key)
@@ -56,15 +56,15 @@ def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayo
 
 
 def remove_entries(storage: Storage, operations: Operations, layout: EntryLayout, progress: Progress) -> None:
-    """Remove all objects that these operations write, those that are gone already or never came included."""
+    """Remove all objects that these operations write, including any already gone or never written."""
     _remove(storage, _written_keys(operations, layout), progress)
 
 
 def sync_entry_names(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
-    """Make the names of entries that these operations wrote survive a power cut; their bytes do already."""
+    """Make the names of written entries survive a power cut, as their bytes already do."""
     paths = [PurePosixPath(key) for key in _written_keys(operations, layout)]
     for folder in {parent for path in paths for parent in path.parents}:
-        with suppress(ObjectNotFound):  # not all operations were run
+        with suppress(ObjectNotFound):  # not all operations were executed
             capabilities.sync_names(storage, "" if folder == PurePosixPath() else str(folder))
 
 
@@ -87,13 +87,13 @@ def _remove(storage: Storage, keys: Collection[str], progress: Progress) -> None
 _DOUBLINGS: Final = 12
 _BISECTIONS: Final = 3
 _IMPROVED: Final = 0.9
-"""A load time that is above this share of that at twice the load no longer depends on the load."""
+"""The load no longer matters if a load time is above this share of the load time at twice the load."""
 _IDLE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPoint:
-    """One measured load; `in_flight` is how many operations each rank had on storage, on average."""
+    """One measured load. `in_flight` is the average number of operations that each rank had on storage."""
 
     speedup: float
     requests_per_s: float
@@ -103,19 +103,19 @@ class LoadPoint:
     in_flight: float = 1.0
 
     def meets(self, objective_ms: float) -> bool:
-        """True if the storage kept up within the objective, and read everything."""
+        """True if the storage kept up within the objective, and every entry was read."""
         return self.is_complete and max(self.load_p95_ms, self.lag_p95_ms) <= objective_ms
 
 
 def find_sustained_load(
     measure: Callable[[float], LoadPoint], *, objective_ms: float, first: float = 1.0
 ) -> tuple[LoadPoint | None, list[LoadPoint]]:
-    """The largest load that meets the objective, if any, and all that were measured.
+    """Find the largest load that meets the objective, if any; return it with all measured loads.
 
-    Load is a factor on the workload's own pace. It is sustained if the 95th percentile of load times keeps
-    the objective, and so does the lag: a storage that falls behind has not sustained anything. The load is
-    doubled or halved until it crosses the objective, then the step is narrowed down to 10 %. If half the load
-    is no faster, less of it will not be, either: an idle storage misses the objective.
+    Load is a factor on the workload's own pace. It is sustained if the 95th percentile of load times meets
+    the objective and so does the lag, because a storage that falls behind has not sustained anything. The
+    load is doubled or halved until it crosses the objective, and then narrowed down to 10 %. If half the load
+    is no faster, still smaller loads will not be either: even an idle storage misses the objective.
     """
     points = [measure(first)]
     factor = 2.0 if points[0].meets(objective_ms) else 0.5
@@ -153,9 +153,10 @@ LONGEST_RUN_S: Final = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRequest(RunSettings):
-    """A request for a run; `prefill_tokens_per_s` is the accelerator's prefill throughput.
+    """A request for a run. `prefill_tokens_per_s` is the accelerator's prefill throughput.
 
-    With an objective the load that meets it is searched for; `users` send the plan's requests.
+    If there is an objective, the run searches for the largest load that meets it; `users` send the plan's
+    requests.
     """
 
     plan: IoPlan
@@ -171,14 +172,14 @@ class CacheRequest(RunSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheResult:
-    """A run's figures as plain data, and the times that they were made of."""
+    """A run's figures as plain data, and the times from which they were computed."""
 
     document: dict[str, Any]
     times: Times
 
     @property
     def is_right(self) -> bool:
-        """True if every entry that the plan reads was there, whole."""
+        """True if every entry that the plan reads was there and complete."""
         return not self.times.missed_requests.any()
 
 
@@ -217,10 +218,13 @@ def measure_plan(
     progress: Progress,
     phase: str = "cache operations",
 ) -> CacheResult:
-    """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
+    """Execute the plan like `run_plan`, but without a record of its own. Collective.
+
+    `folder` receives the counters of the hosts.
+    """
     plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
     left: dict[str, int] = {}
-    if comm.rank == 0:  # make the store as the plan expects it; what was there, in figures
+    if comm.rank == 0:  # bring the store into the state that the plan expects, and count what was there
         left["reclaimed_objects"] = reclaim_unfinished(storage, older_than_s=request.stale_s)
         left |= remove_leftovers(storage, plan.in_storage, request.layout)
     left = comm.broadcast(left, awaiting="rank 0 to remove what earlier runs left")
@@ -286,9 +290,9 @@ def measure_plan(
 
 
 def require_room(storage: Storage, most_bytes: int, *, comm: Comm) -> None:
-    """Fail before the first byte where a local file system has no room for a plan's cache. Collective.
+    """Fail before the first byte if a local file system has no room for a plan's cache. Collective.
 
-    Hosts may have one file system together or one each: so much as is on each of them at least.
+    Hosts may share one file system or have one each, so each needs room for at least its own share.
     """
     hosts = set(comm.gather(comm.host, awaiting="the hosts of all ranks"))
     run_on_all_ranks(
@@ -312,9 +316,9 @@ def _left_as_asked(
     *,
     progress: Progress,
 ) -> Iterator[None]:
-    """Remove this rank's entries at the end, also after an interruption, or keep them with their names.
+    """Remove this rank's entries at the end, even after an interruption, or keep them with their names.
 
-    The files that the engine of a layout has next to its entries are there as long as those are.
+    The files that the layout's engine keeps next to its entries exist as long as the entries do.
     """
     files = request.layout.side_files() if rank == 0 else {}
     for key, content in files.items():
@@ -333,7 +337,7 @@ def _left_as_asked(
 def _search_load(
     request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
 ) -> CacheResult:
-    """Find the largest load that meets the objective; the result is that of this load. Collective."""
+    """Find the largest load that meets the objective, and return its result. Collective."""
     objective_ms = request.objective_ms
     assert objective_ms is not None
     results: dict[float, CacheResult] = {}
@@ -343,7 +347,7 @@ def _search_load(
     def measure(speedup: float) -> LoadPoint:
         engine = replace(request.engine, speedup=speedup)
         if speedup:
-            # A storage that is far behind at the end has missed the objective by then.
+            # By this time, a storage that is far behind has missed the objective.
             limit_s = 1.1 * span_s / speedup + 20 * objective_ms / 1e3
             engine = replace(engine, duration_s=min(limit_s, engine.duration_s or limit_s))
         at_load = replace(request, engine=engine, measures_ceiling=False)
@@ -364,7 +368,7 @@ def _search_load(
 
     first = request.engine.speedup
     if not first:
-        # The pace at which the storage would be busy all the time: small loads take long.
+        # The pace that keeps the storage busy all the time: at small loads, measuring takes long.
         rate = measure(0.0).requests_per_s
         first = rate * span_s / request.plan.num_requests if rate and span_s else 1.0
     best, points = find_sustained_load(measure, objective_ms=objective_ms, first=first)
@@ -380,11 +384,11 @@ def _search_load(
 
 
 def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -> dict[str, Any] | None:
-    """Measure the limit of the harness: these ranks and streams on storage that costs one copy in memory."""
+    """Measure the harness limit: these ranks and streams on a storage that costs one copy in memory."""
     storage_operations = request.plan.in_storage
     if not len(storage_operations):
         return None
-    # Smaller objects than the plan's where those of all streams would take too much memory.
+    # Objects are smaller than the plan's if those of all streams would take too much memory.
     most = _CEILING_BYTES // (2 * request.engine.streams)
     size = max(1, min(int(np.median(storage_operations["bytes"])), most))
     num = min(_CEILING_OBJECTS, _CEILING_BYTES // size)
@@ -396,7 +400,7 @@ def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -
     memory, figures = MemoryStorage(), {}
     progress.begin("the ceiling: objects in memory", len(operations) + num)
     writes, reads = operations[:num], operations[num:]
-    # What is written first only warms memory up: pages that no process has used cost more than the copy.
+    # The first writes only warm up memory: pages that no process has used cost more than the copy.
     for name, part in (("write", writes), ("write", writes), ("read", reads)):
         engine = IoEngine(memory, part, request.layout, settings, advance=progress.advance)
         engine.run(lambda: comm.barrier(awaiting="all ranks to begin measuring the ceiling"))
@@ -407,7 +411,7 @@ def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -
 
 
 def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> CacheEviction:
-    """The bytes read that were in memory: the proof that reads were cold."""
+    """Sum up how many of the bytes read were in memory: the proof that reads were cold."""
     files = capabilities.find_local_paths(storage)
     counts = comm.gather(engine.resident.tolist(), awaiting="what was in memory")
     if files is None:

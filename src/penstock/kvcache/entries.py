@@ -1,8 +1,9 @@
 """Cache entries as objects: their names in several layouts, and a footer that proves what was read.
 
-An entry of ours ends with a footer of one page: a magic number, the payload's length, the digests of its key
-and its bytes, and a checksum of itself. It is written last, so that an entry without it was never finished.
-The layouts of vLLM's and LMCache's file tiers have no checksum; their entries are verified by content.
+Penstock's own entries end with a footer of one page: a magic number, the payload's length, the digests of the
+key and the payload, and a checksum of the footer itself. The footer is written last, so an entry without one
+was never finished. The layouts of vLLM's and LMCache's file tiers have no checksum; their entries are
+verified by content.
 """
 
 import json
@@ -25,11 +26,11 @@ _CHECKED: Final = struct.Struct("<Q")
 _PAGE: Final = 4096
 _VLLM_BLOCK_TOKENS: Final = 16
 _LMCACHE_DTYPES: Final = {"float32": "float", "float16": "half", "float8": "fp8_e4m3fn"}
-"""Names of types in LMCache's file names; the others have torch's names."""
+"""The names of types in LMCache's file names, if they differ from torch's."""
 
 
 class EntryOutcome(IntEnum):
-    """The outcome of an operation; all from `MISSING` on are misses, named by what is wrong."""
+    """The outcome of an operation. All from `MISSING` on are misses, named by what is wrong."""
 
     NOT_RUN = 0
     DONE = 1
@@ -45,14 +46,14 @@ MISSES: Final = tuple(outcome for outcome in EntryOutcome if outcome >= EntryOut
 
 
 def vllm_folder(config: Mapping[str, Any]) -> str:
-    """The name of the folder that vLLM gives to this configuration."""
+    """The name that vLLM gives to the folder of this configuration."""
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
     digest = sha256(canonical.encode()).hexdigest()[:12]
     return f"{str(config['model_name']).replace('/', '_')}_{digest}"
 
 
 def key_digest(key: str) -> bytes:
-    """The digest of a key that its footer has."""
+    """The digest of a key, as its footer stores it."""
     return blake2b(key.encode(), digest_size=16).digest()
 
 
@@ -63,7 +64,7 @@ def make_footer(key: str, payload_bytes: int, payload_digest: bytes) -> bytes:
 
 
 def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_digest: bytes) -> EntryOutcome:
-    """`DONE` if an entry of the right size is the one of this key, whole and unchanged."""
+    """Return `DONE` if an entry of the right size belongs to this key and is complete and unchanged."""
     if not np.frombuffer(footer, np.uint8).any():
         return EntryOutcome.TORN
     fields = bytes(footer[: _FIELDS.size])
@@ -80,13 +81,13 @@ def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_diges
 
 
 def stated_digest(footer: memoryview) -> bytes | None:
-    """The digest of the payload that a footer states; None if the page is no footer, right or wrong."""
+    """The payload digest that a footer states; None if the page is not a footer, whether valid or not."""
     magic, _, _, of_payload = _FIELDS.unpack_from(footer)
     return bytes(of_payload) if magic == _MAGIC else None
 
 
 def has_zero_page(content: memoryview) -> bool:
-    """True if a page never arrived: pages of entries are random, those that a crash lost are zeros."""
+    """True if a page never arrived: pages of entries are random, whereas pages lost in a crash are zeros."""
     pages = np.frombuffer(content[: len(content) // _PAGE * _PAGE], np.uint64).reshape(-1, _PAGE // 8)
     return bool((~pages.any(axis=1)).any())
 
@@ -95,9 +96,9 @@ def has_zero_page(content: memoryview) -> bool:
 class EntryLayout:
     """The names of entries, and whether they have a footer.
 
-    `namespace` separates the entries of workloads in the same store; `parts` is the
-    number of objects of an entry, one for each worker of vLLM and LMCache, `pipeline` times as many as tensor
-    ranks. All lie below `folder`.
+    `namespace` separates the entries of several workloads in one store. `parts` is the number of objects of
+    an entry, one for each worker of vLLM and LMCache: `pipeline` times the number of tensor ranks. All
+    entries lie below `folder`.
     """
 
     name: LayoutName = "penstock"
@@ -112,16 +113,16 @@ class EntryLayout:
 
     @property
     def footer_bytes(self) -> int:
-        """The bytes of an entry beyond its payload; without a footer it is compared with the original."""
+        """The bytes of an entry beyond its payload. An entry without a footer is compared with the original."""
         return FOOTER_BYTES if self.name == "penstock" else 0
 
     @cached_property
     def _vllm_folder(self) -> str:
-        """The name of vLLM's folder, which takes long to make."""
+        """The name of vLLM's folder, cached because it takes long to compute."""
         return vllm_folder(self.vllm_configuration())
 
     def vllm_configuration(self) -> dict[str, Any]:
-        """The configuration that vLLM's tier hashes into its folders' names, as in its `config.json`."""
+        """The configuration that vLLM's tier hashes into the names of its folders, as in its `config.json`."""
         block = _VLLM_BLOCK_TOKENS if self.chunk_tokens % _VLLM_BLOCK_TOKENS == 0 else self.chunk_tokens
         layers = [f"model.layers.{number}.self_attn.attn" for number in range(self.layers)]
         return {
@@ -139,7 +140,7 @@ class EntryLayout:
         }
 
     def side_files(self) -> dict[str, bytes]:
-        """Files that the engine of this layout writes once, next to its entries."""
+        """The files that the layout's engine writes once, next to its entries."""
         if self.name != "vllm":
             return {}
         prefix = f"{self.folder}/" if self.folder else ""

@@ -1,8 +1,8 @@
-"""Inspect a store of cache entries: entries of vLLM's, LMCache's and our own file tiers, read and judged.
+"""Inspect a store of cache entries: read and judge entries of vLLM's, LMCache's and our own file tiers.
 
-Entries of one configuration are a series. Sizes and headers tell what is torn without reading contents; with
-`verifies`, contents are read, too: ours are compared with their checksums, the others have none and are
-searched for pages that never arrived. Nothing is changed.
+Entries of one configuration form a series. Sizes and headers show which entries are torn without reading
+their contents. With `verifies`, contents are read too: our own are compared with their checksums; the others
+have no checksums, so they are searched for pages that never arrived. Nothing is changed.
 """
 
 import re
@@ -45,7 +45,9 @@ _LMCACHE_L2: Final = re.compile(
     r"(?P<model>[^@/]+)@0x(?P<ranks>[0-9a-f]{2,4})(?P<rank>[0-9a-f]{2})[0-9a-f]{4}"
     r"(?:@(?P<group>[0-9a-f]{1,3}))?@(?P<hash>[0-9a-f]{8,128})(?:@(?P<salt>[^@/]+))?\.data"
 )
-"""The number has a byte each for: all ranks, this rank, the ranks of its host, and this one among them."""
+"""The hexadecimal number has the number of ranks, this rank, the ranks of its host, and its number among
+those.
+"""
 _SLASH: Final = "-SEP-"
 _PENSTOCK: Final = re.compile(r"(?P<first>[0-9a-f]{2})/(?P<hash>[0-9a-f]{32})\.(?P<part>\d+)\.kv")
 _UNFINISHED: Final = re.compile(r".*\.tmp|\.penstock-.*")
@@ -58,17 +60,21 @@ _MOST_GROUPS: Final = 8
 _LENGTH_AND_ORDER: Final = struct.Struct("<2i")
 _GROUP: Final = struct.Struct("<5i")
 _ITEM_BYTES: Final = (1, 2, 2, 2, 4, 8, 1, 1, 1)
-"""Bytes of an element by LMCache's number of its type: none, half, half, bfloat16, float, double, 3 bytes."""
+"""Bytes per element by LMCache's number of the type: none, half, half, bfloat16, float, double, and three
+types of one byte.
+"""
 _TOKENS_THIRD: Final = (1, 6)
-"""LMCache's numbers of the orders keys and values x layers x tokens x width, and the same of MLA."""
+"""LMCache's numbers for the order keys and values x layers x tokens x width, and for its counterpart with
+MLA.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The header of LMCache's fs tier, unless `save_chunk_meta` is off: the payload's length and shapes.
+    """The header of LMCache's fs tier, which files have unless `save_chunk_meta` is off.
 
-    The payload's length, the order of its dimensions, then for each group of layers the type of its elements
-    and four sizes, of which those behind the last are 0. The shapes have as many bytes as the length says.
+    It consists of the payload's length, the order of its dimensions, and for each group of layers the element
+    type and four sizes; unused sizes at the end are 0. The shapes take as many bytes as the length says.
     """
 
     size_bytes: int
@@ -77,7 +83,7 @@ class _Header:
 
     @classmethod
     def parse(cls, beginning: bytes) -> Self | None:
-        """The header of a file, None if it does not begin with one."""
+        """Parse the header of a file; None if it does not begin with one."""
         if len(beginning) < _LENGTH_AND_ORDER.size:
             return None
         length, order = _LENGTH_AND_ORDER.unpack_from(beginning)
@@ -97,10 +103,11 @@ class _Header:
 
 @dataclass(slots=True, kw_only=True)
 class StoredEntry:
-    """A file of a store: those with one `series` and `hash` are the parts that ranks keep of one block.
+    """A file of a store.
 
-    `layer` is of engines that keep each layer apart. `base` is where the series lies below the root;
-    `is_in_place` whether the file lies where its name says. `why` is what is wrong with it.
+    Files with the same `series` and `hash` are the parts of one block, one for each rank. `layer` is set by
+    engines that store each layer separately. `base` is where the series lies below the root; `is_in_place`
+    tells whether the file lies where its name says, and `why` what is wrong with it.
     """
 
     info: ObjectInfo
@@ -120,13 +127,13 @@ class StoredEntry:
     is_partial: bool = False
 
     def judge(self, outcome: EntryOutcome, why: str) -> None:
-        """The first thing that is wrong counts."""
+        """Set the outcome unless there is one already: only the first problem counts."""
         if self.outcome is EntryOutcome.DONE:
             self.outcome, self.why = outcome, why
 
 
 def find_entry(info: ObjectInfo) -> StoredEntry | None:
-    """The entry that a file is, by its path; None if no layout has such names."""
+    """Recognize the entry in a file by its path; None if the path has no layout's form."""
     parts = PurePosixPath(info.key).parts
     for depth, pattern, read in (
         (4, _VLLM, _read_vllm),
@@ -210,9 +217,9 @@ def inspect_store(
     model: KvModel | None = None,
     verifies: bool = False,
 ) -> dict[str, Any]:
-    """All series of a store with what is wrong in them, as plain data.
+    """Describe all series of a store, with what is wrong in them, as plain data.
 
-    `model` tells what a token takes, if nothing in the store does.
+    `model` gives the bytes that a token takes, if nothing in the store does.
     """
     by_name: dict[str, list[StoredEntry]] = {}
     configs: dict[str, Mapping[str, Any] | str] = {}
@@ -260,7 +267,7 @@ def inspect_store(
 
 
 def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
-    """The configuration of one of vLLM's folders, or what is wrong with it."""
+    """Read the configuration in one of vLLM's folders, or say what is wrong with it."""
     try:
         config = parse_json(bytes(read_object(storage, info.key)))
     except (StorageError, ValueError) as error:
@@ -282,11 +289,11 @@ def _describe(
         sizes = ("tp_size", "pp_size", "pcp_size", "dcp_size")
         ranks = prod(_whole(facts, size, 1) for size in sizes)
     elif first.ranks is not None:
-        # Of a latent that all ranks share, LMCache lets the first one keep it for all.
+        # If all ranks share a latent, LMCache lets the first rank store it for all.
         ranks = first.ranks if len(present) > 1 else 1
     else:
         ranks = max(present) + 1
-    # Entries of a rank for each block: one, or one for each layer.
+    # The entries of a rank for each block: one, or one for each layer.
     layers = len({entry.layer for entry in series})
     tokens = _whole(facts, "tokens_per_hash") * _whole(facts, "blocks_per_file")
     full_bytes = _full_bytes(series)
@@ -333,7 +340,7 @@ def _whole(facts: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
 
 
 def _full_bytes(series: Sequence[StoredEntry]) -> dict[int, int]:
-    """The size of a whole entry of each rank: what most have; of those that are as frequent the largest."""
+    """The payload size of a complete entry, by rank: the most frequent size, on a tie the largest."""
     sizes: dict[int, Counter[int]] = {}
     for entry in series:
         overhead = FOOTER_BYTES if entry.tier == "penstock" else 0
@@ -343,7 +350,7 @@ def _full_bytes(series: Sequence[StoredEntry]) -> dict[int, int]:
 
 
 def _judge_headers(series: Sequence[StoredEntry]) -> None:
-    """Judge by headers; a store of LMCache has them on all entries of a series, or on none."""
+    """Judge entries by their headers. In a store of LMCache, all entries of a series have one, or none has."""
     headers = [entry.header for entry in series if entry.header]
     if not headers:
         return
@@ -361,7 +368,7 @@ def _judge_headers(series: Sequence[StoredEntry]) -> None:
 
 
 def _judge_size(entry: StoredEntry, full_bytes: int, token_bytes: float | None) -> None:
-    """Judge by place and size; our entries, and entries with headers, state their own length."""
+    """Judge an entry by place and size. Our own entries, and entries with headers, state their length."""
     size = entry.info.size_bytes
     if not entry.is_in_place:
         entry.judge(EntryOutcome.FOREIGN, "its engine would not look for it here")
@@ -371,7 +378,7 @@ def _judge_size(entry: StoredEntry, full_bytes: int, token_bytes: float | None) 
         outcome = EntryOutcome.TRUNCATED if size < full_bytes else EntryOutcome.FOREIGN
         entry.judge(outcome, f"{size:,} B, others have {full_bytes:,}")
     elif entry.tier.startswith("lmcache") and entry.header is None and size < full_bytes:
-        entry.is_partial = True  # the end of a prompt, unless it is no whole number of tokens
+        entry.is_partial = True  # the end of a prompt, unless it is not a whole number of tokens
         if token_bytes and size % token_bytes:
             entry.judge(EntryOutcome.TRUNCATED, f"{size:,} B are no whole number of tokens")
 
@@ -392,7 +399,7 @@ def _judge_content(storage: Storage, entry: StoredEntry, *, verifies: bool) -> N
 
 
 def _judge_own(source: Source, entry: StoredEntry, *, verifies: bool) -> None:
-    """Ours end with a page that says everything."""
+    """Judge one of our own entries by its footer, which states everything."""
     footer = memoryview(bytearray(FOOTER_BYTES))
     payload_bytes = source.size_bytes - FOOTER_BYTES
     if payload_bytes < 1:
@@ -406,7 +413,7 @@ def _judge_own(source: Source, entry: StoredEntry, *, verifies: bool) -> None:
         for chunk in _chunks(source, payload_bytes):
             computed.update(chunk)
         digest = computed.digest()
-    # The name below the root that it was written under, which may be further up than the one looked at.
+    # The name below the root under which it was written, which may lie above the folder inspected here.
     parts = entry.info.key.split("/")
     names = ["/".join(parts[start:]) for start in range(len(parts) - 1)]
     judged = [entries.judge_footer(footer, name, payload_bytes, digest) for name in names]
