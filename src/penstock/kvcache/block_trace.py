@@ -153,7 +153,7 @@ NEVER: Final = 1 << 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """The smallest cache that has each block of a trace, and the smallest that has all blocks before it too."""
+    """For each block, the smallest cache that has it, and the smallest that also has all blocks before it."""
 
     capacity_for_block: Integers
     capacity_for_prefix: Integers

@@ -244,7 +244,7 @@ def _load_times(reads: Operations, timed: NDArray[np.void], num_requests: int) -
 
 
 def merge_ranks(ranks: Sequence[Times]) -> Times:
-    """Merge the times of all ranks: add counts, merge histograms, and take the slowest rank for shared waits."""
+    """Merge the times of all ranks: add counts, merge histograms, take the slowest rank for shared waits."""
     return Times(
         elapsed_ns=max(rank.elapsed_ns for rank in ranks),
         read_bytes=sum(rank.read_bytes for rank in ranks),
@@ -260,7 +260,7 @@ def merge_ranks(ranks: Sequence[Times]) -> Times:
 
 
 def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHistogram) -> dict[str, Any]:
-    """The figures of one direction: payload bytes, rates over the run and in one busy stream, and latencies."""
+    """The figures of one direction: payload bytes, rates over the run and per busy stream, and latencies."""
     return {
         "bytes": moved_bytes,
         "gib_per_s": moved_bytes / GIB / elapsed_s if elapsed_s else 0.0,
@@ -321,7 +321,7 @@ def client_share(document: Mapping[str, Any]) -> float | None:
 
 
 def is_limited_by_client(document: Mapping[str, Any]) -> bool:
-    """True if a run was hardly slower than memory. A run that was faster than memory disproves its ceiling."""
+    """True if a run was hardly slower than memory. A run faster than memory disproves its ceiling."""
     return _NEARLY_ALL < (client_share(document) or 0.0) <= 1
 
 
@@ -435,7 +435,7 @@ def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def is_latency(name: str) -> bool:
-    """True if a figure is one of our own latencies. Published ones are shown with the order that they claim."""
+    """True if a figure is one of our own latencies. Published ones are shown with the order they claim."""
     return "_ms" in name and not name.endswith("theirs")
 
 

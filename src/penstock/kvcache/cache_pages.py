@@ -363,7 +363,7 @@ _RATES: Final = ("gib_per_s", "bandwidth_gbps, honest")
 
 
 def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
-    """The page of several storages: a chart for each rate and latency, and all figures with their rankings."""
+    """The page of several storages: a chart for each rate and latency, and all figures with rankings."""
     runs = [f"run {index + 1}" for index in range(len(comparison["targets"]))]
     figures: Mapping[str, Mapping[str, Any]] = comparison["figures"]
     rates = {

@@ -113,7 +113,10 @@ class EntryLayout:
 
     @property
     def footer_bytes(self) -> int:
-        """The bytes of an entry beyond its payload. An entry without a footer is compared with the original."""
+        """The bytes of an entry beyond its payload.
+
+        An entry without a footer is compared with the original instead.
+        """
         return FOOTER_BYTES if self.name == "penstock" else 0
 
     @cached_property
@@ -122,7 +125,7 @@ class EntryLayout:
         return vllm_folder(self.vllm_configuration())
 
     def vllm_configuration(self) -> dict[str, Any]:
-        """The configuration that vLLM's tier hashes into the names of its folders, as in its `config.json`."""
+        """The configuration that vLLM's tier hashes into its folders' names and stores in `config.json`."""
         block = _VLLM_BLOCK_TOKENS if self.chunk_tokens % _VLLM_BLOCK_TOKENS == 0 else self.chunk_tokens
         layers = [f"model.layers.{number}.self_attn.attn" for number in range(self.layers)]
         return {

@@ -350,7 +350,10 @@ def _full_bytes(series: Sequence[StoredEntry]) -> dict[int, int]:
 
 
 def _judge_headers(series: Sequence[StoredEntry]) -> None:
-    """Judge entries by their headers. In a store of LMCache, all entries of a series have one, or none has."""
+    """Judge entries by their headers.
+
+    In a store of LMCache, either all entries of a series have a header, or none has.
+    """
     headers = [entry.header for entry in series if entry.header]
     if not headers:
         return

@@ -1,10 +1,10 @@
-"""Executes planned operations on a storage: N streams, objects in chunks, 2 chunks of memory a stream.
+"""Executes planned operations on a storage: N streams, objects in chunks, two chunks of memory per stream.
 
-Operations are taken in the plan's order; one waits for those before it on the same object, so that streams
-cannot reorder what depends on each other. A stream is the right to have an object in flight. Where objects
-are large and fit into a chunk, two workers share each stream: while one's object is in flight, the other
-makes or checks the content of its own. A time counts what the storage took. What is read is verified before
-it counts; anything else is a miss with a name.
+Operations begin in the plan's order, and each waits for earlier operations on the same object, so that
+streams cannot reorder operations that depend on each other. A stream is the right to have an object in
+flight. If objects are large and fit into a chunk, two workers share each stream: while one worker's object is
+in flight, the other generates or verifies the content of its own. A measured time covers only what the
+storage took. Data counts only after it has been verified; anything else is a miss with a name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from penstock.storage.aligned import aligned_buffer
 from penstock.transfer.buffers import HUGE_PAGE_BYTES, WarmMemory
 
 _WORTH_PREPARING_BYTES: Final = 1 << 20
-"""Below this, making content takes less than handing an object from one thread to another."""
+"""For less content than this, generating it takes less time than handing an object from one thread to
+another.
+"""
 
 TIMED: Final = np.dtype(
     [("begin_ns", "<i8"), ("busy_ns", "<i8"), ("end_ns", "<i8"), ("lag_ns", "<i8"), ("outcome", "u1")]
@@ -45,9 +47,10 @@ TIMED: Final = np.dtype(
 class EngineSettings:
     """Settings of the engine.
 
-    Closed loop: as many as there are streams are in flight. Open loop (`speedup` above 0): each begins when
-    the workload's time, divided by `speedup`, has come, or later by a lag if all streams are busy. After
-    `duration_s` no more operations are taken. At most `most_writers` write or delete at a time; 0: no limit.
+    Closed loop: each stream has an operation in flight. Open loop (`speedup` above 0): each operation begins
+    at the workload's time divided by `speedup`, or later, by a lag, if all streams are busy. After
+    `duration_s`, no more operations begin. At most `most_writers` operations write or delete at a time; 0
+    means no limit.
     """
 
     streams: int = 8
@@ -59,16 +62,17 @@ class EngineSettings:
 
 
 def count_requests(storage: Storage) -> Counters:
-    """The counters of a storage so far, entries that an engine wrote included."""
+    """Count the requests to a storage so far, including entries that an engine wrote."""
     written = capabilities.defer_sync(storage, "names").counters
     mine = storage.counters.snapshot()
     return mine if written is storage.counters else mine + written.snapshot()
 
 
 class IoEngine:
-    """One rank's executor of a list of operations; `timed` has a row for each of them afterwards.
+    """One rank's executor of a list of operations; `timed` has a row for each operation afterwards.
 
-    `resident` are the bytes of reads that were in the page cache before and after eviction, and all of them.
+    `resident` counts the bytes of reads that were in the page cache before and after eviction, and all bytes
+    of reads.
     """
 
     def __init__(
@@ -83,14 +87,16 @@ class IoEngine:
         self.timed: NDArray[np.void] = np.zeros(len(operations), TIMED)
         self.resident = np.zeros(3, np.int64)
         self._storage = storage
-        # A name that a power cut takes is a miss; but what is read is never wrong, so bytes are synced.
+        # A name lost in a power cut only causes a miss, whereas data must never be wrong: only bytes are
+        # synced.
         self._written = capabilities.defer_sync(storage, "names")
         self._operations = operations
         self._objects = operations["entry"] * layout.parts + operations["part"]
         self._layout = layout
         self._settings = settings
         self._advance = advance
-        # The next operation, and those in progress on each object; guarded by `_changed`.
+        # The place of the next operation, and the operations in progress on each object; guarded by
+        # `_changed`.
         self._next_place = 0
         self._is_stopped = False
         self._writing: set[int] = set()
@@ -103,11 +109,11 @@ class IoEngine:
             self._paths = None
 
     def run(self, wait_for_start: Callable[[], None] = lambda: None) -> None:
-        """Execute everything; the first error of storage, other than a miss, ends it and is raised."""
+        """Execute everything; the first error of the storage other than a miss ends the run and is raised."""
         warm = Content(self._settings.seed, 0)
         if not self._layout.footer_bytes:
             warm.prepare_verification()
-        # The memory of each worker: one chunk where two of them share a stream, else up to two.
+        # The memory of each worker: one chunk if two workers share a stream, otherwise up to two.
         sizes = self._operations["bytes"][self._operations["op"] != Op.DELETE]
         largest, chunk_bytes = int(sizes.max(initial=1)), self._settings.chunk_bytes
         is_shared = _WORTH_PREPARING_BYTES <= largest <= chunk_bytes
@@ -124,7 +130,7 @@ class IoEngine:
 
     def _run_worker(self, buffers: _Buffers) -> None:
         with ExitStack() as undo:
-            # A worker that fails stops the others, which else would wait for what it was to write.
+            # A worker that fails stops the others, which would otherwise wait for what it was to write.
             undo.callback(self._stop)
             while (place := self._take()) is not None:
                 try:
@@ -158,7 +164,7 @@ class IoEngine:
                         self._readers[target] += 1
                     else:
                         self._writing.add(target)
-                    # Whoever takes an operation wakes the one who may take the next.
+                    # Each worker that takes an operation wakes the one that may take the next.
                     self._changed.notify()
                     return place
                 self._changed.wait()
@@ -166,7 +172,7 @@ class IoEngine:
         return None
 
     def _is_over(self, place: int) -> bool:
-        """True if the run ends before this operation: now, or before its time comes."""
+        """True if the run has ended, or ends before this operation is due."""
         limit_s, speedup = self._settings.duration_s, self._settings.speedup
         if limit_s is None:
             return False
@@ -236,7 +242,7 @@ class IoEngine:
     def _read_payload(
         self, source: Source, key: str, size_bytes: int, buffer: memoryview, turn: _Turn
     ) -> EntryOutcome:
-        """Read all chunks, the footer with the last of them, and verify each; the last one off the stream."""
+        """Read all chunks, then the footer, and verify each; the last is verified off the stream."""
         footer_bytes, chunk_bytes = self._layout.footer_bytes, len(buffer) - self._layout.footer_bytes
         digest, content = xxhash.xxh3_128(), None
         if not footer_bytes:
@@ -289,7 +295,10 @@ class IoEngine:
 
 
 class _Buffers:
-    """One worker's memory: a chunk and its footer, and another if a sink keeps the first and `most` is 2."""
+    """One worker's memory: a chunk with its footer.
+
+    There is room for a second chunk if a sink keeps the first one and `most` is 2.
+    """
 
     def __init__(self, chunk_bytes: int, footer_bytes: int, *, most: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -300,7 +309,7 @@ class _Buffers:
         self.free.put(self.first)
 
     def take(self) -> memoryview:
-        """A buffer that no sink has, until it is put back into `free`; waits for one if all are in flight."""
+        """Take a buffer that no sink holds, until it is put back into `free`; wait if all are in flight."""
         if self.free.empty() and self._num_unmade:
             self._num_unmade -= 1
             return _make_buffer(self._size_bytes)
@@ -308,7 +317,7 @@ class _Buffers:
 
 
 def _make_buffer(size_bytes: int) -> memoryview:
-    """Memory for a chunk; large ones in huge pages, of which direct I/O makes fewer requests."""
+    """Allocate memory for a chunk: in huge pages if it is large, so that direct I/O makes fewer requests."""
     if size_bytes < HUGE_PAGE_BYTES:
         return aligned_buffer(size_bytes)
     memory = WarmMemory(size_bytes)
@@ -317,7 +326,7 @@ def _make_buffer(size_bytes: int) -> memoryview:
 
 
 class _Turn:
-    """An operation's time on a stream: when it was due, when it began, and what the storage took of it.
+    """An operation's time on a stream: when it was due, when it began, and how long the storage took.
 
     `begin` waits until the operation is due and a stream is free; `close` frees the stream. Both may be
     called again.
@@ -332,7 +341,7 @@ class _Turn:
         self._has_begun = self._has_stream = False
 
     def begin(self) -> None:
-        """Wait, and start the clock."""
+        """Wait until the operation is due and a stream is free, and start the clock."""
         if self._has_begun:
             return
         self.due_ns = self._wait_until_due()
@@ -341,14 +350,14 @@ class _Turn:
         self.begin_ns = self.end_ns = time.monotonic_ns()
 
     def close(self) -> None:
-        """Let another operation have the stream."""
+        """Free the stream for another operation."""
         if self._has_stream:
             self._has_stream = False
             self._streams.release()
 
     @contextmanager
     def storage(self) -> Iterator[None]:
-        """Count the body, once the operation has begun."""
+        """Add the time that the body takes to the storage's time, once the operation has begun."""
         began_ns = time.monotonic_ns()
         try:
             yield

@@ -1,8 +1,8 @@
 """The operations of a workload, decided before any I/O: requests, hits and evictions in virtual time.
 
-A plan follows from the workload and the tiers alone, never from threads, ranks or the speed of storage; its
-digest proves that two runs did the same. Ranks divide it by entry, so that all operations on an entry are in
-order on one rank. Pure.
+A plan depends on the workload and the tiers alone, never on threads, ranks or the speed of storage; its
+digest proves that two runs did the same. Ranks divide it by entry, so all operations on an entry run in order
+on one rank. Pure.
 """
 
 from collections import OrderedDict
@@ -35,7 +35,7 @@ Operations = NDArray[np.void]
 
 
 class Op(IntEnum):
-    """The operation on an entry."""
+    """The kind of an operation on an entry."""
 
     READ = 0
     WRITE = 1
@@ -43,7 +43,7 @@ class Op(IntEnum):
 
 
 class TierNumber(IntEnum):
-    """The tier of an entry; only storage is I/O."""
+    """The tier that holds an entry; only operations on storage are I/O."""
 
     GPU = 0
     CPU = 1
@@ -52,10 +52,11 @@ class TierNumber(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectLayout:
-    """The division of a chunk's cache into objects: by tensor and pipeline ranks, and perhaps by layer.
+    """The division of a chunk's cache into objects: by tensor and pipeline ranks, and optionally by layer.
 
-    Tensor ranks divide KV heads, and more of them than heads repeat what others have; the latent of MLA is
-    the same on all tensor ranks. What would be stored twice is stored once. `scale` shrinks all objects.
+    Tensor ranks divide KV heads; if there are more ranks than heads, some ranks have the same heads. With
+    MLA, all tensor ranks have the same latent. Data that several ranks have is stored only once. `scale`
+    shrinks all objects.
     """
 
     tensor: int = 1
@@ -66,7 +67,7 @@ class ObjectLayout:
     def part_bytes(self, model: KvModel, tokens: int) -> list[int]:
         """The sizes of a chunk's objects, in the order of their numbers."""
         splits = 1 if model.latent_dims else min(self.tensor, model.kv_heads)
-        # Whole numbers that differ by 1 at most: of layers, and of heads.
+        # Numbers of layers and of heads per part, which differ by 1 at most.
         layer_parts = model.layers if self.is_per_layer else self.pipeline
         layers = [(model.layers + part) // layer_parts for part in reversed(range(layer_parts))]
         shares = [(model.kv_heads + part) // splits for part in reversed(range(splits))]
@@ -80,7 +81,7 @@ class ObjectLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """Room for chunks in each tier; storage None: without limit."""
+    """The room of each tier, in chunks; None for storage means unlimited."""
 
     gpu: int = 0
     cpu: int = 0
@@ -89,11 +90,11 @@ class TierSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoPlan:
-    """Operations in the order in which they must look as if they happened.
+    """Operations, in the order in which their effects must appear.
 
-    `input_tokens` and `hit_tokens` are of each request, as are `arrival_s` and `chunks` where a workload has
-    chunks; `hit_tokens` are those that storage serves. `parts` is the number of objects of an entry,
-    `capacity_bytes` the room in storage, `scale` the share of each object's bytes that is moved.
+    `input_tokens`, `hit_tokens` (those that storage serves), `arrival_s` and, if the workload has chunks,
+    `chunks` have one value for each request. `parts` is the number of objects of an entry, `capacity_bytes`
+    the room in storage, `scale` the share of each object's bytes that is transferred.
     """
 
     name: str
@@ -113,12 +114,12 @@ class IoPlan:
 
     @property
     def num_requests(self) -> int:
-        """Requests."""
+        """The number of requests."""
         return len(self.input_tokens)
 
     @property
     def digest(self) -> str:
-        """Equal for equal lists of operations."""
+        """The digest of the operations; equal lists have equal digests."""
         return blake2b(self.operations.tobytes(), digest_size=16).hexdigest()
 
     @property
@@ -128,16 +129,16 @@ class IoPlan:
         return stored
 
     def share_of(self, rank: int, num_ranks: int) -> Operations:
-        """The I/O of one rank: everything that concerns its entries."""
+        """The I/O of one rank: all operations on its entries."""
         own = self.in_storage
-        # By a hash of the object.
+        # Divided by a hash of the object.
         mixed = (own["entry"] * self.parts + own["part"]).astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
         share: Operations = own[(mixed >> np.uint64(33)) % np.uint64(num_ranks) == rank]
         return share
 
     def most_stored_bytes(self, num_ranks: int) -> int:
-        """The most bytes stored at a time, however far ranks get apart: the sum of each rank's most."""
+        """The most bytes stored at a time, however far ranks drift apart: the sum of each rank's maximum."""
         most = 0
         for rank in range(num_ranks):
             share = self.share_of(rank, num_ranks)
@@ -174,11 +175,11 @@ class IoPlan:
 def plan_blocks(
     trace: BlockTrace, model: KvModel, *, tiers: TierSizes, layout: ObjectLayout | None = None
 ) -> IoPlan:
-    """The reads, writes and deletions of a cache with these tiers for the requests of a trace.
+    """Plan the reads, writes and deletions of a cache with these tiers for the requests of a trace.
 
-    Tiers keep the chunks used last, written through; each request reads its prefix from the fastest tier that
-    has it, then writes what storage does not have. Computing takes no virtual time: what a request writes is
-    there for the next one.
+    Tiers keep the most recently used chunks, and writes go through to storage. Each request reads its prefix
+    from the fastest tier that has it, then writes what storage lacks. Computing takes no virtual time, so the
+    next request finds what a request wrote.
     """
     reuse = find_reuse(trace)
     layout = layout or ObjectLayout()
@@ -199,7 +200,7 @@ def plan_blocks(
     rows["op"] = kinds
     rows["entry"] = np.concatenate([trace.block_ids[reads], evicted[deletes], trace.block_ids[writes]])
     rows["tier"] = np.where(kinds == Op.READ, served_by[places], TierNumber.STORAGE)
-    # Of each request all reads, then each write after the eviction that makes room for it.
+    # For each request: first all reads, then each write after the eviction that makes room for it.
     order = np.lexsort((kinds != Op.DELETE, places, kinds != Op.READ, rows["request"]))
     hits = np.bincount(requests[served_by == TierNumber.STORAGE], minlength=trace.num_requests)
     return IoPlan(
@@ -227,7 +228,7 @@ def plan_blocks(
 
 
 def find_evictions(ids: Integers, capacity: int | None) -> Integers:
-    """For each use of a block the block that an LRU cache of this size drops for it; -1: none."""
+    """For each use of a block, the block that an LRU cache of this size evicts for it; -1 means none."""
     evicted = np.full(len(ids), -1, np.int64)
     if not capacity:
         return evicted
@@ -243,7 +244,7 @@ def find_evictions(ids: Integers, capacity: int | None) -> Integers:
 
 
 def _divide(rows: Operations, sizes: Sequence[int]) -> Operations:
-    """Each operation once for every object of its entry."""
+    """Repeat each operation for every object of its entry."""
     divided = np.repeat(rows, len(sizes))
     divided["part"] = np.tile(np.arange(len(sizes)), len(rows))
     divided["bytes"] = np.tile(np.array(sizes, np.int64), len(rows))

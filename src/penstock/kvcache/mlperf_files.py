@@ -6,8 +6,8 @@
         option_O/trial_T/rank_N/kvcache_results_TIME.json
         honest_figures.json                              each of their metrics, and what it should have been
 
-Names and units are those of the tool whose results these are compared with: its "gbps" are GiB/s, its "iops"
-are counts. Pure, but for `write_files`.
+Names and units are those of the tool with whose results these are compared: its "gbps" are GiB/s, its "iops"
+are counts. Pure, except for `write_files`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class TrialResult:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The part of the file that is aggregated."""
+        """The part of the file that is aggregated over ranks."""
         found: dict[str, Any] = self.document["summary"]
         return found
 
@@ -67,7 +67,7 @@ def judge_trial(
     trial: int,
     rank: int,
 ) -> TrialResult:
-    """One rank's file of one trial: the plan's storage operations with their times."""
+    """Make one rank's file of one trial: the plan's storage operations with their times."""
     elapsed_s = float(timed["end_ns"].max(initial=0)) / 1e9
     ran = timed["outcome"] != EntryOutcome.NOT_RUN
     operations, timed = planned[ran], timed[ran]
@@ -152,9 +152,10 @@ def judge_trial(
 def _requests_done(
     plan: IoPlan, planned: Operations, operations: Operations, timed: NDArray[np.void]
 ) -> tuple[Integers, NDArray[np.float64], NDArray[np.float64]]:
-    """Requests of which every operation on storage was done: storage time, and time from first to last.
+    """The requests whose storage operations are all done: time on storage, and time from first to last.
 
-    Those that memory served alone count as far as the run came; those that found no room did nothing.
+    Requests that memory alone served count as far as the run came; requests that found no room did nothing
+    and do not count.
     """
     requests, num = plan.requests, len(plan.requests)
     num_planned = np.bincount(planned["request"], minlength=num)
@@ -230,7 +231,7 @@ def _cache_stats(
         latencies = _distribution(timed["busy_ns"][operations["op"] == op] / 1e9)
         for percentile in PERCENTILES:
             stats[f"storage_{word}_{percentile}_ms"] = latencies[percentile]
-            # The whole of a write or a read, for which the device is waited for.
+            # The whole time of a write or a read, which is spent waiting for the device.
             stats[f"storage_{word}_device_{percentile}_ms"] = latencies[percentile]
             stats[f"storage_{word}_host_{percentile}_ms"] = 0.0
     stats["storage_health"] = _health(stats)
@@ -238,7 +239,7 @@ def _cache_stats(
 
 
 def _health(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Criteria of the tool that are no part of the benchmark."""
+    """Criteria of the tool that are not part of the benchmark."""
     criteria = [
         ("Storage Tier Write Device P95 < 500ms", 500, stats["storage_write_device_p95_ms"], "ms", True),
         ("Storage Tier Read Device P95 < 200ms", 200, stats["storage_read_device_p95_ms"], "ms", True),
@@ -287,7 +288,7 @@ def _levels(of_requests: NDArray[np.uint8], span_s: NDArray[np.float64]) -> dict
 
 
 def summarize(results: Sequence[TrialResult], *, time: str, hosts: int, ranks: int) -> dict[str, Any]:
-    """`summary.json`: sums over ranks, means over trials, the largest of their latencies."""
+    """Build `summary.json`: sums over ranks, means over trials, and the largest of the ranks' latencies."""
     options = sorted({result.option for result in results})
     return {
         "schema_version": "1.0",
@@ -334,7 +335,7 @@ def _at(summary: Mapping[str, Any], path: Sequence[str]) -> float:
 
 
 def honest_figures(results: Sequence[TrialResult]) -> dict[str, Any]:
-    """The honest value of each metric of an option, next to it, from all ranks and trials together."""
+    """The honest value next to each metric of an option, from all ranks and trials together."""
     return {
         str(option): _honest_option([result for result in results if result.option == option])
         for option in sorted({result.option for result in results})
@@ -343,7 +344,8 @@ def honest_figures(results: Sequence[TrialResult]) -> dict[str, Any]:
 
 def _honest_option(results: Sequence[TrialResult]) -> dict[str, Any]:
     theirs = _summarize_option(results, len({result.rank for result in results}))
-    # Trials follow each other; the ranks of one run at a time, and its time is that of the slowest.
+    # Trials follow each other, so their times add up. The ranks of one trial run at the same time, so its
+    # time is that of the slowest.
     elapsed_s = sum(
         max(result.elapsed_s for result in results if result.trial == trial)
         for trial in {result.trial for result in results}
@@ -397,7 +399,7 @@ _WHY: Final[Mapping[str, str]] = {
 def trial_command(
     settings: OptionSettings, *, trial: int, ranks: int, output: Path, cache: str, base_seed: int
 ) -> str:
-    """The command of one trial, in the words of the tool; only what the edition allows is in it."""
+    """The command of one trial, in the words of the tool, with only those options that the edition allows."""
     option = settings.option
     values = {
         "rank-output-base": f"{output}/option_{settings.number}/trial_{trial}",
@@ -416,7 +418,7 @@ def trial_command(
 
 
 def write_files(leaf: Path, time: str, metadata: Mapping[str, Any], results: Sequence[TrialResult]) -> None:
-    """The files of the whole run; those of ranks are there already."""
+    """Write the files of the whole run; the ranks have already written theirs."""
     summary = summarize(
         results, time=time, hosts=metadata["num_client_hosts"], ranks=metadata["num_processes"]
     )

@@ -1,8 +1,9 @@
 """The workload of MLPerf Storage v3.0's key-value cache benchmark, as a plan: users, queue, tiers, evictions.
 
-Users of three kinds send requests at their own pace; a worker takes the one of the highest level first, reads
-the entries of earlier turns, writes its own and reads that one again for each 32 tokens of the answer. All of
-it happens in virtual time on a storage of a stated speed, so that the same seed gives the same operations.
+Users of three kinds send requests at their own pace. A worker takes the request of the highest level first,
+reads the entries of earlier turns, writes the request's own entry, and reads that entry once for every 32
+tokens of the answer. All of it happens in virtual time on a storage of a stated speed, so the same seed gives
+the same operations.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _KINDS: Final = (
     ((4096, 25_000), (100, 500), (0.2, 1.0)),
     ((4096, 16_384), (200, 800), (0.3, 1.5)),
 )
-"""Kinds of user: ranges of context and answer in tokens, and of the seconds between requests."""
+"""Kinds of users: the ranges of context and answer in tokens, and of the seconds between requests."""
 LEVELS: Final = ("batch", "responsive", "interactive")
-"""By priority: a worker takes the highest first."""
+"""Levels of priority, in rising order: a worker takes the highest first."""
 _INTERACTIVE, _RESPONSIVE = 0.15, 0.50
 _NEW_CONVERSATION: Final = 0.2
 _MOST_TURNS: Final = 50
@@ -75,17 +76,17 @@ class OptionSettings:
 
     @property
     def num_users(self) -> int:
-        """The users of this rank."""
+        """The number of users on this rank."""
         return max(min(FEWEST_USERS, self.option.num_users), round(self.option.num_users * self.scale))
 
     @property
     def cpu_bytes(self) -> int:
-        """Host memory of the cache."""
+        """The bytes of host memory that the cache may take."""
         return int((self.option.cpu_gib << 30) * self.scale)
 
 
 def plan_option(settings: OptionSettings) -> IoPlan:
-    """Simulate one option: the same seed gives the same operations."""
+    """Simulate one option; equal seeds give equal operations."""
     requests = _draw_requests(settings)
     cache = _Cache(settings, requests)
     cache.simulate()
@@ -114,7 +115,7 @@ def plan_option(settings: OptionSettings) -> IoPlan:
 
 
 def _draw_requests(settings: OptionSettings) -> Requests:
-    """All users' requests, in the order of their arrival."""
+    """Draw the requests of all users, in the order of their arrival."""
     parts = [_draw_user(settings, user) for user in range(settings.num_users)]
     begin, shifted = 0, []
     for part in parts:
@@ -131,7 +132,7 @@ def _draw_requests(settings: OptionSettings) -> Requests:
 
 
 def _draw_user(settings: OptionSettings, user: int) -> Requests:
-    """One user's requests; `first_turn` is the place of the first one of each conversation."""
+    """Draw one user's requests; `first_turn` is the place of the first request of each conversation."""
     random = np.random.Generator(np.random.PCG64([settings.seed, user]))
     of_context, of_answer, of_think_s = _KINDS[int(random.integers(len(_KINDS)))]
     level_draw = random.random()
@@ -151,7 +152,7 @@ def _draw_user(settings: OptionSettings, user: int) -> Requests:
 
 
 def _first_turns(ends: NDArray[np.bool_]) -> Integers:
-    """The place of the first turn of each conversation; `ends` says after which request a new one begins."""
+    """The place of the first turn of each conversation; `ends` tells after which request a new one begins."""
     first, turns, places = 0, 0, np.empty(len(ends), np.int64)
     for place, is_end in enumerate(ends.tolist()):
         if turns == _MOST_TURNS:
@@ -165,7 +166,7 @@ def _first_turns(ends: NDArray[np.bool_]) -> Integers:
 
 @dataclass(slots=True)
 class _Tier:
-    """Entries by their last use, with their bytes."""
+    """Entries in the order of their last use, with their bytes."""
 
     limit: int | None
     used: int = 0
@@ -204,7 +205,7 @@ class _Cache:
         self._turns = _turns_before(requests)
 
     def simulate(self) -> None:
-        """Let the workers take requests until the time is over."""
+        """Let the workers take requests until the time is up."""
         free = [(0.0, worker) for worker in range(self._num_workers)]
         waiting: list[tuple[int, int]] = []
         following = 0
@@ -229,7 +230,7 @@ class _Cache:
         return ordered
 
     def _serve(self, request: int, now: float) -> float:
-        """All that one worker does for a request; when it is done."""
+        """Do all that one worker does for a request; return when it is done."""
         row, taken = self._requests[request], now
         row["is_taken"], row["taken_s"] = True, taken
         for entry in self._turns[request]:
@@ -246,7 +247,7 @@ class _Cache:
         return now
 
     def _record(self, now: float, request: int, op: Op, tier: TierNumber, entry: int) -> float:
-        """One operation; when it is done."""
+        """Record one operation; return when it is done."""
         size = int(self._sizes[entry])
         values = (now, request, op, tier, entry, size)
         for name, value in zip(_RECORDED, values, strict=True):
@@ -263,10 +264,10 @@ class _Cache:
         return done
 
     def _write(self, request: int, taken: float, now: float) -> float:
-        """Write the request's entry into host memory if it fits, else into storage.
+        """Write the request's entry into host memory if it fits, otherwise into storage.
 
-        Room is made when the request is taken: requests are taken in the order of time, so that what is
-        stored never exceeds the limit, though writes overtake each other.
+        Room is made when the request is taken. Because requests are taken in the order of time, what is
+        stored never exceeds the limit, even though writes overtake each other.
         """
         size = int(self._sizes[request])
         if size <= _CPU_ENTRY * (self._cpu.limit or 0) and self._demote(request, size, taken):
@@ -281,7 +282,7 @@ class _Cache:
         return done
 
     def _demote(self, request: int, size: int, now: float) -> bool:
-        """Move what was used longest ago from host memory to storage, until an entry fits."""
+        """Move the least recently used entries from host memory to storage until an entry of `size` fits."""
         limit = max(int(_CPU_FILL * (self._cpu.limit or 0)), size)
         while self._cpu.used + size > limit:
             entry = self._idle(self._cpu, now)
@@ -294,7 +295,7 @@ class _Cache:
         return True
 
     def _make_room(self, request: int, size: int, now: float) -> bool:
-        """Delete what was used longest ago from storage, until an entry fits."""
+        """Delete the least recently used entries from storage until an entry of `size` fits."""
         storage = self._storage
         if storage.limit is None:
             return True
@@ -308,7 +309,7 @@ class _Cache:
         return True
 
     def _idle(self, tier: _Tier, now: float) -> int | None:
-        """The entry that nobody uses and that was used longest ago."""
+        """The least recently used entry that no worker is using."""
         return next((entry for entry in tier.entries if self._busy_until_s[entry] <= now), None)
 
 
@@ -316,7 +317,7 @@ _RECORDED: Final = ("time_s", "request", "op", "tier", "entry", "bytes")
 
 
 def _turns_before(requests: Requests) -> list[list[int]]:
-    """List for each request the earlier requests of its conversation."""
+    """For each request, list the earlier requests of its conversation."""
     turns: dict[int, list[int]] = {}
     before = []
     for request, first in enumerate(requests["first_turn"].tolist()):

@@ -1,7 +1,7 @@
 """The closed options of MLPerf Storage v3.0's key-value cache benchmark, each in its trials, on all ranks.
 
-Every rank has users and a cache of its own, seeded by its number, as in the tool; what they do is planned
-first. Collective: every rank calls `run_mlperf` and gets the same document.
+As in the tool, every rank has users and a cache of its own, seeded by its number. Everything they do is
+planned first. Collective: every rank calls `run_mlperf` and gets the same document.
 """
 
 import time
@@ -33,7 +33,7 @@ from penstock.workload.spec import Workload
 
 
 def load_limits() -> KvCacheLimits:
-    """The options of edition v3.0."""
+    """Load the options of edition v3.0."""
     limits = load_edition("v3.0").kv_cache
     assert limits is not None, "edition v3.0 has them"
     return limits
@@ -41,7 +41,7 @@ def load_limits() -> KvCacheLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlperfRequest(RunSettings):
-    """The options and trials of a run; `duration_s` and `pause_s` None: as the edition has them."""
+    """The options and trials of a run. If `duration_s` or `pause_s` is None, the edition's value applies."""
 
     limits: KvCacheLimits
     engine: EngineSettings
@@ -54,7 +54,7 @@ class MlperfRequest(RunSettings):
     capacity_bytes: int | None = None
 
     def settings(self, number: int, rank: int) -> OptionSettings:
-        """One option on one rank."""
+        """The settings of one option on one rank."""
         option = self.limits.options[str(number)]
         return OptionSettings(
             number=number,
@@ -68,7 +68,7 @@ class MlperfRequest(RunSettings):
 
 
 def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress: Progress) -> dict[str, Any]:
-    """Run all options, and write the files of the tool into the run's folder. Collective."""
+    """Run all options, and write the tool's files into the run's folder. Collective."""
     plans = {number: plan_option(request.settings(number, comm.rank)) for number in request.options}
     planned = comm.gather(
         {number: plan.document() for number, plan in plans.items()}, awaiting="the plans of all ranks"
@@ -139,7 +139,7 @@ def _run_options(
     comm: Comm,
     progress: Progress,
 ) -> list[TrialResult]:
-    """All options in their trials; each rank writes a file for each."""
+    """Run all options in their trials; each rank writes a file for each trial."""
     if comm.rank == 0:
         reclaim_unfinished(storage)
     results = []
@@ -177,7 +177,7 @@ def _run_options(
 
 
 def _metadata(request: MlperfRequest, leaf: Path, began: str, *, hosts: int, ranks: int) -> dict[str, Any]:
-    """The run in the words of the tool's metadata."""
+    """The metadata of the run in the words of the tool."""
     first = request.settings(request.options[0], 0)
     commands = [
         mlperf_files.trial_command(

@@ -1,7 +1,7 @@
 """The bytes of key-value cache that a token takes, by model, and their division by ranks and layers.
 
-Attention with heads (MHA, GQA, MQA) keeps a key and a value per head; multi-head latent attention (MLA) keeps
-one latent vector and one rotary key for all heads, without the factor 2. Pure.
+Attention with heads (MHA, GQA, MQA) keeps a key and a value per head. Multi-head latent attention (MLA) keeps
+one latent vector and one rotary key for all heads, so the factor 2 does not apply. Pure.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "float16": 2, "bfloat16":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvModel:
-    """The sizes of a model that its cache depends on. `latent_dims` is 0 without MLA: all it keeps per layer.
+    """The sizes of a model that determine its cache.
 
-    MLA keeps the compressed latent (kv_lora_rank), the rotary key (qk_rope_head_dim) and, where attention is
-    sparse, the key of its index.
+    `latent_dims` is all that MLA keeps per layer: the compressed latent (kv_lora_rank), the rotary key
+    (qk_rope_head_dim) and, if attention is sparse, the key of its index. It is 0 without MLA.
     """
 
     name: str
@@ -55,19 +55,20 @@ class KvModel:
 
     @property
     def layer_bytes_per_token(self) -> int:
-        """Bytes that one layer keeps of one token."""
+        """The bytes that one layer keeps for each token."""
         elements = self.latent_dims or 2 * self.kv_heads * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that all layers keep of one token."""
+        """The bytes that all layers keep for each token."""
         return self.layers * self.layer_bytes_per_token
 
     def rank_bytes_per_token(self, *, tensor: int = 1, pipeline: int = 1) -> int:
-        """The bytes that the largest rank keeps of a token: tensor ranks divide heads, pipeline ranks layers.
+        """The most bytes that a rank keeps for each token: tensor ranks divide heads, pipeline ranks layers.
 
-        Ranks beyond the number of KV heads repeat heads, and every tensor rank has the whole latent of MLA.
+        If there are more tensor ranks than KV heads, ranks share heads; with MLA, every tensor rank has the
+        whole latent.
         """
         layers = -(-self.layers // pipeline)
         if self.latent_dims:
@@ -89,7 +90,7 @@ _SHIPPED: Final = (
     ("glm5", 78, 64, 64, 128, 512 + 64 + 128),
     ("kimi-k2.6", 61, 64, 64, 128, 512 + 64),
 )
-"""Name, layers, heads, heads of keys and values, their dimensions, and those of the latent of MLA."""
+"""Name, layers, attention heads, KV heads, dimensions of a KV head, and dimensions of MLA's latent."""
 MODELS: Final[Mapping[str, KvModel]] = {
     name: KvModel(
         name=name, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, latent_dims=latent
@@ -99,7 +100,10 @@ MODELS: Final[Mapping[str, KvModel]] = {
 
 
 def find_model(name: str, *, dtype: str | None = None) -> KvModel:
-    """The model of this name, or of a `config.json` as Hugging Face has them; `dtype` changes its type."""
+    """Find the model called `name`, or read it from a `config.json` of Hugging Face.
+
+    `dtype` changes the type of its elements.
+    """
     found = MODELS.get(name)
     if found is None and (path := Path(name)).is_file():
         found = _read_config(path)
@@ -153,7 +157,7 @@ UPSTREAM_BYTES_PER_TOKEN: Final[Mapping[str, int]] = {
     "llama3.1-8b": 4096,
     "llama3.1-70b-instruct": 16_384,
 }
-"""Factors of `datasize` in MLPerf Storage v3.0: 20 to 64 times less than its run writes."""
+"""The factors in MLPerf Storage v3.0's `datasize`: 20 to 64 times less than what its run writes."""
 _TYPICAL_TOKENS: Final[Mapping[str, int]] = {
     "tiny-1b": 2048,
     "mistral-7b": 4096,
@@ -170,7 +174,7 @@ def size_for_users(
 ) -> dict[str, Any]:
     """The bytes of all users' contexts, as plain data, next to the v3.0 tool's figures.
 
-    Each user has `tokens` of context, by default what is typical of the model.
+    Each user has `tokens` of context, by default a number typical of the model.
     """
     tokens = _TYPICAL_TOKENS.get(model.name, DEFAULT_TOKENS) if tokens is None else tokens
     total = users * tokens * model.bytes_per_token
@@ -194,7 +198,7 @@ def size_for_users(
 
 
 def size_for_trace(trace: BlockTrace, model: KvModel) -> dict[str, Any]:
-    """The bytes that a trace writes and can read, and the cache size for a share of its hits."""
+    """The bytes that a trace writes and can read, and the cache sizes for given shares of its hits."""
     reuse = find_reuse(trace)
     block_bytes = trace.block_tokens * model.bytes_per_token
     best = reuse.prefix_hit_ratio(None)

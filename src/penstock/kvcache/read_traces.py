@@ -1,7 +1,8 @@
 """Readers of request traces: block hashes (Mooncake, AIPerf, Bailian, Dynamo, Weka), CSV and ShareGPT.
 
-Files may be gzipped. Every value is checked; an error names the file, the line, the field and the fix. Block
-numbers of the formats become those of `BlockTrace`, which stand for a block with everything before it.
+Files may be gzipped. Every value is checked; an error names the file, the line, the field and the fix. The
+formats' block ids are converted to the block numbers of `BlockTrace`, which stand for a block with everything
+before it.
 """
 
 import csv
@@ -30,9 +31,10 @@ _DELAY: Final = ("delay", "delay_ms")
 
 
 class _Request(NamedTuple):
-    """One request. `line` is a number for messages; an `arrival` of None is `delay` after the one before.
+    """One request. `line` is its line in the file, for messages.
 
-    `scope` tells ids of different conversations apart if each counts its own.
+    If `arrival` is None, the request arrives `delay` after the one before it. `scope` separates the ids of
+    conversations that each count their own.
     """
 
     arrival: float | None
@@ -46,7 +48,7 @@ class _Request(NamedTuple):
 
 
 def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: int = 0) -> _Request:
-    """A request with Mooncake's names, or their other ones."""
+    """Read a request by Mooncake's field names or their synonyms."""
     ids = request.get("hash_ids")
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
         raise UsageError(
@@ -70,7 +72,7 @@ def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: i
 
 
 def _state_block_tokens(stated: set[int], holder: Mapping[str, Any], name: str, where: str) -> None:
-    """Add the block size that a line states; one size holds for a trace."""
+    """Add the block size that a line states; all lines of a trace must state the same size."""
     if (tokens := whole_number(holder, (name,), where)) < 1:
         raise UsageError(f"{name} is 0", where=f"{where}: {name}", fix="Give the tokens of a block.")
     stated.add(tokens)
@@ -97,14 +99,14 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, str, A
 
 
 def _read_object(found: Any, line: int, where: str, stated: set[int]) -> Iterator[_Request]:
-    """The requests of one line: itself, a record of Dynamo's, or one of Weka's conversations."""
+    """The requests of one line: a request itself, a record of Dynamo's, or one of Weka's conversations."""
     if not isinstance(found, dict):
         raise UsageError("This line is no JSON object", where=where, fix="Write one object a line.")
     event = found["event"] if isinstance(found.get("event"), dict) else found
     if str(event.get("schema", "")).startswith("dynamo."):
         request = event.get("request")
         if not isinstance(request, dict):
-            return  # a record of tools
+            return  # a record of a tool's use
         replay = request.get("replay")
         if not isinstance(replay, dict):
             raise UsageError(
@@ -130,14 +132,15 @@ def _read_object(found: Any, line: int, where: str, stated: set[int]) -> Iterato
 
 
 def _read_turns(turns: Sequence[Any], line: int, where: str, *, after_s: float) -> Iterator[_Request]:
-    """The requests of one of Weka's conversations; their ids mean nothing in others."""
+    """The requests of one of Weka's conversations; their ids mean nothing in other conversations."""
     for number, turn in enumerate(turns, start=1):
         at = f"{where} {number}"
         if not isinstance(turn, dict):
             raise UsageError("This is no JSON object", where=at, fix="Give requests as objects.")
         began_s, inner = time_value(turn, ("t",), at), turn.get("requests")
         if isinstance(inner, list):
-            # Some producers count a subagent's times from its beginning, others from the conversation's.
+            # Some producers count a subagent's times from the subagent's beginning, others from the
+            # conversation's.
             times_s = [time_value(one, ("t",), at) for one in inner if isinstance(one, dict)]
             is_relative = min(times_s, default=0.0) < began_s
             yield from _read_turns(inner, line, at, after_s=after_s + is_relative * began_s)
@@ -152,12 +155,12 @@ def _read_turns(turns: Sequence[Any], line: int, where: str, *, after_s: float) 
 
 
 def find_value(request: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value of the first of these names that is there."""
+    """The value of the first of these names that the request has."""
     return next((request[name] for name in names if name in request), None)
 
 
 def whole_number(request: Mapping[str, Any], names: Sequence[str], where: str) -> int:
-    """A number of tokens."""
+    """Return the whole number that is given under one of `names`."""
     value = find_value(request, names)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -183,7 +186,7 @@ def time_value(request: Mapping[str, Any], names: Sequence[str], where: str) -> 
 
 
 def shorten(value: object) -> str:
-    """A value as messages show it."""
+    """Format a value for messages."""
     if value is None:
         return "missing"
     text = repr(value)
@@ -194,13 +197,13 @@ _COUNTS: Final[tuple[Callable[[Integers, int], Integers], ...]] = (
     lambda inputs, tokens: -(-inputs // tokens),
     lambda inputs, tokens: inputs // tokens,
 )
-"""A request lists all of its blocks, or in some traces only those that are full."""
+"""Ways to count a request's blocks: all of them, or, in some traces, only the full ones."""
 
 
 def _infer_block_tokens(inputs: Integers, counts: Integers) -> int:
-    """The size of a block of which each request's tokens take as many as it lists.
+    """Infer the block size at which each request's tokens fill as many blocks as it lists.
 
-    Without one that fits all requests, the usual size that fits the most.
+    If no size fits all requests, this is the usual size that fits the most.
     """
     is_whole = counts > 0
     if not is_whole.any():
@@ -235,7 +238,7 @@ def _note_counts(rows: Sequence[_Request], inputs: Integers, counts: Integers, t
 
 
 def _note_unchained(ids: Integers, counts: Integers) -> list[str]:
-    """A note if ids follow different ones: then they cannot stand for everything before them."""
+    """A note if the same id follows different ids, so that it cannot stand for everything before it."""
     before = np.empty_like(ids)
     before[1:] = ids[:-1]
     before[offsets(counts)[:-1][counts > 0]] = -1
@@ -252,7 +255,7 @@ def _note_unchained(ids: Integers, counts: Integers) -> list[str]:
 
 
 def _number_ids(hash_ids: Sequence[Sequence[Any]]) -> Integers:
-    """Dense numbers of ids that already stand for everything before them."""
+    """Number ids densely that already stand for everything before them."""
     flat = list(chain.from_iterable(hash_ids))
     if set(map(type, flat)) <= {int}:
         try:
@@ -264,7 +267,7 @@ def _number_ids(hash_ids: Sequence[Sequence[Any]]) -> Integers:
 
 
 def _chain_ids(rows: Sequence[_Request]) -> Integers:
-    """Dense numbers of ids of single blocks, made to stand for everything before them in their scope."""
+    """Number the ids of single blocks so that each number stands for everything before it in its scope."""
     names: dict[tuple[int, Any], int] = {}
     numbered: list[int] = []
     for row in rows:
@@ -284,7 +287,7 @@ _CSV_COLUMNS: Final = (
     ("request tokens", "contexttokens"),
     ("response tokens", "generatedtokens"),
 )
-"""The names of BurstGPT, then those of Azure's LLM inference traces, which have dates."""
+"""The column names of BurstGPT, then those of Azure's LLM inference traces, which have dates."""
 _GZIP: Final = b"\x1f\x8b"
 _PACKED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd -d",
@@ -296,7 +299,7 @@ _PACKED: Final = {
 
 
 def read_trace(path: Path, *, kind: str = "auto", block_tokens: int | None = None) -> BlockTrace:
-    """Read a trace of any of the formats."""
+    """Read a trace in any of the formats."""
     stated: set[int] = set()
     notes = []
     try:
@@ -350,7 +353,7 @@ def read_trace(path: Path, *, kind: str = "auto", block_tokens: int | None = Non
         notes += _note_unchained(ids, counts)
     times, last = [], dict[object, float]()
     for row in rows:
-        # In a session without times, the delay after the request before it.
+        # In a session without times, the delay counts from the request before it.
         at = last.get(row.session, 0.0) + row.delay if row.arrival is None else row.arrival
         last[row.session] = at
         times.append(at)
@@ -378,7 +381,7 @@ def _open_text(path: Path) -> TextIO:
     for magic, command in _PACKED.items():
         if beginning.startswith(magic):
             raise UsageError("This trace is packed", where=str(path), fix=f"Unpack it first: {command}.")
-    # utf-8-sig: some programs begin a file with a byte order mark.
+    # utf-8-sig, because some programs begin a file with a byte order mark.
     if beginning.startswith(_GZIP):
         return cast("TextIO", gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
     return path.open(encoding="utf-8-sig", newline="")
@@ -402,7 +405,7 @@ def _detect_format(path: Path, beginning: str) -> str:
 
 
 def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
-    """The objects of a file that is one JSON document, not lines; None where it has lines."""
+    """The objects of a file that is one JSON document; None if each line is a document."""
     first = file.readline()
     try:
         if isinstance(parse_json(first), dict):
@@ -414,12 +417,12 @@ def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
     except ValueError as error:
         if first.lstrip().startswith("["):
             raise UsageError(f"This file is no JSON: {error}", where=str(path)) from error
-        return None  # reading its lines finds the wrong one
+        return None  # reading line by line finds the line that is wrong
     return document if isinstance(document, list) else [document]
 
 
 def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iterator[_Request]:
-    """The requests of a table; none of their blocks is another's."""
+    """The requests of a table; they share no blocks."""
     header = [name.strip().lower() for name in next(reader, [])]
     columns = {}
     for names in _CSV_COLUMNS:
@@ -446,7 +449,7 @@ def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iter
 
 
 def _cell(row: Sequence[str], column: int) -> float | str | None:
-    """A number, or the seconds that a date stands for; other text as it is."""
+    """A number, the seconds that a date stands for, or any other text unchanged."""
     text = row[column] if column < len(row) else None
     try:
         return None if text is None else float(text)
@@ -467,7 +470,8 @@ def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int)
         for context, answer in _turns(conversation, where):
             tokens = min(context, SHAREGPT_CONTEXT)
             whole, rest = divmod(tokens, block_tokens)
-            # Whole blocks are those of the turns before; one that is not full has other content each turn.
+            # Full blocks are shared with the turns before; a block that is not full has other content in each
+            # turn.
             num_blocks = max(num_blocks, first + whole)
             ids = [*range(first, first + whole), *([-1 - num_requests] if rest else [])]
             yield _Request(num_requests, tokens, min(answer, SHAREGPT_ANSWER), ids, number)
@@ -475,7 +479,7 @@ def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int)
 
 
 def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:
-    """The tokens before each answer, all turns before included, and those of the answer."""
+    """For each answer, the tokens of all turns before it, and its own tokens."""
     turns = conversation.get("conversations") if isinstance(conversation, dict) else None
     if not isinstance(turns, list):
         raise UsageError(

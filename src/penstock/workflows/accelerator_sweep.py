@@ -1,7 +1,8 @@
 """Find how many accelerators a storage can feed: double their number until a run fails, then bisect.
 
-Each try is a complete run with its own folder of results. Invariant: the answer passed, and one more failed
-or exceeds the limit; only that utilization falls as accelerators are added is assumed.
+Each try is a complete run with its own folder of results. Invariant: the run with the answer passed, and a
+run with one more accelerator failed or would exceed the limit. The only assumption is that utilization falls
+as accelerators are added.
 """
 
 import json
@@ -18,15 +19,15 @@ from penstock.results.phase_figures import Bottleneck
 from penstock.units import format_count
 
 _LEAVE_S: Final = 15.0
-"""The time that an interrupted run may take to exit; its ranks have their own, shorter limits."""
+"""The time that an interrupted run may take to exit; its ranks have shorter limits of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRun:
     """One run of the sweep. AU is in percent.
 
-    A run passes if its AU is what the workload requires. One that failed for another reason than its storage
-    was still fed by the storage.
+    A run passes if its AU is at least what the workload requires. A run that failed for a reason other than
+    its storage was still fed by the storage.
     """
 
     accelerators: int
@@ -58,7 +59,7 @@ def _accelerators(one: SweepRun) -> int:
 
 
 def say_answer(passed: int, tries: Sequence[SweepRun]) -> str:
-    """The answer in a sentence."""
+    """Put the answer into a sentence."""
     fed, limit = sum_up(passed, tries)
     if fed and limit is None:
         return f"The storage feeds at least {format_count(fed, 'accelerator')}: all that were tried"
@@ -84,7 +85,7 @@ def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> tupl
 
 
 def largest_passing(passes: Callable[[int], bool], *, most: int) -> int:
-    """The largest number up to `most` that passes, trying each number at most once; 0 if 1 does not."""
+    """The largest number up to `most` that passes, 0 if 1 does not. Each number is tried at most once."""
     good, candidate = 0, 1
     while passes(candidate):
         good = candidate
@@ -115,7 +116,7 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
             running.send_signal(signal.SIGINT)
             running.wait(_LEAVE_S)
             raise
-        # 1 with a result: it was measured, and failed.
+        # Exit status 1 with a result: the run was measured, and failed.
         if running.returncode not in (0, 1) or not output.strip():
             raise PenstockError(
                 f"The run with {accelerators} accelerators failed with exit code {running.returncode}",
@@ -128,7 +129,7 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
 
 
 def verdict_columns(one: SweepRun) -> dict[str, str]:
-    """The columns that say if a run passed, if its storage kept up, and its limit."""
+    """The columns that tell whether a run passed, whether its storage kept up, and what limited it."""
     return {
         "AU reached": "yes" if one.meets_threshold else "no",
         "fed by storage": "yes" if one.is_fed else "no",
@@ -137,7 +138,7 @@ def verdict_columns(one: SweepRun) -> dict[str, str]:
 
 
 def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage: str) -> Report:
-    """The page of all tries, each of which has a page of its own."""
+    """Make the page of all tries, each of which has a page of its own."""
     tries = sorted(tries, key=_accelerators)
     _, limit = sum_up(fed, tries)
     names = [str(one.accelerators) for one in tries]

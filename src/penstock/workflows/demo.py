@@ -1,8 +1,8 @@
-"""The tour of the system on this machine's own disk: each benchmark once, small, and one page of results.
+"""A tour of Penstock on this machine's own disk: each benchmark once, scaled down, and one page of results.
 
-The page has a few sentences with their figures and charts, and below them everything measured. Invariants:
-the tour writes only below its own folder, and leaves nothing there but its report and its runs; no figure
-lies above a limit that the page states: where checkpoints were faster than the probe, the limit is theirs.
+The page begins with a few sentences, their figures and charts; everything measured follows. Invariants: the
+tour writes only below its own folder, and leaves nothing there except its report and its runs; no figure lies
+above a limit that the page states: if checkpoints were faster than the probe, their rate is the limit.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _WORKLOADS: Final = ("unet3d_h100", "resnet50_h100", "cosmoflow_h100")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tour:
-    """The results of the tour, and its page."""
+    """The results of the tour."""
 
     report: Path
     probe: ProbeResult
@@ -104,7 +104,7 @@ class Tour:
 def tour(
     out: Path, *, environment: Environment, progress: Progress, probe_size_bytes: int = PROBE_SIZE_BYTES
 ) -> Tour:
-    """Run every benchmark below `out`, for about a minute, and write `out/report.html` and `report.json`."""
+    """Run every benchmark below `out` for about a minute; write `out/report.html` and `report.json`."""
     out.mkdir(parents=True, exist_ok=True)
     report = require_replaceable(out / "report.html")
     diagnoses = tuple(examine(out, environment))
@@ -144,7 +144,7 @@ def tour(
 
 
 def _train(out: Path, *, environment: Environment, progress: Progress) -> TrainingResult:
-    """Train a small U-Net 3D: generate its data past the page cache, read them, and remove them."""
+    """Train a small U-Net 3D: generate its data set bypassing the page cache, read it, and remove it."""
     settings = (
         f"dataset.num_files_train={_NUM_FILES}",
         f"dataset.record_length_bytes={_SAMPLE_BYTES}",
@@ -197,7 +197,7 @@ def _take_checkpoints(
 
 
 def find_limit(tour: Tour, op: str) -> tuple[float, str]:
-    """The best rate of one direction: bytes a second, and what reached it."""
+    """The best rate of one direction in bytes per second, and what reached it."""
     probed = probe_page.best(tour.probe, op)
     rounds = [one.phase.gib_per_s for one in tour.checkpoints.rounds if one.round.direction == op]
     fastest = max([probed.gib_per_s, *rounds])
@@ -210,14 +210,14 @@ _CHECKPOINTS_LIMIT: Final = "the checkpoints, faster than the probe"
 
 
 def say_headline(tour: Tour) -> str:
-    """Three figures: accelerators, a checkpoint, and the limits."""
+    """State three figures: accelerators, a checkpoint, and the limits."""
     fed = [probe_page.say_feeds(tour.probe, name) for name in _WORKLOADS]
     read, write = (format_rate(probe_page.best(tour.probe, op).gib_per_s * GIB) for op in ("read", "write"))
     return f"{name_some(fed)}; sequentially reads {read} and writes {write}"
 
 
 def say_training(tour: Tour) -> str:
-    """The result of a small training on this storage, and the needs of each accelerator."""
+    """State the result of a small training run on this storage, and what each accelerator needs."""
     train, ceiling = tour.training.train, tour.training.stages.ceiling
     above = f", {ceiling['au_compat']:.1f} % is this client's ceiling" if ceiling else ""
     each = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(1)).bytes_per_accelerator_per_s
@@ -228,7 +228,7 @@ def say_training(tour: Tour) -> str:
 
 
 def say_checkpoints(tour: Tour) -> str:
-    """The time that a checkpoint of a named model takes to write and to read back."""
+    """State how long a checkpoint of a named model takes to write and to read back."""
     write, read = tour.checkpoints.write, tour.checkpoints.read
     rates = [totals["gib_per_s"] for totals in (write, read) if totals and totals["gib_per_s"]]
     if len(rates) < 2:
@@ -244,7 +244,7 @@ def say_checkpoints(tour: Tour) -> str:
 
 
 def say_limits(tour: Tour) -> str:
-    """The best rates of this storage."""
+    """State the best rates of this storage."""
     (read, read_by), (write, write_by) = find_limit(tour, "read"), find_limit(tour, "write")
     random = probe_page.best(tour.probe, "random_read")
     return (
@@ -255,7 +255,7 @@ def say_limits(tour: Tour) -> str:
 
 
 def say_what_helps(tour: Tour) -> str:
-    """The change that would help most."""
+    """Name the change that would help most."""
     ceiling, train = tour.training.stages.ceiling, tour.training.train
     if ceiling is not None and ceiling["au_compat"] < _ASKED:
         return "More or faster cores: this client does not reach 90 % on storage that costs nothing."
@@ -273,7 +273,7 @@ _ASKED: Final = 90.0
 
 
 def make_demo_page(tour: Tour) -> Report:
-    """The page of a tour."""
+    """Make the page of a tour."""
     results = tour.probe
     limitations = [diagnosis for diagnosis in tour.diagnoses if diagnosis.state != "ok"]
     passed = tour.training.verdict == "passed"

@@ -2,10 +2,10 @@
 
     read the tree -> plan what is missing -> add the next result directory -> read the tree again
 
-The plan of a training result is made from the tree before each run, so an interrupted sequence continues
-where it was, as long as the rules allow it. Each directory begins as a draft below `.mlps/under-way`, and
-gets its name once everything in it is written; a run that fails leaves its draft there for inspection, and
-nothing in the tree. What takes a `comm` is collective; rank 0 alone writes.
+A training result is planned from the tree before each run, so an interrupted sequence continues where it
+stopped, as long as the rules allow it. Each directory begins as a draft below `.mlps/under-way`, and gets its
+name once everything in it is written. A run that fails leaves its draft there for inspection, and nothing in
+the tree. Whatever takes a `comm` is collective; only rank 0 writes.
 """
 
 import json
@@ -46,7 +46,7 @@ from penstock.workload.spec import Workload
 
 MANIFEST_KEY: Final = ".mlps-datagen-manifest.json"
 TRIES_PER_RUN: Final = 2
-"""Durations may differ so much that no run may follow another; do not repeat them forever."""
+"""Durations may vary so much that no run may follow another; do not repeat such runs forever."""
 
 Clock = Callable[[], datetime]
 Made = TypeVar("Made")
@@ -54,12 +54,12 @@ AnyResult = TypeVar("AnyResult", TrainingResult, CheckpointResult)
 
 
 def from_rank_0(comm: Comm, make: Callable[[], Made], *, awaiting: str) -> Made:
-    """The value that rank 0 makes, on all ranks. Collective."""
+    """Return on all ranks the value that rank 0 makes. Collective."""
     return comm.broadcast(make() if comm.rank == 0 else None, awaiting=f"rank 0 to {awaiting}")
 
 
 def capture_image(tree: owned_tree.OwnedTree, *, comm: Comm, clock: Clock) -> Program:
-    """Put the image of the running package into the tree's pool; the same on all ranks. Collective."""
+    """Put the image of the running package into the tree's pool; return it on all ranks. Collective."""
 
     def pooled() -> Program:
         folder = Path(package_file).parent
@@ -74,9 +74,9 @@ def capture_image(tree: owned_tree.OwnedTree, *, comm: Comm, clock: Clock) -> Pr
 class ResultWriter:
     """Adds result directories to one series, for one command.
 
-    `data_path` is where the data or checkpoints are; `changed` are the workload's values that differ from the
-    shipped ones, by dotted key, locations included; `command` is the command line; `rehearsed_at` is the
-    scale of a rehearsal, None in earnest.
+    `data_path` is where the data or checkpoints are. `changed` has the workload's values that differ from the
+    shipped ones, by dotted key, locations included. `command` is the command line. `rehearsed_at` is the
+    scale of a rehearsal, or None for a real result.
     """
 
     series: owned_tree.RunSeries
@@ -89,7 +89,7 @@ class ResultWriter:
 
     @contextmanager
     def attempt(self, phase: SubmissionPhase, comm: Comm) -> Iterator[owned_tree.ResultDirAddress]:
-        """Reserve the next result directory, the same on all ranks, and record a failure. Collective."""
+        """Reserve the next result directory, the same one on all ranks, and record a failure. Collective."""
         address = from_rank_0(
             comm,
             lambda: owned_tree.reserve_address(self.series, phase, now=self.clock()),
@@ -99,7 +99,7 @@ class ResultWriter:
             yield address
 
     def probe_separation(self, uri: str, comm: Comm) -> dict[str, Any] | None:
-        """Find out before a run whether data and results share a file system; None on all ranks but 0."""
+        """Find out before a run whether data and results share a file system; None unless on rank 0."""
         if comm.rank != 0:
             return None
         root = self.series.tree.root
@@ -146,7 +146,7 @@ class ResultWriter:
         comm: Comm,
         **optional: Any,
     ) -> AnyResult:
-        """Publish a finished run; returns its result with the final path of its directory. Collective."""
+        """Publish a finished run; return its result with the final path of its directory. Collective."""
 
         def publish() -> Path:
             hosts = run_record.read_record(address.draft).hosts
@@ -164,7 +164,7 @@ class ResultWriter:
         write_result_dir.write_manifest(self.series, by=by, now=self.clock())
 
     def complete(self, edition: Edition) -> None:
-        """Write the manifest, which an interruption may have left behind, and the report. Rank 0 only."""
+        """Write the report, and the manifest, which is outdated after an interruption. Rank 0 only."""
         self.write_manifest()
         write_result_dir.write_report(self.series, edition)
 
@@ -181,9 +181,9 @@ def add_checkpoints(
     note: Callable[[str], None],
     format_logs: Callable[[CheckpointResult], tuple[str, str]],
 ) -> CheckpointResult:
-    """Run once, and publish the run as a result directory; `DataDamaged` if wrong bytes were read back.
+    """Run once, and publish the run as a result directory. Collective.
 
-    Collective. A run that fails leaves nothing in the tree.
+    Raises `DataDamaged` if wrong bytes were read back. A run that fails leaves nothing in the tree.
     """
     with writer.attempt(SubmissionPhase.RUN, comm) as address:
         separation = writer.probe_separation(reopen().uri, comm)
@@ -221,7 +221,7 @@ def add_run(
     format_logs: Callable[[TrainingResult], tuple[str, str]],
     require: Callable[[TrainingResult, Path], None] | None = None,
 ) -> TrainingResult:
-    """Train once, and publish the run as a result directory, unless `require` raises."""
+    """Train once, and publish the run as a result directory unless `require` raises."""
     with writer.attempt(SubmissionPhase.RUN, comm) as address:
         separation = writer.probe_separation(storage.uri, comm)
         drafted = replace(
@@ -240,16 +240,16 @@ def add_run(
 
 
 def dataset_recipe(workload: Workload) -> DatasetRecipe:
-    """The recipe of the bytes of a submitted data set."""
+    """The recipe for the bytes of a submitted data set."""
     return DatasetRecipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
-    """A training result to make: its size, its data set, and one run repeated as the edition requires.
+    """A training result to make: its size, its data set, and one run, repeated as the edition requires.
 
-    With `stops_below_minimum`, a run whose AU is below the workload's minimum ends the sequence. `note` gets
-    a sentence before or during each run, `format_logs` makes a run's logs. Methods are collective.
+    With `stops_below_minimum`, a run whose AU is below the workload's minimum ends the sequence. `note`
+    receives a sentence before or during each run; `format_logs` makes a run's logs. Methods are collective.
     """
 
     writer: ResultWriter
@@ -266,7 +266,7 @@ class TrainingSequence:
     stops_below_minimum: bool = True
 
     def make_all(self) -> RunSequence:
-        """Add result directories until the result is complete; returns the final sequence."""
+        """Add result directories until the result is complete; return the final sequence."""
         num_tries, num_runs = 0, self.edition.num_runs
         while (sequence := self._plan()).phases:
             num_tries += sequence.phases[0] is SubmissionPhase.RUN
@@ -283,7 +283,7 @@ class TrainingSequence:
         return sequence
 
     def make_part(self, phase: SubmissionPhase) -> RunSequence:
-        """Add one result directory of this phase if the result still lacks it; a run adds the size first."""
+        """Add one result directory of this phase if the result lacks it; before a run, record the size."""
         num_processes = None
         if phase is SubmissionPhase.DATAGEN:  # any number of ranks may generate, whatever the runs use
             read = run_sequence.read_series_state
@@ -302,7 +302,7 @@ class TrainingSequence:
         return sequence
 
     def _plan(self, num_processes: int | None = None) -> RunSequence:
-        """Plan what is to be done now, and set aside what no longer counts; the same on all ranks."""
+        """Plan what remains to be done, the same on all ranks, and set aside what no longer counts."""
         writer, workload = self.writer, self.request.workload
 
         def plan() -> RunSequence:
@@ -341,7 +341,7 @@ class TrainingSequence:
             self.add_datagen()
 
     def _add_next_run(self, num_done: int) -> None:
-        """The next run of the sequence, and what it came to; one that cannot count is not published."""
+        """Add the next run of the sequence and note its AU; a run that cannot count is not published."""
         num_runs, workload = self.edition.num_runs, self.request.workload
         name, is_warm_up = f"run {num_done + 1} of {num_runs}", num_done < self.edition.num_warm_ups
         self.note(f"{name}, the warm-up" if is_warm_up else name)
@@ -377,7 +377,7 @@ class TrainingSequence:
         self.note(f"{name}: {describe(result)}, {format_seconds(elapsed_s)}{left}")
 
     def add_datasize(self) -> Path:
-        """Record how large the data set is to be."""
+        """Record how large the data set has to be."""
         writer = self.writer
         with writer.attempt(SubmissionPhase.DATASIZE, self.comm) as address:
             return from_rank_0(
@@ -393,7 +393,7 @@ class TrainingSequence:
             )
 
     def add_datagen(self) -> Path:
-        """Generate the data set, or find it complete; publish that with the manifest."""
+        """Generate the data set, or find it complete; publish the result directory with the manifest."""
         writer = self.writer
         with writer.attempt(SubmissionPhase.DATAGEN, self.comm) as address:
             stages = replace(self.request.workload.workflow, generate_data=True, train=False)
