@@ -146,9 +146,10 @@ class IoEngine:
             self._changed.notify_all()
 
     def _take(self) -> int | None:
-        """The next operation of the plan, once nothing that is going on stands in its way; None at the end.
+        """Wait until the plan's next operation conflicts with none in progress; return it, None at the end.
 
-        Operations begin in order: none overtakes one that waits, so that what it waits for has begun.
+        Operations begin in order: none overtakes one that waits, so every operation that is waited for has
+        begun.
         """
         limit = self._settings.most_writers
         with self._changed:

@@ -1,1 +1,1 @@
-"""Check results of a submission by the rules of an edition, from files alone, and write submissions."""
+"""Check the results of a submission by the rules of an edition, from files alone, and write submissions."""

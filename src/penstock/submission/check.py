@@ -5,8 +5,8 @@
     read_results     the files of one result, parsed
     apply_rule       each rule of the edition on the parsed files
 
-Only the files of one result are in memory at a time, because a round has thousands. Invariant: an exception
-inside a rule never makes a result invalid; a rule that cannot judge gives `not checked`.
+A round has thousands of results, so only the files of one are in memory at a time. Invariant: an exception
+inside a rule never makes a result invalid; a rule that cannot judge yields `not checked`.
 """
 
 import logging
@@ -44,7 +44,7 @@ WORST_FIRST: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedResult:
-    """One result with all its findings; `None` or "" for what its files do not state."""
+    """One result with all its findings. What its files do not state is `None` or ""."""
 
     name: str
     edition: str
@@ -64,7 +64,7 @@ class CheckedResult:
 
     @property
     def accelerators(self) -> str:
-        """The number of accelerators and their name, as far as known."""
+        """The number of accelerators and their name, as far as they are known."""
         number = "?" if self.num_accelerators is None else self.num_accelerators
         return f"{number} {self.accelerator}".strip()
 
@@ -109,11 +109,12 @@ def check(
 def read_tree(
     root: Path, edition: Edition | EditionChoice, progress: Progress | None = None
 ) -> Iterator[SubmittedResult]:
-    """Every result below `root` with its files; asking for the next one drops the last."""
+    """Yield every result below `root` with its files, which are dropped when the next one is requested."""
     progress = progress or Progress()
     locations = require_results(search_tree(root), root)
     progress.begin("results", len(locations))
-    # Each pool of code images is hashed once. Locations are sorted by submitter, whose files are read once.
+    # Each pool of code images is hashed once. Locations are sorted by submitter, so each submitter's files
+    # are read once.
     pools: dict[Path | None, CodeImagePool] = {None: NO_POOL}
     last: Submitter | None = None
     for location in locations:
@@ -155,7 +156,7 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
 
 
 def _first_stated(read: Callable[[Source], Fact], sources: Iterable[Source]) -> Fact | None:
-    """The fact by the first run that states it; a rule names what the others lack."""
+    """The fact as stated by the first run that states it. If other runs lack it, a rule reports them."""
     for source in sources:
         with suppress(MissingFact):
             return read(source)
@@ -163,7 +164,7 @@ def _first_stated(read: Callable[[Source], Fact], sources: Iterable[Source]) -> 
 
 
 def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Finding]:
-    """One rule's findings, including those made before it failed."""
+    """Apply one rule; return its findings, including those made before it failed."""
     findings: list[Finding] = []
     try:
         findings.extend(rule.findings(result, edition))
@@ -185,7 +186,7 @@ def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Fi
 def check_lone_descriptions(
     found: FoundTree, edition: Edition | EditionChoice, root: Path
 ) -> dict[str, list[Finding]]:
-    """Judge descriptions whose system has no results by their schema; only v3.0 has one."""
+    """Judge the descriptions of systems without results by their schema, which only v3.0 has."""
     base, judged = root.resolve(), {}
     for submitter in found.submitters:
         if edition.of(submitter.folder).rules != "v3.0":
@@ -207,7 +208,10 @@ def check_document(
     found: FoundTree,
     alone: dict[str, list[Finding]],
 ) -> dict[str, Any]:
-    """The document of `--json`; `found` names folders that are no results, `alone` lone descriptions."""
+    """Build the document of `--json`.
+
+    `found` names the folders that are no results; `alone` has the findings on descriptions without results.
+    """
     return {
         "edition": edition.edition,
         "results": [
@@ -235,13 +239,13 @@ def check_document(
 
 
 def count_verdicts(checked: Sequence[CheckedResult]) -> dict[str, Any]:
-    """The number of results by verdict."""
+    """Count the results by verdict."""
     counts = Counter(result.verdict for result in checked)
     return {"results": len(checked)} | {verdict.value: counts[verdict] for verdict in Validity}
 
 
 def exit_code(checked: Sequence[CheckedResult]) -> int:
-    """0 valid, 1 something invalid, 3 something not checked (and nothing invalid)."""
+    """Return 1 if anything is invalid, otherwise 3 if anything was not checked, otherwise 0."""
     verdicts = {result.verdict for result in checked}
     if Validity.INVALID in verdicts:
         return 1
@@ -249,9 +253,9 @@ def exit_code(checked: Sequence[CheckedResult]) -> int:
 
 
 def group_findings(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Group findings of one cause, the worst first.
+    """Group findings with the same cause, the worst first.
 
-    A violation that several files share is one group, and so is a file that several rules cannot read.
+    If several files share a violation, that is one group, and so is a file that several rules cannot read.
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in sorted(findings, key=lambda finding: WORST_FIRST.index(finding.verdict)):
@@ -267,15 +271,15 @@ _EXCUSES: Final = {
     "checkpoint.ratio": "size",
     "checkpoint.size": "size",
     "paths.filesystems": "place",  # a rehearsal may keep data and results in one folder
-    "utilization.minimum": "utilization",  # the start of an epoch weighs more where an epoch has a few steps
+    "utilization.minimum": "utilization",  # with few steps in an epoch, the start of the epoch weighs more
     "utilization.stated": "utilization",
 }
-"""The rules that a rehearsal may break, and the excuse."""
+"""The rules that a rehearsal may break, each with the excuse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalAssessment:
-    """The findings against a rehearsal, the excused ones first; `other` are those without an excuse.
+    """The findings against a rehearsal, excused ones first; `other` has those without an excuse.
 
     `summary` is the assessment as a phrase.
     """
@@ -287,9 +291,9 @@ class RehearsalAssessment:
 
 
 def assess_rehearsal(findings: Iterable[Finding]) -> RehearsalAssessment | None:
-    """Assess the findings of one result; None if it is no rehearsal."""
+    """Assess the findings of one result; None unless the result is a rehearsal."""
     open_verdicts = (Verdict.FAIL, Verdict.NOT_CHECKED)
-    # One finding for each rule and proof, however many runs it concerns.
+    # Keep one finding for each rule and proof, however many runs it concerns.
     against = {(each.rule, each.proof): each for each in findings if each.verdict in open_verdicts}.values()
     if not any(finding.rule == REHEARSAL_RULE for finding in against):
         return None

@@ -1,6 +1,6 @@
 """A code image: a copy of the program that made a result, kept under the digest of its files.
 
-Runs capture an image before they write, rules verify it, both by `tree_digest`. Invariants: the digest
+Runs capture an image before they write, and rules verify it; both use `tree_digest`. Invariants: the digest
 depends on names and bytes alone, not on dates, modes or the order of entries; an image gets its name in the
 pool only when it is complete, and is hashed again before anything points to it.
 """
@@ -29,7 +29,7 @@ POINTER: Final = ".mlps-code-image"
 DIGEST_FILE: Final = ".code-hash.json"
 ALGORITHM: Final = "md5-tree-v2"
 MAX_IMAGE_BYTES: Final = 128 << 20
-"""The limit for all files of an image; published images have a few MB."""
+"""The most bytes that all files of an image may have together; published images have a few MB."""
 
 EMPTY_TREE: Final = hashlib.md5(usedforsecurity=False).hexdigest()
 """The digest of no files."""
@@ -41,8 +41,8 @@ _POINTER_TEXT: Final = re.compile(rf"{ALGORITHM}:([0-9a-f]{{32}})\n?")
 def tree_digest(folder: Path) -> str:
     """The digest of all files below `folder` that count: names and bytes, in the order of their names.
 
-    Hidden entries, tests, what was built, and links are left out, as rule 2.1.6 says. `OSError` where
-    something is no file, or all together are larger than a program is.
+    Hidden entries, tests, build outputs and links are left out, as rule 2.1.6 says. Raises `OSError` if an
+    entry is neither a file nor a folder, or if all files together are larger than any program.
     """
     digest, tree, left_bytes = hashlib.md5(usedforsecurity=False), os.path.realpath(folder), MAX_IMAGE_BYTES
     for name in sorted(files_that_count(folder), key=os.fsencode):
@@ -56,7 +56,7 @@ def tree_digest(folder: Path) -> str:
 
 
 def files_that_count(folder: Path) -> Iterator[str]:
-    """The names, relative to `folder`, of the files that an image consists of."""
+    """Yield the names, relative to `folder`, of the files that an image consists of."""
     for path, folders, names in os.walk(folder):
         folders[:], files = (
             [
@@ -72,12 +72,12 @@ def files_that_count(folder: Path) -> Iterator[str]:
 
 
 def image_name(digest: str) -> str:
-    """The folder of an image in its pool."""
+    """The name of an image's folder in the pool."""
     return f"code-{digest[:8]}"
 
 
 def pointer_text(digest: str) -> str:
-    """The text of a result directory's pointer."""
+    """The text of the pointer file in a result directory."""
     return f"{ALGORITHM}:{digest}\n"
 
 
@@ -96,7 +96,7 @@ UNKNOWN: Final = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program: its package's folder, version and commit if known, and the digest of its captured image."""
+    """A program: its package's folder, its version and commit if known, the digest of its captured image."""
 
     folder: Path
     version: str
@@ -105,14 +105,15 @@ class Program:
 
 
 def capture(program: Program, root: Path, *, now: datetime) -> str:
-    """Put the program's image into the pool of `root`, unless it is there; returns its digest."""
+    """Put the program's image into the pool of `root` unless it is there already; return its digest."""
     pool, digest, date = root / POOL, tree_digest(program.folder), f"{now:%Y-%m-%dT%H:%M:%SZ}"
     image = pool / image_name(digest)
     if image.is_dir():
         _require_sound(image, digest)
         return digest
     write_text(pool, POOL_MARK, f"penstock_version={program.version}\ncreated={date}\n")
-    # Copied to a hidden folder first: after a crash no digest covers it, and no checker reads it.
+    # The image is copied to a hidden folder first: after a crash, no digest covers that folder, and no
+    # checker reads it.
     draft = image.with_name(f".{image.name}-{secrets.token_hex(4)}")
     with translate_os_errors("Copying the program's files", str(draft)):
         for name in files_that_count(program.folder):
@@ -140,14 +141,14 @@ def capture(program: Program, root: Path, *, now: datetime) -> str:
         )
         try:
             draft.rename(image)
-        except OSError:  # another process was faster: its image serves as well if it is sound
+        except OSError:  # another process was faster; its image is used if it is intact
             shutil.rmtree(draft)
             _require_sound(image, digest)
     return digest
 
 
 def _require_sound(image: Path, digest: str) -> None:
-    """Verify an image: its files are not fsynced, so a power cut may leave some of them torn."""
+    """Verify an image, whose files are not fsynced: a power cut may leave some of them torn."""
     try:
         stated = json.loads((image / DIGEST_FILE).read_text(encoding="utf-8"))["hash"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -1,9 +1,9 @@
 """An edition of the rules as data: the numbers, names and lists that rules compare with.
 
-The YAML files in `editions/` are parsed here, strictly. `choose_edition` detects a submitter's edition by
-files that only that edition has; a folder may hold submitters of several. Invariants: a rule contains no
-number of its own; each submitter is judged by its own edition, and one without any mark like the others in
-the folder.
+The YAML files in `editions/` are parsed here, strictly. `choose_edition` detects each submitter's edition by
+files that only that edition has; a folder may hold submitters of several editions. Invariants: a rule
+contains no number of its own; each submitter is judged by its own edition, and a submitter without any mark
+like the others in the folder.
 """
 
 from contextlib import suppress
@@ -33,7 +33,7 @@ from penstock.workload.strict_yaml import parse_yaml
 EDITIONS: Final = ("v1.0", "v2.0", "v3.0", "v3.0-strict")
 AUTO: Final = "auto"
 _ONLY_V3: Final = b"usable_capacity_tib"
-"""A key that v3.0 requires in every description, and no other edition knows."""
+"""A key that v3.0 requires in every description, and that no other edition knows."""
 _MAX_DESCRIPTION_BYTES: Final = 1 << 20
 _ABSENT: Final[Any] = None
 
@@ -43,17 +43,18 @@ class _Strict(BaseModel):
 
 
 class RequiredFolders(_Strict):
-    """The folders that a submitter must have, and those that it should."""
+    """The folders that a submitter must have, and those that a submitter should have."""
 
     required: tuple[str, ...]
     expected: tuple[str, ...]
 
 
 class SizingLimits(_Strict):
-    """The size that a data set must have; `rounding` is for a fraction of a file.
+    """The size that a data set must have. `rounding` applies to a fraction of a file.
 
-    `host_memory` says how far the list in a summary can be trusted: `each` entry is a host's, or only their
-    `sum` is right. `memory_tolerance` is how much of it whole GiB may leave out.
+    `host_memory` tells how far the list of memory in a summary can be trusted: `each` entry is right for its
+    host, or only their `sum` is right. `memory_tolerance` is the share of memory that may be missing from
+    whole GiB.
     """
 
     min_steps: int
@@ -64,7 +65,7 @@ class SizingLimits(_Strict):
 
 
 class ParameterLists(_Strict):
-    """The keys that a run may set."""
+    """The keys that a run is allowed to set."""
 
     tool: frozenset[str]
     closed: frozenset[str]
@@ -78,10 +79,10 @@ class ParameterLists(_Strict):
 
 
 class TimedTree(_Strict):
-    """A tree whose runs are named by time: names, files and counts of its folders.
+    """A tree whose runs are named by time: the names, files and counts of its folders.
 
-    Files are patterns. `max_pause_runs` is in durations of a run; hosts are alike up to `max_ratio_of_hosts`;
-    `memory_tolerance` is how much described and measured memory may differ.
+    Files are given as patterns. `max_pause_runs` counts in durations of a run. Hosts are considered alike up
+    to `max_ratio_of_hosts`. `memory_tolerance` is how much described and measured memory may differ.
     """
 
     name_pattern: str
@@ -102,9 +103,10 @@ class TimedTree(_Strict):
 
 
 class ModelLimits(_Strict):
-    """A model whose checkpoints are written: processes in CLOSED, and their unit in OPEN.
+    """The limits for a model whose checkpoints are written: processes in CLOSED, and their unit in OPEN.
 
-    `size_gib` is what the edition states, `architecture_gib` what the model's own numbers come to.
+    `size_gib` is the size that the edition states, `architecture_gib` the size that follows from the model's
+    own numbers.
     """
 
     closed_processes: int
@@ -114,7 +116,7 @@ class ModelLimits(_Strict):
 
 
 class SubsetLimits(_Strict):
-    """The models whose ranks may be represented by a subset in CLOSED, and its number of accelerators."""
+    """The models whose ranks a subset may represent in CLOSED, and its number of accelerators."""
 
     models: frozenset[str]
     num_accelerators: int
@@ -139,7 +141,7 @@ class CheckpointLimits(_Strict):
 
 
 class CacheOption(_Strict):
-    """One of the fixed loads of a key-value cache; users are per rank."""
+    """One of the fixed loads of a key-value cache. Numbers of users are per rank."""
 
     model: str
     num_users: int
@@ -151,7 +153,7 @@ class CacheOption(_Strict):
 
 
 class KvCacheLimits(_Strict):
-    """The requirements on key-value caches. `flags` may stand in a command of CLOSED."""
+    """The requirements on key-value caches. `flags` are allowed in a command of CLOSED."""
 
     options: dict[str, CacheOption]
     seed: int
@@ -171,11 +173,11 @@ class VectorLimits(_Strict):
 
 
 class Edition(_Strict):
-    """One edition; the last parts are None where it has no such tree or benchmark, and then no rules on it.
+    """One edition. The last fields are None if it has no such tree or benchmark, and hence no rules on it.
 
-    `rules` is the edition whose rules apply. `mean_tolerance` is the relative difference that a stated mean
-    may have from the recomputed one. `is_softened` says that its round let pass with a warning what
-    these rules forbid.
+    `rules` names the edition whose rules apply. `mean_tolerance` is the relative difference allowed between a
+    stated mean and the recomputed one. `is_softened` means that the edition's round let pass, with a warning,
+    what these rules forbid.
     """
 
     edition: str
@@ -198,17 +200,17 @@ class Edition(_Strict):
     vectors: VectorLimits = _ABSENT
 
     def is_without_warm_ups(self, num_runs: int) -> bool:
-        """Check whether only the warm-ups are missing, in an edition that allows it."""
+        """Check whether only the warm-ups are missing, and the edition allows that."""
         return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups
 
     def of(self, _submitter: Path) -> Self:
-        """The edition of a submitter's folder: this one."""
+        """Return the edition that applies to a submitter's folder, which is always this one."""
         return self
 
 
 @cache
 def load_edition(name: str) -> Edition:
-    """The edition called `name`."""
+    """Load the edition called `name`."""
     if name not in EDITIONS:
         raise UsageError(f"There is no edition {name!r}", fix=f"Known are: {', '.join(EDITIONS)}.")
     try:
@@ -218,7 +220,7 @@ def load_edition(name: str) -> Edition:
 
 
 def _read_edition(name: str) -> dict[str, Any]:
-    """The values of an edition; one that is `based_on` another states only what differs from it."""
+    """Read the values of an edition. One that is `based_on` another edition states only what differs."""
     source = files("penstock.submission") / "editions" / f"{name}.yaml"
     values: dict[str, Any] = parse_yaml(source.read_text(encoding="utf-8"), source=f"{name}.yaml")
     base = values.pop("based_on", None)
@@ -232,19 +234,19 @@ def _read_edition(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class EditionChoice:
-    """The editions of several submitters, by their folders; names and points for the reviewer of all."""
+    """The editions of several submitters, by their folders, with their names, and points for the reviewer."""
 
     edition: str
     for_the_reviewer: tuple[str, ...]
     by_submitter: MappingProxyType[Path, Edition]
 
     def of(self, submitter: Path) -> Edition:
-        """The edition of a submitter's folder."""
+        """Return the edition that applies to a submitter's folder."""
         return self.by_submitter[submitter]
 
 
 def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
-    """The edition `name` for all; with `auto`, for each submitter the one detected from its tree."""
+    """Choose the edition `name` for all submitters; with `auto`, detect each submitter's from its tree."""
     if name != AUTO:
         return load_edition(name)
     detected: dict[Path, str] = {}
@@ -267,7 +269,7 @@ def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
 
 
 def detect_edition(submitter: Submitter) -> str:
-    """Detect the edition of a submitter's tree; "" where no file tells."""
+    """Detect the edition of a submitter's tree; "" if no file indicates one."""
     results, described = find_folder(submitter.folder, "results"), find_folder(submitter.folder, "systems")
     benchmarks = list_benchmarks(results) if results else frozenset[Benchmark]()
     descriptions = list_folder(described)
@@ -275,7 +277,7 @@ def detect_edition(submitter: Submitter) -> str:
         return "v3.0"
     if results and benchmarks:
         has_mark = _has_own_mark(submitter, results)
-        # Marks at the top belong to all submitters, unless some have marks of their own.
+        # Marks at the top belong to all submitters, unless some submitters have marks of their own.
         if not has_mark and any((submitter.top / name).exists() for name in (POOL, SENTINEL)):
             others = find_submitters(submitter.top)
             has_mark = not any(_has_own_mark(each, find_folder(each.folder, "results")) for each in others)
@@ -290,7 +292,7 @@ def _is_only_v3(description: Path) -> bool:
             return False
         with description.open("rb") as stream:
             return _ONLY_V3 in stream.read(_MAX_DESCRIPTION_BYTES)
-    except OSError:  # the rule on descriptions reports that it cannot be read
+    except OSError:  # the rule on descriptions reports the file as unreadable
         return False
 
 

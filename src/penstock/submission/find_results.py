@@ -1,12 +1,12 @@
-"""Find the results in a round's, a division's or one submitter's folder; only names are read.
+"""Find the results in the folder of a round, a division or one submitter; only names are read.
 
     results/SYSTEM/training/MODEL/run/20260102_030405/        later editions (`tree_layout` has that tree)
     results/SYSTEM/WORKLOAD/run1 ... run5                     v1.0; or runs/run1, or any_name_run_1
     results/SYSTEM/WORKLOAD/mlperf_storage_report.json        next to its runs, in runs/, or levels above them
 
-v1.0 prescribes no name but the report's: a folder is a run by its name or by a summary in it, or in its
-clients' folders. Invariant: an unknown entry is named, as stray in a result or as a leftover, and is never
-fatal.
+v1.0 prescribes no name other than the report's: a folder is recognized as a run by its name, or by a summary
+in it or in the folders of its clients. Invariant: an unknown entry is named, either as stray in a result or
+as a leftover, and is never fatal.
 """
 
 import os
@@ -42,12 +42,14 @@ _DIVISIONS: Final = {division.value: division for division in SubmissionDivision
 _BENCHMARKS: Final = {benchmark.value: benchmark for benchmark in Benchmark}
 _DESCRIPTIONS: Final = "systems"
 _NEVER_RESULTS: Final = frozenset({"code", "datagen", "datasize", "generation_logs", _DESCRIPTIONS})
-"""Copies of the benchmark's code have test data that look like runs, and so do logs of data generation."""
+"""Copies of the benchmark's code contain test data that look like runs, and so do the logs of data
+generation.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitter:
-    """One organisation's folder in one division; None if the path does not name the division."""
+    """One organisation's folder in one division. The division is None if the path does not name it."""
 
     organisation: str
     division: SubmissionDivision | None
@@ -55,7 +57,7 @@ class Submitter:
 
     @property
     def top(self) -> Path:
-        """The folder of the divisions; the submitter's own if it is below none."""
+        """The folder that holds the divisions; the submitter's own folder if no division is above it."""
         return self.folder if self.division is None else self.folder.parent.parent
 
 
@@ -63,7 +65,7 @@ class Submitter:
 class ResultLocation:
     """One result: the folder of its runs. `name` is relative to the checked folder.
 
-    `model` and the folders of phases are empty where runs are numbered.
+    `model` and the folders of phases are empty if runs are numbered.
     """
 
     submitter: Submitter
@@ -81,10 +83,10 @@ class ResultLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTree:
-    """The contents of a folder; names are relative to it.
+    """The contents of a folder; all names are relative to it.
 
-    `leftovers` are folders of results/ that belong to no result, `unreadable` folders that cannot be listed,
-    and `without_results` submitters that hand in none.
+    `leftovers` are folders of results/ that belong to no result, `unreadable` has the folders that cannot be
+    listed, and `without_results` the submitters without results.
     """
 
     submitters: tuple[Submitter, ...]
@@ -95,7 +97,7 @@ class FoundTree:
 
 
 def search_tree(root: Path) -> FoundTree:
-    """All results below `root`, in order; `UsageError` if there is no such folder."""
+    """Find all results below `root`, in order; raise `UsageError` if there is no such folder."""
     top = root.resolve()
     submitters = tuple(find_submitters(root))
     results: list[ResultLocation] = []
@@ -106,7 +108,7 @@ def search_tree(root: Path) -> FoundTree:
         name = submitter.folder.relative_to(top).as_posix()
         try:
             found, left = _search_submitter(submitter, top)
-        except Unavailable as error:  # one submitter's folder must not stop the others
+        except Unavailable as error:  # one submitter's folder must not stop the search in others
             unreadable.append(f"{name}: {error}")
             continue
         results += found
@@ -124,7 +126,7 @@ def search_tree(root: Path) -> FoundTree:
 
 
 def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
-    """The results of a tree; `UsageError` if there are none."""
+    """Return the results of a tree; raise `UsageError` if there are none."""
     if found.results:
         return found.results
     if (root / SENTINEL).is_file():
@@ -148,7 +150,7 @@ def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
 
 
 def find_submitters(root: Path) -> Iterator[Submitter]:
-    """The submitters at or below `root`, which may also hold the folders of several rounds."""
+    """Yield the submitters at or below `root`, which may also hold the folders of several rounds."""
     if not root.is_dir():
         raise UsageError("There is no such folder", where=str(root), fix="Give a round's or a submitter's.")
     top = root.resolve()
@@ -171,20 +173,20 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
 
 
 def find_result_dirs(submitter: Submitter) -> list[Path]:
-    """All result directories of a submitter in a tree with runs named by time, in order."""
+    """All result directories of a submitter, in order, in a tree whose runs are named by time."""
     results = find_folder(submitter.folder, "results")
     return [] if results is None else sorted(walk_result_dirs(results))
 
 
 def walk_result_dirs(results: Path) -> Iterator[Path]:
-    """The folders below `results` that are named by a time."""
+    """Yield the folders below `results` that are named by a time."""
     for path, folders, _ in os.walk(results):
         yield from (Path(path, name) for name in folders if is_result_dir_name(name))
         folders[:] = [name for name in folders if not is_result_dir_name(name)]
 
 
 def list_benchmarks(results: Path) -> frozenset[Benchmark]:
-    """The benchmarks by which systems sort their results; none where runs are not named by time."""
+    """The benchmarks by which systems sort their results; empty if runs are not named by time."""
     return frozenset(
         benchmark
         for system in list_subfolders(results)
@@ -194,13 +196,13 @@ def list_benchmarks(results: Path) -> frozenset[Benchmark]:
 
 
 def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocation], list[Path]]:
-    """The results of a submitter, and the folders that belong to none."""
+    """Find a submitter's results, and the folders that belong to none."""
     results = find_folder(submitter.folder, "results")
     if results is None:
         if (linked := find_file(submitter.folder, "results")) and linked.is_symlink():
             raise Unavailable("This is a link, and links are not searched", where=str(linked))
         return [], []
-    list_folder(find_folder(submitter.folder, _DESCRIPTIONS))  # which is read for every result
+    list_folder(find_folder(submitter.folder, _DESCRIPTIONS))  # fails if they cannot be listed
     if list_benchmarks(results):
         locations, leftovers = _search_timed(submitter, results, top)
     else:
@@ -216,7 +218,7 @@ def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocat
 
 
 def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[ResultLocation], list[Path]]:
-    """Every folder of a model with a result directory; a system or a model without any is a leftover."""
+    """Find each model's folder with a result directory; systems and models without any are leftovers."""
     locations: list[ResultLocation] = []
     leftovers: list[Path] = []
     for system in list_subfolders(results):
@@ -226,7 +228,7 @@ def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[
             if (benchmark := _BENCHMARKS.get(category.name.lower()))
             for model in _list_models(category, benchmark)
         ]
-        # A result directory or a file of figures claims a result here.
+        # A result directory or a file of figures shows that a result is meant to be here.
         claimed = [
             _timed_location(submitter, system.name, benchmark, model, top)
             for benchmark, model in models
@@ -239,7 +241,7 @@ def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[
 
 
 def _list_models(category: Path, benchmark: Benchmark) -> list[Path]:
-    """The folders of a benchmark's models; vector search has an engine's folder above its indexes."""
+    """List the folders of a benchmark's models; in vector search, an engine's folder holds its indexes."""
     if benchmark is not Benchmark.VECTOR_SEARCH:
         return list_subfolders(category)
     return [
@@ -286,14 +288,17 @@ def _timed_location(
 
 
 def _links_inside(result: Path, folders: Iterable[Path]) -> list[str]:
-    """Links within the folders of runs: no benchmark writes any, and a folder behind one is not read."""
+    """List links within the folders of runs.
+
+    No benchmark writes links, and a folder behind a link is not read.
+    """
     return [
         f"the link {link.relative_to(result).as_posix()}" for folder in folders for link in list_links(folder)
     ]
 
 
 _Numbered = tuple[Path, tuple[Path, ...], tuple[str, ...]]
-"""A result of v1.0: its folder, its runs in order, and the stray entries of its folders."""
+"""A result of v1.0: its folder, its runs in order, and the stray entries in its folders."""
 
 
 def _numbered_location(
@@ -316,13 +321,13 @@ def _numbered_location(
 
 
 def _search_numbered(folder: Path) -> tuple[list[_Numbered], list[Path]]:
-    """The results of v1.0 at or below a folder, in order, and the folders that belong to none."""
+    """Find v1.0's results at or below a folder, in order, and the folders that belong to none."""
     if result := _numbered_result(folder):
         return [result], []
     results: list[_Numbered] = []
     leftovers: list[Path] = []
     for entry in list_subfolders(folder):
-        if entry.name.lower() == _DESCRIPTIONS:  # which some keep among their results
+        if entry.name.lower() == _DESCRIPTIONS:  # some submitters keep descriptions among their results
             continue
         found, left = ([], []) if entry.name.lower() in _NEVER_RESULTS else _search_numbered(entry)
         results += found
@@ -342,7 +347,7 @@ def _numbered_result(folder: Path) -> _Numbered | None:
     if not has_report:
         return None
     below = [result for entry in list_subfolders(folder) for result in _search_numbered(entry)[0]]
-    if len(below) > 1:  # each is a result, and the report above belongs to none of them
+    if len(below) > 1:  # each is a result of its own, and the report above belongs to none of them
         return None
     if not below:
         return folder, (), _list_stray(folder, (), folder)
@@ -353,7 +358,7 @@ def _numbered_result(folder: Path) -> _Numbered | None:
 
 
 def _find_runs(folder: Path) -> tuple[Path, ...]:
-    """The runs in `folder` or its runs/, by their names, else by the summaries in them."""
+    """Find the runs in `folder` or in its runs/ by their names, or otherwise by the summaries in them."""
     places = [place for place in (folder, find_folder(folder, _RUNS)) if place is not None]
     for place in places:
         matches = [
@@ -361,7 +366,7 @@ def _find_runs(folder: Path) -> tuple[Path, ...]:
             for run in list_subfolders(place, with_links=True)
             if (match := _RUN.fullmatch(run.name))
         ]
-        # Plain names come before prefixed ones: with run1 there, old_run_1 is none.
+        # Plain names come before prefixed ones: if there is a run1, old_run_1 is not a run.
         named = [(match, run) for match, run in matches if not match[1]] or matches
         if named:
             return tuple(run for _, run in sorted(named, key=lambda pair: (int(pair[0][2]), pair[1].name)))
@@ -377,7 +382,7 @@ def _find_runs(folder: Path) -> tuple[Path, ...]:
 
 
 def _natural_order(run: Path) -> list[tuple[int, str]]:
-    """Digits compare as numbers: test2 is before test10."""
+    """A key by which digits compare as numbers: test2 sorts before test10."""
     parts = _NUMBERS.split(run.name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
@@ -389,5 +394,5 @@ def _list_stray(folder: Path, runs: tuple[Path, ...], with_runs: Path) -> tuple[
 
 
 def list_clients(run: Path) -> list[Path]:
-    """The folders of a run's clients: each has a summary."""
+    """List the folders of a run's clients, each of which has a summary."""
     return [client for client in list_subfolders(run) if find_file(client, SUMMARY)]

@@ -1,9 +1,9 @@
 """One parsed file of a submission, whose fields are read by path, and how its bytes are read within limits.
 
-Anyone may have made a file, so everything that reads a submission's files opens them here. `result_files`
-reads the files, rules read their fields. Invariants: a read ends even if the name is a pipe's or a device's,
-and parsing takes bounded time and memory; no content makes reading a file fail; reading a missing or
-malformed field raises `MissingFact`, which `check` turns into `not checked`. There are no defaults.
+Anyone may have made a file, so all code that reads a submission's files opens them here. `result_files` reads
+the files, and rules read their fields. Invariants: a read ends even if the name is that of a pipe or a
+device, and parsing takes bounded time and memory; no content makes reading a file fail; reading a missing or
+malformed field raises `MissingFact`, which `check` turns into `not checked`. There are no default values.
 """
 
 import errno
@@ -28,9 +28,9 @@ from penstock.submission.tree_layout import METADATA_SUFFIX
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_METADATA_BYTES: Final = 64 << 20
-"""Metadata of a thousand hosts are 44 MB; no other file grows with each host's disks."""
+"""The metadata of a thousand hosts take 44 MB; no other file grows with the disks of each host."""
 MAX_YAML_BYTES: Final = 1 << 20
-"""The longest description of a published round has 84 kB; a parsed megabyte takes a second."""
+"""The longest description of a published round has 84 kB; parsing a megabyte takes a second."""
 LEADS_OUT: Final = "a link leads out of the tree"
 _KINDS: Final = (
     (stat.S_ISDIR, "Is a directory"),
@@ -43,40 +43,40 @@ _MAX_VALUES_BYTES: Final = 160 << 20
 _MAX_LEVELS: Final = 100
 _MAX_YAML_VALUES: Final = 100_000
 _MAX_NUMBER_DIGITS: Final = 1000
-"""YAML's base 60 takes quadratic time."""
+"""Longer numbers are refused, because converting numbers in YAML's base 60 takes quadratic time."""
 _TOO_DEEP: Final = f"it is nested deeper than {_MAX_LEVELS} levels"
 _TRAILING_COMMA: Final = re.compile(rb'("(?:[^"\\]|\\.)*+"?)|,(?=\s*[}\]])')
-"""A string, to be preserved even if it does not end, or a comma that JSON does not allow."""
+"""A string, which must be preserved even if it does not end, or a comma that JSON does not allow."""
 _INDENTATION: Final = " \t-?:"
 _Loader: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Parsed = tuple[Any, tuple[str, ...]]
-"""The values of a file, and the keys that it gives twice in one mapping; the last one counts."""
+"""The values of a file, and the keys that one mapping has twice, of which the last counts."""
 MAX_TEXT_BYTES: Final = 4 << 20
-"""Only the beginning of a log is read: what rules need is printed there."""
+"""Only the beginning of a log is read, because everything that rules need is printed there."""
 NO_FILE: Final = "there is no such file"
 _PLACEHOLDER: Final = b"PRUNED BY STAFF"
 _MAX_SIMILAR: Final = 1000
-"""Keys among which a similar name is searched for, which takes milliseconds a hundred."""
+"""The most keys among which a similar name is searched for; a hundred take milliseconds."""
 _BRIEF: Final = reprlib.Repr()
 _BRIEF.maxlist = _BRIEF.maxdict = _BRIEF.maxstring = _BRIEF.maxother = 80
 
 KeyPath = tuple[str, ...]
-"""The keys down to a value."""
+"""The keys that lead down to a value."""
 
 
 class MissingFact(PenstockError):
-    """A fact that a rule needs cannot be read from the files; `where` is the file."""
+    """A fact that a rule needs cannot be read from the files. `where` names the file."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedFile:
-    """One file: its content, or the `problem` why there is none.
+    """One file: its content, or the `problem` that explains why there is none.
 
-    `remark` is a flaw that did not prevent reading; `repeated` are keys that one mapping has twice; `lines`
-    has the line of each value in a handwritten file.
+    `remark` is a flaw that did not prevent reading. `repeated` has the keys that one mapping has twice.
+    `lines` has the line of each value in a handwritten file.
     """
 
     file: str
@@ -88,11 +88,11 @@ class ParsedFile:
 
     @property
     def is_missing(self) -> bool:
-        """Check whether there is no such file, as opposed to one that cannot be read."""
+        """Check whether the file does not exist, as opposed to one that cannot be read."""
         return self.problem == NO_FILE
 
     def value(self, *path: str) -> Any:
-        """The value at `path`, as it was read."""
+        """Return the value at `path`, unconverted."""
         if self.problem:
             raise MissingFact(self.problem, where=self.file)
         here = self.content
@@ -106,15 +106,15 @@ class ParsedFile:
         return here
 
     def has(self, *path: str) -> bool:
-        """Check whether there is a value other than null at `path`; a file that cannot be read has none."""
-        # Not by `value`: the search for a similar name takes longer than the rest of a rule.
+        """Check for a value other than null at `path`. A file that cannot be read has no values."""
+        # Not by `value`, whose search for a similar name takes longer than the rest of a rule.
         here = None if self.problem else self.content
         for key in path:
             here = here.get(key) if isinstance(here, dict) else None
         return here is not None
 
     def parts(self, *path: str) -> dict[str, "ParsedFile"]:
-        """The entries of a mapping by key, or of a list by position, to be read like files; else none."""
+        """The entries of a mapping by key, or of a list by position, readable like files; otherwise empty."""
         value = self.value(*path)
         entries = (
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -122,25 +122,25 @@ class ParsedFile:
         return {str(key): ParsedFile(file=self.file, content=entry) for key, entry in entries}
 
     def number(self, *path: str) -> float:
-        """A finite number, or text that contains one, as in some real reports."""
+        """Return a finite number; text that contains one is accepted, because some real reports have it."""
         return self._number(self.value(*path), path)
 
     def integer(self, *path: str) -> int:
-        """A whole number."""
+        """Return a whole number."""
         number = self.number(*path)
         if number != int(number):
             raise self._wrong(path, number, "a whole number")
         return int(number)
 
     def numbers(self, *path: str) -> tuple[float, ...]:
-        """A list of at least one finite number."""
+        """Return a list of at least one finite number."""
         entries = self.value(*path)
         if not isinstance(entries, list) or not entries:
             raise self._wrong(path, entries, "a list of numbers")
         return tuple(self._number(entry, path) for entry in entries)
 
     def boolean(self, *path: str) -> bool:
-        """True or false; DLIO's files spell them in several ways."""
+        """Return a truth value, which DLIO's files spell in several ways."""
         value = self.value(*path)
         word = str(value).lower() if isinstance(value, str | bool) else ""
         if word not in ("true", "false"):
@@ -148,7 +148,7 @@ class ParsedFile:
         return word == "true"
 
     def text(self, *path: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.value(*path)
         if not isinstance(value, str):
             raise self._wrong(path, value, "a text")
@@ -168,19 +168,19 @@ class ParsedFile:
 
 
 def relative(path: Path, base: Path) -> str:
-    """The name of a file in findings."""
+    """The name of a file, as findings show it."""
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
 def read_file(path: Path, base: Path) -> ParsedFile:
-    """The values of a JSON or YAML file, or the text of another; `base` is the folder that is checked."""
+    """Read the values of a JSON or YAML file, or the text of another. `base` is the checked folder."""
     return read_named_file(str(path), relative(path, base), tree_of(path, base))
 
 
 def read_named_file(path: str, file: str, tree: str) -> ParsedFile:
-    """The same for a known name in findings; over thousands of files, `Path` objects are costly.
+    """Read a file like `read_file`, but with `file` as its known name in findings.
 
-    Links are followed within `tree`, a real path.
+    Over thousands of files, `Path` objects are costly. Links are followed within `tree`, a real path.
     """
     try:
         content, repeated = _parse(path, tree)
@@ -199,7 +199,7 @@ def _parse(path: str, tree: str) -> Parsed:
     if lower.endswith(".json"):
         max_bytes = MAX_METADATA_BYTES if lower.endswith(METADATA_SUFFIX) else MAX_JSON_BYTES
         raw = read_bytes(path, tree, max_bytes)
-        if raw.strip() == _PLACEHOLDER:  # a round's staff left it of a file that was too large to publish
+        if raw.strip() == _PLACEHOLDER:  # left by a round's staff for a file too large to publish
             raise ValueError(f"only a placeholder is left of it: {_PLACEHOLDER.decode()}")
         return parse_json(raw)
     if lower.endswith((".yaml", ".yml")):
@@ -209,7 +209,7 @@ def _parse(path: str, tree: str) -> Parsed:
 
 
 def read_description(path: Path, base: Path) -> ParsedFile:
-    """A YAML file with the line of each value, for messages to its author."""
+    """Read a YAML file with the line of each value, for messages to its author."""
     parsed = read_file(path, base)
     if parsed.problem:
         return parsed
@@ -224,19 +224,20 @@ def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, in
         for key, value in node.value:
             path = (*above, str(key.value))
             yield from _line_numbers(value, path)
-            yield path, key.start_mark.line + 1  # after its value, which may begin on a later line
+            yield path, key.start_mark.line + 1  # after the key's value, which may begin on a later line
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _line_numbers(value, (*above, str(index)))
 
 
 def read_bytes(path: str, tree: str, max_bytes: int, *, is_whole: bool = True) -> bytes:
-    """All bytes of a regular file in `tree` (a real path), to which links may lead.
+    """Return all bytes of a regular file in `tree` (a real path), to which links may lead.
 
-    `OSError` if it is none, lies elsewhere, or has more than `max_bytes`; unless `is_whole`, the first bytes
-    of a file that has more.
+    Raises `OSError` if it is no regular file, lies outside the tree, or has more than `max_bytes`. Unless
+    `is_whole`, returns the first `max_bytes` of a longer file instead.
     """
-    # Looked at before it is opened: opening a device may act on it, and opening a pipe waits for a writer.
+    # The file is examined before it is opened: opening a device may act on it, and opening a pipe waits for a
+    # writer.
     status = os.stat(path)  # noqa: PTH116 - thousands of files, where a Path costs more
     if not stat.S_ISREG(status.st_mode):
         kind = next((text for is_kind, text in _KINDS if is_kind(status.st_mode)), "this is not a file")
@@ -245,7 +246,7 @@ def read_bytes(path: str, tree: str, max_bytes: int, *, is_whole: bool = True) -
     try:
         try:
             real = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - as above
-        except OSError:  # without /proc
+        except OSError:  # there is no /proc
             real = os.path.realpath(path)
         if not f"{real}/".startswith(f"{tree.rstrip('/')}/"):
             raise OSError(errno.EXDEV, LEADS_OUT, path)
@@ -261,7 +262,7 @@ def read_bytes(path: str, tree: str, max_bytes: int, *, is_whole: bool = True) -
 
 
 def tree_of(path: Path, base: Path) -> str:
-    """The tree that a file must be in: the checked folder, or the file's own if it is outside of that."""
+    """The tree that must hold a file: the checked folder, or the file's own folder if that is outside."""
     return os.path.realpath(base if path.is_relative_to(base) else path.parent)
 
 
@@ -269,7 +270,7 @@ def parse_json(raw: bytes, *, is_lenient: bool = False) -> Parsed:
     """Parse JSON in UTF-8; a lenient parse allows a comma before a closing bracket, as people write it."""
     if is_lenient:
         raw = _TRAILING_COMMA.sub(lambda match: match[1] or b"", raw)
-    # A short text can have a value at every third byte, which would fill the memory.
+    # Even a short text can have a value at every third byte, which would fill the memory.
     text_bytes = len(raw) if raw.isascii() else 4 * len(raw)
     values_bytes = 100 * raw.count(b",") + 64 * raw.count(b"[") + 184 * raw.count(b"{")
     if text_bytes + values_bytes > _MAX_VALUES_BYTES:
@@ -299,7 +300,7 @@ def parse_json(raw: bytes, *, is_lenient: bool = False) -> Parsed:
 
 @lru_cache(maxsize=16)
 def parse_yaml(raw: bytes) -> Parsed:
-    """Parse YAML in UTF-8. The runs of a result have equal configurations, which are parsed once."""
+    """Parse YAML in UTF-8. Cached, because the runs of a result have equal configurations."""
     text = raw.decode("utf-8-sig")
     _limit_yaml(text)
     loader = _TreeLoader(text)
@@ -314,7 +315,7 @@ def _twice(keys: list[str]) -> list[str]:
 
 
 class _TreeLoader(_Loader):  # type: ignore[misc]  # PyYAML has no types
-    """The safe loader, which notes repeated keys, and takes no number of thousands of digits."""
+    """The safe loader; it also notes repeated keys, and refuses numbers of thousands of digits."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -327,7 +328,7 @@ class _TreeLoader(_Loader):  # type: ignore[misc]  # PyYAML has no types
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """A number of YAML, which may be written in base 60."""
+        """Construct a YAML number, which may be written in base 60."""
         if len(node.value) > _MAX_NUMBER_DIGITS:
             raise ValueError(f"line {node.start_mark.line + 1} has a number of {len(node.value):,} digits")
         is_whole = node.tag.endswith(":int")
@@ -340,17 +341,17 @@ for _kind in ("int", "float"):
 
 
 def _limit_yaml(text: str) -> None:
-    """Refuse deep nesting, on which libyaml ends the process, and aliases that stand for too much.
+    """Refuse deep nesting, on which libyaml crashes, and aliases that stand for too many values.
 
-    The values and the levels of each node are added up from the document's events, which no alias multiplies:
-    with `a: &x [1, 2]` each `*x` counts as three values on two levels.
+    The values and levels of each node are added up from the document's events, which aliases do not multiply.
+    With `a: &x [1, 2]`, each `*x` counts as three values on two levels.
     """
     has_aliases = "*" in text and "&" in text
-    # Each bracket and each column of indentation opens one level at most.
+    # Each bracket and each column of indentation opens at most one level.
     indentation = max((len(line) - len(line.lstrip(_INDENTATION)) for line in text.splitlines()), default=0)
     if not has_aliases and text.count("[") + text.count("{") + indentation <= _MAX_LEVELS:
         return
-    extents: dict[str | None, tuple[int, int]] = {}  # by anchor: values and levels
+    extents: dict[str | None, tuple[int, int]] = {}  # by anchor: the numbers of values and levels
     open_nodes: list[tuple[str | None, int, int]] = [(None, 1, 1)]
     events: Iterable[Any] = yaml.parse(text, Loader=_Loader)
     for event in events:
@@ -358,7 +359,7 @@ def _limit_yaml(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _, _ in open_nodes):
                 raise ValueError(f"line {line}: the alias *{event.anchor} stands for what it lies in")
-            closed = extents.get(event.anchor)  # an unknown one is left to the parser
+            closed = extents.get(event.anchor)  # unknown aliases are left to the parser
         elif isinstance(event, yaml.ScalarEvent):
             closed = extents[event.anchor] = (1, 1)
         elif isinstance(event, yaml.CollectionStartEvent):

@@ -1,5 +1,5 @@
-"""Write submissions: an organisation's tree, result directories of runs, descriptions of systems.
+"""Write submissions: an organisation's tree, the result directories of runs, descriptions of systems.
 
-Invariant: result directories in the tree are complete; drafts and runs that were set aside are below
+Invariant: every result directory in the tree is complete; drafts, and runs that were set aside, are below
 `.mlps/`, which checkers skip.
 """

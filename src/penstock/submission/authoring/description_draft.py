@@ -1,7 +1,7 @@
 """Draft the description of a system under test from cluster facts; the submitter fills in the rest.
 
-Pure: facts in, values and text out. Invariant: a file that a submitter has edited is never rewritten; a diff
-shows where it differs from the machines.
+Pure: turns facts into values and text. Invariant: a file that a submitter has edited is never rewritten; a
+diff shows where the file differs from the machines.
 """
 
 import difflib
@@ -42,7 +42,7 @@ BLANKS: Final[Mapping[str, tuple[str, str]]] = {
     "cpu_cores": ("cores in a node", "1"),
     "memory_capacity": ("GiB", "1"),
 }
-"""By key of a value that only the submitter knows: a hint, and what a rehearsal writes instead."""
+"""By key, for values that only the submitter knows: a hint, and what a rehearsal writes instead."""
 _PLACEHOLDER: Final = "# placeholder: "
 _HEAD: Final = (
     "# The system under test. What is null is yours to fill in; nodes, switches, rack units and power\n"
@@ -74,12 +74,12 @@ startxref
 406
 %%EOF
 """
-"""A PDF of one page that stands for the picture of the system."""
+"""A PDF of one page that takes the place of the picture of the system."""
 
 
 def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
-    """The collected facts under the schema's keys; None is to be filled in."""
-    # Nodes are counted by their text: dictionaries cannot be hashed.
+    """The collected facts under the schema's keys. The submitter fills in each None."""
+    # Nodes are counted by their text, because dictionaries cannot be hashed.
     clients = Counter(_dump(_client(present.report)) for present in facts.present)
     return {
         "system_under_test": {
@@ -112,7 +112,7 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
 
 
 def initial_text(tree: Mapping[str, Any], *, is_rehearsal: bool = False) -> str:
-    """The first text of the file, with a hint for each value to fill in; in a rehearsal, a placeholder."""
+    """The initial text of the file, with a hint for each value to fill in, in a rehearsal a placeholder."""
     lines = []
     for line in _dump(tree).splitlines():
         key, _, value = line.strip().lstrip("- ").partition(": ")
@@ -125,7 +125,7 @@ def initial_text(tree: Mapping[str, Any], *, is_rehearsal: bool = False) -> str:
 
 
 def find_placeholders(text: str) -> tuple[str, ...]:
-    """The placeholders that are left in the text, each with its line and key."""
+    """List the placeholders left in the text, each with its line and key."""
     return tuple(
         f"line {number}: {line.split(':')[0].strip().removeprefix('- ')}"
         for number, line in enumerate(text.splitlines(), 1)
@@ -138,7 +138,7 @@ def diff_description(
 ) -> tuple[str, ...]:
     """The diff from the written to the collected values; empty if they agree.
 
-    Values that cannot be collected are left out.
+    Values that cannot be collected are ignored.
     """
     return tuple(
         difflib.unified_diff(
@@ -205,7 +205,7 @@ def _drives(drives: Iterable[Drive]) -> list[dict[str, Any]]:
 
 
 def _overlay(written: Any, collected: Any) -> Any:
-    """The written values, replaced by collected ones where there are any."""
+    """The written values, with collected values in place of those that were collected."""
     if collected is None:
         return written
     if isinstance(collected, Mapping):

@@ -1,12 +1,12 @@
-"""A submission tree of an organisation, and a result directory on its way into it.
+"""An organisation's submission tree, and how result directories get into it.
 
     mlperf-results.yaml            whose tree this is: a sentinel that is written once and never changed
     .mlps/under-way/.../20260102_030405/               a draft: reserved, written, then published
     .mlps/under-way/.../20260102_030405.attempt.json   who writes it; later how that ended, unless published
 
-Invariants: of two processes that claim one folder at the same time, one succeeds and the other learns who
-owns it; a result directory that has its name in the tree is complete; a run that failed leaves a draft; an
-attempt whose process is gone is never read as running.
+Invariants: if two processes claim one folder at the same time, one succeeds and the other learns who owns the
+folder; a result directory with its name in the tree is complete; a run that failed leaves a draft; an attempt
+whose process is gone is never reported as running.
 """
 
 import re
@@ -50,7 +50,10 @@ class _Sentinel(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedTree:
-    """A tree of an organisation; `is_new` if this call claimed it. A rehearsal's holds no real result."""
+    """An organisation's tree.
+
+    `is_new` is true if this call claimed the tree. The tree of a rehearsal holds no real results.
+    """
 
     root: Path
     organisation: str
@@ -59,7 +62,7 @@ class OwnedTree:
     is_rehearsal: bool = False
 
     def require_purpose(self, *, is_rehearsal: bool) -> None:
-        """Raise `UsageError` where rehearsed and real results would be mixed."""
+        """Raise `UsageError` if rehearsed and real results would be mixed."""
         if self.is_rehearsal and not is_rehearsal:
             raise UsageError(
                 "This tree is a rehearsal's, which real results must not be added to",
@@ -77,13 +80,17 @@ class OwnedTree:
 def claim_tree(
     root: Path, organisation: str, *, now: datetime, by: str, is_rehearsal: bool = False
 ) -> OwnedTree:
-    """Make `root` the organisation's; `UsageError` if it belongs to another one, or has another purpose."""
+    """Make `root` the organisation's tree.
+
+    Raises `UsageError` if the folder belongs to another organisation or serves another purpose.
+    """
     require_plain_name(organisation, what="organisation's name")
     tree, is_new = _read_owner(root), False
     if tree is None:
         with system_calls.translate_os_errors("Listing the folder", str(root)):
             names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-        # Drafts of a sentinel are allowed: another process may be claiming the folder, and the link decides.
+        # Drafts of a sentinel are allowed: another process may be claiming the folder, and the link decides
+        # who succeeds.
         others = [name for name in names if SENTINEL not in name and not file_storage.is_unfinished(name)]
         if others:
             raise UsageError(
@@ -113,7 +120,10 @@ def claim_tree(
 
 
 def require_owned_tree(root: Path) -> OwnedTree:
-    """The owner of the tree at `root`; `UsageError` with the command that claims it if there is none."""
+    """Return the tree at `root`.
+
+    If the folder is no such tree, raises `UsageError` with the command that claims it.
+    """
     tree = _read_owner(root)
     if tree is None:
         raise UsageError(
@@ -162,7 +172,7 @@ def _write_sentinel(root: Path, sentinel: _Sentinel) -> bool:
 
 
 def require_plain_name(name: str, *, what: str) -> str:
-    """The name, if it can be a folder's in the tree (rule 2.1.1)."""
+    """Return `name` if it can name a folder in the tree (rule 2.1.1)."""
     if not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
         raise UsageError(
             f"{name!r} cannot be an {what}" if what[0] in "aeiou" else f"{name!r} cannot be a {what}",
@@ -196,7 +206,7 @@ class RunSeries:
         return self.submitter / "results" / self.system / self.benchmark.value / self.model
 
     def folder_of(self, phase: SubmissionPhase) -> PurePosixPath:
-        """The folder of a phase's result directories; checkpointing has no folders of phases."""
+        """The folder of a phase's result directories. Checkpointing has no folders for phases."""
         return self.folder / phase.value if self.benchmark is Benchmark.TRAINING else self.folder
 
 
@@ -220,15 +230,16 @@ class ResultDirAddress:
 
     @property
     def draft(self) -> Path:
-        """The directory while it is written."""
+        """The directory in which the draft is written."""
         root = self.series.tree.root
         return root / HIDDEN / UNDER_WAY / self.folder.relative_to(root)
 
 
 def reserve_address(series: RunSeries, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
-    """The address of a run that begins now, with its draft; an existing name moves to the next second.
+    """Reserve the address and the draft of a run that begins now, in the next second if the name exists.
 
-    Only the name is in whole seconds: a start that is rounded down would precede the end of the run before.
+    Only the name is in whole seconds: if the start were rounded down, it would precede the end of the run
+    before.
     """
     address = ResultDirAddress(series=series, phase=phase, started_at=now)
     while True:
@@ -237,7 +248,7 @@ def reserve_address(series: RunSeries, phase: SubmissionPhase, *, now: datetime)
                 address.draft.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     address.draft.mkdir()
-                except FileExistsError:  # a run of the same second was first
+                except FileExistsError:  # another run has taken this second
                     pass
                 else:
                     return address
@@ -245,7 +256,10 @@ def reserve_address(series: RunSeries, phase: SubmissionPhase, *, now: datetime)
 
 
 def publish(address: ResultDirAddress) -> Path:
-    """Move a draft to its place in the tree; after a power cut it has either name, with all its files."""
+    """Move a draft to its place in the tree.
+
+    After a power cut, the directory has either the old or the new name, with all its files.
+    """
     folder = address.folder
     with system_calls.translate_os_errors("Publishing a result directory", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +271,7 @@ def publish(address: ResultDirAddress) -> Path:
 
 
 def set_aside(tree: OwnedTree, folder: Path) -> Path:
-    """Move a folder of the tree to the trash below `.mlps/`, from which a person can move it back."""
+    """Move a folder of the tree to the trash below `.mlps/`, from which it can be moved back by hand."""
     target = tree.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(tree.root)
     with system_calls.translate_os_errors("Moving a result directory to the trash", str(folder)):
         target.parent.mkdir(parents=True)
@@ -266,18 +280,18 @@ def set_aside(tree: OwnedTree, folder: Path) -> Path:
 
 
 def list_drafts(series: RunSeries) -> list[Path]:
-    """The drafts of runs that failed, or are still running."""
+    """List the drafts of runs that failed or are still running."""
     below = series.tree.root / HIDDEN / UNDER_WAY / series.folder
     depth = "*/*" if series.benchmark is Benchmark.TRAINING else "*"
     return sorted(path for path in below.glob(depth) if path.is_dir())
 
 
 def _remove_empty(folder: Path, *, until: Path) -> None:
-    """Remove empty folders from here up."""
+    """Remove empty folders upwards, from this folder until `until`."""
     while folder != until:
         try:
             folder.rmdir()
-        except OSError:  # not empty: it holds another draft
+        except OSError:  # not empty, because it holds another draft
             return
         folder = folder.parent
 
@@ -292,7 +306,10 @@ class Attempt:
 
 
 class RecordedAttempt:
-    """An attempt in progress: its file is there during the body, and stays if that fails, with the reason."""
+    """An attempt in progress.
+
+    Its file exists while the body runs; if the body fails, the file remains, with the reason.
+    """
 
     def __init__(self, address: ResultDirAddress) -> None:
         self._file = _attempt_file(address.draft)
@@ -320,7 +337,7 @@ class RecordedAttempt:
 
 
 def read_attempt(draft: Path) -> Attempt:
-    """Read how an attempt ended, as far as this host can know."""
+    """Read how an attempt ended, as far as this host can tell."""
     file = _attempt_file(draft)
     try:
         document = parse_json(read_document(file))
@@ -332,7 +349,7 @@ def read_attempt(draft: Path) -> Attempt:
         return Attempt(folder=draft, outcome="unreadable", why=f"{file.name}: {error}")
     if outcome is RunOutcome.RUNNING:
         is_alive = provenance.is_alive(process)
-        if is_alive is None:  # only the heartbeats of a run can be seen from another host
+        if is_alive is None:  # from another host, only the heartbeats of a run can be seen
             return _read_run(draft)
         why = f"By process {process.pid}."
         if not is_alive:
@@ -344,7 +361,7 @@ def read_attempt(draft: Path) -> Attempt:
 
 
 def _read_run(draft: Path) -> Attempt:
-    """By the record of its run alone."""
+    """Read how an attempt ended from the record of its run alone."""
     if not (draft / run_folder.RUN_FILE).exists():
         return Attempt(folder=draft, outcome=RunOutcome.INTERRUPTED.value, why="It left no run.json.")
     try:

@@ -1,7 +1,8 @@
-"""Locate a result's data, and refuse a result that its edition would not accept, before any of it is made.
+"""Locate a result's data, and refuse a result that its edition would not accept before any of it is made.
 
-Pure, but for resolving links: a request in, breaches with the ids of their rules out. Invariants: every
-number is the edition's; each key that a URI sets is among the changes, so that divisions' rules apply.
+Pure, except for resolving links: turns a request into breaches with the ids of their rules. Invariants: every
+number comes from the edition; each key that a URI sets is among the changed keys, so that the rules of the
+divisions apply to it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLocation:
-    """The workload with its location, the changed keys, and the path or URI for the metadata."""
+    """The workload with its location set, the changed keys, and the path or URI for the metadata."""
 
     workload: Workload
     changes: Mapping[str, Any]
@@ -29,7 +30,7 @@ class DataLocation:
 
 
 def locate_data(workload: Workload, uri: str) -> DataLocation:
-    """Set the location of the data set to `uri`, under DLIO's keys: submissions have no URIs."""
+    """Set the location of the data set to `uri`, using DLIO's keys, because submissions have no URIs."""
     reader, storage, changes = workload.reader, workload.storage, dict[str, Any]()
     if paths := find_local_paths_at(uri):
         folder = data_path = paths.local_root
@@ -80,7 +81,8 @@ def training_breaches(
     if num_accelerators % num_hosts:
         key = f"{num_accelerators} accelerators"
         yield describe_breach("3.3.6", key, f"do not divide evenly among {num_hosts} hosts")
-    # The storage under test must not be in the tree; `.mlps/` does not belong to it.
+    # The storage under test must not hold the tree itself, except for `.mlps/`, which does not belong to the
+    # tree.
     if paths := find_local_paths_at(data):
         place, root = Path(paths.local_root).resolve(), series.tree.root.resolve()
         if place.is_relative_to(root) and not place.is_relative_to(root / HIDDEN):
@@ -101,7 +103,7 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
     changed: Sequence[str],
     size_gib: float,
 ) -> list[str]:
-    """All breaches of the rules on checkpointing; `changed` are the keys that are set, by dotted name."""
+    """All breaches of the rules on checkpointing; `changed` has the dotted names of the keys that are set."""
     rules, ranks = edition.checkpoints, f"{num_processes} ranks"
     limits, subset, memory = rules.models.get(model), rules.subset, rules.accelerator_memory_gb
     if limits is None:
@@ -111,7 +113,7 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
     subset_text = f"{', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators"
     is_known_subset = model in subset.models and num_processes == subset.num_accelerators
     needs_all = is_closed and not is_subset
-    # The rule, the value, what is wrong with it, and whether it is.
+    # For each check: the rule, the value, what would be wrong with it, and whether it is wrong.
     checks = [
         ("4.3.4", "--scale", "must be 1: submitted checkpoints are full-size", scale != 1),
         *(

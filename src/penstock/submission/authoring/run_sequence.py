@@ -4,8 +4,8 @@
     plan_run_sequence    what is left to run, and which finished runs no longer count
     list_progress        the same for all series of a tree, for `penstock submission status`
 
-Invariants: the runs that count follow one another as the rules require, and each other run is named with the
-reason, so that it can be set aside; a folder that cannot be read is named, too.
+Invariants: the runs that count follow one another as the rules require. Every other run is named with the
+reason why it does not count, so that it can be set aside; a folder that cannot be read is named too.
 """
 
 import json
@@ -41,9 +41,9 @@ from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
 class PublishedDir(BaseModel):
-    """One published result directory, by the fields of its metadata that are needed here.
+    """One published result directory, with the fields of its metadata that are needed here.
 
-    `data_path` is the place of its data or checkpoints, whose numbers are 0 in training.
+    `data_path` is where its data or checkpoints are. The numbers of checkpoints are 0 for training.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -63,7 +63,7 @@ class PublishedDir(BaseModel):
 
     @property
     def duration(self) -> timedelta:
-        """The time it took, by its host's clock."""
+        """The time that the run took, by its host's clock."""
         return self.ended_at - self.started_at
 
 
@@ -79,7 +79,7 @@ class SeriesState:
 
 
 def read_series_state(series: RunSeries) -> SeriesState:
-    """Read the series from its tree."""
+    """Read the state of the series from its tree."""
     unreadable: list[str] = []
     dirs: dict[SubmissionPhase, list[PublishedDir]] = {phase: [] for phase in SubmissionPhase}
     is_training = series.benchmark is Benchmark.TRAINING
@@ -114,9 +114,10 @@ def _read(folder: Path) -> PublishedDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSequence:
-    """The `phases` to run in this order, none if the result is complete, and the runs that count.
+    """The `phases` to run, in this order, and the runs that count.
 
-    The `excluded` runs, each with the reason, are to be set aside first.
+    If the result is complete, there are no phases. The `excluded` runs, each with its reason, have to be set
+    aside before the next run.
     """
 
     phases: tuple[SubmissionPhase, ...]
@@ -132,10 +133,11 @@ def plan_run_sequence(
     *,
     now: datetime,
 ) -> RunSequence:
-    """Plan the rest of a result at this time; `UsageError` where the series is of another result.
+    """Plan the rest of a result at this time.
 
     `request` has what all result directories share: accelerator, num_processes, num_files and data_path.
-    A size alone is no result yet, so one that was made for another request is excluded.
+    Raises `UsageError` if the series belongs to another result. A series with only a recorded size holds no
+    result yet, so a size that was recorded for another request is excluded.
     """
     resized: tuple[PublishedDir, ...] = ()
     if not (state.datagens or state.runs):
@@ -158,11 +160,11 @@ def plan_run_sequence(
 def _differences(
     run_dir: PublishedDir, request: Mapping[str, object]
 ) -> Iterator[tuple[str, object, object]]:
-    """The values that a result directory does not share with the request, with the requested ones.
+    """Compare a result directory with the request: yield each key whose values differ, with both values.
 
     A series holds one result: another accelerator, number or data set needs another series.
     """
-    is_datagen = run_dir.folder.parent.name == SubmissionPhase.DATAGEN  # on any number of ranks
+    is_datagen = run_dir.folder.parent.name == SubmissionPhase.DATAGEN  # any number of ranks may generate
     for what, field in (
         ("accelerator", "accelerator"),
         ("accelerators", "num_processes"),
@@ -177,11 +179,12 @@ def _differences(
 def select_runs(
     runs: Sequence[PublishedDir], num_runs: int, max_pause_runs: float, *, now: datetime
 ) -> tuple[tuple[PublishedDir, ...], tuple[tuple[PublishedDir, str], ...]]:
-    """The runs that count, up to `num_runs`, and the others, each with the reason.
+    """Divide runs into those that count, up to `num_runs`, and the others, each with the reason.
 
-    A complete sequence counts whenever it was made; an unfinished one only while the next run may follow.
+    A complete sequence counts whenever it was made, an unfinished one only while the next run may still
+    follow.
     """
-    sequences: list[list[PublishedDir]] = [[]]  # without a failure, a long pause or an overlap
+    sequences: list[list[PublishedDir]] = [[]]  # each without a failure, a long pause or an overlap
     for run_dir in sorted(runs, key=lambda run_dir: run_dir.started_at):
         longer = [*sequences[-1], run_dir]
         if run_dir.exit_status != 0:
@@ -205,9 +208,9 @@ def select_runs(
 
 
 def may_follow(runs: Sequence[PublishedDir], started_at: datetime, max_pause_runs: float) -> bool:
-    """Check whether a run that begins at this time follows these, as rule 2.1.18 is judged.
+    """Check whether a run that begins at this time may follow these runs under rule 2.1.18.
 
-    Each pause must be shorter than `max_pause_runs` times the shortest run.
+    Each pause must be shorter than `max_pause_runs` times the duration of the shortest run.
     """
     shortest = min(run_dir.duration for run_dir in runs)
     pauses = [after.started_at - before.ended_at for before, after in pairwise(runs)]
@@ -274,7 +277,7 @@ def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
 
 
 def missing_system_files(series: RunSeries) -> Iterator[str]:
-    """The files of the system's description that are missing, or the lines that need correction."""
+    """The missing files of the system's description, or the lines that need correction."""
     root = series.tree.root
     path = root / series.submitter / "systems" / f"{series.system}.yaml"
     if not path.is_file():

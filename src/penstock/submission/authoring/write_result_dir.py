@@ -1,10 +1,10 @@
 """Finish a result directory: add the files that checkers require besides the figures, and publish it.
 
-A run has left its figures in the draft; this adds configuration, logs, provenance and metadata, gives the
-directory its name, and lists it in `submission.yaml`. Metadata state what was requested, on which machines,
-when, and how it ended, and leave out unknown values. Provenance names the rules, the program and the core
-configuration, and writes "unknown" for unknown values. Invariants: metadata are written last; the manifest
-lists exactly the directories that are there.
+A run has left its figures in the draft. This module adds configuration, logs, provenance and metadata, gives
+the directory its name, and lists it in `submission.yaml`. Metadata state what was requested, on which
+machines, when, and how it ended; unknown values are left out. Provenance names the rules, the program and the
+core configuration; unknown values are written as "unknown". Invariants: metadata are written last; the
+manifest lists exactly the directories that exist.
 """
 
 import errno
@@ -73,16 +73,18 @@ _CORE_KEYS: Final[Mapping[Benchmark, tuple[str, tuple[str, ...], tuple[str, ...]
         ("checkpoint.checkpoint_folder", "checkpoint.num_checkpoints_*"),
     ),
 }  # fmt: skip
-"""The name of a list of keys that define a workload, the list, and exceptions; `a.*` is all keys below a."""
+"""The name of the list of keys that define a workload, the keys, and exceptions; `a.*` means all keys below
+a.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Everything that a result directory states.
 
-    `workload` is as it ran, with its locations; `changed` has the keys that were set, by dotted name;
-    `data_path` is the path of the data or of the checkpoints, or their URI in an object store; `data_size`
-    the size that a data set has, or must have; `rehearsed_at` the scale of a rehearsal.
+    `workload` is the workload as it ran, with its locations. `changed` has the dotted names of the keys that
+    were set. `data_path` is the path of the data or checkpoints, or their URI in an object store. `data_size`
+    is the size that a data set has, or must have. `rehearsed_at` is the scale of a rehearsal.
     """
 
     address: ResultDirAddress
@@ -107,10 +109,10 @@ def write_result_dir(
     logs: tuple[str, str] | None = None,
     separation: dict[str, Any] | None = None,
 ) -> Path:
-    """Add to the draft of a run the files that the run itself does not write, and publish it.
+    """Add to a run's draft the files that the run itself does not write, and publish it.
 
-    `logs` are its standard output and error. Without them nothing ran, as for a data set's size: pointer,
-    provenance and metadata are all there is.
+    `logs` are the run's standard output and error. If they are missing, nothing ran, as when the size of a
+    data set is recorded: the directory then has only pointer, provenance and metadata.
     """
     address, draft = facts.address, facts.address.draft
     benchmark = address.series.benchmark
@@ -122,7 +124,7 @@ def write_result_dir(
         write_json(draft, SEPARATION, separation)
     write_text(draft, POINTER, pointer_text(program.digest))
     write_json(draft, PROVENANCE, build_provenance(facts.workload, benchmark, program=program, now=now))
-    # Last: a draft with metadata is one whose run came to its end.
+    # Last, because metadata in a draft mean that its run came to its end.
     write_json(draft, f"{benchmark.value}_{address.stamp}{METADATA_SUFFIX}", build_metadata(facts))
     folder = publish(address)
     write_manifest(address.series, by=f"penstock {program.version}", now=now)
@@ -191,7 +193,7 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
 
 
 def _args(facts: RunFacts) -> dict[str, Any]:
-    """The arguments that the benchmark's own tool would have had."""
+    """The arguments that the benchmark's own tool would have received."""
     series = facts.address.series
     args: dict[str, Any] = {
         "mode": series.division.value,
@@ -232,14 +234,14 @@ def core_parameters(benchmark: Benchmark, parameters: Mapping[str, Any]) -> dict
 
 
 def core_config_digest(values: Mapping[str, Any]) -> str:
-    """16 digits of the SHA-256 of the values as JSON; 7, 7.0 and "7" are the same."""
+    """The first 16 digits of the SHA-256 of the values as JSON; 7, 7.0 and "7" count as equal."""
     plain = {key: _plain(value) for key, value in values.items()}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """One spelling for each number and truth value, whether it was written as text or not."""
+    """Normalize a number or truth value, whether written as text or not, to one spelling."""
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
@@ -297,7 +299,7 @@ def build_provenance(
 def write_report(series: RunSeries, edition: Edition) -> None:
     """Write `results.json` and `results.csv` of the series' result, with figures recomputed from its runs."""
     folder = (series.tree.root / series.folder).resolve()
-    # The report states the verdict, and a rule requires the report: only the second pass reads its own file.
+    # The report states the verdict, and a rule requires the report, so only the second pass finds its file.
     for _ in range(2):
         reports = [
             report for report in report_all(series.tree.root, edition) if folder in report.path.parents
@@ -307,7 +309,7 @@ def write_report(series: RunSeries, edition: Edition) -> None:
 
 
 def write_manifest(series: RunSeries, *, by: str, now: datetime) -> None:
-    """Write `submission.yaml` of the submitter's folder that a series is in."""
+    """Write `submission.yaml` of the submitter to whom the series belongs."""
     tree = series.tree
     folder = tree.root / series.submitter
     submitter = Submitter(organisation=tree.organisation, division=series.division, folder=folder)
@@ -359,7 +361,7 @@ def write_manifest(series: RunSeries, *, by: str, now: datetime) -> None:
 
 
 def _read_mapping(path: Path) -> Mapping[str, Any]:
-    """Values of a JSON file; empty if it is missing or damaged, which the rules will report."""
+    """The values of a JSON file; empty if the file is missing or damaged, which the rules will report."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -368,9 +370,9 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
 
 
 def probe_fs_separation(data_path: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
-    """Probe whether data and results are on different file systems, with a hard link; None for objects.
+    """Probe with a hard link whether data and results are on different file systems; None for objects.
 
-    A link within one file system succeeds, and one across two fails, regardless of mounts and names.
+    Regardless of mounts and names, a link within one file system succeeds, and one across two fails.
     """
     paths = find_local_paths_at(data_path)
     if paths is None:
@@ -378,7 +380,7 @@ def probe_fs_separation(data_path: str, results: Path, *, host: str, now: dateti
     root, name = Path(paths.local_root), f".penstock-separation-{secrets.token_hex(4)}"
     source, target = results / name, root / name
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)  # a checkpoint folder appears with its first write
+        target.parent.mkdir(parents=True, exist_ok=True)  # only writing creates a folder of checkpoints
         source.touch(exist_ok=False)
         is_separate = False
         try:
