@@ -1,6 +1,6 @@
 """Rates, means, durations and times of a result, recomputed from what each epoch and rank reports.
 
-Rules compare them with what the files state; reports print them. Invariant: a stated mean or rate is never
+Rules compare them with what the files state; reports print them. Invariants: a stated mean or rate is never
 used; a figure that cannot be recomputed is absent, and the rule that needs it gets the reason.
 """
 
@@ -26,31 +26,33 @@ SUMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "aggregated_storage_throughput_tokens_per_sec": ("storage_throughput_tokens_per_sec",),
     }
 )
-"""Figures of a key-value cache's option: sums over ranks, averaged over trials, and where a rank has them."""
+"""Figures of a key-value cache's option that are summed over ranks and averaged over trials, and where a
+rank's report has them.
+"""
 LATENCY: Final = "aggregated_p95_latency_ms"
 
 Interval = tuple[datetime, datetime]
-"""The begin and the end of an invocation."""
+"""The beginning and the end of an invocation."""
 
 
 def mean(values: Collection[float]) -> float:
-    """The plain mean, summed exactly."""
+    """The arithmetic mean, summed exactly."""
     return math.fsum(values) / len(values)
 
 
 def deviation(values: Collection[float]) -> float:
-    """The population's standard deviation."""
+    """The standard deviation of the population."""
     middle = mean(values)
     return math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def samples_per_second(run_dir: ResultDir) -> float:
-    """The mean over the epochs of one result directory."""
+    """The mean rate over the epochs of one result directory."""
     return mean(run_dir.summary.numbers("metric", "train_throughput_samples_per_second"))
 
 
 def mib_per_second(run_dir: ResultDir) -> float:
-    """The same in MiB/s, by the length of a record."""
+    """The mean rate in MiB/s over the epochs of one result directory, by the length of a record."""
     return samples_per_second(run_dir) * float(record_bytes(run_dir)) / MIB
 
 
@@ -60,7 +62,7 @@ def utilization_percent(run_dir: ResultDir) -> float:
 
 
 def record_bytes(run_dir: ResultDir) -> Fraction:
-    """The bytes of a sample in the configuration: its length, else the sum of its columns (Parquet)."""
+    """The bytes of a sample by the configuration: the record length, or the sum of its columns (Parquet)."""
     config, dataset = run_dir.config, ("workload", "dataset")
     for name in ("record_length_bytes", "record_length"):
         if config.has(*dataset, name):
@@ -93,11 +95,11 @@ OF_TRAINING: Final[Mapping[str, Callable[[ResultRun], float]]] = {
     "read bandwidth": lambda run: math.fsum(map(mib_per_second, run.dirs)),
     "utilization": lambda run: mean([utilization_percent(run_dir) for run_dir in run.dirs]),
 }
-"""The figures of a training run, over all of its directories."""
+"""The figures of a training run over all of its directories."""
 
 
 def per_run(result: SubmittedResult, compute: Callable[[ResultRun], float]) -> dict[str, float]:
-    """A figure of each run that is no warm-up, by the run's name."""
+    """A figure of each run that is not a warm-up, by the run's name."""
     if not result.runs:
         raise MissingFact("there are no runs", where=result.name)
     return {run.name: compute(run) for run in result.runs if not run.is_warm_up}
@@ -118,10 +120,10 @@ def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
 
 
 def checkpoint_seconds(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, float]]:
-    """The seconds of each write (`save`) or read (`load`).
+    """The seconds of each write (`save`) or read (`load`), in two versions.
 
-    Each is by the first rank, as DLIO states and the rounds publish it, and by the slowest rank, for which
-    all others wait.
+    The first is by the first rank, as DLIO states it and the rounds publish it; the second is by the slowest
+    rank, for which all others wait.
     """
     if not run_dir.stats:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=run_dir.name)
@@ -147,7 +149,7 @@ def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, 
 
 
 def _result_checkpoint_means(name: str, result: SubmittedResult) -> tuple[float, float]:
-    """The mean over the invocations that wrote or read: by their first ranks, and by their slowest."""
+    """The mean over the invocations that wrote or read: by their first ranks, and by their slowest ranks."""
     prefix = name.partition("_")[0]
     means = [checkpoint_means(run_dir, prefix) for run_dir in result.run_dirs()]
     values = [by_name[name] for by_name in means if by_name]
@@ -174,9 +176,9 @@ METRICS: Final[Mapping[Benchmark, Mapping[str, Callable[[SubmittedResult], float
         )
     },
 }
-"""By the names that reports and summaries use; MB are MiB there, and GB GiB.
+"""The figures by the names that reports and summaries use, in which MB means MiB, and GB means GiB.
 
-Those of checkpoints are by the first ranks, as results are published, and by the slowest.
+For checkpoints, each figure is computed by the first ranks, as results are published, and by the slowest.
 """
 
 
@@ -195,7 +197,7 @@ def recompute(result: SubmittedResult) -> dict[str, float]:
 
 
 def recompute_option(ranks: tuple[RankResult, ...], option: int) -> dict[str, float]:
-    """The figures of an option: sums over ranks, then means over trials; the largest latency of all."""
+    """The figures of an option: sums over ranks, averaged over trials; of latencies, the largest of all."""
     of_option = [(trial, summary) for number, trial, _, summary in ranks if number == option]
     if not of_option:
         raise MissingFact(f"there is no file of a rank of option {option}", where="option_*/trial_*/rank_*")
@@ -211,9 +213,9 @@ def recompute_option(ranks: tuple[RankResult, ...], option: int) -> dict[str, fl
 
 
 def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
-    """Queries, seconds and queries per second over all ranks; of a run without ranks by its own totals.
+    """Queries, seconds and queries per second over all ranks, or by the run's own totals without ranks.
 
-    The time is from the first rank's start to the last one's end.
+    The time is from the first rank's start to the last rank's end.
     """
     if not aggregate.has("rank_summaries"):
         queries, seconds = aggregate.number("total_queries"), aggregate.number("total_time_seconds")
@@ -231,7 +233,7 @@ def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
 
 
 def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
-    """Each option's part of the summary of a key-value cache's run, in the order of their numbers."""
+    """Each option's part of the summary of a key-value cache run, in the order of their numbers."""
     if not isinstance(summary.value("options"), dict):
         raise MissingFact("options is no mapping", where=summary.file)
     options = {int(name): option for name, option in summary.parts("options").items() if name.isdigit()}
@@ -239,7 +241,7 @@ def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
 
 
 def read_interval(run_dir: ResultDir) -> Interval:
-    """The interval of an invocation by the tool's own marks, else by the benchmark's summary."""
+    """The interval of an invocation by the tool's own marks, or without them by the benchmark's summary."""
     file, begin, end = run_dir.metadata, "invocation_start_time", "invocation_end_time"
     if not (file.has(begin) and file.has(end)):
         file, begin, end = run_dir.summary, "start", "end"
@@ -250,11 +252,11 @@ def read_interval(run_dir: ResultDir) -> Interval:
 
 
 def read_time(file: ParsedFile, key: str) -> datetime:
-    """The time of a field; without a zone it is UTC."""
+    """The time in a field; without a time zone it is read as UTC."""
     text = file.text(key)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise MissingFact(f"{key} is {text!r:.60}, not a date", where=file.file) from error
-    # Tools write local times without a zone; only differences are used, so any zone will do.
+    # Tools write local times without a zone. Only differences are used, so any zone will do.
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -1,7 +1,7 @@
 """The figures of a result, run by run, with mean, deviation, confidence interval and outliers.
 
-Results -> figures -> files, table, page. Invariant: a figure that cannot be recomputed is named with the
-reason, and no stated mean takes its place; one value has a mean and no interval.
+From results to figures to files, table and page. Invariants: a figure that cannot be recomputed is named with
+the reason, and no stated mean takes its place; a single value has a mean but no interval.
 """
 
 import math
@@ -27,9 +27,11 @@ from penstock.submission.tree_layout import Benchmark
 
 CONFIDENCE: Final = 0.95
 MAX_SCORE: Final = 3.5
-"""A modified z-score beyond this makes an outlier (Iglewicz and Hoaglin, 1993)."""
+"""A value with a modified z-score above this is an outlier (Iglewicz and Hoaglin, 1993)."""
 MIN_DISTANCE: Final = 0.005
-"""A share of the median: among five nearly equal runs, the score calls noise an outlier."""
+"""The least distance of an outlier, as a share of the median: among five nearly equal runs, the score alone
+would call noise an outlier.
+"""
 MEDIAN_DEVIATION_SCALE: Final = 1.4826
 MEAN_DEVIATION_SCALE: Final = 1.2533
 """Factors that make a deviation from the median comparable with a standard deviation."""
@@ -37,10 +39,10 @@ MEAN_DEVIATION_SCALE: Final = 1.2533
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFigure:
-    """One figure: its value in each run, or of each checkpoint, by name, and their spread.
+    """One figure: its value in each run, or for each checkpoint, by name, and the spread of the values.
 
-    `deviation` is the population's, as reports state it; `interval` is Student's t of the sample, None below
-    two values. `outliers` has the runs whose values are outliers, with the criterion.
+    `deviation` is that of the population, as reports state it. `interval` is Student's t of the sample, None
+    for fewer than two values. `outliers` has the runs whose values are outliers, each with the criterion.
     """
 
     name: str
@@ -53,7 +55,7 @@ class ResultFigure:
 
 
 def measure_figure(name: str, unit: str, values: dict[str, float]) -> ResultFigure:
-    """The spread of a figure over at least one run."""
+    """Measure the spread of a figure over at least one run."""
     numbers, interval = values.values(), None
     middle, spread, num = mean(numbers), deviation(numbers), len(numbers)
     if num > 1:
@@ -72,9 +74,9 @@ def measure_figure(name: str, unit: str, values: dict[str, float]) -> ResultFigu
 
 
 def student_quantile(share: float, degrees: int) -> float:
-    """The t with P(|T| <= t) = `share`, for a whole number of degrees of freedom."""
+    """The t with P(|T| <= t) = `share`, for an integral number of degrees of freedom."""
     low, high = 0.0, math.pi / 2
-    for _ in range(200):  # bisects the angle until no double is left in between
+    for _ in range(200):  # bisect the angle until there is no double between the bounds
         middle = (low + high) / 2
         if not low < middle < high:
             break
@@ -86,7 +88,7 @@ def student_quantile(share: float, degrees: int) -> float:
 
 
 def _share_within(angle: float, degrees: int) -> float:
-    """P(|T| <= t) as a finite sum, where the angle is arctan(t / sqrt(degrees))."""
+    """P(|T| <= t) as a finite sum, for the angle arctan(t / sqrt(degrees))."""
     sine, cosine = math.sin(angle), math.cos(angle)
     is_odd = degrees % 2 == 1
     term = cosine if is_odd else 1.0
@@ -113,7 +115,7 @@ def _find_outliers(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def compute_figures(result: SubmittedResult) -> tuple[tuple[ResultFigure, ...], tuple[str, ...]]:
-    """The figures that a result of this benchmark has, and a sentence for each that cannot be recomputed."""
+    """The figures that results of this benchmark have, and a sentence for each that cannot be recomputed."""
     figures: list[ResultFigure] = []
     missing: list[str] = []
     for name, unit, compute in _FIGURES[result.location.benchmark]:
@@ -133,7 +135,7 @@ def compute_figures(result: SubmittedResult) -> tuple[tuple[ResultFigure, ...], 
 def _per_checkpoint(
     result: SubmittedResult, *, prefix: str, is_bandwidth: bool, is_slowest: bool
 ) -> dict[str, float]:
-    """A figure of each checkpoint; by the slowest ranks only where these are not the first ones."""
+    """A figure of each checkpoint; by the slowest ranks only if these are not the first ranks."""
     run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
     if not run_dirs:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
@@ -155,7 +157,7 @@ def _per_checkpoint(
 
 
 def _of_option(number: int, name: str, run: ResultRun) -> float:
-    """By the summary of a run: files of ranks may be left out, and rules compare it with them."""
+    """A figure by the summary of a run, with which rules compare the ranks' files, which may be left out."""
     options = options_of(run.dirs[0].summary)
     if number not in options:
         raise MissingFact(f"there is no option {number}", where=run.dirs[0].summary.file)
@@ -163,7 +165,7 @@ def _of_option(number: int, name: str, run: ResultRun) -> float:
 
 
 def _of_search(name: str, run: ResultRun) -> float:
-    """By the summary; where there is none, tables are made of the figures over all ranks."""
+    """A figure by the summary; if there is none, by the figures over all ranks."""
     first = run.dirs[0]
     if name == "throughput_qps":
         return recompute_run(first.aggregate)[name]
@@ -179,7 +181,7 @@ _FIGURES: Final[
         (name, unit, partial(per_run, compute=OF_TRAINING[name]))
         for name, unit in (("throughput", "samples/s"), ("read bandwidth", "MiB/s"), ("utilization", "%"))
     ),
-    # By the first rank, as rounds publish it, and by the slowest one, for which all others wait.
+    # By the first rank, as the rounds publish it, and by the slowest rank, for which all others wait.
     Benchmark.CHECKPOINTING: tuple(
         (
             f"{way} {figure}{note}",

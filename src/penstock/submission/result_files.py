@@ -1,8 +1,8 @@
 """The files of one result, parsed, and the files that the results of a submitter share.
 
-`find_results` locates a result, this module reads it, rules judge it. Invariants: no content of a file makes
-reading fail; a rule that needs a missing field gets `MissingFact`; each code image of a pool is hashed once,
-however many results point to it.
+`find_results` locates a result, this module reads its files, rules judge it. Invariants: no content of a file
+makes reading fail; a rule that needs a missing field gets `MissingFact`; each code image of a pool is hashed
+once, however many results point to it.
 """
 
 import os
@@ -58,7 +58,7 @@ _OLD_SUMMARY: Final = re.compile(r"kvcache_run_summary_\d{8}_\d{6}\.json")
 """The name of the summary in older tools for key-value caches."""
 _RANK_FILE: Final = re.compile(r"kvcache_results_.*\.json", re.IGNORECASE)
 _AGGREGATES: Final = ("vdb_multi_node_summary.json", "statistics.json")
-"""The names of the figures over all ranks of vector search."""
+"""The names of the files with vector search's figures over all ranks."""
 RankResult = tuple[int, int, int, ParsedFile]
 """The option, the trial and the rank of a file, and its summary."""
 
@@ -67,11 +67,11 @@ RankResult = tuple[int, int, int, ParsedFile]
 class ResultDir:
     """One result directory: the output of one launcher, which in v1.0 may be one client's share of a run.
 
-    `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `epochs` the first
-    rank's report of its epochs, `stats` each rank's report (of checkpoints alone), `log` the output of the
-    run. v1.0 has only `epochs` of these, and no metadata. `files` has names in lower case, `unlisted` the
-    reason why there are none. `ranks` are the reports of a key-value cache's ranks; `aggregate` and
-    `ground_truth` belong to vector search.
+    `pointer` is the text of its pointer to a code image, `record` Penstock's own `run.json`, `epochs` the
+    first rank's report of its epochs, `stats` each rank's report (for checkpoints only), `log` the output of
+    the run. In v1.0, only `epochs` exists of these, and there are no metadata. `files` has names in lower
+    case; `unlisted` is the reason if they cannot be listed. `ranks` are the reports of a key-value cache's
+    ranks; `aggregate` and `ground_truth` belong to vector search.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ResultDir:
     ground_truth: ParsedFile = _NOT_IN_EDITION
 
     def settings(self) -> Mapping[str, str]:
-        """The command line's settings by key, without `++` and `workload.`; the workload is `workload`."""
+        """The command line's settings by key, without `++` and `workload.`; one key is `workload`."""
         lines = self.overrides.value()
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise MissingFact("this is not a list of overrides", where=self.overrides.file)
@@ -104,7 +104,8 @@ class ResultDir:
     def workload(self) -> tuple[str, str]:
         """The family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`).
 
-        But for training both come from the metadata, because no configuration names an accelerator.
+        For training, they come from the configuration. For everything else, they come from the metadata,
+        because no other configuration names an accelerator.
         """
         if self.benchmark is not Benchmark.TRAINING:
             return self.metadata.text("model").lower(), self.accelerator()
@@ -134,7 +135,7 @@ class ResultRun:
 
 
 CodeImagePool = tuple[str, Mapping[str, tuple[ParsedFile, str]], frozenset[str]]
-"""The name of a tree's pool, its images, and the digests that any submitter's result directories point to.
+"""The name of a tree's pool, its images, and the digests to which any submitter's result directories point.
 
 Each image has its own statement, and the digest of its files ("" if they cannot be read).
 """
@@ -143,10 +144,11 @@ NO_POOL: Final[CodeImagePool] = ("", {}, frozenset())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeContext:
-    """The shared part of one submitter's folder, by names: hidden entries are left out, folders end in "/".
+    """The shared part of one submitter's folder, as names.
 
-    `is_merged` if other organisations' folders are in the same tree. `systems` has the entries of systems/,
-    `categories` each `system/category` of the results.
+    Hidden entries are left out, and the names of folders end in "/". `is_merged` is true if the tree also
+    holds other organisations' folders. `systems` has the entries of systems/, `categories` has each
+    `system/category` of the results.
     """
 
     name: str
@@ -189,7 +191,7 @@ def read_results(
 ) -> tuple[SubmittedResult, ...]:
     """Read the results of one location; file names are relative to `root`.
 
-    Runs named by time are grouped by accelerator: each group is a result of its own, whose first
+    Runs named by time are grouped by accelerator. Each group is a result of its own, whose first
     `num_warm_ups` runs are warm-ups.
     """
     base = root.resolve()
@@ -200,7 +202,7 @@ def read_results(
         ResultRun(name=folder.name, dirs=(_read_dir(folder, base, location.benchmark, SubmissionPhase.RUN),))
         for folder in location.run_folders
     ]
-    if location.benchmark is Benchmark.KV_CACHE:  # of several runs the latest without errors counts
+    if location.benchmark is Benchmark.KV_CACHE:  # of several runs, the latest without errors counts
         runs = ([run for run in runs if _is_error_free(run.dirs[0].summary)] or runs)[-1:]
     groups = _group_by_accelerator(runs)
     above = location.run_folders[0].parent if is_training and location.run_folders else location.folder
@@ -214,7 +216,7 @@ def read_results(
     )
     results = []
     for accelerator, group in groups.items():
-        # If only warm-ups are there, all runs count: no figure escapes the rules.
+        # If there are only warm-ups, all runs count, so that no figure escapes the rules.
         num_before = num_warm_ups if is_training and len(group) > num_warm_ups else 0
         results.append(
             SubmittedResult(
@@ -239,7 +241,7 @@ def _is_error_free(summary: ParsedFile) -> bool:
 
 
 def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
-    """Group runs; those without a readable accelerator join the others if these have one in common."""
+    """Group runs. Those without a readable accelerator join the others if the others share one."""
     groups: dict[str, list[ResultRun]] = {}
     for run in runs:
         try:
@@ -254,7 +256,7 @@ def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
 
 
 def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -> SubmittedResult:
-    """A result of v1.0, whose description may lie near its runs instead of in systems/."""
+    """Read a result of v1.0, whose description may lie near its runs instead of in systems/."""
     places = (location.folder, *(folder.parent for folder in location.run_folders[:1]))
     reports = [path for place in places if (path := find_file(place, V1_REPORT_FILE))]
     runs = []
@@ -262,7 +264,7 @@ def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -
         clients = [] if find_file(folder, tree_layout.SUMMARY) else list_clients(folder)
         dirs = tuple(_read_dir(path, base, Benchmark.TRAINING, None) for path in clients or [folder])
         runs.append(ResultRun(name=folder.name, dirs=dirs))
-    # The submitter's systems/, else one that lies among the results.
+    # The submitter's systems/, or otherwise a description among the results.
     submitter = location.submitter.folder
     above = [path for path in location.folder.parents if path.is_relative_to(submitter)]
     for place in (submitter, location.folder, *above):
@@ -281,7 +283,7 @@ def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -
 
 
 def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
-    """Read handwritten JSON: a trailing comma is only remarked on."""
+    """Read handwritten JSON, in which a trailing comma only causes a remark."""
     strict = read_file(path, base)
     if strict.problem:
         with suppress(OSError, ValueError, RecursionError):
@@ -293,9 +295,9 @@ def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
 
 
 def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str, str], str]:
-    """The files of a folder and of its configuration folder by their names in lower case, and a problem.
+    """The files of a folder and of its configuration folder, by their names in lower case, and a problem.
 
-    Contents are read only where rules need them.
+    Contents are read only if rules need them.
     """
     if folder.is_symlink() and not folder.resolve().is_relative_to(base.resolve()):
         return {}, f"its folder cannot be listed: {LEADS_OUT}"
@@ -314,7 +316,7 @@ def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str,
 
 
 def _read_dir(folder: Path, base: Path, benchmark: Benchmark, phase: SubmissionPhase | None) -> ResultDir:
-    """Read a result directory; those of v1.0 have no phase."""
+    """Read a result directory. Those of v1.0 have no phase."""
     name, path, tree = relative(folder, base), str(folder), str(base)
     config_folder = tree_layout.CONFIG_FOLDER if phase else "configs"
     files, unlisted = _list_files(folder, config_folder, base)
@@ -365,7 +367,7 @@ def _read_dir(folder: Path, base: Path, benchmark: Benchmark, phase: SubmissionP
 
 
 def read_rank_results(folder: Path, base: Path) -> tuple[RankResult, ...]:
-    """The files of all ranks below a key-value cache's run, in order; of each only the summary is kept.
+    """Read the files of all ranks below a key-value cache's run, in order; keep only each file's summary.
 
     option_O/trial_T/rank_N/kvcache_results_*.json
     """
@@ -388,7 +390,7 @@ def read_rank_results(folder: Path, base: Path) -> tuple[RankResult, ...]:
 
 
 def _read_aggregate(folder: Path, base: Path) -> ParsedFile:
-    """The figures over all ranks of vector search, at most three levels down, as in vectordb/simple/."""
+    """Read vector search's figures over all ranks, at most three levels down, as in vectordb/simple/."""
     found: dict[str, Path] = {}
     level = [folder]
     for _ in range(4):
@@ -401,7 +403,7 @@ def _read_aggregate(folder: Path, base: Path) -> ParsedFile:
 
 
 def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> TreeContext:
-    """Read the files and names that the submitter's results share; `pool` is the one of its tree."""
+    """Read the files and names that the submitter's results share; `pool` is that of the submitter's tree."""
     base, folder = root.resolve(), submitter.folder
     result_systems = list_subfolders(find_folder(folder, "results"))
     beside_divisions: tuple[str, ...] = ()
@@ -428,7 +430,7 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
 
 
 def find_pool(submitter: Submitter) -> Path | None:
-    """The folder of the submitter's code images: tools keep one for a tree, or one for an organisation."""
+    """The folder of the submitter's code images: tools keep one for each tree, or for each organisation."""
     top = submitter.top
     own = find_folder(top, submitter.organisation)
     candidates = [own] if own and _is_pool(own) else []
@@ -437,7 +439,7 @@ def find_pool(submitter: Submitter) -> Path | None:
 
 
 def _is_pool(folder: Path) -> bool:
-    """Check whether an organisation keeps its code images here: by the tool's mark, or by their names."""
+    """Check whether an organisation keeps its code images here, by the tool's mark or the images' names."""
     inner = list_subfolders(folder)
     return (folder / POOL_MARK).exists() or (
         bool(inner) and all(_IMAGE.fullmatch(entry.name) for entry in inner)

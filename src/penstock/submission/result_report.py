@@ -5,8 +5,8 @@
     FOLDER/RESULT/mlperf_storage_report.json         of v1.0
 
 Files are planned as paths and texts, then written, each in one step. Invariants: columns keep their names and
-places, and new ones come last; a cell is filled from the files or stays empty, never by a default; in a
-submitter's tree a file is only added or, if it is our own, replaced. Bandwidths in the row are GiB/s.
+positions, and new columns come last; a cell is filled from the files or stays empty, and has no default; in a
+submitter's tree, a file is only added or, if it is our own, replaced. Bandwidths in the row are in GiB/s.
 """
 
 import csv
@@ -46,7 +46,7 @@ _KV_CACHE: Final = {
         ("Write B/W (GiB/s)", "write bandwidth"), ("P95 Read Latency (ms)", "largest p95 latency"),
     )
 }  # fmt: skip
-"""The columns of key-value caches, and the figures in them."""
+"""The columns of key-value caches, each with the figure that it shows."""
 RESULT_COLUMNS: Final = (
     "Public ID", "Organization", "Division", "Benchmark Type", "Model", "Name", "Description", "Type",
     "Access Protocol", "Availability", "RU's", "Integrated Client Storage (TiB)", "Usable Capacity (TiB)",
@@ -71,7 +71,7 @@ PlannedFile = tuple[Path, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReport:
-    """One result. `path` is where its report belongs in the tree; `v1` is a report of v1.0.
+    """One result. `path` is where its report belongs in the tree; `v1` is its report of v1.0.
 
     `missing` has a sentence for each figure that cannot be recomputed.
     """
@@ -88,7 +88,7 @@ class ResultReport:
 def report_all(
     root: Path, editions: Edition | EditionChoice, progress: Progress | None = None
 ) -> Iterator[ResultReport]:
-    """Every result below `root`, recomputed and checked."""
+    """Recompute and check every result below `root`."""
     for result in read_tree(root, editions, progress):
         location = result.location
         edition = editions.of(location.submitter.folder)
@@ -112,10 +112,10 @@ def report_all(
 def result_row(
     result: SubmittedResult, checked: CheckedResult, figures: Sequence[ResultFigure]
 ) -> dict[str, Cell]:
-    """The cells of one result, by column; a cell whose value is missing or differs between runs is empty."""
+    """The cells of one result, by column. A cell is empty if its value is missing or differs between runs."""
     location, benchmark = result.location, result.location.benchmark
     means = {figure.name: figure.mean for figure in figures}
-    # The model of vector search is the engine and the index, as their folders are called.
+    # The model of vector search consists of the engine and the index, named like their folders.
     is_vectors = benchmark is Benchmark.VECTOR_SEARCH
     model = f"{location.folder.parent.name}/{location.model}" if is_vectors else checked.workload
     cells: dict[str, Cell | Callable[[], Cell]] = {
@@ -179,7 +179,7 @@ def issues(checked: CheckedResult) -> list[str]:
 
 
 def _public_id(result: SubmittedResult, checked: CheckedResult, model: str) -> str | None:
-    """The number that the round's registry gave to the result; None if it names none, or several."""
+    """The number that the round's registry gave to the result; None if files name none, or several."""
     wanted = [checked.division, checked.organisation, checked.system, result.location.benchmark.value]
     parts = {part.lower() for part in (*model.split("/"), checked.accelerator) if part}
     content = result.context.public_ids.content
@@ -194,7 +194,7 @@ def _public_id(result: SubmittedResult, checked: CheckedResult, model: str) -> s
 
 
 def _system(described: ParsedFile) -> dict[str, Cell | Callable[[], Cell]]:
-    """The cells about the system; capacities and rack units as they are written in its description."""
+    """The cells about the system, with capacities and rack units as its description states them."""
     architecture = (*_SOLUTION, "architecture")
 
     def as_written(*path: str) -> Cell:
@@ -300,13 +300,13 @@ def _build_v1_run(run: ResultRun) -> dict[str, Any]:
 
 
 def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[str]]:
-    """Plan the files in the tree itself, and a sentence for each report that is not written."""
+    """Plan the files in the tree itself, with a sentence for each report that is not written."""
     planned: list[PlannedFile] = []
     unchanged: list[str] = []
     by_place: dict[Path, list[ResultReport]] = {}
     for report in reports:
         by_place.setdefault(report.path, []).append(report)
-    for path, here in by_place.items():  # the results of several accelerators share a file
+    for path, here in by_place.items():  # results with several accelerators share a file
         documents = [report_document(report) for report in here]
         content: Mapping[str, Any] | None = {"format": FORMAT_VERSION, "results": documents}
         if path.name == V1_REPORT_FILE:
@@ -333,7 +333,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def write_files(files: Iterable[PlannedFile]) -> list[str]:
-    """Write the files; returns their paths."""
+    """Write the files; return their paths."""
     written = []
     for path, text in files:
         write_text(path.parent, path.name, text)
@@ -362,9 +362,9 @@ def findings_csv(checked: Sequence[CheckedResult]) -> str:
 
 
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
-    """Rows under fixed columns, by RFC 4180; None is an empty cell, an unknown column is an error.
+    """Rows under fixed columns, by RFC 4180. None becomes an empty cell, an unknown column raises an error.
 
-    Programs print cells on terminals, so control characters are escaped as there.
+    Programs print cells on terminals, so control characters are escaped.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="raise", lineterminator="\r\n")

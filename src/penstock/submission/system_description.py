@@ -15,7 +15,7 @@ from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 
 
 def _unquote(value: object) -> object:
-    """A number that was written as text; YAML's authors quote more than they need."""
+    """Convert a number that was written as text; YAML's authors quote more than they need to."""
     if not isinstance(value, str):
         return value
     for kind in (int, float):
@@ -30,7 +30,7 @@ Count = Annotated[int, Field(ge=1), BeforeValidator(_unquote)]
 Amount = Annotated[float, Field(ge=0), BeforeValidator(_unquote)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_unquote)]
 Capacity = Annotated[float, Field(ge=1), BeforeValidator(_unquote)]
-"""In TiB."""
+"""A capacity in TiB."""
 Text = Annotated[str, Field(min_length=1)]
 Word = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 """A word, ignoring case."""
@@ -41,7 +41,7 @@ class _Part(BaseModel):
 
 
 class Architecture(_Part):
-    """The clients' way to the storage."""
+    """The path from the clients to the storage."""
 
     storage_location: Literal["remote", "local", "remote_and_local"]
     benchmark_API: Literal["file", "object"]  # noqa: N815 - the schema's name
@@ -110,7 +110,7 @@ class Power(_Part):
 
 
 class Chassis(_Part):
-    """A node's body; memory in GiB."""
+    """The chassis of a node; memory in GiB."""
 
     model_name: Text
     rack_units: Amount | None = None
@@ -139,7 +139,7 @@ class Port(_Part):
 
 
 class Performance(_Part):
-    """A drive's specification; further keys of vendors' data sheets are ignored."""
+    """A drive's specification; other keys of vendors' data sheets are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -152,7 +152,7 @@ class Performance(_Part):
 
 
 class DescribedDrive(_Part):
-    """Drives of one kind; further keys of their inventory are ignored."""
+    """Drives of one kind; other keys of their inventory are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -173,7 +173,7 @@ class OperatingSystem(_Part):
 
 
 class NamedValue(_Part):
-    """A variable or a kernel parameter."""
+    """An environment variable or a kernel parameter."""
 
     name: Text
     value: Text | int | float | bool
@@ -193,7 +193,7 @@ class Node(_Part):
 
 
 class Switch(_Part):
-    """Switches of one kind that serve nothing but the storage; `ports` and `configuration` are free."""
+    """Switches of one kind that serve nothing but the storage; `ports` and `configuration` have any form."""
 
     unit_count: Count
     vendor_name: Text
@@ -217,7 +217,7 @@ class SystemUnderTest(_Part):
 
 
 class SystemDescription(_Part):
-    """The file."""
+    """The whole file of a description."""
 
     system_under_test: SystemUnderTest
 
@@ -226,7 +226,7 @@ class SystemDescription(_Part):
 class SchemaProblem:
     """One thing to correct: its path and line in the file (0 if unknown), and what is wrong.
 
-    `is_accepted` says that reviewers have accepted such descriptions.
+    `is_accepted` means that reviewers have accepted descriptions with this problem.
     """
 
     path: str
@@ -239,11 +239,14 @@ class SchemaProblem:
 
 
 MAX_PROBLEMS = 100
-"""A file with more of them is no description, and is not described line by line."""
+"""A file with more problems is no description, and its lines are not reported one by one."""
 
 
 def find_schema_problems(description: ParsedFile) -> list[SchemaProblem]:
-    """The violations of the schema, in order of lines; `MissingFact` if the file cannot be read."""
+    """Find the violations of the schema, in the order of lines.
+
+    Raises `MissingFact` if the file cannot be read.
+    """
     problems = set(_find_hardware_problems(description))
     try:
         SystemDescription.model_validate(description.value())
@@ -270,18 +273,18 @@ def _describe_error(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
 
 
 _FACTS_OF_A_SERVER = frozenset({"cpu_model", "cpu_qty", "cpu_cores", "memory_capacity"})
-"""Fabric modules and blade enclosures have none, and the schema has no word for them."""
+"""Fabric modules and blade enclosures have none of these, and the schema has no word for such parts."""
 
 
 def _line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int:
-    """The line of a path, else of the nearest one above it."""
+    """The line of a path, or of the nearest path above it."""
     while path and path not in lines:
         path = path[:-1]
     return lines.get(path, 0)
 
 
 def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
-    """The contradictions between hardware keys, even if other keys are wrong."""
+    """Find contradictions between hardware keys, even if other keys are wrong."""
     system, location = (
         "system_under_test",
         ("system_under_test", "solution", "architecture", "storage_location"),
@@ -309,16 +312,16 @@ def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
 
 
 def itemized_rack_units(description: ParsedFile) -> float | None:
-    """The rack units of the product's nodes and switches; None if there are none or one does not say."""
+    """The rack units of the product's nodes and switches; None if there are none or one states none."""
     units = list(_of_product(description, lambda node, body: node.number(*body, "rack_units")))
     known = [each for each in units if each is not None]
     return sum(known) if known and len(known) == len(units) else None
 
 
 def provisioned_watts(description: ParsedFile) -> float | None:
-    """The nameplate power of the product's nodes and switches, spares included; None where none is owed.
+    """The nameplate power of the product's nodes and switches, spares included; None if none is required.
 
-    Clients do not count, so storage inside clients has none; a rented system has no power supplies.
+    Clients do not count, so storage inside clients has no figure; a rented system has no power supplies.
     """
     system = "system_under_test"
     try:
@@ -342,7 +345,7 @@ def _of_product(
         for part in description.parts(*path).values() if description.has(*path) else ():
             try:
                 yield part.number(count) * read(part, body)
-            except MissingFact:  # the schema's rule names what is missing and needed
+            except MissingFact:  # the schema's rule names what is missing
                 yield None
 
 

@@ -1,4 +1,4 @@
-"""The names of folders and files in a tree of v2.0 and v3.0, whose runs are named by their time.
+"""The names of folders and files in a tree of v2.0 or v3.0, whose runs are named by their time.
 
     TOP/code-images/code-<8 digits>/                       the program (v3.0; names in `code_image`)
     TOP/<closed|open>/ORG/submission.yaml                  what the folder holds (v3.0)
@@ -6,11 +6,11 @@
     TOP/<closed|open>/ORG/results/SYSTEM/training/MODEL/{datasize,datagen,run}/20260102_030405/
     TOP/<closed|open>/ORG/results/SYSTEM/checkpointing/MODEL/20260102_030405/
 
-Writers and checkers share them. Invariant: a result directory is a folder that is named by a time.
+Writers and checkers share these names. Invariant: a result directory is a folder that is named by a time.
 
-Folders are listed without what operating systems and editors leave behind, and looked up in any case, since
-real trees differ in case from what rules say. Invariant: a folder that is a link is never searched, because
-it may lead out of the tree or back into it.
+Folders are listed without what operating systems and editors leave behind, and looked up ignoring case,
+because real trees differ in case from what the rules say. Invariant: a folder that is a link is never
+searched, because it may lead out of the tree or back into it.
 """
 
 import os
@@ -72,12 +72,12 @@ def log_names(benchmark: Benchmark, phase: SubmissionPhase) -> tuple[str, str]:
 
 
 def is_leaving(name: str) -> bool:
-    """Check whether this is a file that operating systems, editors and file managers leave behind."""
+    """Check whether operating systems, editors or file managers leave files of this name behind."""
     return name.lower() in _LEAVINGS or name.startswith(("._", ".#", "~$")) or name.endswith(("~", ".swp"))
 
 
 def _scan(folder: Path | None) -> list[os.DirEntry[str]]:
-    """The entries that are neither hidden nor leavings, in the order of names; none if there is no folder."""
+    """The entries that are neither hidden nor left behind by tools, in the order of names; may be empty."""
     if folder is None:
         return []
     try:
@@ -91,22 +91,25 @@ def _scan(folder: Path | None) -> list[os.DirEntry[str]]:
 
 
 def list_folder(folder: Path | None) -> list[Path]:
-    """The entries that are neither hidden nor leavings, in the order of names; none if there is no folder."""
+    """The entries that are neither hidden nor left behind by tools, by name; none if there is no folder."""
     return [Path(entry.path) for entry in _scan(folder)]
 
 
 def list_subfolders(folder: Path | None, *, with_links: bool = False) -> list[Path]:
-    """The folders among them; with links to folders where these are read and not searched."""
+    """The folders among the listed entries.
+
+    Links to folders are included `with_links`, if the folders are read rather than searched.
+    """
     return [Path(entry.path) for entry in _scan(folder) if _is_folder(entry, follows_links=with_links)]
 
 
 def list_names(folder: Path | None) -> tuple[str, ...]:
-    """The names of the entries; folders end in a slash."""
+    """The names of the listed entries; names of folders end in a slash."""
     return tuple(f"{entry.name}/" if _is_folder(entry) else entry.name for entry in _scan(folder))
 
 
 def list_links(folder: Path) -> list[Path]:
-    """All links below a folder, hidden ones too; a folder that cannot be listed has none."""
+    """All links below a folder, including hidden ones; a folder that cannot be listed has none."""
     found: list[Path] = []
     pending = [folder]
     while pending:

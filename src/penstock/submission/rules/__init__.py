@@ -21,7 +21,7 @@ RULES: Final[tuple[Rule, ...]] = (
     *checkpoint_rules.RULES,
     *query_rules.RULES,
 )
-"""In the order in which findings are listed."""
+"""All rules, in the order in which their findings are listed."""
 
 
 def rule_by_id(name: str) -> Rule:

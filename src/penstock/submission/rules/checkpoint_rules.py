@@ -34,13 +34,13 @@ _SIZE: Final = ("metric", "checkpoint_size_GB")
 
 
 def _requested(run: ResultDir) -> tuple[int, int]:
-    """The requested writes and reads; older tools write -1 for none."""
+    """The requested numbers of writes and reads; older tools write -1 for none."""
     writes, reads = (run.metadata.integer("args", f"num_checkpoints_{way}") for way in ("write", "read"))
     return max(writes, 0), max(reads, 0)
 
 
 def _is_subset(run: ResultDir) -> bool:
-    """Check whether a part of the ranks stands for all."""
+    """Check whether a subset of the ranks stands for all."""
     mode, option = ("workload", "checkpoint", "mode"), ("args", "checkpoint_subset")
     by_mode = run.config.has(*mode) and run.config.text(*mode).lower() == "subset"
     return by_mode or (run.metadata.has(*option) and run.metadata.boolean(*option))
@@ -55,13 +55,13 @@ def _model(case: Case) -> ModelLimits:
 
 
 def _intervals(case: Case) -> list[Interval]:
-    """The begin and the end of each invocation, in the order of their names."""
+    """The beginning and the end of each invocation, in the order of their names."""
     require_runs(case.result)
     return [read_interval(run) for run in case.result.run_dirs()]
 
 
 def _gap_seconds(case: Case) -> float | None:
-    """The time between writing and reading; None unless these are two invocations."""
+    """The time between writing and reading; None unless they are two invocations."""
     if len(require_runs(case.result)) != 2:
         return None
     (_, end), (begin, _) = _intervals(case)
@@ -90,7 +90,7 @@ def _judge_invocations(case: Case) -> Iterator[Finding]:
 
 
 def _judge_counts(case: Case) -> Iterator[Finding]:
-    """A finding for the request, and one for what was done."""
+    """Yield a finding for the requested numbers, and one for what was done."""
     run, full = case.run, case.edition.checkpoints.num_checkpoints
     writes, reads = requested = _requested(run)
     yield pass_if(
@@ -138,7 +138,7 @@ def _judge_remap(case: Case) -> Iterator[Finding]:
 
 
 def _judge_processes(case: Case) -> Iterator[Finding]:
-    """A finding for the number, and one for the summary's."""
+    """Yield a finding for the number of processes, and one for the number in the summary."""
     model, processes = _model(case), case.run.metadata.integer("num_processes")
     unit, required = model.open_unit, 0  # any positive multiple of the unit
     if _is_subset(case.run):
@@ -185,7 +185,7 @@ def _judge_subset(case: Case) -> Iterator[Finding]:
 def _judge_accelerator_memory(case: Case) -> Iterator[Finding]:
     run, memory_gb = case.run, case.edition.checkpoints.accelerator_memory_gb
     named = run.accelerator() or case.edition.checkpoints.unnamed_accelerator
-    # Published metadata may name no accelerator: the smallest of the edition is then a lower bound.
+    # Published metadata may name no accelerator: the smallest of the edition then gives a lower bound.
     accelerator = named or min(memory_gb, key=lambda name: memory_gb[name])
     each_gb, accelerators = memory_gb.get(accelerator, 0.0), num_accelerators(case)
     size, total = run.summary.number(*_SIZE), each_gb * accelerators
@@ -215,7 +215,7 @@ def _judge_accelerator_memory(case: Case) -> Iterator[Finding]:
 
 
 def _ratio_facts(case: Case) -> dict[str, Any]:
-    """All that was written, and the memory of the hosts that wrote it."""
+    """The bytes written in total, and the memory of the hosts that wrote them."""
     written = [(run, writes) for run in case.result.run_dirs() if (writes := _requested(run)[0])]
     if not written:
         raise MissingFact("nothing was written", where=case.name)

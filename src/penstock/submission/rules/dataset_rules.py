@@ -1,7 +1,8 @@
 """Rules about the data set: its place and size, its generation, and the order in which its samples are read.
 
-Sizes are computed in exact fractions: one file decides a verdict. Rules about order use the `run.json` of our
-own runs; no edition decides about it, so they only warn, and do not apply to a run without `run.json`.
+Sizes are computed in exact fractions, because a single file decides a verdict. Rules about order use the
+`run.json` of our own runs. No edition has rules about order, so these rules only warn, and do not apply to a
+run without `run.json`.
 """
 
 import math
@@ -51,7 +52,7 @@ _STORAGE_KEYS: Final = {
 }
 """The argument that names the storage under test."""
 _MOUNT: Final = re.compile(r"^(\S+)\s+\d+\s+\d+\s+\d+\s+\d+%\s+(/\S*)$", re.MULTILINE)
-"""A line of `df`: the device, four figures, and where it is mounted."""
+"""A line of `df`: the device, four figures, and the mount point."""
 _MEMORY_LIMIT: Final = re.compile(
     r"\b(\d+)\s*([MGT])i?B?\b[^&;|]{0,80}>\s{0,9}\S{0,200}memory\.(?:max|limit_in_bytes)", re.IGNORECASE
 )
@@ -66,15 +67,15 @@ _ORDER: Final[Any] = {
 }
 _MODULUS: Final = 1 << 64
 _CHUNK_ITEMS: Final = 1 << 20
-"""Items that are hashed together; more would take more memory."""
+"""The number of items that are hashed together; more would take more memory."""
 MAX_ITEMS: Final = 50_000_000
-"""Items whose digest is computed: a second's work."""
+"""The most items whose digest is computed, which takes a second."""
 
 
 def _path_argument(run: ResultDir, key: str) -> str:
     if run.benchmark is Benchmark.VECTOR_SEARCH and not run.metadata.has("args", key):
         run.metadata.value("args")
-        return ""  # older tools wrote none, which the rule names
+        return ""  # older tools wrote none, and the rule says so
     path = run.metadata.value("args", key)
     return "" if path is None else str(path)
 
@@ -143,7 +144,7 @@ def _mount_point(path: str, mounts: list[str]) -> str:
 
 
 def _num_files(directory: ResultDir, case: Case) -> int:
-    """The files of the data set: from the summary in the metadata, else from their whole configuration."""
+    """The number of files of the data set: from the metadata's summary, else from their configuration."""
     metadata = directory.metadata
     if metadata.has("dataset", "num_files_train"):
         return metadata.integer("dataset", "num_files_train")
@@ -215,13 +216,16 @@ def _file_bytes(directory: ResultDir) -> int:
 
 
 def _min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> int:
-    """Whole files for `samples`, rounded as the edition says."""
+    """The number of whole files that hold `samples`, rounded as the edition says."""
     exact = samples / samples_per_file
     return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
 
 
 def _each_run(judge: Callable[[ResultRun, Case], Finding]) -> Judge:
-    """Judge the runs of a result: their clients, which read one data set, are judged together."""
+    """Judge each run of a result.
+
+    The clients of a run read one data set, so they are judged together.
+    """
 
     def judge_all(case: Case) -> Iterator[Finding]:
         for run in require_runs(case.result):
@@ -266,7 +270,7 @@ def _judge_memory(run: ResultRun, case: Case) -> Finding:
         return replace(typed, proof=f"{physical.proof}; {typed.proof}")
     limit_of_host = find_memory_limit(case.result.systems)
     if limit_of_host is None:
-        for system in case.result.systems:  # one that cannot be read may state a limit
+        for system in case.result.systems:  # a description that cannot be read may state a limit
             system.value()
         return physical
     limit_bytes, evidence = limit_of_host
@@ -307,12 +311,13 @@ def _compare_with_memory(
 def _compare_with_typed_memory(
     run: ResultRun, hosts: tuple[Fraction, ...], edition: Edition
 ) -> Finding | None:
-    """A warning if the data set is large enough for the memory in whole GiB, as people type it.
+    """Return a warning if the data set is large enough for the memory in whole GiB, as people type it.
 
-    None if that is not enough either, or leaves out more than the edition's tolerance.
+    Returns None if the data set is too small even then, or if rounding leaves out more memory than the
+    edition tolerates.
     """
     memory = sum(hosts, Fraction(0))
-    # Where only the sum is known, all hosts are equal.
+    # If only the sum is known, all hosts are assumed to be equal.
     num_each = 1 if edition.sizing.host_memory == "each" else num_hosts(run.dirs[0])
     typed = tuple(Fraction(host // (num_each * _GIB) * num_each * _GIB) for host in hosts)
     if sum(typed) < memory * (1 - Fraction(edition.sizing.memory_tolerance)):
@@ -324,7 +329,7 @@ def _compare_with_typed_memory(
 
 
 def _read_files(run: ResultDir) -> tuple[int, int]:
-    """Samples in a file, and files."""
+    """The number of samples per file, and the number of files."""
     per_file = run.summary.integer("num_samples_per_file")
     if per_file < 1:
         raise MissingFact("num_samples_per_file is not positive", where=run.summary.file)
@@ -332,7 +337,7 @@ def _read_files(run: ResultDir) -> tuple[int, int]:
 
 
 def _read_memory(summary: ParsedFile, edition: Edition) -> tuple[Fraction, ...]:
-    """Each host's memory in bytes, or the sum over all hosts where only that is right."""
+    """Each host's memory in bytes, or the sum over all hosts if only the sum is right."""
     stated = summary.numbers("host_memory_GB")
     hosts = summary.integer("num_hosts")
     if edition.sizing.host_memory == "sum":
@@ -400,7 +405,7 @@ def _digest(share: ParsedFile, *path: str) -> int:
 
 
 def _largest_remainder(case: Case) -> int:
-    """The samples that the worst epoch leaves out; negative where it reads some twice."""
+    """The number of samples that the worst epoch leaves out; negative if it reads some twice."""
     total, epochs = _num_samples(case.run.record), _epochs(case.run.record)
     return max((total - sum(rank.integer("samples") for rank in ranks) for _, ranks in epochs), key=abs)
 
@@ -412,7 +417,7 @@ def _prove_remainder(case: Case, remainder: int) -> str:
 
 
 def _judge_shuffle(case: Case) -> Iterator[Finding]:
-    """A finding for the order, and one for its change."""
+    """Yield a finding for the order, and one for its change from epoch to epoch."""
     record = case.run.record
     is_requested = any(
         record.text("workload", "reader", key).lower() != "off" for key in ("file_shuffle", "sample_shuffle")
@@ -477,7 +482,7 @@ def _judge_repeated_samples(case: Case) -> Iterator[Finding]:
 
 @lru_cache(maxsize=16)
 def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) -> int:
-    """The digest of all samples, as `run.json` defines it: see the plan of a training run."""
+    """The digest of all samples, as `run.json` defines it for the plan of a training run."""
     if min(num_samples, item_samples, samples_per_file) < 1:
         raise MissingFact("run.json has no samples")
     per_file = -(-samples_per_file // item_samples)

@@ -1,7 +1,8 @@
 """Rules about figures: utilization, stated means, and agreement of rates, files and times.
 
-Anyone who raises a figure has to raise all that depend on it. Every tolerance is far wider than 660 published
-runs need. A fact that older tools do not record makes a rule not applicable, never broken.
+Anyone who raises a figure has to raise all figures that depend on it. Every tolerance is far wider than what
+660 published runs need. If older tools do not record a fact, a rule that needs it is not applicable rather
+than broken.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,18 +43,18 @@ from penstock.submission.rules.rule import (
 from penstock.submission.tree_layout import Benchmark
 
 _RATE_TOLERANCE: Final = 1.002
-"""Published runs reach 99.998 % of their accelerators' rate."""
+"""The tolerated ratio to the accelerators' rate, of which published runs reach 99.998 %."""
 _UTILIZATION_TOLERANCE: Final = 0.5
-"""Percent; in published runs the utilization is never below the rate's share."""
+"""In percent; in published runs, the utilization is never below the rate's share."""
 _MAX_UTILIZATION_GAP: Final = 30.0
-"""Percent; in published runs at most 15.2: the time between steps counts in the rate alone."""
+"""In percent; in published runs at most 15.2. The time between steps counts in the rate alone."""
 _FILES_TOLERANCE: Final = 0.05
-"""In published runs 0.01: reading starts before an epoch's clock does."""
+"""Published runs need 0.01, because reading starts before an epoch's clock does."""
 _SECONDS_TOLERANCE: Final = 1.0
 _EPOCH_SECONDS_TOLERANCE: Final = 0.5
-"""An epoch's own timestamps are close to those that its rate is computed from, not equal."""
+"""An epoch's own timestamps are close, but not equal, to those from which its rate is computed."""
 _MAX_PROBLEMS: Final = 3
-"""One lie about time shows in many records."""
+"""The most problems that a proof lists: one false time shows in many records."""
 _FIRST_RANK: Final = frozenset({"per_epoch_stats.json", "0_per_epoch_stats.json"})
 _RATES: Final = ("metric", "train_throughput_samples_per_second")
 
@@ -75,7 +76,7 @@ def _min_utilization(case: Case) -> float:
 def _compare_stated(
     case: Case, file: ParsedFile, path: KeyPath, recompute: Callable[[], float | tuple[float, ...]]
 ) -> Finding:
-    """A stated figure against the recomputed one, or the nearest of several.
+    """Compare a stated figure with the recomputed one, or with the nearest of several.
 
     A figure that cannot be recomputed does not hide the others.
     """
@@ -109,7 +110,7 @@ def _judge_checkpoint_means(case: Case) -> Iterator[Finding]:
     summary = case.run.summary
     for prefix in ("save", "load"):
         for name, candidates in checkpoint_means(case.run, prefix).items():
-            summary.number("metric", name)  # without it nothing of the run is compared
+            summary.number("metric", name)  # without it, nothing of the run is compared
             yield _compare_stated(case, summary, ("metric", name), partial(tuple, candidates))
 
 
@@ -136,7 +137,7 @@ def _judge_report_means(case: Case) -> Iterator[Finding]:
 
 
 def _maximum_rate(case: Case) -> float:
-    """The samples a second that the accelerators of a directory could compute."""
+    """The samples per second that the accelerators of a directory could compute."""
     workload, path = case.run.config, ("workload", "train", "computation_time")
     batch = workload.integer("workload", "reader", "batch_size")
     step_s = workload.number(*path, *(("mean",) if workload.has(*path, "mean") else ()))
@@ -186,7 +187,7 @@ def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
 
 
 def _seconds_of_blocks(epoch: ParsedFile) -> float:
-    """The time of the parts of an epoch between which checkpoints may lie."""
+    """The time of the parts of an epoch between which checkpoints may be written."""
     return sum(
         _seconds(block)
         for name, block in epoch.parts().items()
@@ -241,12 +242,16 @@ def _find_time_problems(case: Case) -> Iterator[tuple[str, str]]:
             if record.has("duration") and (problem := _find_wrong_duration(record, is_part="." in name)):
                 yield stats.file, f"{name}: {problem}"
             outside = max(run_begin - begin, end - run_end)
-            if stats.file.rpartition("/")[2] in _FIRST_RANK and outside > slack:  # the summary's own clock
+            if stats.file.rpartition("/")[2] in _FIRST_RANK and outside > slack:  # by the summary's own clock
                 yield stats.file, f"{name} lies {outside.total_seconds():.6g} s outside of the run"
 
 
 def _find_wrong_duration(record: ParsedFile, *, is_part: bool) -> str:
-    """The flaw of a duration. An epoch's leaves out the time after its last step, and no block."""
+    """Describe the flaw of a duration, if any.
+
+    The duration of an epoch leaves out the time after its last step, whereas that of a block leaves out
+    nothing.
+    """
     spanned_s, duration_s = _seconds(record), record.number("duration")
     tolerance_s = 0.02 + 0.001 * spanned_s
     least_s = spanned_s if is_part else _seconds_of_blocks(record)
@@ -434,8 +439,8 @@ RULES: Final = (
             if it.share > it.utilization
             else "Let the reviewer see from the run's log which of the two is true."
         ),
-        # Both are divided by the same time, and no step computes for less than its time. Why a rate is lower,
-        # the files do not say: a program that is slow to start produces such figures, too.
+        # Both are divided by the same time, and no step computes for less than its time. The files do not say
+        # why a rate is lower: a program that is slow to start produces such figures too.
         otherwise=lambda it: Verdict.FAIL if it.share > it.utilization else Verdict.WARNING,
         is_lenient_in_warm_up=True,
     ),

@@ -1,7 +1,7 @@
 """Rules about key-value caches and vector search: what ran, on which ranks, and what the figures come to.
 
-Settings of a key-value cache are read from the commands that were executed; the metadata's own are the tool's
-defaults.
+The settings of a key-value cache are read from the commands that were executed, because the settings in the
+metadata are the tool's defaults.
 """
 
 import math
@@ -42,7 +42,7 @@ _CLOSED_CACHE: Final[Any] = {**_CACHE, "unless": free_in_open}
 _CLOSED_VECTORS: Final[Any] = {**_VECTORS, "unless": free_in_open}
 _LATENCIES: Final = ("mean_latency_ms", "p95_latency_ms", "p99_latency_ms", "p999_latency_ms")
 _CLOCK_TOLERANCE: Final = 1e-7
-"""A time since 1970 in a double is exact to a quarter of a microsecond."""
+"""A double that counts seconds since 1970 is exact to a quarter of a microsecond."""
 _PLACE: Final = re.compile(r"option_(\d+)/trial_(\d+)")
 _NUM_PROCESSES: Final = ("-n", "-np", "--np", "--ntasks")
 _NUMBER: Final = re.compile(r"-*\d+(\.\d*)?|-*\.\d+")
@@ -51,9 +51,9 @@ _RESTORE_SUMMARY: Final = "Restore the summary as the benchmark wrote it."
 
 @dataclass(frozen=True, slots=True)
 class CacheCommand:
-    """A command that the tool executed for one trial of one option; flags without values are empty texts.
+    """A command that the tool executed for one trial of one option; flags without values have empty texts.
 
-    `num_processes` is 0 where the launcher's command does not state it.
+    `num_processes` is 0 if the launcher's command does not state it.
     """
 
     option: int
@@ -63,7 +63,7 @@ class CacheCommand:
 
 
 def _commands(case: Case) -> tuple[CacheCommand, ...]:
-    """The commands of all trials in the order of their execution."""
+    """The commands of all trials, in the order of their execution."""
     metadata = case.run.metadata
     entries = metadata.parts("command_output_files").values()
     texts = [str(entry.value("command")) for entry in entries if entry.has("command")]
@@ -77,7 +77,7 @@ def _parse_command(text: str) -> CacheCommand | None:
     place = _PLACE.search(text)
     try:
         words = shlex.split(text)
-    except ValueError:  # its quotes are cut off: it is no command of a trial
+    except ValueError:  # cut off within quotes, so it is no command of a trial
         return None
     if place is None or "--num-users" not in text:
         return None
@@ -103,7 +103,7 @@ def _flags(words: list[str]) -> dict[str, str]:
 
 
 def _file_problems(case: Case) -> list[str]:
-    """The metadata and the summary that are missing; older caches called the summary otherwise."""
+    """Name the metadata and the summary if missing; older tools gave the summary another name."""
     run, name = case.run, case.run.summary.file.rpartition("/")[2]
     if run.unlisted:
         raise MissingFact(run.unlisted, where=run.name)
@@ -173,7 +173,7 @@ def _judge_sequence(case: Case) -> Iterator[Finding]:
     seeds = {c.options.get("seed-base", c.options.get("seed", "")) for c in commands}
     if seeds != {str(limits.seed)}:
         problems.append(f"--seed-base is {', '.join(sorted(seeds))}, not {limits.seed}")
-    delay = ("args", "inter_option_delay")  # where it is not stated, the tool takes the edition's
+    delay = ("args", "inter_option_delay")  # if it is not stated, the tool uses the edition's
     if metadata.has(*delay) and (delay_s := metadata.number(*delay)) != limits.delay_s:
         problems.append(f"inter_option_delay is {delay_s:g}, not {limits.delay_s:g}")
     if metadata.has("args", "config"):
@@ -255,7 +255,7 @@ def _judge_shared_folder(case: Case) -> Iterator[Finding]:
 
 
 def _figures(*names: str) -> Judge:
-    """Compare figures of each option with the ranks' own."""
+    """Compare the figures of each option with those computed from the ranks' reports."""
 
     def judge(case: Case) -> Iterator[Finding]:
         for number, option in options_of(case.run.summary).items():

@@ -1,4 +1,4 @@
-"""The row of a rule, the three kinds of rows that need no function of their own, and their findings.
+"""The row of a rule, three kinds of rows that need no function of their own, and their findings.
 
     limit(id=..., fact=..., compare="<=", limit=..., proof=..., fix=...)
     check(id=..., facts=..., holds=..., show=..., proof=..., fix=...)
@@ -6,9 +6,9 @@
     Rule(id=..., judge=function)
 
 `limit` compares one fact with one limit, `check` judges several facts together, and `nothing` passes if a
-list of problems is empty. A function yields findings of any kind. The tables of rows are in `*_rules.py`.
-Unless a row says otherwise, it is of all editions, judges each run of a training, and `==` compares.
-Invariant: what cannot be judged is `not checked`, with the reason, and is neither valid nor invalid.
+list of problems is empty. A function may yield any findings. The tables of rows are in `*_rules.py`. Unless a
+row says otherwise, it applies to all editions, judges each training run, and compares with `==`. Invariant:
+what cannot be judged is `not checked`, with the reason, and is neither valid nor invalid.
 """
 
 import math
@@ -40,7 +40,7 @@ _FILE_ENDINGS: Final = (".json", ".yaml", ".yml", ".log", ".csv", ".parquet")
 
 
 class Verdict(StrEnum):
-    """The outcome of one rule for one thing."""
+    """The outcome of one rule for one subject."""
 
     PASS = "pass"  # noqa: S105 - a verdict, no password
     FAIL = "fail"
@@ -59,7 +59,10 @@ class Validity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One verdict. `proof` is the arithmetic, or the reason why nothing was checked; `evidence` the file."""
+    """One verdict.
+
+    `proof` is the arithmetic, or the reason why nothing was checked; `evidence` names the file.
+    """
 
     verdict: Verdict
     proof: str
@@ -90,7 +93,7 @@ def pass_if(
     fix: str = "",
     otherwise: Verdict = Verdict.FAIL,
 ) -> Finding:
-    """A pass if the rule is kept; else the verdict `otherwise`, with the fix."""
+    """Pass if the rule is kept; otherwise return the verdict `otherwise`, with the fix."""
     return Finding(
         verdict=Verdict.PASS if is_kept else otherwise,
         evidence=evidence,
@@ -102,7 +105,7 @@ def pass_if(
 
 
 def or_pass(findings: Iterable[Finding], *, evidence: str, proof: str) -> Iterable[Finding]:
-    """The findings, or a pass if there are none."""
+    """Return the findings, or a pass if there are none."""
     return tuple(findings) or (Finding(verdict=Verdict.PASS, evidence=evidence, proof=proof),)
 
 
@@ -112,7 +115,7 @@ def not_applicable(evidence: str, reason: str) -> Finding:
 
 
 def not_checked(reason: MissingFact) -> Finding:
-    """The finding of a rule that lacks a fact, with the field and the file."""
+    """The finding of a rule that lacks a fact, with the missing field and its file."""
     return Finding(
         verdict=Verdict.NOT_CHECKED,
         proof=reason.what,
@@ -122,7 +125,7 @@ def not_checked(reason: MissingFact) -> Finding:
 
 
 def _usual_fix(where: str) -> str:
-    """The fix for a fact that is missing here, by who writes such a file."""
+    """The fix for a missing fact, depending on who writes such a file."""
     name = where.rpartition("/")[2]
     if "systems" in where.split("/"):
         return "Correct the description, which people write."
@@ -135,7 +138,7 @@ def _usual_fix(where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The subject of a rule: one result, or one result directory of a run (in v1.0 one client's share).
+    """The subject of a rule: one result, or one result directory of a run (in v1.0, one client's share).
 
     Only a rule that is judged for each run has a `run`.
     """
@@ -146,7 +149,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The folder that is judged, relative to the checked one."""
+        """The folder that is judged, relative to the checked folder."""
         return self.result.name if self.run is _NO_RUN else self.run.name
 
     @property
@@ -156,7 +159,7 @@ class Case:
 
     @property
     def division(self) -> SubmissionDivision:
-        """The result's division; `MissingFact` where the path does not name one."""
+        """The result's division. Raises `MissingFact` if the path does not name one."""
         division = self.result.location.submitter.division
         if division is None:
             raise MissingFact(
@@ -173,12 +176,12 @@ class Case:
 
     @property
     def is_checkpointing(self) -> bool:
-        """Check whether the result is one of checkpointing."""
+        """Check whether the result is a checkpointing result."""
         return self.result.location.benchmark is Benchmark.CHECKPOINTING
 
     @property
     def is_warm_up(self) -> bool:
-        """Check whether the run counts in no mean."""
+        """Check whether the run is a warm-up, which counts in no mean."""
         return any(run.is_warm_up and self.run in run.dirs for run in self.result.runs)
 
     @property
@@ -200,8 +203,8 @@ class Rule:
     """One row. `passes` and `fails` are examples in words; the tests have trees for both.
 
     `unless` returns the reason why the rule does not apply to a case, or "". `judge` yields findings, or
-    raises `MissingFact`; a fact that one run lacks does not hide findings on the others. A failure in a
-    warm-up, which counts in no mean, is a warning if the rule `is_lenient_in_warm_up`.
+    raises `MissingFact`; a fact that one run lacks does not hide findings on the others. If the rule
+    `is_lenient_in_warm_up`, a failure in a warm-up, which counts in no mean, is only a warning.
     """
 
     id: str
@@ -244,7 +247,7 @@ NAME: Final[Read] = attrgetter("name")
 CONFIG: Final[Read] = attrgetter("run.config.file")
 OVERRIDES: Final[Read] = attrgetter("run.overrides.file")
 METADATA: Final[Read] = attrgetter("run.metadata.file")
-"""Files that several rows have as evidence."""
+"""Files that several rows use as evidence."""
 
 _SIGNS: Final[Mapping[str, tuple[Callable[[Any, Any], bool], str]]] = {
     "==": (operator.eq, "!="),
@@ -253,7 +256,7 @@ _SIGNS: Final[Mapping[str, tuple[Callable[[Any, Any], bool], str]]] = {
     ">": (operator.gt, "<="),
     "in": (lambda fact, limit: fact in limit, "not in"),
 }
-"""Each comparison, and the sign that proofs show where it does not hold."""
+"""Each comparison, with the sign that proofs show if it does not hold."""
 
 
 def check(
@@ -271,9 +274,9 @@ def check(
 
     check(facts=lambda case: {"hosts": ..., "ranks": ...}, holds=lambda it: it.ranks >= it.hosts, ...)
 
-    `at` returns the file that is the evidence, or names the fact that does; unless given, it is the result's
-    folder, or the summary of the run. `show` has the texts of the finding's value and limit; `otherwise` is
-    the verdict where the facts do not hold; `about` are the other fields of `Rule`.
+    `at` returns the file that is the evidence, or names the fact that holds it; by default, it is the
+    result's folder, or the summary of the run. `show` has the texts of the finding's value and limit.
+    `otherwise` is the verdict if the facts do not hold. `about` has the other fields of `Rule`.
     """
 
     def judge(case: Case) -> Iterator[Finding]:
@@ -308,7 +311,7 @@ def limit(
     compares, sign_if_broken = _SIGNS[compare]
 
     def facts(case: Case) -> Mapping[str, Any]:
-        # The fact is read before the limit: if both are missing, the fact is reported.
+        # The fact is read before the limit, so that if both are missing, the fact is reported.
         value = fact(case)
         bound = limit(case) if callable(limit) else limit
         return {
@@ -329,9 +332,9 @@ def nothing(
     show: tuple[Text, Text] = ("{number}", "0"),
     **row: Any,
 ) -> Rule:
-    """Pass if nothing is wrong: a `check` of the {number} of problems and the {problems} in one text.
+    """Pass if there are no problems: a `check` of their {number} and of the {problems} as one text.
 
-    `proof` is the text of a pass, `bad` the one of the problems ("unknown: {}").
+    `proof` is the text of a pass, `bad` the text of the problems ("unknown: {}").
     """
 
     def facts(case: Case) -> Mapping[str, Any]:
@@ -355,7 +358,7 @@ def compare_stated(
     fix: str,
     tolerance: float,
 ) -> Finding:
-    """Pass if a stated figure is the recomputed one, within a tolerance (relative above 1)."""
+    """Pass if the stated figure equals the recomputed one within a tolerance, relative above 1."""
     holds = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
     return pass_if(
         holds,
@@ -368,26 +371,26 @@ def compare_stated(
 
 
 def free_in_open(case: Case) -> str:
-    """Apply a rule in CLOSED alone."""
+    """Apply a rule in CLOSED only."""
     return "" if case.is_closed else "OPEN leaves this free"
 
 
 def require_runs(result: SubmittedResult, problem: str = "there are no runs") -> tuple[ResultRun, ...]:
-    """The runs; `MissingFact` if there are none."""
+    """Return the runs; raise `MissingFact` if there are none."""
     if not result.runs:
         raise MissingFact(problem, where=result.name)
     return result.runs
 
 
 def require_datagen(case: Case) -> ResultDir:
-    """The result directory of the last data generation."""
+    """Return the result directory of the last data generation."""
     if not case.result.datagen:
         raise MissingFact("there is no result directory in datagen/", where=case.result.name)
     return case.result.datagen[-1]
 
 
 def require_all_hosts(run: ResultDir) -> None:
-    """Raise `MissingFact` if facts of some hosts are missing: a sum would be a guess."""
+    """Raise `MissingFact` if facts of some hosts are missing, because a sum would be a guess."""
     path = ("cluster_information", "is_partial")
     if run.metadata.has(*path) and run.metadata.boolean(*path):
         raise MissingFact(
@@ -398,7 +401,7 @@ def require_all_hosts(run: ResultDir) -> None:
 
 
 def num_hosts(run: ResultDir) -> int:
-    """The hosts of a run; at least one."""
+    """The number of hosts of a run; at least one."""
     count = run.summary.integer("num_hosts")
     if count < 1:
         raise MissingFact(f"num_hosts is {count}", where=run.summary.file)
@@ -406,5 +409,5 @@ def num_hosts(run: ResultDir) -> int:
 
 
 def num_accelerators(case: Case) -> int:
-    """The accelerators that the summary of a run states."""
+    """The number of accelerators that the summary of a run states."""
     return case.run.summary.integer("num_accelerators")

@@ -1,7 +1,7 @@
-"""Rules about runs: their number, files, hosts and parameters, and what their files record several times.
+"""Rules about runs: their number, files, hosts and parameters, and facts that several files record.
 
-One program writes all files of a run, so they differ only where one was edited. A file that lacks a
-record contradicts nothing.
+One program writes all files of a run, so they differ only if one was edited. A file without a record does not
+contradict any other file.
 """
 
 import fnmatch
@@ -102,7 +102,7 @@ def _judge_workload(case: Case) -> Iterator[Finding]:
     known: Mapping[str, Any] = (
         checkpoints.models if case.is_checkpointing else edition.min_utilization_percent
     )
-    # Of checkpoints the rule on accelerators' memory judges the accelerator.
+    # For checkpoints, the rule on accelerators' memory judges the accelerator.
     accelerators = checkpoints.accelerator_memory_gb if case.is_checkpointing else edition.accelerators
     is_known = family in known and (case.is_checkpointing or accelerator in accelerators)
     folder = case.result.location.model.lower()
@@ -126,11 +126,11 @@ _SHARED_SETTINGS: Final[Mapping[str, Callable[[ResultDir], object]]] = {
     "files": lambda run: run.summary.integer("num_files_train"),
     "samples a file": lambda run: run.summary.integer("num_samples_per_file"),
 }
-"""Settings that all directories of all runs share."""
+"""Settings that all directories of all runs must share."""
 
 
 def _shared_settings(case: Case) -> Iterator[dict[str, Any]]:
-    """Each setting that runs share, with its values; checkpoints have no files."""
+    """Yield each setting that runs share, with its values; checkpoints have no files."""
     runs = require_runs(case.result)
     for name in ("workload", "accelerators", *(() if case.is_checkpointing else ("files", "samples a file"))):
         values = {
@@ -186,7 +186,7 @@ def _judge_alike_hosts(case: Case) -> Iterator[Finding]:
         ("host_memory_GB", ("memory", "total")),
         ("host_cpu_count", ("cpu", "num_logical_cores")),
     ):
-        # DLIO fills its lists wrongly on clusters; the metadata may have the same facts of each host.
+        # DLIO fills its lists wrongly on clusters; the metadata may have the same facts for each host.
         numbers, hosts = summary.numbers(name), metadata.parts(*path) if metadata.has(*path) else {}
         if (len(numbers) != count or min(numbers) <= 0) and hosts:
             numbers = tuple(host.number(*key) for host in hosts.values())
@@ -226,10 +226,10 @@ def _judge_host_memory(case: Case) -> Iterator[Finding]:
             otherwise=Verdict.WARNING,
         )
     if summary.has("potential_caching") and summary.has("data_size_per_host_GB"):
-        # Hosts that could hold their share of the data in memory: no rule counts them, and readers do.
+        # Hosts that could hold their share of the data in memory: no rule counts them, but readers do.
         memory_gib, share_gib = summary.numbers("host_memory_GB"), summary.number("data_size_per_host_GB")
         stated = [*summary.numbers("potential_caching")]
-        # On clusters the list of the memory may have more entries than there are hosts.
+        # On clusters, the list of memory may have more entries than there are hosts.
         expected = [float(each_gib > share_gib) for each_gib in memory_gib[: len(stated)]]
         yield pass_if(
             stated == expected,
@@ -304,27 +304,27 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
 
 @cache
 def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, object] | None:
-    """The values of a workload by our paths; of a model, which has no accelerator, its card's."""
+    """The values of a workload by our own paths; for a model, which has no accelerator, those of its card."""
     if accelerator is None:
         card = shipped_card(family)
         return None if card is None else canonical_values(card.sections)
     shipped = families().get(family)
     if shipped is None or accelerator not in shipped["accelerators"]:
         return None
-    # What an accelerator sets replaces what all share.
+    # Values that an accelerator sets replace the shared ones.
     shared, changes = shipped["workload"], shipped["accelerators"][accelerator]
     return {**canonical_values(shared), **canonical_values(changes)}
 
 
 def _recorded_configuration(case: Case) -> KeyPath:
-    """The name under which the metadata have the whole configuration."""
+    """The key under which the metadata have the whole configuration."""
     names = case.edition.timed.metadata_parameters if case.edition.rules in LATER else ()
     return next(((name,) for name in names if case.run.metadata.has(name)), ("parameters",))
 
 
 def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
     run, parameters = case.run, _recorded_configuration(case)
-    # Each number, with the places that may record it; the first is compared with the others.
+    # Each number, with the places that may record it; the first one is compared with the others.
     recorded: dict[str, list[tuple[ParsedFile, KeyPath]]] = {
         name: [
             (run.summary, (key,)),
@@ -353,7 +353,7 @@ def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
             if value != stated[0][1]
         ]
     problems += _find_other_models(run)
-    # The number on the command line; the configuration shows the one that was used.
+    # The command line has the number that was requested; the configuration shows the one that was used.
     verdict, key = Verdict.FAIL if problems else Verdict.WARNING, "num_files_train"
     if (text := run.settings().get(f"dataset.{key}")) is not None:
         asked = ParsedFile(file=run.overrides.file, content={key: text}).number(key)
@@ -371,7 +371,7 @@ def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
 
 
 def _find_other_models(run: ResultDir) -> Iterator[str]:
-    """The model of the configuration, which is the workload's family, and the accelerator of the metadata."""
+    """Yield mismatches of the configuration's model with the workload's family, and of the accelerator."""
     family, accelerator = run.workload()
     for path in (("workload", "model", "name"), ("workload", "model")):
         if run.config.has(*path) and isinstance(run.config.value(*path), str):
@@ -389,7 +389,7 @@ def _short(file: ParsedFile) -> str:
 
 def _find_other_parameters(case: Case) -> Iterator[str]:
     run, parameters = case.run, case.parameters
-    # What overrides.yaml has, too, is judged by the rule on that file.
+    # Keys that overrides.yaml has too are judged by the rule on that file.
     allowed = parameters.allowed(case.division) | run.settings().keys()
     for place, keys in recorded_overrides(run.metadata):
         if forbidden := sorted(set(keys) - allowed):
@@ -406,7 +406,7 @@ def _find_other_parameters(case: Case) -> Iterator[str]:
 
 
 def recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
-    """The keys that a run set, by each place that records them."""
+    """The keys that a run set, for each place that records them."""
     words: Any = {}
     if metadata.has("override_parameters"):
         overrides = metadata.value("override_parameters")
@@ -420,18 +420,18 @@ def recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
         command = str(metadata.value("executed_command"))
         try:
             parts = shlex.split(command)
-        except ValueError:  # a quote without end
+        except ValueError:  # a quote is not closed
             parts = command.split()
         words["executed_command"] = [
             word.partition("=")[0] for word in parts if word.startswith("++workload.")
         ]
     for place, keys in words.items():
-        # Tools also write an empty text where nothing was set.
+        # Tools also write an empty text if nothing was set.
         yield place, [str(key).lstrip("+~").removeprefix("workload.") for key in keys if key != ""]
 
 
 def _plain(value: Any) -> Any:
-    """A value as it is meant: metadata quote numbers and truth values."""
+    """Return the value that is meant: metadata quote numbers and truth values."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,7 +1,7 @@
 """Rules about the tree, the systems that it describes, and the program that made its results.
 
-A folder that the edition does not know fails, because the edition's own tool refuses it; an unknown file is a
-warning. What is wrong with the system of another result is a warning here.
+A folder that the edition does not know fails, because the edition's own tool refuses it, whereas an unknown
+file is only a warning. If something is wrong with the system of another result, that is a warning here.
 """
 
 import math
@@ -58,7 +58,7 @@ def require_description(case: Case) -> ParsedFile:
 
 
 def judge_schema(description: ParsedFile) -> Iterable[Finding]:
-    """A finding for each problem of a description, else a pass."""
+    """Yield a finding for each problem of a description, or a pass if there is none."""
     found = (
         Finding(
             verdict=Verdict.WARNING if problem.is_accepted else Verdict.FAIL,
@@ -74,9 +74,9 @@ def judge_schema(description: ParsedFile) -> Iterable[Finding]:
 
 def _judge_top_folder(case: Case) -> Iterable[Finding]:
     context = case.result.context
-    # Readers of a merged round need its own documents, and files are no part of any result.
+    # Readers of a merged round need its own documents, and files belong to no result.
     entries = [name for name in context.beside_divisions if name.endswith("/") or not context.is_merged]
-    # Of several submitters none is to blame for an unknown folder.
+    # If there are several submitters, none is to blame for an unknown folder.
     of_folder = Verdict.WARNING if context.is_merged else Verdict.FAIL
     return _judge_entries("the top of the tree", entries, case.edition.timed.beside_divisions, of_folder)
 
@@ -107,7 +107,7 @@ def _judge_required_folders(case: Case) -> Iterable[Finding]:
     )
     missing = []
     for name, verdict in expected.items():
-        # A description among the results is misplaced, but a reviewer has it.
+        # A description among the results is misplaced, but the reviewer has it.
         elsewhere = case.result.systems[0].file if name == "systems" and case.result.systems else ""
         if name not in present:
             missing.append(
@@ -213,7 +213,7 @@ def _find_flaw(description: Any) -> str:
 
 
 def _facts(tree: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """The values that are not empty, with the keys and the positions in lists above them."""
+    """The values that are not empty, each with the keys and list positions above it."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _facts(value, (*above, str(key)))
@@ -222,7 +222,7 @@ def _facts(tree: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _judge_clients(case: Case) -> Iterator[Finding]:
-    """A finding for the number of hosts, and one for their memory."""
+    """Yield a finding for the number of hosts, and one for their memory."""
     summary = case.run.summary
     require_all_hosts(case.run)
     description, hosts = require_description(case), summary.integer("num_hosts")
@@ -247,8 +247,8 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
             proof=f"{hosts} hosts ran, of a system that serves one",
             fix="Say multi_host: true if the system serves several hosts.",
         )
-    # The list of the hosts' memory is doubled or has gaps on real clusters, and only its sum is right. A mean
-    # says something about a host only where all are of one kind.
+    # On real clusters, the list of the hosts' memory is doubled or has gaps, and only its sum is right. A
+    # mean says something about a host only if all hosts are of one kind.
     if len(clients) == 1 and hosts > 0:
         tolerance = case.edition.timed.memory_tolerance
         described_gib = clients[0].number("chassis", "memory_capacity")
@@ -307,7 +307,7 @@ def _judge_images(case: Case) -> Iterator[Finding]:
         if algorithm != ALGORITHM:
             raise MissingFact(f"{algorithm} is not a known algorithm", where=statement.file)
         is_named = name == image_name(stated)
-        # The round's staff took a file out of every image.
+        # The round's staff removed a file from every image.
         is_hashed_later = digest not in ("", EMPTY_TREE) and is_named
         yield pass_if(
             stated == digest and is_named,
@@ -347,7 +347,7 @@ def _judge_provenance(case: Case) -> Iterator[Finding]:
 
 
 def _stated_edition(file: ParsedFile) -> str:
-    """The edition that a file was made for, according to itself; tools write both 3.0 and v3.0."""
+    """The edition for which a file was made, according to the file itself; tools write both 3.0 and v3.0."""
     return f"v{file.text('rules_edition').removeprefix('v')}"
 
 
