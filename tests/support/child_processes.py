@@ -6,6 +6,7 @@ test, and no child outlives its `with` block.
 
 import importlib.util
 import multiprocessing
+import signal
 import sys
 import time
 import traceback
@@ -128,11 +129,18 @@ def _answers(readers: Sequence[Connection], limit_s: float) -> list[tuple[bool, 
     return answers
 
 
+def _hear_signals() -> None:
+    # A loader of an earlier test may have started the fork server, which then blocks Ctrl-C for its workers.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
 def _run(function: FunctionRef, arguments: tuple[Any, ...]) -> None:
+    _hear_signals()
     function.load()(*arguments)
 
 
 def _call(answer: Connection, function: FunctionRef, arguments: tuple[Any, ...]) -> None:
+    _hear_signals()
     with ExitStack() as exits:
         exits.push(partial(_report_error, answer))
         answer.send((True, function.load()(*arguments)))
