@@ -25,7 +25,7 @@ DISTRIBUTIONS = {
 }
 FRAMEWORKS = {"accelerate", "lightning", "megatron", "nvidia_resiliency_ext", "torchtitan", "transformers"}
 FRAMEWORKS |= {"safetensors"}
-BROUGHT_ALONG = {"llvmlite", "urllib3"}  # by numba and by minio
+BROUGHT_ALONG = {"llvmlite", "pydantic_core", "urllib3"}  # by numba, pydantic and minio
 
 
 def requirements(extra: str | None) -> set[str]:
