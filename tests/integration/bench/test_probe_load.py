@@ -161,8 +161,8 @@ def test_times_of_operations_are_in_order_and_keep_to_the_depth(
     # What was given up has the time of giving up; the rest is in front of it.
     begun, ended = (times[name][times["ended"] != times["begun"]] for name in ("begun", "ended"))
     assert (ended > begun).all()
-    # Whenever one begins, fewer than `depth` that began before have not ended. A thread may lose its core after
-    # it began and before it took its operation's number, so numbers are not in the order of beginnings.
+    # Whenever one begins, fewer than `depth` that began before have not ended. A thread may lose its core
+    # between its clock and its operation's number, so numbers are not in the order of beginnings.
     ended_before = np.searchsorted(np.sort(ended), np.sort(begun), side="right")
     assert (np.arange(begun.size) - ended_before < depth).all()
     whole_hundreds = times["is_write"][: times.size // 100 * 100]
