@@ -1,7 +1,7 @@
 """I/O traces: capture, load, query and compare them.
 
-`load` opens traces of any dialect; `span`, `traced`, `steps` and `tracing_to` trace a program of your own.
-Each imports what it needs on first use, so that tracing a trainer does not import DuckDB.
+`load` opens traces of any dialect; `span`, `traced`, `steps` and `tracing_to` trace your own program. Each
+name is imported on first use, so that tracing a trainer does not import DuckDB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name's module on first use."""
+    """Import the module of a public name on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with explained_imports("trace"):

@@ -1,6 +1,6 @@
 """`penstock.trace.load`: the events of a run in Python, as a DuckDB relation, Arrow, pandas or Dask.
 
-Invariant: no events are in memory until they are asked for in a form that puts them there.
+Invariant: no events are in memory until the caller asks for a form that holds them in memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class EventRelation:
         return self.relation.to_arrow_table()
 
     def pandas(self) -> Any:
-        """The events as a pandas frame."""
+        """The events as a pandas DataFrame."""
         return self.relation.df()
 
     def dask(self, rows_per_partition: int = 1 << 20) -> Any:
-        """The events as a Dask frame; Unavailable if Dask is not installed."""
+        """The events as a Dask DataFrame. Raises `Unavailable` if Dask is not installed."""
         with explained_imports("dask"):
             frames = importlib.import_module("dask.dataframe")
         return frames.from_pandas(self.pandas(), npartitions=max(1, -(-len(self) // rows_per_partition)))
@@ -57,10 +57,10 @@ class EventRelation:
 
 
 class TraceRun(ExitStack):
-    """Traces that stay open until `close`, or the end of a `with` block.
+    """Traces that stay open until `close`, or until the end of a `with` block.
 
     `connection` is DuckDB's, on which `events` has the columns of the event schema. `accounts` have the fate
-    of every line of every file, and `losses()` what was lost or guessed, one line each.
+    of every line of every file, and `losses()` returns what was lost or guessed, one line each.
     """
 
     def __init__(self, traces: AbstractContextManager[TraceSet], dimensions: Dimensions) -> None:
@@ -92,13 +92,14 @@ def load(
     progress: Progress | None = None,
     dask: str = "",
 ) -> TraceRun:
-    """Open traces: a name, glob, folder or table, several of them, or a mapping of runs to them.
+    """Open traces: a name, glob, folder or table, several of these, or a mapping of runs to any of these.
 
-    `where` is an SQL expression over the events' columns, as `"path LIKE '%checkpoint%' AND op = 'write'"`;
-    only those events are kept in memory. `rank_pattern` is a regular expression whose first group is the rank
-    in a file's name. `dask` is `local`, or the address of a Dask scheduler: other processes read the files.
-    The run of `files` without a mapping is called `run`; `dimensions` are the tiers, classes and phases of
-    questions; `progress` advances with every file. Raises UsageError for a name that matches no file.
+    `where` is an SQL expression over the events' columns, such as `"path LIKE '%checkpoint%' AND op =
+    'write'"`; only matching events are kept in memory. `rank_pattern` is a regular expression whose first
+    group is the rank in a file's name. `dask` is `local`, or the address of a Dask scheduler, whose workers
+    then read the files. If `files` is no mapping, its run is called `run`. `dimensions` are the tiers,
+    classes and phases of questions; `progress` advances with every file. Raises `UsageError` for a name that
+    matches no file.
     """
     given = files if isinstance(files, Mapping) else {run: files}
     runs = {

@@ -74,7 +74,7 @@ class Finding:
 
 
 def combine(findings: Iterable[Finding]) -> Validity:
-    """Invalid if any rule fails; else not checked if any could not be judged; else valid."""
+    """Combine verdicts: invalid if any rule fails, else not checked if one cannot be judged, else valid."""
     verdicts = {finding.verdict for finding in findings}
     if Verdict.FAIL in verdicts:
         return Validity.INVALID

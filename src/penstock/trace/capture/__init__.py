@@ -1,1 +1,1 @@
-"""Capture: what a run really did, written as it happens, in the newest format that DFTracer's tools read."""
+"""Capture: record what a run does, while it happens, in the newest format that DFTracer's tools read."""

@@ -3,8 +3,9 @@
     plan -> the program runs, with its own output and exit code; ranks are noted from outside
          -> files are named by rank -> the bytes that the system counted go into the trace
 
-Invariants: the program runs with its own arguments, traced or not at all; of the environments of its
-processes, nothing but their ranks is kept.
+
+Invariants: the program runs with its own arguments, whether or not it can be traced; of its processes'
+environments, only their ranks are kept.
 """
 
 import logging
@@ -35,8 +36,9 @@ from penstock.trace.reading.trace_files import find_lines
 logger = logging.getLogger(__name__)
 
 WATCHED_CALLS = "trace=%file,%desc,?clone,?clone3,?fork,?vfork"
-"""Calls that take a file name or a descriptor: all I/O, but not memory, signals or time; and those that make
-threads and processes, so that each file is known to be one's or the other's."""
+"""Calls that take a file name or a descriptor: all I/O, but not memory, signals or time. Calls that create
+threads and processes are included, so that each file is known to belong to a thread or a process.
+"""
 
 BLIND_SPOTS: Mapping[str, str] = {
     "dftracer": (
@@ -46,7 +48,7 @@ BLIND_SPOTS: Mapping[str, str] = {
     ),
     "strace": "strace does not see what is read or written through a mapped file (mmap), nor io_uring",
 }
-"""I/O that each tracer misses, for those who wonder where their bytes are."""
+"""The I/O that each tracer misses, for readers who look for missing bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,9 @@ class RecordingPlan:
     folder: Path
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """Variables added to the caller's."""
+    """Variables added to the caller's environment."""
     is_whole: bool = True
-    """All files are traced, not those of some folders only."""
+    """True if all files are traced, rather than those of some folders."""
 
 
 def plan_recording(
@@ -67,7 +69,7 @@ def plan_recording(
 ) -> RecordingPlan:
     """Plan to run `command` with its trace in `folder`; `data` limits dftracer to some folders.
 
-    The files are in a folder of their own until their ranks are known, apart from those of other recordings.
+    Until the ranks are known, the files are in a separate folder, away from those of other recordings.
     """
     if not command:
         raise UsageError(
@@ -83,7 +85,7 @@ def plan_recording(
             environment={
                 "LD_PRELOAD": str(preload),
                 "DFTRACER_ENABLE": "1",
-                # Without it events have no paths, no bytes and no hosts.
+                # Without this variable, events have no paths, bytes or hosts.
                 "DFTRACER_INC_METADATA": "1",
                 "DFTRACER_INIT": "PRELOAD",
                 "DFTRACER_LOG_FILE": str(own / "trace"),
@@ -98,11 +100,12 @@ def plan_recording(
             f"{missing} is not installed, so other programs cannot be traced",
             fix="Run pip install dftracer, or apt-get install strace.",
         )
-    # A listing does not name its host. Without it, two nodes would write the same files of a shared folder.
+    # A listing does not name its host. Without the host in the file name, two nodes would write the same
+    # files in a shared folder.
     name = f"trace{HOST_MARK}{socket.gethostname()}.strace"
-    # One file per thread (-ff), so that none waits for another, and descriptors with their paths (-y).
+    # One file per thread (-ff), so that no thread waits for another, and descriptors with their paths (-y).
     options = ["-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(own / name)]
-    # Since 5.3 strace can leave calls that are not watched at full speed.
+    # Since version 5.3, strace can leave unwatched calls at full speed.
     described = subprocess.run([strace, "--help"], capture_output=True, text=True, check=False, timeout=60)
     if "--seccomp-bpf" in described.stdout:
         options.insert(0, "--seccomp-bpf")
@@ -120,19 +123,22 @@ def dftracer_preload() -> Path | None:
 
 
 _MARK: Final = "PENSTOCK_RECORDING"
-"""Set for the processes of a recording, so that they can be told from all others of the machine."""
+"""Set for the processes of a recording, to tell them from all other processes of the machine."""
 _PAUSE_S: Final = 0.1
-"""Between two looks at the processes of the machine, each of which costs about a millisecond."""
+"""The time between two looks at the machine's processes, each of which costs about a millisecond."""
 _STARTED: Final = re.compile(rb'"name":"start".*?"pid":(\d{1,10}),.*?"ppid":(\d{1,10})')
 """The first event of each process in dftracer's files."""
 
 
 def record(recording: RecordingPlan) -> int:
-    """Run the program to its end; returns its exit code, or 128 + the signal that ended it, as shells do."""
+    """Run the program to its end.
+
+    Returns its exit code, or, as shells do, 128 + the number of the signal that ended it.
+    """
     folder = recording.folder
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**process_environment(), **recording.environment, _MARK: str(os.getpid())}
-    # Ctrl-C reaches the program, too: it must end in its own way, so that its trace is complete.
+    # Ctrl-C reaches the program too, which must end in its own way, so that its trace is complete.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         program = subprocess.Popen(
@@ -154,7 +160,7 @@ def record(recording: RecordingPlan) -> int:
         signal.signal(signal.SIGINT, usual)
     made = list(folder.iterdir())
     if counted and made and recording.is_whole:
-        # What the tracer itself has written is no I/O of the program.
+        # The tracer's own writes are not I/O of the program.
         counted["written_bytes"] -= sum(path.stat().st_size for path in made)
         is_strace = recording.tracer == "strace"
         pid = int(min(made, key=_read_start).suffix[1:]) if is_strace else program.pid
@@ -163,7 +169,7 @@ def record(recording: RecordingPlan) -> int:
         except PenstockError as error:
             logger.warning("Whether the trace is complete is not noted: %s", error)
     names = _name_by_rank(made, ranks, detect_rank(environment))
-    # An earlier recording may have had the same process IDs, as in containers: then both stay apart.
+    # An earlier recording may have had the same process IDs, as in containers: both are then kept apart.
     if not any((folder.parent / name).exists() for name in names.values()):
         for path, name in names.items():
             path.rename(folder.parent / name)
@@ -173,7 +179,7 @@ def record(recording: RecordingPlan) -> int:
 
 @contextmanager
 def _watching_ranks(environment: Environment) -> Iterator[dict[int, LauncherRank]]:
-    """Note the rank of each process with the mark of `environment`, as long as the block runs."""
+    """Note the rank of each process that has the mark of `environment`, as long as the block runs."""
     ranks: dict[int, LauncherRank] = {}
     is_over = Event()
     mark = f"{_MARK}={environment[_MARK]}".encode()
@@ -206,9 +212,9 @@ def _watch_ranks(mark: bytes, ranks: dict[int, LauncherRank], is_over: Event) ->
 
 
 def _read_counted_bytes(pid: int) -> dict[str, int]:
-    """The bytes that the system counted for an ended process and all descendants that were waited for.
+    """The bytes that the system counted for an ended process and all its descendants that were waited for.
 
-    Nothing where the system does not count, or does not tell.
+    Empty if the system does not count bytes, or does not reveal them.
     """
     try:
         counters = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
@@ -218,13 +224,13 @@ def _read_counted_bytes(pid: int) -> dict[str, int]:
 
 
 def _read_start(listing: Path) -> bytes:
-    """The time at which a listing begins; one without calls comes last."""
+    """The time at which a listing begins; listings without calls come last."""
     with listing.open("rb") as file:
         return file.read(20) or b"~"
 
 
 def _note_counted_bytes(folder: Path, pid: int, counted: Mapping[str, int | str]) -> Path:
-    """Write a trace with one event of the program, which has the bytes that were counted of it."""
+    """Write a trace with a single event of the program, which holds the bytes that the system counted."""
     now_ns = time.time_ns()
     lines = LineFormatter(socket.gethostname(), pid, 0)
     writer = TraceFileWriter(folder, f"trace-{socket.gethostname()}-{pid}")
@@ -237,9 +243,9 @@ def _note_counted_bytes(folder: Path, pid: int, counted: Mapping[str, int | str]
 def _name_by_rank(
     made: Sequence[Path], ranks: Mapping[int, LauncherRank], own: LauncherRank | None
 ) -> dict[Path, str]:
-    """Each file's name with the rank of its process; one that has none has that of its maker, or `own`.
+    """Add to each file's name the rank of its process, or else of the process that created it, or `own`.
 
-    Of launchers inside launchers, only the ranks of the innermost count.
+    If launchers run inside launchers, only the ranks of the innermost one count.
     """
     places = [*ranks.values(), *([own] if own else [])]
     innermost = min((place.launcher for place in places), key=list(Launcher).index, default=None)
@@ -259,7 +265,7 @@ def _name_by_rank(
 
 
 def _find_tasks(made: Sequence[Path]) -> tuple[dict[Path, int], dict[int, int]]:
-    """The process or thread of each file, and who made it."""
+    """The process or thread of each file, and the process or thread that created it."""
     listings = {path: int(path.suffix[1:]) for path in made if path.suffix[1:].isdecimal()}
     tasks, makers = dict(listings), find_makers(listings)
     for path in made:

@@ -4,12 +4,12 @@
     @penstock.trace.traced(cat="compute")
     for batch in penstock.trace.steps(loader, "train"): ...
 
-These spans trace if `PENSTOCK_TRACE` names a folder, or into the one given to `tracing_to`; otherwise they
-cost one look-up. A span never changes what it wraps, and exceptions pass through.
+These spans are traced if `PENSTOCK_TRACE` names a folder, or into the folder given to `tracing_to`; otherwise
+they cost one look-up. A span never changes what it wraps, and exceptions pass through.
 
-Recording takes no lock: each thread has a queue of its own and a count of its own, in memory that survives
-the process. Four times a second the background thread writes the queues as a segment of the trace. A forked
-child begins a trace of its own. Invariant: an event is in the trace, or the count says that it is missing.
+Recording takes no lock: each thread has a queue and a count of its own, in memory that survives the process.
+Four times a second, the background thread writes the queues as a segment of the trace. A forked child begins
+a trace of its own. Invariant: each event is in the trace, or the count shows that it is missing.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ from penstock.trace.capture.trace_writer import (
 logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.25
-"""Time that events stay in memory: a killed process loses those at most, and the count includes them."""
+"""The time that events stay in memory. A killed process loses at most the events of this time, and the count
+includes them.
+"""
 BATCH_EVENTS: Final = 20_000
 MOST_WAITING: Final = 2_000_000
-"""Events kept in memory while the disk refuses them; more are dropped, and counted."""
+"""The most events kept in memory while they cannot be written; further events are dropped, and counted."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -61,7 +63,7 @@ clock_ns = time.monotonic_ns
 
 @dataclass(slots=True)
 class SharedCount:
-    """The last of the counts, for all threads beyond `COUNTED_THREADS`."""
+    """The last of the counts, which all threads beyond `COUNTED_THREADS` share."""
 
     counts: memoryview
     lock: threading.Lock
@@ -73,7 +75,7 @@ class SharedCount:
 
 @dataclass(slots=True)
 class ThreadQueue:
-    """One thread's events on their way to the trace, and the place of its count."""
+    """One thread's events on their way to the trace, and the place of the thread's count."""
 
     thread: int
     place: int
@@ -83,19 +85,19 @@ class ThreadQueue:
 
 
 def get_recorder(folder: str, place: str = "") -> TraceRecorder:
-    """The process's only recorder for a folder; `place` is its rank and the world size, as `3/8`."""
+    """The process's only recorder for a folder; `place` is its rank and the world size, such as `3/8`."""
     return _create_recorder(str(Path(folder).absolute()), place)
 
 
 def recorder_of(environment: Environment) -> TraceRecorder | None:
-    """The recorder of the folder in `PENSTOCK_TRACE`, with the rank that Penstock or a launcher has given."""
+    """The recorder of the folder in `PENSTOCK_TRACE`, with the rank that Penstock or a launcher has set."""
     if TRACE not in environment:
         return None
     return get_recorder(environment[TRACE], environment.get(TRACE_RANK) or _find_place(environment))
 
 
 def _find_place(environment: Environment) -> str:
-    # A trace must not end the program, whatever its launcher's variables hold.
+    # A trace must not end the program, whatever the launcher's variables hold.
     with suppress(UsageError):
         if place := detect_rank(environment):
             return f"{place.rank}/{place.size}"
@@ -153,20 +155,20 @@ class TraceRecorder:
     def record_span(
         self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
     ) -> None:
-        """Record what this thread did between two moments of `clock_ns` that were taken before."""
+        """Record what this thread did between two readings of `clock_ns`."""
         self.record(span_kind(name, cat), began_ns, args=args, ended_ns=ended_ns)
 
     def trace(
         self, kind: EventKind, path: str, call: Callable[[], Result], *, ret: int | None = None
     ) -> Result:
-        """Call, and record the call as an event if it succeeds; returns its result."""
+        """Make the call, record it as an event if it succeeds, and return its result."""
         began_ns = clock_ns()
         result = call()
         self.record(kind, began_ns, path, ret=ret)
         return result
 
     def flush(self) -> None:
-        """Write what is recorded so far to the trace. A write that fails is tried again at the next call."""
+        """Write the events recorded so far to the trace. A failed write is tried again at the next call."""
         with self._flushing:
             if self._segments is None:
                 return
@@ -185,9 +187,9 @@ class TraceRecorder:
                 logger.warning("%d events are not in the trace: %s", num_events, error)
 
     def close(self) -> None:
-        """Write what is left and close the trace. May be called twice; later events begin another trace."""
+        """Write the remaining events and close the trace; later events begin another. May be called twice."""
         self._stop.set()
-        # The thread ends first: two writers would mix the order of segments.
+        # The thread ends first, because two writers would mix up the order of segments.
         if self._writer is not None:
             self._writer.join()
         self.flush()
@@ -226,7 +228,7 @@ class TraceRecorder:
         who = f"{rank}-of-{size}-" if rank else ""
         self._segments = TraceFileWriter(self.folder, f"trace-{who}{socket.gethostname()}-{os.getpid()}")
         self._unwritten = self._lines.opening(rank=int(rank) if rank else None)
-        # A worker of multiprocessing ends without running atexit.
+        # multiprocessing's workers end without running atexit.
         multiprocessing_ends.Finalize(None, self.close, exitpriority=100)
         atexit.register(self.close)
         self._writer = threading.Thread(target=self._write_periodically, name="penstock-trace", daemon=True)
@@ -238,19 +240,19 @@ class TraceRecorder:
             self.flush()
 
     def _waiting_lines(self) -> bytes:
-        """All waiting events as lines, after those that an earlier write could not take."""
+        """All waiting events as lines, after the lines that an earlier write failed to write."""
         parts, self._unwritten = [self._unwritten], b""
         with self._lock:
             queues = list(self._queues)
         for queue in queues:
             waiting = queue.waiting
-            # Other threads only append, so all that are counted are there.
+            # Other threads only append, so at least the counted events are there.
             while batch := [waiting.popleft() for _ in range(min(len(waiting), BATCH_EVENTS))]:
                 parts.append(self._lines.events(queue.thread, batch))
         return b"".join(parts)
 
     def _after_fork(self) -> None:
-        """In a forked child: events, files and thread so far belong to the parent."""
+        """In a forked child, drop the events, files and thread so far, which belong to the parent."""
         if self._segments is not None:
             self._segments.forget()
         self._begin()
@@ -263,7 +265,7 @@ _CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
 def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
     """Trace the spans of this thread or task into `folder`; the trace is complete when the block ends.
 
-    A program of several processes gives each its `rank` of `size`, unless a launcher has.
+    A program of several processes gives each its `rank` of `size`, unless a launcher has set them.
     """
     place = _find_place(process_environment()) if rank is None else f"{rank}/{size}"
     recorder = get_recorder(str(folder), place)
@@ -292,7 +294,7 @@ def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
 def traced(
     name: str | None = None, *, cat: str = "app"
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """A decorator: every call is a span of category `cat` with the name of the function, or `name`."""
+    """Decorate a function so that every call is a span of category `cat`, by default with its name."""
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         @wraps(function)
@@ -306,11 +308,11 @@ def traced(
 
 
 def steps(items: Iterable[Item], name: str = "loop", *, cat: str = "step", **args: Value) -> Iterator[Item]:
-    """Iterate over `items` with two spans per step, which begin with `name`.
+    """Iterate over `items` with two spans per step, whose names begin with `name`.
 
-    `NAME.wait` is the wait for the next item, `NAME.step` the loop's body, of category `cat`. A body may do
-    anything: what in it is computation, or a checkpoint, only spans of its own tell. The wait that ends the
-    loop is no step's.
+    `NAME.wait` is the wait for the next item, and `NAME.step`, of category `cat`, is the loop's body. A body
+    may do anything: only spans of its own tell which part of it is computation or a checkpoint. The wait that
+    ends the loop belongs to no step.
     """
     recorder = _CHOSEN.get() or _from_environment()
     number, began_ns = 0, clock_ns()

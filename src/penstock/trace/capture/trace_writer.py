@@ -1,10 +1,10 @@
 """Writes the trace of one process: recorded events as lines of JSON, in gzip segments, and an event count.
 
-Lines are of the third generation of DFTracer's format: files and hosts are named once per process, in lines
-of their own, and by hash after that. A segment is a whole gzip member, or is not there: a write that fails is
-taken back. The event count is a memory-mapped file next to the trace, so the kernel keeps it however the
-process ends; it is removed when the trace is closed in good order. Invariants: whatever a path contains, a
-line is one line of valid JSON; trace and count together tell how many events are missing.
+The lines have the third generation of DFTracer's format: files and hosts are named once per process, in lines
+of their own, and afterwards by hash. A segment is either a complete gzip member or absent: a failed write is
+undone. The event count is a memory-mapped file next to the trace, so the kernel keeps it however the process
+ends. It is removed when the trace is closed properly. Invariants: whatever a path contains, each line is one
+line of valid JSON; trace and count together show how many events are missing.
 """
 
 import json
@@ -28,7 +28,7 @@ METADATA: Final = 4
 
 
 class Layer(IntEnum):
-    """The part of a process that an event belongs to, as the format numbers it."""
+    """The part of a process to which an event belongs, as the format numbers it."""
 
     TRACER = 1
     LIBC_IO = 3
@@ -37,7 +37,7 @@ class Layer(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventKind:
-    """The facts that all events of a kind share. Compared by identity, so a look-up costs nothing."""
+    """The facts that all events of a kind share. Kinds are compared by identity, so a look-up is cheap."""
 
     name: str
     cat: str
@@ -46,7 +46,7 @@ class EventKind:
 
 @cache
 def span_kind(name: str, cat: str) -> EventKind:
-    """The kind of a span of the program itself, the same object each time."""
+    """The kind of a span of the program itself. Equal arguments return the same object."""
     return EventKind(name, cat, Layer.PYTHON)
 
 
@@ -81,7 +81,7 @@ class LineFormatter:
         return b"".join(lines)
 
     def events(self, thread: int, recorded: Iterable[RecordedEvent]) -> bytes:
-        """The lines of what one thread recorded."""
+        """The lines of the events that one thread recorded."""
         lines: list[str] = []
         files, heads, epoch_ns = self._files, self._heads, self.epoch_ns
         number, tail = self.num_events, f'"ph":{COMPLETE},"args":{{"hhash":"{self._hash_of_host()}"'
@@ -105,7 +105,7 @@ class LineFormatter:
         return "".join(lines).encode()
 
     def ending(self, at_ns: int) -> bytes:
-        """The last line: the number of events before it, by which readers notice that some are missing."""
+        """The last line: the number of events before it, which shows readers if some are missing."""
         at_us = (at_ns + self.epoch_ns) // 1000
         return (
             f'{{"id":{self.num_events + 1},"name":"end","cat":"dftracer","type":{Layer.TRACER:d},'
@@ -117,14 +117,17 @@ class LineFormatter:
         return xxhash.xxh3_64_hexdigest(self.host.encode())
 
     def _head(self, kind: EventKind) -> str:
-        """The beginning of all lines of a kind; formatted once."""
+        """The beginning of all lines of a kind. Formatted only once."""
         name, cat = json.dumps(kind.name), json.dumps(kind.cat)
         head = f'"name":{name},"cat":{cat},"type":{kind.layer:d},"pid":{self.pid}'
         self._heads[kind] = head
         return head
 
     def _name_file(self, path: str, lines: list[str]) -> str:
-        """The argument that names a file by its hash, after a line that explains the hash; formatted once."""
+        """The argument that names a file by its hash.
+
+        On first use, a line that explains the hash is added to `lines`.
+        """
         value = xxhash.xxh3_64_hexdigest(path.encode(errors="surrogateescape"))
         lines.append(self._metadata("FH", {"name": path, "value": value}).decode())
         self._files[path] = f',"fhash":"{value}"'
@@ -144,13 +147,13 @@ class LineFormatter:
 
 
 COUNTED_THREADS: Final = 4096
-"""Threads of one process with a count of their own; further ones share the last one."""
+"""The number of threads of one process with a count of their own; further threads share the last count."""
 
 _FAST = 1
 
 
 class TraceFileWriter:
-    """The trace file of one process, open for appending; `counts` are those of its threads' events."""
+    """The trace file of one process, open for appending; `counts` has the number of events of each thread."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.path, self._descriptor = _create(folder, stem)
@@ -164,7 +167,10 @@ class TraceFileWriter:
             raise _explain_failure(error, self.path) from error
 
     def append(self, lines: bytes) -> None:
-        """Append one segment; StorageError if it cannot be written whole, and then nothing of it remains."""
+        """Append one segment.
+
+        If the segment cannot be written completely, nothing of it remains, and `StorageError` is raised.
+        """
         segment = memoryview(igzip.compress(lines, _FAST))
         written = 0
         try:
@@ -177,7 +183,7 @@ class TraceFileWriter:
         self._size_bytes += written
 
     def close(self, *, complete: bool) -> None:
-        """Close the file; the count is removed if everything it counts is in the trace."""
+        """Close the file, and remove the count if everything it counts is in the trace."""
         os.close(self._descriptor)
         if complete:
             self._count_path.unlink(missing_ok=True)
@@ -188,12 +194,12 @@ class TraceFileWriter:
 
 
 def _map_counts(path: Path) -> memoryview:
-    """The number of events that each thread has recorded, in a new memory-mapped file."""
+    """Map a new file for the number of events that each thread has recorded."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         # On a full disk, writing to a page without a block would end the process with SIGBUS.
         os.posix_fallocate(descriptor, 0, COUNTED_THREADS * 8)
-        # Never closed: a thread may record until the process ends.
+        # Never closed, because a thread may record until the process ends.
         return memoryview(mmap.mmap(descriptor, COUNTED_THREADS * 8)).cast("q")
     except OSError:
         path.unlink()
@@ -203,7 +209,7 @@ def _map_counts(path: Path) -> memoryview:
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:
-    """A new file: a process with the pid of an earlier one must not write into its trace."""
+    """Create a new file, even for a process with an earlier one's pid, whose trace must not be changed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
     try:
         folder.mkdir(parents=True, exist_ok=True)

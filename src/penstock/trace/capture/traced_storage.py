@@ -1,8 +1,8 @@
-"""A storage that traces its requests: exact bytes and offsets, also past the page cache.
+"""A storage that traces its requests with exact bytes and offsets, even if they bypass the page cache.
 
 It wraps a storage, so nothing is intercepted. A write is traced from its submission until the storage
-releases the buffer, so writes in flight overlap in the trace as they do in reality. Invariant: the storage
-inside gets exactly the calls that it would get without a trace.
+releases the buffer, so writes in flight overlap in the trace as they do in reality. Invariant: the wrapped
+storage gets exactly the calls that it would get without a trace.
 """
 
 import threading
@@ -29,12 +29,12 @@ _CALLS: Final = {
     "create": "creat64", "open": "open64", "write": "pwrite64", "read": "pread64", "finish": "fsync",
     "close": "close", "list": "opendir", "stat": "stat", "delete": "unlink", "sync": "syncfs",
 }  # fmt: skip
-"""What a storage does, by the names of calls on files, which requests for objects have, too."""
+"""The operations of a storage, by the names of system calls on files, which requests for objects also use."""
 Kinds = Mapping[str, EventKind]
 
 
 def storage_kinds(cat: str) -> Kinds:
-    """The kinds of event of one storage."""
+    """The kinds of events of one storage."""
     return {act: EventKind(name, cat, Layer.LIBC_IO) for act, name in _CALLS.items()}
 
 
@@ -45,7 +45,7 @@ def trace_storage(storage: protocol.Storage, environment: Environment) -> protoc
 
 
 class TracedStorage(protocol.WrappedStorage):
-    """Traces every method of the storage inside."""
+    """Traces every method of the wrapped storage."""
 
     def __init__(self, inside: protocol.Storage, recorder: TraceRecorder) -> None:
         super().__init__(inside, trace=str(recorder.folder))
@@ -55,33 +55,33 @@ class TracedStorage(protocol.WrappedStorage):
         self._root = (inside.uri if root is None else str(root)).partition("?")[0].rstrip("/")
 
     def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
-        """Begin an object inside."""
+        """Begin an object in the wrapped storage."""
         path = self._path(key)
         sink = self._recorder.trace(self._kinds["create"], path, lambda: self.inside.create(key, size_bytes))
         return TracedSink(sink, self._recorder, self._kinds, path)
 
     def open(self, key: str) -> protocol.Source:
-        """Open the object inside."""
+        """Open the object in the wrapped storage."""
         path = self._path(key)
         source = self._recorder.trace(self._kinds["open"], path, lambda: self.inside.open(key))
         return TracedSource(source, self._recorder, self._kinds, path)
 
     def past_cache(self, reads: str | None = None) -> protocol.Storage:
-        """The same tree past the page cache, traced alike: tracing must not change the path of I/O."""
+        """The same tree bypassing the page cache, also traced: tracing must not change the path of I/O."""
         return TracedStorage(prefer_direct_access(self.inside, reads=reads), self._recorder)
 
     def deferring(self, what: Deferred) -> protocol.Storage:
-        """The same tree, synced by the caller, traced alike."""
+        """The same tree with syncing left to the caller, also traced."""
         return TracedStorage(defer_sync(self.inside, what), self._recorder)
 
     def record_span(
         self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
     ) -> None:
-        """Record what the caller did between two moments, as well as the requests that it made meanwhile."""
+        """Record what the caller did between two moments, besides the requests that it made meanwhile."""
         self._recorder.record_span(name, cat, began_ns, ended_ns, args)
 
     def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:
-        """The objects inside; traced when the last one has been listed."""
+        """The objects of the wrapped storage; traced when the last one has been listed."""
         began_ns, num_entries = clock_ns(), 0
         for info in self.inside.list(prefix):
             num_entries += 1
@@ -91,17 +91,17 @@ class TracedStorage(protocol.WrappedStorage):
         )
 
     def stat(self, key: str) -> protocol.ObjectInfo:
-        """The facts inside."""
+        """The facts about an object of the wrapped storage."""
         return self._recorder.trace(
             self._kinds["stat"], self._path(key), lambda: self.inside.stat(key), ret=0
         )
 
     def delete(self, key: str) -> None:
-        """Delete inside."""
+        """Delete an object of the wrapped storage."""
         self._recorder.trace(self._kinds["delete"], self._path(key), lambda: self.inside.delete(key), ret=0)
 
     def sync(self, prefix: str = "") -> None:
-        """Make durable inside."""
+        """Make the objects of the wrapped storage durable."""
         self._recorder.trace(self._kinds["sync"], self._path(prefix), lambda: self.inside.sync(prefix), ret=0)
 
     def _path(self, key: str) -> str:
@@ -109,7 +109,7 @@ class TracedStorage(protocol.WrappedStorage):
 
 
 class TracedSink(protocol.WrappedSink):
-    """Traces each buffer until it is released, and the time to finish."""
+    """Traces each buffer from submission to release, and the time that finishing takes."""
 
     def __init__(self, inside: protocol.Sink, recorder: TraceRecorder, kinds: Kinds, path: str) -> None:
         super().__init__(inside)
@@ -118,7 +118,7 @@ class TracedSink(protocol.WrappedSink):
         self._failed = threading.Event()
 
     def submit(self, buffer: memoryview, release: protocol.Release | None = None) -> None:
-        """Submit inside; the event ends when the buffer is released."""
+        """Submit a buffer to the wrapped sink; the event ends when the buffer is released."""
         began_ns, offset, num_bytes = clock_ns(), self._offset, buffer.nbytes
         self._offset += num_bytes
 
@@ -133,11 +133,11 @@ class TracedSink(protocol.WrappedSink):
         self.inside.submit(buffer, released)
 
     def finish(self) -> protocol.ObjectInfo:
-        """Finish inside."""
+        """Finish the wrapped sink."""
         return self._recorder.trace(self._kinds["finish"], self._path, self.inside.finish, ret=0)
 
     def abort(self) -> None:
-        """Abort inside; buffers released from now on were not written."""
+        """Abort the wrapped sink; buffers released from now on were not written."""
         self._failed.set()
         self.inside.abort()
 
@@ -150,12 +150,12 @@ class TracedSource(protocol.WrappedSource):
         self._recorder, self._kinds, self._path = recorder, kinds, path
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Read inside."""
+        """Read a range from the wrapped source."""
         began_ns = clock_ns()
         self.inside.read_into(offset, buffer)
         num_bytes = buffer.nbytes
         self._recorder.record(self._kinds["read"], began_ns, self._path, offset, num_bytes, num_bytes)
 
     def close(self) -> None:
-        """Close inside."""
+        """Close the wrapped source."""
         self._recorder.trace(self._kinds["close"], self._path, self.inside.close, ret=0)

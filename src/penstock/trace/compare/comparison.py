@@ -1,8 +1,8 @@
 """Compares the runs of a study: how they differ, then tables, then findings.
 
-T0 to T5 and T10 to T14 are tables of whole runs, T6 to T9 of single files through all runs. "max" tables take
-the process with the largest sum, as studies of file-per-process checkpoints do; what such sums hide (threads
-side by side) is in the measures table.
+T0 to T5 and T10 to T14 are tables of whole runs; T6 to T9 follow single files through all runs. "max" tables
+take the process with the largest sum, as studies of file-per-process checkpoints do. The measures table shows
+what such sums hide: threads that run side by side.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from penstock.trace.questions.breakdowns import measure_groups, ranks, timeline
 
 GIB = 1 << 30
 APP_TIER: Final = "(application event)"
-"""Stands for the application's own event among the tiers of the measures."""
+"""The name that stands for the application's own event among the tiers of the measures."""
 _TOP_FILES = 5
 
 
 def load_report(study: Study) -> Answer:
-    """T0: the lines and events of each run's files, and losses."""
+    """T0: the lines and events of each run's files, and what was lost."""
     rows: list[Sequence[Value]] = []
     for run in study.runs:
         accounts = study.accounts.get(run, ())
@@ -53,7 +53,7 @@ def load_report(study: Study) -> Answer:
 
 
 def times(study: Study) -> Answer:
-    """T1: the application's event and each tier, of the process with the largest sum."""
+    """T1: the application's event and each tier, for the process with the largest sum."""
     rows = [["application event", *_by_run(study, longest_process_sql(("run",), where=study.is_app))]]
     for tier in study.tiers:
         where = f"{IS_IO} AND tier = {sql_literal(tier)}"
@@ -67,9 +67,9 @@ def times(study: Study) -> Answer:
 
 
 def time_changes(study: Study, table: Answer) -> Answer:
-    """Changes of the unions of T1's measures from the baseline, as shares of it.
+    """Changes from the baseline in the unions of T1's measures, as shares of the baseline.
 
-    A change of sums would compare a flush by a hundred threads with a write by one.
+    Comparing sums would compare a flush by a hundred threads with a write by one.
     """
     busy: dict[Any, Any] = {(row["run"], row["tier"]): row["max_union_us"] for row in table.records()}
     names = {APP_TIER: "application event", **{tier: f"{tier} I/O" for tier in study.tiers}}
@@ -85,7 +85,7 @@ def time_changes(study: Study, table: Answer) -> Answer:
 
 
 def measures(study: Study) -> Answer:
-    """T1 by every measure of time, and what the tiers really gave."""
+    """T1 by every measure of time, and the rate that each tier really delivered."""
     columns = make_columns(
         "run", "tier", "max_sum_us", "max_union_us", "max_thread_us", "concurrency", "run_union_us",
         "total_bytes", "busy_rate",
@@ -104,7 +104,7 @@ def measures(study: Study) -> Answer:
 
 
 def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[Value]]:
-    """Rows of `by` and all measures; sums of all ranks are no process unless there is nothing else."""
+    """Rows of `by` and all measures. Sums over all ranks are left out unless there is no process."""
     events, width = study.events, len(by)
     processes: dict[tuple[Value, ...], list[Sequence[Any]]] = {}
     for row in measure_groups(events, (*by, "host", "pid"), where=where):
@@ -121,7 +121,7 @@ def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[
     for *key, _, _, union_us, _, moved in measure_groups(
         events, by, where=where, extra=["sum(size_bytes)::BIGINT"]
     ):
-        # Each is pid, calls, sum, union, concurrency.
+        # Each entry is pid, calls, sum, union, concurrency.
         found = processes[tuple(key)]
         found = [one for one in found if one[0] != ALL_RANKS] or found
         longest = max(found, key=lambda one: int(one[2]))
@@ -132,9 +132,9 @@ def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[
 
 
 def query_tables(study: Study) -> list[Answer]:
-    """The tables of one query each: T2 to T5 and T10 to T14.
+    """The tables that take one query each: T2 to T5 and T10 to T14.
 
-    Volumes are whole and normalised, because runs may differ in ranks and files.
+    Volumes are given both in total and normalised, because runs may differ in ranks and files.
     """
 
     def ask(name: str, title: str, columns: Sequence[str | Column], sql: str) -> Answer:
@@ -253,7 +253,7 @@ def query_tables(study: Study) -> list[Answer]:
 
 
 _ORDER: Final = {"t5": "2, 4 DESC, 3", "t14": "2, 4 DESC, 3"}
-"""The places of the columns by which a table is sorted within a run, where it is not the second."""
+"""The positions of the columns by which a table is sorted within a run, if it is not the second column."""
 
 
 def _by_run(study: Study, sql: str) -> list[Value]:
@@ -264,8 +264,9 @@ def _by_run(study: Study, sql: str) -> list[Value]:
 def file_tables(study: Study) -> tuple[Answer, Answer, Answer, Answer]:
     """T6 calls, T7 times, T8 sizes, T9 the events of the first file in order.
 
-    The files are those of the description, by base name or patterns of it, because runs keep the same files
-    in different places; without any, the one whose calls differ most between runs.
+    The files are those in the description, by base name or pattern of base names, because runs keep the same
+    files in different places. If the description names none, it is the file whose calls differ most between
+    runs.
     """
     names: Sequence[str] = study.spec.files or [
         name
@@ -311,9 +312,10 @@ def _list_events(study: Study, name: str) -> Answer:
 
 
 def find_mismatches(study: Study) -> Answer:
-    """Differences of each run from the baseline in ranks, hosts, steps and files, and its losses.
+    """Differences of each run from the baseline in ranks, hosts, steps and files, and the run's losses.
 
-    Comes before all tables: a run with half of the traces looks like a run with half of the writes.
+    This comes before all tables, because a run with half of its traces looks like a run with half of the
+    writes.
     """
     rows: list[Sequence[Value]] = []
     for what, column, where in _COMPARED_SETS:
@@ -324,11 +326,11 @@ def find_mismatches(study: Study) -> Answer:
         for run in study.runs:
             values = sets.get(run, set())
             if column in _TRACED and bool(values) != bool(base):
-                # An empty set says nothing of the run: its tracer does not record them.
+                # An empty set tells nothing about the run: its tracer does not record them.
                 why = f"unknown: no event of {run if base else study.baseline} has one"
                 rows.append((what, run, len(values) or None, len(base) or None, why, ""))
                 continue
-            # Jobs land on other machines each time: only their number matters.
+            # Jobs run on other machines each time, so only the number of hosts matters.
             if values != base and (what != "hosts" or len(values) != len(base)):
                 lacks, has_more = format_ranges(base - values), format_ranges(values - base)
                 rows.append((what, run, len(values), len(base), lacks, has_more))
@@ -375,7 +377,7 @@ class ComparisonResult:
     charts: Sequence[Answer]
 
     def table(self, name: str) -> Answer:
-        """The table called `name`: `t1`, `t5_spread`."""
+        """The table called `name`, such as `t1` or `t5_spread`."""
         return next(table for table in (*self.tables, *self.charts) if table.name == name)
 
 
@@ -394,7 +396,7 @@ def compare_runs(study: Study, *, progress: Progress | None = None) -> Compariso
     ]
     asked = query_tables(study)
     progress.advance(1)
-    # Tables of whole files stand before those of single calls, T10 to T14.
+    # Tables of whole files come before T10 to T14, the tables of single calls.
     before = [table for table in asked if not table.name.startswith("t1")]
     behind = [table for table in asked if table not in before]
     tables = [*first, *before, *file_tables(study), *behind]

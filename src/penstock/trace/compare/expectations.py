@@ -1,8 +1,8 @@
-"""Checks of a study, for CI: a slower checkpoint fails the build.
+"""Checks of a study, for CI, in which a slower checkpoint fails the build.
 
-A check compares numbers, as `new.ssd.union_us <= 1.1 * base.ssd.union_us` or `findings.F1 == 0`, or is a
-query whose first value must be true. Invariant: expressions are walked as syntax trees, never evaluated as
-Python.
+A check compares numbers, as in `new.ssd.union_us <= 1.1 * base.ssd.union_us` or `findings.F1 == 0`, or is a
+query whose first value must be true. Invariant: expressions are walked as syntax trees, and are never
+evaluated as Python.
 """
 
 import ast
@@ -26,7 +26,7 @@ APP: Final = "app"
 
 
 class Expectations(ComparisonSpec):
-    """A comparison's description that has checks."""
+    """A comparison's description, with checks."""
 
     checks: Annotated[tuple[str | QueryCheck, ...], Field(min_length=1)]
 
@@ -36,14 +36,14 @@ CheckResult = dict[str, Any]
 
 
 def check_all(study: Study, expectations: Expectations) -> list[CheckResult]:
-    """Evaluate every check, in order. Raises UsageError for one with an unknown name."""
+    """Evaluate every check, in order. Raises `UsageError` for a check with an unknown name."""
     figures = _collect_figures(study)
     results = []
     for check in expectations.checks:
         if isinstance(check, str):
             results.append(_evaluate(check, figures))
             continue
-        # `events` has the columns of `trace sql` and the derived ones.
+        # `events` has the columns of `trace sql`, and the derived columns.
         require_one_query(study.events.connection, check.sql)
         query = check.sql.rstrip().rstrip(";")
         sql = f"WITH events AS (SELECT * FROM {study.events.relation}) SELECT * FROM ({query}\n)"
@@ -70,7 +70,7 @@ def _collect_figures(study: Study) -> dict[str, Any]:
 
 
 def _evaluate(text: str, figures: Mapping[str, Any]) -> CheckResult:
-    """Evaluate one comparison, which is walked as a syntax tree."""
+    """Evaluate one comparison by walking its syntax tree."""
     used: dict[str, Any] = {}
 
     def number(node: ast.expr) -> float:
@@ -116,7 +116,7 @@ def _refuse(check: str, why: str) -> UsageError:
 
 
 def _steps(node: ast.expr) -> list[str]:
-    """`base.ssd.max_sum_us`, `base["my tier"].max_sum_us` as names."""
+    """The names in an expression such as `base.ssd.max_sum_us` or `base["my tier"].max_sum_us`."""
     match node:
         case ast.Name(id=name):
             return [name]

@@ -1,8 +1,8 @@
-"""All findings of a comparison, and those about ranks, threads, tiers and loops.
+"""All findings of a comparison, and the rules about ranks, threads, tiers and loops.
 
 These need more than one query each: missing ranks (F1), sums over threads (F3), slower tiers (F5), ranks that
-are busy longer than others (F8, F13) and loops that changed (F10). `query_findings` has the others. To add a
-finding, write a function here or there, and add it to `FINDING_RULES`.
+are busy longer than others (F8, F13) and loops that changed (F10). `query_findings` has the other rules. To
+add a finding, write a function here or there, and add it to `FINDING_RULES`.
 """
 
 from collections import Counter
@@ -51,8 +51,9 @@ _LOOP_PARTS: Final = {
     "compute": "computing",
     "step": "the rest of each step",
 }
-"""The parts of a loop by their spans. Where these overlap, time belongs to the first: a checkpoint in the
-body of a step, or in a function that computes, is no computation."""
+"""The parts of a loop by their spans. Time in which several parts overlap belongs to the first of them: a
+checkpoint in the body of a step, or in a function that computes, is not computation.
+"""
 _READING: Final = "reading, at the same time"
 _READ_BYTES: Final = "bytes read"
 _WAIT_IN_IO: Final = "waiting with I/O under way"
@@ -65,11 +66,11 @@ _FIXES: Final = {
     "barrier": "Look at the rank that arrives last: its I/O, its share of the data, its host.",
     "stall": "Write checkpoints in the background, or to a nearer tier first.",
 }
-"""What to do about the parts of a loop that do no work."""
+"""Fixes for the parts of a loop that do no work."""
 
 
 def missing_ranks(study: Study) -> list[TraceFinding]:
-    """F1: traces of some ranks are missing, which makes totals too small."""
+    """F1: traces of some ranks are missing, so totals are too small."""
     ranks_of: dict[str, set[int]] = {run: set() for run in study.runs}
     for run, rank in study.events.ask("SELECT DISTINCT run, rank FROM {events} WHERE rank IS NOT NULL"):
         ranks_of[run].add(rank)
@@ -113,7 +114,7 @@ def missing_ranks(study: Study) -> list[TraceFinding]:
 
 
 def summed_threads(study: Study) -> list[TraceFinding]:
-    """F3: sums over threads that run side by side look like time, but are not."""
+    """F3: sums over threads that run side by side are not elapsed time, although they look like it."""
     busiest: dict[tuple[str, str], tuple[Any, ...]] = {}
     rows = measure_groups(
         study.work,
@@ -156,7 +157,7 @@ def summed_threads(study: Study) -> list[TraceFinding]:
 
 
 def slower_tier(study: Study) -> list[TraceFinding]:
-    """F5: a run that writes the same bytes to another tier than the baseline takes longer."""
+    """F5: a run that writes the same bytes to a tier other than the baseline's takes longer."""
     app_us: Counter[str] = Counter(dict(study.events.ask(longest_process_sql(("run",), where=study.is_app))))
     written = measure_groups(
         study.events, ("run", "tier"), where=f"{IS_IO} AND {IS_WRITE}", extra=["sum(size_bytes)::BIGINT"]
@@ -197,9 +198,9 @@ def slower_tier(study: Study) -> list[TraceFinding]:
 
 
 def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
-    """F8: ranks that take longer than their work explains. F13: those that take longer because they do more.
+    """F8: ranks that take longer than their work explains. F13: ranks that take longer because they do more.
 
-    A checkpoint waits for the slowest, whatever its reason.
+    A checkpoint waits for the slowest rank, whatever makes it slow.
     """
     code, title = ("F8", "stragglers") if are_stragglers else ("F13", "more work on some ranks")
     findings: list[TraceFinding] = []
@@ -218,7 +219,7 @@ def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
         usual_us, usual_bytes = (median(row[name] for row in of_run) for name in ("union_us", "moved_bytes"))
         worst = max(late, key=lambda row: row["to_median"])
         numbers = [row["rank"] for row in late if row["rank"] is not None]
-        # Numbers of processes have no neighbours.
+        # Numbers of processes are in no meaningful order.
         pids = [str(row["pid"]) for row in late]
         names = f"rank {format_ranges(numbers)}" if numbers else f"process {format_ranges(pids)}"
         name = f"process {worst['pid']}" if worst["rank"] is None else f"rank {worst['rank']}"
@@ -255,9 +256,9 @@ def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
 def changed_loop(study: Study) -> list[TraceFinding]:
     """F10: a rank spends longer, or shorter, in some part of its loop than in the baseline.
 
-    A step is waiting for data, computing, and waiting for other ranks; between steps stand checkpoints. These
-    parts follow one another on each rank, so their seconds add up. Reading runs at the same time: it costs
-    only the waiting that it causes, and is reported as the reason of that.
+    A step consists of waiting for data, computing, and waiting for other ranks; checkpoints come between
+    steps. These parts follow one another on each rank, so their seconds add up. Reading runs at the same
+    time. It costs only the waiting that it causes, and is reported as the reason for that waiting.
     """
     loops = measure_loops(study)
     findings = []
@@ -268,15 +269,16 @@ def changed_loop(study: Study) -> list[TraceFinding]:
 
 
 _LOOPS: Final = "penstock_loops"
-"""Table of the spans of each rank's loop: run, rank_name, ts_us, dur_us, end_us and `part`."""
+"""The table of the spans of each rank's loop: run, rank_name, ts_us, dur_us, end_us and `part`."""
 
 
 def measure_loops(study: Study) -> dict[str, tuple[float, dict[str, float]]]:
-    """The steps of an average rank, its time in each part of the loop, and what it read, by run.
+    """By run: the steps of an average rank, its time in each part of the loop, and what it read.
 
     Runs that recorded neither waiting nor computing nor steps have no loop. Processes that record no step of
-    a loop that others record are workers, whose computing is none of it. A checkpoint is part of a loop if
-    its thread is the loop's, in runs that record no stalls; one of another thread or process is hidden.
+    a loop that others record are workers, whose computing is not part of the loop. In runs that record no
+    stalls, a checkpoint is part of the loop if its thread is the loop's; a checkpoint in another thread or
+    process is hidden.
     """
     is_saving = "(phase = 'app_io' AND contains(cat, 'checkpoint'))"
     events = EventsView(study.events.connection, _LOOPS)
@@ -302,7 +304,7 @@ def measure_loops(study: Study) -> dict[str, tuple[float, dict[str, float]]]:
         for run, part, num_spans in events.ask("SELECT run, part, count(*) FROM {events} GROUP BY run, part")
     }
     num_ranks = dict(events.ask("SELECT run, count(DISTINCT rank_name) FROM {events} GROUP BY run"))
-    # What the parts up to each cover: its own time is what it adds.
+    # The time covered by each part and all earlier ones; a part's own time is what it adds.
     covers = [f"part IN {(*parts, '')}" for parts in accumulate((part,) for part in _LOOP_PARTS)]
     amounts: dict[str, Counter[str]] = {run: Counter() for run in num_ranks}
     for (run, _), covered in union_times(events, ("run", "rank_name"), *covers).items():
@@ -337,7 +339,7 @@ def _compare_loops(  # noqa: PLR0917 - two loops
     base_steps: float,
     base: Mapping[str, float],
 ) -> list[TraceFinding]:
-    """A finding if some part differs by a share of the baseline's loop that is worth saying."""
+    """A finding if some part differs by a share of the baseline's loop that is worth reporting."""
     share = num_steps / base_steps if num_steps and base_steps else 1.0
     base = {name: amount * share for name, amount in base.items()}
     parts = [name for name in _LOOP_PARTS.values() if name in here or name in base]
@@ -385,7 +387,7 @@ def _compare_loops(  # noqa: PLR0917 - two loops
 
 
 def _explain_waiting(study: Study, run: str, here: Mapping[str, float], base: Mapping[str, float]) -> str:
-    """Why a loop waits longer: slower reads, more to read, work between reads, less to hide reading."""
+    """Say why a loop waits longer: slower reads, more to read, work between reads, less to hide reading."""
     slower = query_findings.compare_reads(study, run)
     waits = [loop.get(_LOOP_PARTS["wait"], 0.0) - loop.get(_WAIT_IN_IO, 0.0) for loop in (here, base)]
     more_us = here.get(_LOOP_PARTS["wait"], 0.0) - base.get(_LOOP_PARTS["wait"], 0.0)
@@ -410,7 +412,7 @@ def _seconds(elapsed_us: float) -> str:
 
 
 def changed_readers(study: Study) -> list[TraceFinding]:
-    """F15: another number of threads or processes reads for a rank than in the baseline."""
+    """F15: the number of threads or processes that read for a rank differs from the baseline's."""
     is_read = f"{IS_IO} AND {IS_READ} AND {IS_CALL}"
     readers = {
         run: (num_threads, num_processes)
@@ -438,7 +440,7 @@ def changed_readers(study: Study) -> list[TraceFinding]:
         here, there = readers[run][0], readers[base][0]
         if max(here, there) < _CHANGED * min(here, there):
             continue
-        # What the baseline's ranks would be busy for as many bytes.
+        # The time for which the baseline's ranks would be busy with as many bytes.
         usual_us = busy[base]["us"] * (
             busy[run]["bytes"] / busy[base]["bytes"] if busy[base]["bytes"] else 1.0
         )
@@ -488,7 +490,7 @@ def loop_waits(study: Study) -> list[TraceFinding]:
 
 
 def unhidden_io(study: Study) -> list[TraceFinding]:
-    """R6: I/O that no computation of its rank hides, where a program records no waiting."""
+    """R6: I/O that no computation of its rank hides, in a program that records no waiting."""
     is_compute = "phase = 'compute'"
     spent: dict[str, Counter[str]] = {}
     for (run, _), (io_us, compute_us, either_us) in union_times(
@@ -548,13 +550,14 @@ RUN_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "R5": loop_waits,
     "R6": unhidden_io,
 }
-"""What costs time in a single run."""
+"""The rules for what costs time in a single run."""
 
 
 def find_all(study: Study) -> list[TraceFinding]:
     """The findings of every rule, in the order of the report.
 
-    Of several runs, habits count by what exceeds the baseline's: a baseline is no worse than itself.
+    In a comparison of several runs, habits count by how much they exceed the baseline's, so the baseline has
+    none.
     """
     rules: Iterable[Callable[[Study], list[TraceFinding]]] = FINDING_RULES.values()
     if len(study.runs) > 1:
@@ -564,14 +567,14 @@ def find_all(study: Study) -> list[TraceFinding]:
 
 
 def find_in_runs(study: Study) -> list[TraceFinding]:
-    """The findings of a report, where each run's habits count in full, and what its loop waits for."""
+    """The findings of a report, in which each run's habits, and what its loop waits for, count in full."""
     rules = [*FINDING_RULES.values(), *RUN_RULES.values()]
     found = [finding for rule in rules for finding in rule(study)]
     return rank_findings(_keep_relevant(study, _leave_out_explained(found)))
 
 
 def say_left_out(study: Study) -> list[str]:
-    """A line for each run on the calls that are no findings: those of its start and its runtime."""
+    """A line for each run on the calls that are left out of findings: those of its start and its runtime."""
     rows = study.events.ask(f"""
         SELECT run, count(*), sum(dur_us)::DOUBLE FROM {{events}} WHERE {IS_RUNTIME} GROUP BY run
         ORDER BY {study.in_order()}""")
@@ -583,7 +586,7 @@ def say_left_out(study: Study) -> list[str]:
 
 
 def _leave_out_explained(found: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Leave out stragglers whose time is that of slow files: the files are why."""
+    """Leave out stragglers whose time is that of slow files, because the files explain it."""
     of_files = [one for one in found if one.evidence.name.endswith("_files") and one.code == "F14"]
     return [
         one
