@@ -2,7 +2,7 @@
 
     relation of events + `Dimensions` -> `EventsView`, which questions ask
 
-Invariant: text of users enters SQL only through `sql_literal`.
+Invariant: text from users enters SQL only through `sql_literal`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PhaseOf = Callable[[str, str, Mapping[str, Any]], str | None]
-"""Gives the phase of an event from its name, cat and args; None leaves it to the rules."""
+"""Gives the phase of an event by its name, cat and args; None leaves the phase to the rules."""
 
 OTHER: Final = "other"
 """The tier of files below none of the prefixes, and the phase of events that match no rule."""
@@ -56,26 +56,26 @@ not, because they may contain anything; copies to and from a device are neither 
 
 
 NO_IO: Final = "phase IN ('compute', 'wait', 'barrier', 'stall', 'loop', 'process')"
-"""SQL condition of the default phases that are no I/O, whatever `other` may be."""
+"""An SQL condition for the default phases that are no I/O, whatever `other` may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
     """Tiers by path prefix (the longest counts), file classes by regular expression on the base name, phases.
 
-    A file that matches no class has its base name without digits and dashes as its class. Rules of phases are
+    The class of a file that matches none is its base name without digits and dashes. Rules of phases are
     tried in order.
     """
 
     tiers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     host: str = ""
-    """The host whose mount points the tiers are: they say nothing of files of others."""
+    """The host whose mount points the tiers are; they tell nothing about files on other hosts."""
     file_classes: Mapping[str, str] = field(default_factory=dict)
     phases: Sequence[PhaseRule] = DEFAULT_PHASES
     phase_of: PhaseOf | None = None
 
     def tier_sql(self) -> str:
-        """NULL for events without a path."""
+        """SQL for the tier, which is NULL for events without a path."""
         prefixes = sorted(
             ((prefix.rstrip("/"), name) for name, some in self.tiers.items() for prefix in some),
             key=lambda pair: -len(pair[0]),
@@ -86,13 +86,13 @@ class Dimensions:
             for prefix, name in prefixes
         )
         if self.host:
-            # Darshan's sums have no host, and are mostly read on another.
+            # Darshan's sums have no host, and are mostly read on another host.
             is_foreign = f"host <> {sql_literal(self.host)} OR (host IS NULL AND starts_with(args, '{SUM}'))"
             cases = f" WHEN {is_foreign} THEN {sql_literal(OTHER)}{cases}"
         return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE {sql_literal(OTHER)} END"
 
     def file_class_sql(self) -> str:
-        """NULL for events without a path."""
+        """SQL for the file class, which is NULL for events without a path."""
         base = "parse_filename(path, false, 'forward_slash')"
         cases = "".join(
             f" WHEN regexp_matches({base}, {sql_literal(pattern)}) THEN {sql_literal(name)}"
@@ -101,7 +101,7 @@ class Dimensions:
         return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE translate({base}, '0123456789-', '') END"
 
     def phase_sql(self) -> str:
-        """Never NULL."""
+        """SQL for the phase, which is never NULL."""
         cases = "".join(
             f" WHEN {' AND '.join(map(_condition_sql, conditions))} THEN {sql_literal(phase)}"
             for phase, conditions in self.phases
@@ -129,14 +129,14 @@ def parse_tier(text: str) -> tuple[str, str]:
 
 
 def parse_mounts(mounts: str) -> dict[str, list[str]]:
-    """Each mount point of /proc/mounts as a tier, without the kernel's virtual file systems."""
+    """Make each mount point of /proc/mounts a tier, without the kernel's virtual file systems."""
     virtual = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue", "debugfs", "tracefs", "securityfs"}
     points = (line.split()[1:3] for line in mounts.splitlines() if line.count(" ") >= 2)
     return {point: [point] for point, kind in points if kind not in virtual}
 
 
 def check_pattern(pattern: str) -> str:
-    """A user's regular expression; UsageError if it is invalid."""
+    """Return a user's regular expression. Raises `UsageError` if it is invalid."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -145,13 +145,13 @@ def check_pattern(pattern: str) -> str:
 
 
 def sql_literal(text: str) -> str:
-    """A text as an SQL string literal."""
+    """Write a text as an SQL string literal."""
     escaped = text.replace("'", "''")
     return f"'{escaped}'"
 
 
 def case_sql(column: str, values: Mapping[str, int]) -> str:
-    """SQL of the number that stands for a column's text; NULL for other texts."""
+    """SQL for the number that stands for a column's text; NULL for other texts."""
     cases = "".join(f" WHEN {sql_literal(text)} THEN {number}" for text, number in values.items())
     return f"CASE {column}{cases} END" if cases else "NULL"
 
@@ -181,11 +181,11 @@ IS_IO: Final = "phase = 'io'"
 IS_WRITE: Final = "op IN ('write', 'pwrite', 'writev', 'pwritev', 'fwrite')"
 IS_READ: Final = "op IN ('read', 'pread', 'readv', 'preadv', 'fread')"
 IS_CALL: Final = "NOT contains(args, '\"is_sum\"')"
-"""SQL condition of a single call; Darshan's counters are sums of many."""
+"""An SQL condition for single calls; Darshan's counters are sums of many calls."""
 
 
 def argument_sql(name: str) -> str:
-    """SQL expression: a whole number among an event's arguments, else NULL."""
+    """An SQL expression for a whole number among an event's arguments, otherwise NULL."""
     return f"TRY_CAST(json_extract_string(args, '$.{name}') AS BIGINT)"
 
 
@@ -193,17 +193,19 @@ NUM_CALLS: Final = (
     f"CASE WHEN {IS_CALL} THEN 1 ELSE coalesce({argument_sql('calls')}, 0)"
     f" + coalesce({argument_sql('fsyncs')}, 0) END"
 )
-"""SQL expression: the calls that an event stands for."""
+"""An SQL expression for the number of calls that an event stands for."""
 
 LEADER: Final = f"""CASE WHEN rank IS NULL AND cat = 'POSIX' AND contains(args, '"parent"')
     THEN coalesce({argument_sql("parent")}, pid) ELSE pid END"""
-"""SQL expression: the process that an event is for: of a trainer's workers and forked writers, the trainer's.
+"""An SQL expression for the process that an event belongs to; for a trainer's workers and forked writers,
+this is the trainer.
 
-Where ranks are known, these have their trainer's; else strace shows whose descendants they are.
+If ranks are known, workers and writers have their trainer's rank; otherwise, strace shows whose descendants
+they are.
 """
 RANK_NAME: Final = f"""CASE WHEN rank IS NOT NULL THEN 'rank ' || rank
     ELSE 'process ' || ({LEADER}) || coalesce(' on ' || host, '') END"""
-"""SQL expression: the rank that an event belongs to, else the process that it is for."""
+"""An SQL expression for the rank of an event, or else the process to which the event belongs."""
 
 _MODULE_PARTS: Final = ("/site-packages", "/dist-packages", "/__pycache__", "/lib/python", ".so.", "memfd:")
 _MODULE_ENDS: Final = (".py", ".pyc", ".so", "pyvenv.cfg")
@@ -219,14 +221,15 @@ def _is_runtime_sql() -> str:
         *(f"contains(path, {sql_literal(part)})" for part in _MODULE_PARTS),
         *(f"ends_with(path, {sql_literal(end)})" for end in _MODULE_ENDS),
         *(f"starts_with(path, {sql_literal(start)})" for start in _SYSTEM),
-        # Descriptors that are no files: socket:[4711], pipe:[3], anon_inode:[eventpoll].
+        # Descriptors that are not files: socket:[4711], pipe:[3], anon_inode:[eventpoll].
         "(NOT starts_with(path, '/') AND contains(path, ':['))",
     ]
     return f"(phase = 'io' AND coalesce({' OR '.join(tests)}, false))"
 
 
 IS_RUNTIME: Final = _is_runtime_sql()
-"""SQL condition of I/O that starts a program or is among its processes: modules, sockets, shared memory."""
+"""An SQL condition for I/O that starts a program or connects its processes: modules, sockets, shared memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,16 +250,16 @@ class EventsView:
         return EventsView(self.connection, "penstock_work", self.is_stored)
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
-        """The rows of a query in which `{events}` stands for the relation."""
+        """Return the rows of a query in which `{events}` stands for the relation."""
         return self.connection.execute(sql.replace("{events}", self.relation)).fetchall()
 
     def ask_one(self, sql: str) -> tuple[Any, ...]:
-        """The only row of a query."""
+        """Return the only row of a query."""
         (row,) = self.ask(sql)
         return row
 
     def read(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a query in Arrow batches, for answers that do not fit in memory."""
+        """Yield the rows of a query in Arrow batches, for answers that do not fit in memory."""
         yield from self.connection.sql(sql.replace("{events}", self.relation)).to_arrow_reader(batch_rows)
 
 
@@ -269,11 +272,12 @@ def view_events(
 ) -> EventsView:
     """The events of `source` with tier, file class and phase as `dimensions` define them.
 
-    Stored events have these columns worked out once, in memory; otherwise each query works out what it needs.
+    For stored events, these columns are computed once, in memory; otherwise, each query computes what it
+    needs.
     """
     phase, join = dimensions.phase_sql(), ""
     if dimensions.phase_of is not None:
-        # The user's function is called once for each combination that occurs.
+        # The user's function is called once for each combination of values.
         connection.execute(
             "CREATE OR REPLACE TEMP TABLE penstock_phases"
             " (name VARCHAR, cat VARCHAR, args VARCHAR, own_phase VARCHAR)"
@@ -295,9 +299,9 @@ def view_events(
 
 
 def check_keys(by: Sequence[str]) -> Sequence[str]:
-    """Columns to group by; UsageError for one that does not exist.
+    """Return columns to group by. Raises `UsageError` for one that does not exist.
 
-    The same pid on two hosts is two processes, so `pid` brings `host` with it.
+    Equal pids on two hosts are two processes, so `pid` brings `host` with it.
     """
     for key in by:
         if key not in GROUPINGS:

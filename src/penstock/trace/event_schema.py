@@ -2,9 +2,9 @@
 
     trace files -> reading -> events (this schema) -> table -> questions -> comparison, findings
 
-Readers make rows of this schema, and `batch_rows` makes Arrow batches of them; questions ask the table, and
-know no reader. Invariants: times are whole microseconds with `end_us = ts_us + dur_us`, and every line of a
-file is counted exactly once.
+Readers make rows of this schema, and `batch_rows` turns them into Arrow batches. Questions query the table
+and depend on no reader. Invariants: times are whole microseconds with `end_us = ts_us + dur_us`, and every
+line of a file is counted exactly once.
 """
 
 from __future__ import annotations
@@ -44,48 +44,52 @@ SCHEMA: Final = pa.schema([
     pa.field("file", pa.string(), **_EXACT),  # the trace file that it was read from
 ])  # fmt: skip
 TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "args", "run", "file")
-"""Columns whose texts repeat within a file, so batches have them as dictionaries."""
+"""Columns whose texts repeat within a file, so batches store them as dictionaries."""
 BATCH_SCHEMA: Final = pa.schema(
     field.with_type(pa.dictionary(pa.int32(), pa.string())) if field.name in TEXT_COLUMNS else field
     for field in SCHEMA
 )
 _BATCH_ROWS: Final = 1 << 15
-"""Rows that readers of text dialects gather into one batch."""
+"""The rows that readers of text dialects gather into one batch."""
 
 ALL_RANKS: Final = -1
-"""The process of what a tracer has as sums of all ranks only: Darshan, of files that they share."""
+"""Stands for the process if a tracer has only sums over all ranks, as Darshan has for shared files."""
 SUM: Final = '{"is_sum":'
-"""How the arguments begin of an event that stands for many calls: Darshan's, of what it did not trace."""
+"""The beginning of the arguments of an event that stands for many calls, such as those that Darshan did not
+trace.
+"""
 RECORDING: Final = "recording"
 """The category of the event in which `trace record` notes the bytes that the system counted."""
 _SAMPLES_KEPT: Final = 5
-"""Damaged lines that a file's account shows; all are counted."""
+"""The number of damaged lines that a file's account shows; all are counted."""
 
 BYTE_LAYERS: Final = ("POSIX", "OBJECT")
-"""Categories whose reads and writes return bytes: system calls on files, requests to object stores."""
+"""Categories whose reads and writes return bytes: system calls on files, and requests to object stores."""
 BYTE_MOVERS: Final = frozenset((
     "read", "pread", "readv", "preadv", "write", "pwrite", "writev", "pwritev",
     "sendfile", "copy_file_range", "splice", "recv", "send",
 ))  # fmt: skip
-"""Operations of these layers that return the number of bytes moved."""
+"""Operations of these layers that return the number of bytes transferred."""
 ITEM_MOVERS: Final = frozenset(("fread", "fwrite"))
 """Operations of STDIO that return a number of items; the size of an item is an argument."""
 SIZE_LIMIT: Final = 1 << 50
-"""No call moves a pebibyte: such a number is damage, and sums of sizes stay within 64 bits without it."""
+"""No call transfers a pebibyte: such a number is damage, and without it, sums of sizes fit in 64 bits."""
 
 RANK_PATTERN: Final = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
-"""Finds the rank in a file's name: `trace-3-of-16.pfw`, `run_rank3.pfw`; not digits of a longer word."""
+"""Finds the rank in a file's name, as in `trace-3-of-16.pfw` and `run_rank3.pfw`, but not the digits of a
+longer word.
+"""
 
 
 def fix_sql(error: Exception, sql: str, usual: str) -> str:
-    """The fix of an error in a user's SQL: `offset` is a column, and also a word of SQL."""
+    """The fix for an error in a user's SQL: `offset` is a column, and also a word of SQL."""
     is_bare = re.search(r'(?<!["\w])offset(?!["\w])', sql, re.IGNORECASE)
     return 'Quote the column: "offset".' if is_bare and "syntax error" in str(error) else usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """A file to read: its path, its name in tables, its run, and the pattern of the rank in its file name."""
+    """A file to read: its path, its name in tables, its run, and the pattern for the rank in its name."""
 
     path: Path
     name: str = ""
@@ -94,7 +98,7 @@ class TraceFile:
 
     @property
     def rank(self) -> int | None:
-        """The rank in the file's name, if it has one."""
+        """The rank in the file's name; None if there is none."""
         match = re.search(self.rank_pattern, self.path.name, re.IGNORECASE)
         return int(match[1]) if match else None
 
@@ -117,14 +121,16 @@ class ParsedLine:
     row: Mapping[str, Any] | None = None
     document: Mapping[str, Any] | None = None
     written: Mapping[str, Any] | None = None
-    """The row of the write, if the line is a copy from one file to another; `row` is that of the read."""
+    """The row of the write, if the line is a copy from one file to another; `row` is then the row of the
+    read.
+    """
     reason: str = ""
     begun: tuple[int, str] | None = None
-    """The number and the text of the line, if it is not the one that was parsed last."""
+    """The number and text of the line on which the call began, if that is not the line parsed last."""
 
 
 def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
-    """Raise TraceDamaged if anything of these files was lost or guessed."""
+    """Raise `TraceDamaged` if anything in these files was lost or guessed."""
     damaged = [account for account in accounts if not account.is_whole]
     if damaged:
         raise TraceDamaged(
@@ -134,7 +140,7 @@ def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
 
 
 def refuse_lost(accounts: Sequence[FileAccount]) -> None:
-    """Raise TraceDamaged if there is no event in any of these files: an answer of zeros is none."""
+    """Raise `TraceDamaged` if any of these files has no events, because an answer of zeros would mislead."""
     if accounts and all(account.is_without_events for account in accounts):
         raise TraceDamaged(
             f"There is not one event in {accounts[0].file}"
@@ -180,12 +186,12 @@ class FileAccount:
 
     @property
     def is_whole(self) -> bool:
-        """Nothing was lost and nothing had to be guessed."""
+        """True if nothing was lost and nothing had to be guessed."""
         return not (self.dropped or self.salvaged or self.faults)
 
     @property
     def is_without_events(self) -> bool:
-        """Not one event was read, wanted or not."""
+        """True if not a single event was read, wanted or not."""
         return not (self.events or self.salvaged or self.unwanted)
 
     def count(self, parsed: ParsedLine, line: bytes = b"") -> None:
@@ -206,13 +212,13 @@ class FileAccount:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Read an account from its JSON document, of which 0.2.0 wrote lines that were `skipped` unparsed."""
+        """Read an account from its JSON document; 0.2.0 also wrote a number of `skipped`, unparsed lines."""
         known = {**document, "hosts": set(document["hosts"]), "ranks": set(document["ranks"])}
         known["unwanted"] += known.pop("skipped", 0)
         return cls(**known)
 
     def losses(self) -> list[str]:
-        """Losses and guesses for people, one line each."""
+        """List losses and guesses for people, one line each."""
         losses = [f"{self.file}: {what}" for what in (*self.faults, *self.notes)]
         if self.dropped or self.salvaged:
             counts = {f"{reason}, dropped": count for reason, count in self.dropped_reasons.items()}
@@ -225,8 +231,8 @@ class FileAccount:
         return losses
 
 
-# Without one name, the same program would count `__xstat` on one system, `stat` on a newer one and `statx`
-# under strace.
+# Under different names, the same program would count `__xstat` on one system, `stat` on a newer one and
+# `statx` under strace.
 _SPELLINGS: Final = {
     "access": "faccessat faccessat2",
     "chmod": "fchmodat fchmodat2",
@@ -271,7 +277,7 @@ _CANONICAL: Final = {
 
 
 def canonical(name: str) -> str:
-    """The operation that `name` is a spelling of; an unknown name is its own operation."""
+    """The operation of which `name` is a spelling; an unknown name is an operation of its own."""
     return _CANONICAL.get(name, name)
 
 
@@ -281,15 +287,15 @@ def spellings_of(operations: Iterable[str]) -> list[str]:
 
 
 def batch_rows(rows: Iterator[Mapping[str, Any]], file: TraceFile) -> Iterator[pa.RecordBatch]:
-    """Rows that Python parsed, batch by batch. Each has at least the columns that must not be missing."""
+    """Batch rows that Python parsed. Each row has at least the columns that must not be missing."""
     while gathered := list(islice(rows, _BATCH_ROWS)):
         filled: dict[str, list[Any]] = {name: [row.get(name) for row in gathered] for name in SCHEMA.names}
         filled["end_us"] = [row["ts_us"] + row["dur_us"] for row in gathered]
         filled["op"] = [row.get("op") or canonical(row["name"]) for row in gathered]
-        # A rank in the event itself, even None, takes precedence over the file's name.
+        # A rank in the event itself, even None, takes precedence over the one in the file's name.
         rank = file.rank
         filled["rank"] = [row.get("rank", rank) for row in gathered]
-        # Readers of Darshan take sizes from its own counters.
+        # Readers of Darshan's files take sizes from its own counters.
         filled["size_bytes"] = [size if (size or 0) < SIZE_LIMIT else None for size in filled["size_bytes"]]
         filled["run"] = [file.run] * len(gathered)
         filled["file"] = [file.name or file.path.name] * len(gathered)
@@ -298,7 +304,7 @@ def batch_rows(rows: Iterator[Mapping[str, Any]], file: TraceFile) -> Iterator[p
 
 
 def transfer_size(name: str, cat: str, arguments: Mapping[str, Any]) -> int | None:
-    """The bytes that an event moved; the query of `json_lines` applies the same rule to columns."""
+    """The bytes that an event transferred; the query of `json_lines` applies the same rule to columns."""
     moved, op = parse_int64(arguments.get("ret")), canonical(name)
     if cat == "STDIO" and op in ITEM_MOVERS and moved is not None:
         item_bytes = parse_int64(arguments.get("size"))
@@ -309,7 +315,7 @@ def transfer_size(name: str, cat: str, arguments: Mapping[str, Any]) -> int | No
 
 
 def parse_int64(value: Any) -> int | None:
-    """A whole number of 64 bits, quoted or not, however it is written; None for anything else."""
+    """Parse a whole number of 64 bits, quoted or not, in any notation; None for anything else."""
     if isinstance(value, str):
         try:
             value = int(value)

@@ -3,7 +3,7 @@
     events -> TimeAxis, which all runs share -> calls, placed on it as numbers -> rows of figures
 
 An event that spans several buckets of time is divided by the time that it spent in each; it counts as a call
-where it began. Sums over all buckets are those of the events.
+in the bucket where it began. Sums over all buckets equal those of the events.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.units import format_seconds
 
 KIND = f"""CASE WHEN phase = 'compute' THEN 'compute' WHEN phase <> 'io' THEN NULL
                 WHEN {IS_READ} THEN 'read' WHEN {IS_WRITE} THEN 'write' ELSE 'metadata' END"""
-"""SQL expression: the kind of call or computation that an event is in a drawing, else NULL."""
+"""An SQL expression for the kind of call or computation that a drawing shows for an event, otherwise NULL."""
 LOOP_PART = """CASE WHEN phase IN ('wait', 'barrier') THEN phase WHEN phase = 'stall' THEN 'checkpoint'
                      WHEN phase = 'app_io' AND contains(cat, 'checkpoint') THEN 'checkpoint'
                      WHEN phase = 'loop' AND cat = 'step' THEN 'step' END"""
-"""SQL expression: the part of a program's own loop that an event is in a drawing, else NULL."""
+"""An SQL expression for the part of a program's loop that a drawing shows for an event, otherwise NULL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class RunExtent:
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """Runs that have events, in their order, and the span of the longest."""
+    """The runs that have events, in their order, and the span of the longest."""
 
     events: EventsView
     runs: Mapping[str, RunExtent]
     span_us: int
 
     def since_sql(self, run: str = "run") -> str:
-        """SQL expression: an event's start since its run's first event; `run` is the column of names."""
+        """An SQL expression for an event's start since its run's first event; `run` is the names' column."""
         return f"(ts_us - {case_sql(run, {name: extent.origin_us for name, extent in self.runs.items()})})"
 
     def bucket_us(self, most: int) -> int:
-        """A round length of time of which at most `most` cover the axis: 1, 2 or 5 times a power of ten."""
+        """A round length of time (1, 2 or 5 times a power of ten) of which at most `most` cover the axis."""
         return round_up(-(-(self.span_us + 1) // most))
 
 
 def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
-    """Measure the runs; those without events are left out."""
+    """Measure the runs; runs without events are left out."""
     rows = events.ask(f"""
         SELECT run, min(ts_us), max(end_us) - min(ts_us),
                count(*) FILTER (WHERE phase = 'compute' AND dur_us > 0),
@@ -74,11 +74,11 @@ CALLS: Final = "penstock_calls"
 """Table: process, thread, kind, since_us, until_us, size_bytes; and where each event adds to a union:
 `io_from_us` to that of I/O, `compute_from_us` to that of computation, `any_from_us` to that of both."""
 LOOP_PARTS: Final = "penstock_loop_parts"
-"""Table: thread, kind, since_us, until_us of the steps, waits and checkpoints that a program records."""
+"""The table of the steps, waits and checkpoints that a program records: thread, kind, since_us, until_us."""
 
 
 def place_calls(axis: TimeAxis) -> None:
-    """Make the tables, over those of an earlier report on this connection."""
+    """Make the tables, replacing those of an earlier report on this connection."""
     events = axis.events
     process = "rank NULLS LAST, host, CASE WHEN rank IS NULL THEN leader END"
     events.ask(f"""
@@ -119,7 +119,7 @@ _SAME_THREAD: Final = (
 
 
 def _part(where: str) -> str:
-    """SQL expression: where an event begins to add to the union of those that `where` holds for."""
+    """An SQL expression for where an event begins to add to the union of the events that meet `where`."""
     reach = f"max(until_us) FILTER (WHERE {where}) OVER before"
     return f"CASE WHEN {where} THEN least(until_us, greatest(since_us, coalesce({reach}, since_us))) END"
 
@@ -150,9 +150,10 @@ def bandwidth(axis: TimeAxis) -> Answer:
 
 
 def rank_cells(axis: TimeAxis) -> Answer:
-    """Bytes and busy time of each rank in each bucket; of many ranks, several neighbours are one row.
+    """Bytes and busy time of each rank in each bucket; with many ranks, several adjacent ones share a row.
 
-    Busy is the time in which a rank had at least one call under way; of a row of several, the sum of them.
+    Busy time is the time in which a rank had at least one call in progress; a row of several ranks has their
+    sum.
     """
     width_us = axis.bucket_us(HEAT_BUCKETS)
     (num_rows,) = axis.events.ask_one(f"SELECT coalesce(max(row), 0) + 1 FROM {THREADS}")
@@ -225,9 +226,9 @@ def overlap_lanes(axis: TimeAxis) -> Answer:
 
 
 def metadata_calls(axis: TimeAxis) -> Answer:
-    """Calls that move no data (open, stat, seek, close, sync) in each bucket, by run and operation.
+    """Calls that transfer no data (open, stat, seek, close, sync) in each bucket, by run and operation.
 
-    The most frequent operations have their names, the others are `other`.
+    The most frequent operations are named; all others are `other`.
     """
     width_us = axis.bucket_us(HEAT_BUCKETS)
     is_metadata = f"{IS_IO} AND NOT ({IS_READ} OR {IS_WRITE})"
@@ -244,22 +245,22 @@ def metadata_calls(axis: TimeAxis) -> Answer:
 
 
 PIXELS: Final = 1000
-"""Columns of a drawing: calls that begin and end in the same ones are one bar."""
+"""The columns of a drawing: calls that begin and end in the same columns are one bar."""
 MOST_LANES: Final = 48
 MOST_BARS: Final = 12_000
 OFFSET_ROWS: Final = 120
 MOST_OFFSET_FILES: Final = 4
 STEP_PIXELS: Final = 4
-"""Steps that are wider have an edge each; others become one bar, as they follow one another."""
+"""Wider steps have an edge each; narrower ones become one bar, because they follow one another."""
 
 
 def call_bars(axis: TimeAxis) -> Answer:
-    """Bars of calls, and parts of a loop, by thread: neighbours that no drawing could tell apart are one bar.
+    """Bars of calls, and parts of a loop, by thread; bars that no drawing could tell apart are merged.
 
-    A run of more threads than lanes has a lane for each process; of more processes than lanes, those with the
-    most I/O are drawn. The notes tell.
+    A run with more threads than lanes has a lane for each process; with more processes than lanes, those with
+    the most I/O are drawn. The notes say so.
     """
-    # Fewer for each of many runs, so that a page of them can still be read.
+    # With many runs, each has fewer lanes, so that the page can still be read.
     most_lanes = max(16, MOST_LANES // max(1, len(axis.runs)))
     pixel_us = max(1, axis.span_us // PIXELS)
     threads = axis.events.ask(f"SELECT run, count(*) FROM {THREADS} GROUP BY run")
@@ -300,7 +301,7 @@ def call_bars(axis: TimeAxis) -> Answer:
 
 
 def _drawn_sql(table: str, pixel_us: int) -> str:
-    """Events of a table in the lanes of `placed`, those that begin and end in the same pixels as one."""
+    """SQL for a table's events in the lanes of `placed`; events that share begin and end pixels are one."""
     return f"""
         SELECT lane, kind::VARCHAR AS kind, min(since_us) AS since_us, max(until_us) AS until_us,
                count(*) AS num_events, sum(until_us - since_us)::BIGINT AS sum_us
@@ -312,7 +313,7 @@ Bars = list[list[Any]]
 
 
 def _thin(rows: Bars, gap_us: int, most: int, span_us: int) -> tuple[Bars, int]:
-    """Merge neighbours of one lane and kind that are closer than `gap_us`, which grows until bars are few."""
+    """Merge bars of one lane and kind that are closer than `gap_us`, which grows until bars are few."""
     bars = _merge(rows, gap_us)
     while len(bars) > most and gap_us < span_us:
         gap_us *= 2
@@ -321,7 +322,7 @@ def _thin(rows: Bars, gap_us: int, most: int, span_us: int) -> tuple[Bars, int]:
 
 
 def _merge(rows: Bars, gap_us: int) -> Bars:
-    """Rows end in start, end, number and sum; the columns before them are their lane and kind."""
+    """Merge rows, which end in start, end, number and sum; the columns before these are lane and kind."""
     bars: Bars = []
     for row in rows:
         *lane, since_us, until_us, num_events, sum_us = row
@@ -336,7 +337,7 @@ def _merge(rows: Bars, gap_us: int) -> Bars:
 
 
 def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_processes: bool) -> str:
-    """The sentence on what the drawing of a run leaves out or puts together."""
+    """A sentence on what the drawing of a run leaves out or merges."""
     num_events, num_bars = sum(int(bar[-2] or 0) for bar in bars), len(bars)
     num_lanes = int(bars[0][5] or 0) if bars else 0
     lanes = "processes" if is_of_processes else "threads"
@@ -350,7 +351,7 @@ def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_proces
 
 
 def file_offsets(axis: TimeAxis) -> Answer:
-    """Where in the busiest files each run reads and writes over time, on a grid as fine as a drawing.
+    """Where each run reads and writes in the busiest files over time, on a grid as fine as a drawing.
 
     The busiest files of a run are those with the most bytes among calls whose offset is known.
     """
@@ -387,7 +388,7 @@ MOST_FILES: Final = 12
 
 
 def size_bins(events: EventsView) -> Answer:
-    """Transfers and their bytes between powers of two, by run and direction; nothing moved is a bin, too."""
+    """Transfers and their bytes between powers of two, by run and direction; 0 bytes have a bin too."""
     rows = events.ask(f"""
         SELECT run, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS kind,
                CASE WHEN size_bytes > 0 THEN (2 ** floor(log2(size_bytes)))::BIGINT ELSE 0 END AS from_bytes,
@@ -421,9 +422,9 @@ def latency_bins(events: EventsView) -> Answer:
 
 
 def busiest_files(events: EventsView) -> Answer:
-    """The files of each run with the most bytes, and those with the most time: calls, bytes, busy time.
+    """The files of each run with the most bytes or the most time: calls, bytes, busy time.
 
-    `union_us` is the time in which at least one call on the file was under way.
+    `union_us` is the time in which at least one call on the file was in progress.
     """
     rows = events.ask(f"""
         WITH totals AS (
@@ -449,7 +450,7 @@ def busiest_files(events: EventsView) -> Answer:
 
 
 def operations(events: EventsView) -> Answer:
-    """Calls by run and operation: how many, how long they took together and at most, and bytes."""
+    """Calls by run and operation: their number, total and longest time, and bytes."""
     rows = events.ask(f"""
         SELECT run, op, any_value({KIND}) AS kind, count(*), sum(dur_us)::BIGINT AS sum_us, avg(dur_us),
                max(dur_us), coalesce(sum(size_bytes), 0)::BIGINT, arg_max(path, dur_us)

@@ -23,7 +23,7 @@ _BATCH: Final = 20_000
 
 
 def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> int:
-    """Write the events to `path` (gzip if it ends in .gz); returns their number."""
+    """Write the events to `path` (gzip if it ends in .gz); return their number."""
     (total,) = events.ask_one("SELECT count(*) FROM {events}")
     progress.begin("exporting events", total)
     try:
@@ -44,7 +44,7 @@ def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> in
 
 
 def _name_processes(events: EventsView) -> Iterator[dict[str, Any]]:
-    """Names that Perfetto shows for processes: run, rank and host."""
+    """Name the processes for Perfetto by run, rank and host."""
     for number, run, rank, host, pid in events.ask(
         f"SELECT number, run, rank, host, pid FROM {_NUMBERED} ORDER BY number"
     ):
@@ -56,7 +56,7 @@ def _name_processes(events: EventsView) -> Iterator[dict[str, Any]]:
 _NUMBERED: Final = """(
     SELECT row_number() OVER (ORDER BY run, rank, host, pid) AS number, run, rank, host, pid
     FROM (SELECT run, any_value(rank) AS rank, host, pid FROM {events} GROUP BY run, host, pid))"""
-"""Processes numbered over all runs and hosts, because several may have the same pid."""
+"""Processes, numbered over all runs and hosts because several may have the same pid."""
 _COLUMNS: Final = ("path", "size_bytes", "offset", "ret", "epoch", "step")
 
 

@@ -2,8 +2,8 @@
 
     query -> rows of a run -> a title and sentences about them -> TraceFinding, with the rows as its evidence
 
-F rules are findings of `compare` and `expect`; R rules are of `trace report` alone. Times are sums over
-threads, of which `spread_over_ranks` makes seconds of one rank.
+F rules are findings of `compare` and `expect`; R rules belong to `trace report` alone. Times are sums over
+threads, which `spread_over_ranks` converts into seconds of one rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,26 +20,29 @@ Rows = Sequence[tuple[Any, ...]]
 
 _SMALL_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 4096
-"""Offsets between pages make a file system read, and for a write read and change, the pages at both ends."""
+"""If an offset is between pages, a file system reads the pages at both ends, and for a write reads and
+changes them.
+"""
 _LARGE_BYTES: Final = 1 << 20
-"""A transfer of this size takes the same time wherever it begins."""
+"""From this size on, a transfer takes the same time wherever it begins."""
 _ENOUGH_CALLS: Final = 100
 _ENOUGH_FILES: Final = 10
-"""Fewer files, or calls, are no habit of a program."""
+"""Fewer files, or fewer calls, are not a habit of a program."""
 _READ_BACK_SHARE: Final = 0.5
 MEMORY_RATE: Final = 8e9
-"""Bytes per second of a single call beyond any device of one host, for tiers without a stated rate."""
+"""Bytes per second of a single call, faster than any device of one host, for tiers without a stated rate."""
 _UNSERVED_SHARE: Final = 0.02
 _EXTRA_A_FILE: Final = 0.5
 _STATS_A_FILE: Final = 3
 _OPENS_A_FILE: Final = 2
 _OTHER_SIZE: Final = 2.0
-"""A size that differs by less is a matter of headers and alignment."""
+"""A size that differs by a smaller factor is explained by headers and alignment."""
 _LONG_AFTER_US: Final = 1_000_000
 _METADATA_SHARE: Final = 0.25
 _LOOKUPS: Final = "op IN ('stat', 'lstat', 'fstat', 'access')"
 _LOOKS: Final = f"({_LOOKUPS} OR op IN ('chmod', 'chown', 'utime', 'truncate', 'ftruncate', 'readlink'))"
-"""Calls that move no bytes, and that a closed file no longer needs; it may be renamed or removed."""
+"""Calls that transfer no bytes, and that a closed file no longer needs; the file may be renamed or removed.
+"""
 _MOVES: Final = f"({IS_READ} OR {IS_WRITE} OR op IN ('sendfile', 'copy_file_range', 'splice'))"
 _SYNCS: Final = "op IN ('fsync', 'fdatasync', 'sync', 'syncfs', 'msync', 'sync_file_range')"
 _FIXES: Final = {
@@ -55,7 +58,7 @@ _TRAITS: Final = {
     "scattered": "begin before the one before them in their file",
     "unaligned": "begin or end between two blocks of the file system",
 }
-"""What Darshan counts of calls that it does not record one by one."""
+"""What Darshan counts about calls that it does not record one by one."""
 _IS_OPEN: Final = "op IN ('open', 'fopen')"
 _IS_SMALL: Final = f"size_bytes < {_SMALL_BYTES}"
 _IS_UNALIGNED: Final = f'"offset" % {_PAGE_BYTES} <> 0'
@@ -74,11 +77,11 @@ def _find(  # noqa: PLR0917 - what every rule has
     habit: str = "",
     fix: str = "",
 ) -> list[TraceFinding]:
-    """A finding for each run of the query's rows, which begin with it and end with their time.
+    """A finding for each run among the query's rows, which begin with the run and end with their time.
 
-    An alarm is one of each of the values in the second column. `says` gives title and sentences. `where` is
-    the SQL condition of the calls in which it lost time. What tells how often a run has this habit is
-    `habit`: the number of these `calls`, or the sum of a column. `{run}` in the title of the evidence is the
+    For an alarm, there is a finding for each value in the second column. `says` gives title and sentences.
+    `where` is the SQL condition of the calls in which the run lost time. `habit` tells how often a run has
+    this habit: it names `calls`, or a column to sum up. `{run}` in the title of the evidence stands for the
     run, whose column is left out if `columns` lack it.
     """
     findings: list[TraceFinding] = []
@@ -111,7 +114,7 @@ def _find(  # noqa: PLR0917 - what every rule has
 
 
 def _group(study: Study, sql: str, by: int) -> dict[tuple[Any, ...], list[tuple[Any, ...]]]:
-    """The rows of a query by their first `by` columns, in the order of the runs, which are the first."""
+    """Group the rows of a query by their first `by` columns, in the order of the runs, which come first."""
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
     for row in sorted(study.work.ask(sql), key=lambda row: study.runs.index(row[0])):
         groups.setdefault(row[:by], []).append(row)
@@ -119,9 +122,9 @@ def _group(study: Study, sql: str, by: int) -> dict[tuple[Any, ...], list[tuple[
 
 
 def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> int:
-    """Seconds on the wall clock of an average rank for a sum over the threads of all ranks.
+    """Convert a sum over the threads of all ranks into wall-clock time of an average rank.
 
-    `where` chooses the calls that the sum is a part of: those that ran at the same time share their seconds.
+    `where` selects the calls to which the sum belongs: calls that ran at the same time share their time.
     """
     chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
     busy = measure_groups(study.work, ("rank_name",), where=chosen)
@@ -130,7 +133,7 @@ def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> i
 
 
 def count_ranks(study: Study, run: str) -> int:
-    """The ranks of a run, or its processes if no rank is known; at least 1."""
+    """The number of ranks of a run, or of its processes if no rank is known; at least 1."""
     (num_ranks, num_processes) = study.work.ask_one(f"""
         SELECT count(DISTINCT rank), count(DISTINCT rank_name) FROM {{events}}
         WHERE run = {sql_literal(run)}""")
@@ -138,7 +141,7 @@ def count_ranks(study: Study, run: str) -> int:
 
 
 def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """SQL condition of the events whose `columns` have the texts of one of the rows, behind its run."""
+    """An SQL condition for events whose `columns` have the texts that follow the run in one of the rows."""
     each = (
         " AND ".join(
             f"{column} = {sql_literal(value)}" for column, value in zip(columns, row[1:], strict=False)
@@ -149,7 +152,7 @@ def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def extra_calls(study: Study) -> list[TraceFinding]:
-    """F2: operations that a class of files takes here, on some tier, and not in the baseline."""
+    """F2: operations that a class of files causes on some tier in this run, but not in the baseline."""
     base = study.baseline
 
     def says(rows: Rows) -> Sequence[str]:
@@ -196,7 +199,7 @@ def extra_calls(study: Study) -> list[TraceFinding]:
 
 
 def cache_read_by_flush(study: Study) -> list[TraceFinding]:
-    """F4: threads read back from one tier what others wrote to it, while they write to another tier."""
+    """F4: threads read back from a tier what other threads wrote to it, while those write to another tier."""
 
     def says(rows: Rows) -> Sequence[str]:
         ((run, tier, _, read_back, read_us, total, share, other),) = rows
@@ -243,7 +246,7 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
 
 
 def _small_sql(is_wanted: str, share: float, order: str) -> str:
-    """Classes of files of whose calls this share, and enough of them, move few bytes."""
+    """SQL for classes of files in which at least this share of calls, and enough of them, move few bytes."""
     return f"""
         SELECT run, file_class, count(*) AS num_calls, count(*) FILTER (WHERE {_IS_SMALL}) AS num_small,
                quantile_cont(size_bytes, 0.5),
@@ -282,7 +285,8 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
     """F7: files that one process looks up, or opens, again and again."""
 
     def says(rows: Rows) -> Sequence[str]:
-        # By seconds, then by number: a habit on a fast tier costs less than a rarer one on a slow tier.
+        # By seconds, then by number, because a habit on a fast tier costs less than a rarer one on a slow
+        # tier.
         run, kind, files, stats, opens = max(rows, key=lambda row: (int(row[6]), int(row[5])))[:5]
         does, most = ("looks up", stats) if stats >= _STATS_A_FILE else ("opens", opens)
         return (
@@ -313,10 +317,10 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
 
 
 def unserved_reads(study: Study) -> list[TraceFinding]:
-    """F9: reads faster than any device: the page cache served them.
+    """F9: reads faster than any device, because the page cache served them.
 
-    A large read is judged alone. Of small ones most may be fast because one before them fetched their bytes,
-    too: they are judged together, by file class, thread and second.
+    A large read is judged alone. Most of the small reads may be fast because an earlier one fetched their
+    bytes too, so they are judged together, by file class, thread and second.
     """
     rates = study.spec.device_rates
     cases = "".join(f" WHEN {sql_literal(tier)} THEN {rate}" for tier, rate in rates.items())
@@ -361,9 +365,9 @@ _DIRECTION: Final = f"CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END"
 
 
 def _typical_sql(keys: str) -> str:
-    """SELECT `keys`, calls, bytes, and the size at which half of the bytes are moved.
+    """SELECT `keys`, calls, bytes, and the size at which half of the bytes are transferred.
 
-    Headers are most of the calls, but next to nothing of the bytes.
+    Headers are most of the calls, but hardly any of the bytes.
     """
     return f"""
         SELECT {keys}, sum(num_calls)::BIGINT AS num_calls, any_value(whole)::BIGINT AS moved_bytes,
@@ -379,7 +383,7 @@ def _typical_sql(keys: str) -> str:
 
 
 def changed_sizes(study: Study) -> list[TraceFinding]:
-    """F11: the bytes of a class of files are moved in pieces of another size than in the baseline."""
+    """F11: a class of files is transferred in pieces of another size than in the baseline."""
     base = study.baseline
     groups = _group(
         study,
@@ -396,7 +400,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
     )
 
     def busy_us(run: str, where: str) -> float:
-        """The time in which an average rank made such calls."""
+        """The time for which an average rank made such calls."""
         chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
         return sum(us for (us,) in union_times(study.work, ("rank_name",), chosen).values()) / num_ranks[run]
 
@@ -414,7 +418,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
                 f"not {num_base:,}."
             )
         ]
-        # What the baseline's ranks would take for as many bytes.
+        # The time that the baseline's ranks would take for as many bytes.
         moved = sum(row[5] for row in rows) / num_ranks[run]
         usual = sum({row[3]: row[8] for row in rows}.values()) / num_ranks[base]
         is_direction = IS_WRITE if direction == "write" else IS_READ
@@ -446,7 +450,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
 
 
 def calls_after_close(study: Study) -> list[TraceFinding]:
-    """F12: written files that are looked at, or changed, long after they were closed."""
+    """F12: written files that are examined, or changed, long after they were closed."""
 
     def says(rows: Rows) -> Sequence[str]:
         run, tier, kind, op, num_files, num_calls, after_us, _ = max(rows, key=lambda row: int(row[5]))
@@ -496,7 +500,7 @@ def calls_after_close(study: Study) -> list[TraceFinding]:
 
 
 def compare_reads(study: Study, run: str) -> tuple[float, float] | None:
-    """The microseconds of a read here, and in the baseline at equal sizes; None where one has no reads."""
+    """The microseconds of a read here, and in the baseline at equal sizes; None if either has no reads."""
     is_read = f"{IS_IO} AND {IS_READ} AND {IS_CALL} AND size_bytes > 0"
     here, base = study.work.ask_one(f"""
         WITH sized AS (
@@ -531,9 +535,9 @@ def small_reads(study: Study) -> list[TraceFinding]:
 
 
 def random_reads(study: Study) -> list[TraceFinding]:
-    """R2: reads below a MiB that do not begin where the one before in their file ended.
+    """R2: reads below a MiB that do not begin where the preceding read of their file ended.
 
-    A file that is opened again, or read from its beginning again, is another reading.
+    A file that is opened again, or read again from its beginning, counts as another reading.
     """
     return _find(
         study,
@@ -569,7 +573,7 @@ def random_reads(study: Study) -> list[TraceFinding]:
 
 
 def unaligned_transfers(study: Study) -> list[TraceFinding]:
-    """R3: reads and writes below a MiB that begin between two pages."""
+    """R3: reads and writes below a MiB that begin between page boundaries."""
     return _find(
         study,
         "R3",
@@ -599,7 +603,7 @@ def unaligned_transfers(study: Study) -> list[TraceFinding]:
 
 
 def metadata_time(study: Study) -> list[TraceFinding]:
-    """R4: much of the time with I/O goes to calls that move no bytes."""
+    """R4: calls that transfer no bytes take much of the time of I/O."""
     return _find(
         study,
         "R4",
@@ -632,7 +636,7 @@ def metadata_time(study: Study) -> list[TraceFinding]:
 
 
 def counted_calls(study: Study) -> list[TraceFinding]:
-    """R7: calls that counters, which stand for many, say to be small, out of order or unaligned."""
+    """R7: calls that are small, out of order or unaligned by counters, each of which covers many calls."""
     number = {
         name: argument_sql(name) for name in ("calls", "time_us", "num_ranks", "sequential", "unaligned")
     }
@@ -704,4 +708,5 @@ HABIT_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "R4": metadata_time,
     "R7": counted_calls,
 }
-"""How a program calls, which costs time in a single run, and in a comparison where it differs."""
+"""How a program makes its calls. This costs time in a single run, and counts in a comparison if it differs.
+"""

@@ -1,8 +1,8 @@
 """The report of a comparison: report.html, report.md, tables.parquet.
 
-Mismatches come first, then findings, figures and tables. A figure has the exact rows of an answer, so figure
-and table cannot disagree. `tables.parquet` has one row per cell (table, row, column, unit, the value as text,
-and as a number where it is one), so tables of all shapes fit in one file that any tool can pivot.
+Mismatches come first, then findings, figures and tables. A figure shows exactly the rows of an answer, so
+figures and tables cannot disagree. `tables.parquet` has one row per cell (table, row, column, unit, the value
+as text, and as a number if it is one), so tables of all shapes fit in one file that any tool can pivot.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ REPORT_FILES: Final = ("report.html", "report.md", "tables.parquet")
 
 _MARKDOWN_ROWS: Final = 60
 _PAGE_ROWS: Final = 200
-"""Rows of a table on the page; all are in tables.parquet."""
+"""The most rows of a table on the page; tables.parquet has all of them."""
 _OPEN: Final = ("t1", "t1_measures", "t2")
-"""Tables that are unfolded when the page opens."""
+"""Tables that are expanded when the page opens."""
 _LOOKS: Final = {"alarm": Look.BAD, "cost": Look.DOUBT, "note": Look.GOOD}
 TONES: Final[Mapping[str, Tone]] = {
     "read": "full", "write": "dark", "metadata": "light", "compute": "pale",
@@ -52,7 +52,7 @@ Row = Mapping[str, Any]
 
 
 def is_report_file(path: Path) -> bool:
-    """Return whether a file is one of an earlier report."""
+    """Return whether a file belongs to an earlier report."""
     if path.suffix == ".html":
         return is_page(path)
     if path.suffix == ".md":
@@ -65,7 +65,7 @@ def is_report_file(path: Path) -> bool:
 
 
 def write_comparison(comparison: ComparisonResult, folder: Path) -> list[Path]:
-    """Write the three files into `folder`, over those of an earlier report."""
+    """Write the three files into `folder`, replacing those of an earlier report."""
     paths = [folder / name for name in REPORT_FILES]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def write_comparison(comparison: ComparisonResult, folder: Path) -> list[Path]:
 
 
 def render_markdown(comparison: ComparisonResult) -> str:
-    """Mismatches, findings, tables: for pull requests, tickets and terminals."""
+    """Mismatches, findings and tables as Markdown, for pull requests, tickets and terminals."""
     parts = [
         f"# {len(comparison.runs)} runs compared\n",
         f"{', '.join(comparison.runs)}; against {comparison.baseline}.\n",
@@ -145,7 +145,7 @@ def comparison_page(comparison: ComparisonResult) -> Report:
 def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str, has_calls: bool = True) -> Banner:
     """The answers of a page: the verdict, what costs most, what to do about it, and what else stands out.
 
-    Of traces that have sums instead of calls, no finding is no verdict.
+    If traces have sums instead of calls, the absence of findings is no verdict.
     """
     alarms = [finding for finding in findings if finding.weight == "alarm"]
     costs = [finding for finding in findings if finding.weight == "cost"]
@@ -208,7 +208,7 @@ def findings_section(findings: Sequence[TraceFinding]) -> Section:
 
 
 def format_lost(finding: TraceFinding) -> str:
-    """The cost of a finding for an average rank; empty where it is unknown."""
+    """The cost of a finding for an average rank; empty if it is unknown."""
     return f"{format_seconds(finding.lost_us / 1e6)} a rank" if finding.lost_us else ""
 
 
@@ -230,9 +230,9 @@ def _count_hidden(answer: Answer) -> list[str]:
 
 
 def _draw_figures(comparison: ComparisonResult) -> list[Section]:
-    """The figures of the page; those without anything to draw are left out."""
+    """The figures of the page that have anything to draw."""
     busy = [row for row in comparison.table("t1_measures").records() if row["max_union_us"]]
-    # The union of the busiest process on each tier: sums of threads would not be times.
+    # The union of the busiest process on each tier, because sums over threads would not be times.
     busy_rows: list[Mapping[str, str | Cell]] = [
         {
             "run": Cell(str(row["run"]), run=str(row["run"])),
@@ -265,7 +265,7 @@ def _draw_figures(comparison: ComparisonResult) -> list[Section]:
                 Chart(
                     kind=Kind.BARS, title=run, run=run, unit="s", x_title="rank", y_end=longest_s,
                     names=[str(rank) for rank in range(num_ranks)],
-                    # Of a rank with several processes, the busiest.
+                    # For a rank with several processes, the busiest one.
                     series=[Series(x=list(by_rank), y=list(by_rank.values()))],
                 )
                 for run, rows in by_run(comparison.runs, ranks)
@@ -300,8 +300,8 @@ def by_run(runs: Sequence[str], rows: Sequence[Row]) -> list[tuple[str, list[Row
 
 
 def bandwidth_charts(runs: Sequence[str], rows: Sequence[Row], x_end: float = 0.0) -> list[Chart]:
-    """Bytes a second in each bucket, a chart for each tier and run: reads rise, writes hang from zero."""
-    # The last bytes that moved end the axis: what comes after them is in the tables.
+    """Bytes per second in each bucket, a chart for each tier and run: reads rise, writes hang from zero."""
+    # The axis ends with the last transfer of bytes; the tables show what comes after it.
     x_end = x_end or max((row["since_start_us"] + row["bucket_us"] for row in rows), default=1) / 1e6
     charts = []
     for tier in dict.fromkeys(row["tier"] for row in rows):
@@ -333,7 +333,7 @@ def _rate(row: Row, column: str) -> float:
 
 
 def times_of(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """Where rows begin and end, in seconds: a bucket by its width, other rows by their own end."""
+    """The beginnings and ends of rows in seconds: of buckets by their width, otherwise by their own end."""
     ends = [
         row["until_us"] if "until_us" in row else row["since_start_us"] + row["bucket_us"] for row in rows
     ]
@@ -345,7 +345,7 @@ def bin_charts(
 ) -> list[Chart]:
     """Histograms, stacked by kind: a chart for each run and each of the columns `counted`, with its title.
 
-    Bins stand next to each other from the first to the last that any run has; those without calls are gaps.
+    The bins are adjacent, from the first to the last that any run has; bins without calls are gaps.
     """
     if not rows:
         return []

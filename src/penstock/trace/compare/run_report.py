@@ -2,8 +2,8 @@
 
     study -> overview, findings, rows of figures -> page, JSON
 
-Each figure has a function that asks for its rows and makes a section of them; a figure without rows is a
-sentence that gives the reason. Page and `--json` have the same rows, so they cannot disagree. Invariant: a
+Each figure has a function that queries its rows and makes a section of them; in place of a figure without
+rows, a sentence gives the reason. Page and `--json` have the same rows, so they cannot disagree. Invariant: a
 number that a finding of the same report calls misleading is left out, with the reason.
 """
 
@@ -63,7 +63,7 @@ class RunReport:
     overview: Answer
     findings: Sequence[TraceFinding]
     figures: Mapping[str, tuple[Answer, Section]]
-    """The rows of each figure, and its section."""
+    """The rows of each figure, and the section that shows them."""
 
     def document(self) -> dict[str, Any]:
         """The report as JSON: sentences, findings, and the data of all figures."""
@@ -119,7 +119,7 @@ class RunReport:
         )
 
     def _find_peak(self) -> str:
-        """The time at which most was moved, as a sentence."""
+        """The time at which most bytes were transferred, as a sentence."""
         rows: list[Row] = list(self.figures["bandwidth"][0].records())
         if not rows:
             return "nothing was moved"
@@ -131,7 +131,7 @@ class RunReport:
 
 
 def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
-    """Ask a study all that its report shows."""
+    """Make the report of a study's runs."""
     progress = progress or Progress()
     progress.begin("drawing the report", len(_FIGURES) + 3)
     axis = figures.measure_axis(study.events, study.runs)
@@ -160,7 +160,7 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
 
 
 def write_run_report(report: RunReport, path: Path) -> None:
-    """Write the page, over an earlier one."""
+    """Write the page, replacing an earlier one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(render_report(report.page()).encode(errors="backslashreplace"))
@@ -169,14 +169,14 @@ def write_run_report(report: RunReport, path: Path) -> None:
 
 
 PARTIAL: Final = "F1"
-"""The finding that traces of ranks are missing: totals are too small."""
+"""The finding that traces of ranks are missing, so totals are too small."""
 FROM_CACHE: Final = "F9"
-"""The finding that the page cache served reads: their rate is not the storage's."""
+"""The finding that the page cache served reads, so their rate is not the storage's."""
 
 
 def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFinding]) -> Answer:
-    """A row for each run: its span, calls, bytes, busy time, and the operation that was under way longest."""
-    # The runs of which an alarm says that a number misleads.
+    """A row for each run: its span, calls, bytes, busy time, and the operation in progress for longest."""
+    # The runs for which an alarm says that a number misleads.
     doubts = {(one.code, run) for one in findings if one.weight is Weight.ALARM for run in one.runs}
     extra = (
         f"coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT",
@@ -185,7 +185,7 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
         f"sum({NUM_CALLS})::BIGINT",
     )
     busy = {row[0]: row[1:] for row in measure_groups(events, ("run",), where=IS_IO, extra=extra)}
-    # The operation that was under way longest in each run: its busy time, its longest call, and on what.
+    # The operation that was in progress longest in each run: its busy time, its longest call, and on what.
     slow: dict[str, tuple[Any, ...]] = {}
     longest_call = (
         f"max(dur_us) FILTER (WHERE {IS_CALL})",
@@ -194,7 +194,7 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
     for run, op, _, _, union_us, _, longest_us, path in measure_groups(
         events, ("run", "op"), where=IS_IO, extra=longest_call
     ):
-        # How long sums were under way is not known, so calls go first.
+        # It is not known how long sums were in progress, so calls take precedence.
         last = slow.get(run, (None, 0, None, None))
         if (longest_us is not None, union_us) > (last[2] is not None, last[1]):
             slow[run] = (op, union_us, longest_us, path)
@@ -271,7 +271,7 @@ def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
         who += f" on {_count(row['num_hosts'], 'host')}"
     if row["num_ranks"]:
         who = f"{_count(row['num_ranks'], 'rank')}, {who}"
-    # Darshan's sums of all ranks are no process's.
+    # Darshan's sums over all ranks belong to no process.
     moved = f"moved {format_bytes(row['per_process_bytes'] or 0)} a process"
     if row["read_bytes"] is not None:
         moved = f"read {format_bytes(row['read_bytes'])} and wrote {format_bytes(row['written_bytes'])}"
@@ -319,7 +319,7 @@ def _timeline(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
         placed = [{**row, "y": places[row["rank"], row["host"], row["pid"], row["tid"]]} for row in rows]
         series = _series_of_kinds(placed, (*_CALLS, *_LOOP_PARTS), "y")
         has_loops |= any(row["kind"] in _LOOP_PARTS for row in rows)
-        # A lane is named by its rank, or its process; further threads of the same by their own id.
+        # A lane is named by its rank or process; further threads of the same rank or process by their own id.
         names, last = [], None
         for rank, host, pid, tid in lanes:
             own = f"rank {rank}" if rank is not None else _name_process(pid)
@@ -348,7 +348,7 @@ def _timeline(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
 
 
 def _rank_heat(study: Study, axis: TimeAxis, *, is_busy: bool) -> tuple[Answer, Section]:
-    """A heat map of ranks: a cell has the tone of its bytes, or of the share of time in which it was busy."""
+    """A heat map of ranks. Each cell is shaded by its bytes, or by the share of time in which it was busy."""
     answer = figures.rank_cells(axis).without(*(("read_bytes", "written_bytes") if is_busy else ("busy_us",)))
     width = format_seconds(axis.bucket_us(figures.HEAT_BUCKETS) / 1e6)
     rows: list[dict[str, Any]] = list(answer.records())
@@ -359,7 +359,7 @@ def _rank_heat(study: Study, axis: TimeAxis, *, is_busy: bool) -> tuple[Answer, 
     full = f"busy for {largest:.0%} of {width}" if is_busy else f"{format_bytes(largest)} in {width}"
     charts = []
     for run, of_run in by_run(study.runs, rows) if largest else ():
-        # Ranks that made no call, but computed, have no row.
+        # Ranks that computed but made no calls have no row.
         series = []
         for number in dict.fromkeys(row["row"] for row in of_run):
             of_rank = [row for row in of_run if row["row"] == number]
@@ -378,7 +378,7 @@ def _rank_heat(study: Study, axis: TimeAxis, *, is_busy: bool) -> tuple[Answer, 
 
 
 def _series_of_kinds(rows: Sequence[Row], kinds: Sequence[str], y: str, top: str = "") -> list[Series]:
-    """A series for each kind of call that there is: where it is in time, and its columns `y` and `top`."""
+    """A series for each kind of call present: its place in time, and its columns `y` and `top`."""
     made = []
     for kind in kinds:
         of_kind = [row for row in rows if row["kind"] == kind]
@@ -461,7 +461,7 @@ def _overlap(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
 
 
 def _runs_without(study: Study, axis: TimeAxis, wanted: str) -> str:
-    """The runs with none of what `wanted` counts, for a sentence; empty if there is none."""
+    """The runs that have nothing of what `wanted` counts, for a sentence; empty if there are none."""
     runs = axis.runs
     missing = [run for run in study.runs if run not in runs or not getattr(runs[run], wanted)]
     return "these traces" if len(missing) == len(study.runs) else ", ".join(missing)

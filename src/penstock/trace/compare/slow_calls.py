@@ -3,7 +3,7 @@
     each call, and what one of its kind and size usually takes -> excess -> the place that has most of it
 
 Sums hide where time went: one bad file in a thousand, or a storage that became slow halfway, looks like slow
-reads. A place is named only if most of the excess is there, and usual calls are elsewhere.
+reads. A place is named only if most of the excess is there, and calls elsewhere are usual.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,18 @@ _MOST: Final = 0.6
 _SLICES: Final = 40
 _LEAST_SLICES: Final = 4
 _TIMED: Final = "penstock_timed"
-"""Table of calls: run, what, file_class, path, rank_name, ts_us, slice, size_bytes, dur_us, usual_us."""
+"""The table of calls: run, what, file_class, path, rank_name, ts_us, slice, size_bytes, dur_us, usual_us."""
 
 Rows = Sequence[tuple[Any, ...]]
-"""Of a place: its name, calls, their microseconds, and what these usually take."""
+"""For each place: its name, calls, the microseconds that they took, and those that they usually take."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where calls are slow: the end of a title, a sentence, the SQL condition of these calls, all places."""
+    """A place where calls are slow.
+
+    It consists of the end of a title, a sentence, the SQL condition of the calls, and all places.
+    """
 
     kind: str
     title: str
@@ -43,14 +46,14 @@ class _Place:
     excess_us: float
     rows: Rows
     is_from_cache: bool = False
-    """The baseline's calls were faster than any device."""
+    """True if the baseline's calls were faster than any device."""
 
 
 def slow_calls(study: Study) -> list[TraceFinding]:
-    """F14: calls that take longer than usual for their kind and size: of some files, since when, everywhere.
+    """F14: calls that take longer than usual for their kind and size: some files, since a time, everywhere.
 
-    Usual is what they take in the baseline, and in the baseline itself their median. Those of some ranks only
-    are stragglers (F8).
+    The usual time is that of the baseline; in the baseline itself, it is the median. If only some ranks'
+    calls are slow, the ranks are stragglers (F8).
     """
     base = sql_literal(study.baseline)
     study.work.ask(f"""
@@ -76,7 +79,7 @@ def slow_calls(study: Study) -> list[TraceFinding]:
         ORDER BY {study.in_order()}, what"""):
         kinds.setdefault(run, []).append(what)
     findings = [finding for run, of_run in kinds.items() for finding in _find_slow(study, run, of_run)]
-    # It is as large as the trace.
+    # The table is as large as the trace.
     study.work.ask(f"DROP TABLE {_TIMED}")
     return findings
 
@@ -121,7 +124,7 @@ def _is(what: str) -> str:
 
 
 def _locate(study: Study, run: str, what: str) -> _Place | None:
-    """Where the calls of a kind are slow, if they are."""
+    """Find where the calls of a kind are slow; None if they are not."""
     calls = f"FROM {_TIMED} WHERE run = {sql_literal(run)} AND what = {sql_literal(what)}"
     rates = "count(*), sum(dur_us)::DOUBLE AS took, sum(usual_us) AS usual"
     excess_us, num_files, above_us = study.work.ask_one(f"""
@@ -150,7 +153,7 @@ def _locate(study: Study, run: str, what: str) -> _Place | None:
 
 
 def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | None:
-    """The time since which, or until which, calls are slow."""
+    """Find the time since which, or until which, calls are slow."""
     slices = study.work.ask(
         f"SELECT slice, {rates}, min(ts_us) {calls} GROUP BY slice HAVING sum(usual_us) > 0 ORDER BY slice"
     )
@@ -175,7 +178,8 @@ def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | 
     fast, slow = (before, after) if is_since else (after, before)
     low, high = sorted((ratio_before, ratio_after))
     edge = (low * high) ** 0.5
-    # A few slow moments are no change: nearly all slices before it are on one side, those after on the other.
+    # A few slow moments are no change: nearly all slices before it must be on one side, those after on the
+    # other.
     num_right = sum(row[2] < edge * row[3] for row in fast) + sum(row[2] > edge * row[3] for row in slow)
     if high < _SLOW * low or high < _CHANGED or num_right < 0.8 * len(slices):
         return None
@@ -195,7 +199,7 @@ def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | 
     of_fast = [rows[0] if is_since else rows[1]]
     says = f"They take {_mean(of_slow)} {since} after the start{step}, and {_mean(of_fast)} otherwise."
     where = f"ts_us {'>=' if is_since else '<'} {at_us}"
-    # What they would take if they were as fast as the others are.
+    # The time that slow calls would save if they were as fast as the others.
     excess_us = sum(row[2] for row in slow) - sum(row[3] for row in slow) * low
     return _Place("time", f"are slow {since} after the start", says, where, excess_us, rows)
 
@@ -224,7 +228,7 @@ def _see_everywhere(study: Study, run: str, what: str, calls: str, rates: str) -
 
 
 def _say_queue(study: Study, run: str, what: str) -> str:
-    """A sentence if calls of several threads end one after the other, as those that a lock serializes do."""
+    """A sentence if the calls of several threads end one after another, as calls serialized by a lock do."""
     (num, shortest_us, mean_us) = study.work.ask_one(f"""
         SELECT count(*), quantile_cont(gap_us, 0.1), avg(gap_us)
         FROM (SELECT end_us - lag(end_us) OVER by_end AS gap_us, ts_us < lag(end_us) OVER by_end AS is_waiting

@@ -1,6 +1,6 @@
 """A study: the events of several runs in one relation, as `runs.yaml` describes them, and findings.
 
-Tables, mismatches and findings know this and nothing of where events come from.
+Tables, mismatches and findings depend on this module alone, and not on where events come from.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from penstock.units import parse_rate
 from penstock.workload.strict_yaml import parse_yaml
 
 PROCESS = "host, pid"
-"""Key of a process: the same pid may occur on every host."""
+"""The key of a process, because the same pid may occur on every host."""
 
 
 class Study:
-    """The events of all runs in one relation, whose column `run` says which run an event belongs to.
+    """The events of all runs in one relation, whose column `run` names the run of each event.
 
-    Findings ask `work`, the events without the I/O of the program's runtime; it has the column `rank_name`.
-    `runs` and `tiers` are names, in the order of the description. `baseline` is the run that others are
-    compared with, `is_app` the SQL condition of the application's own event, such as its checkpoint.
+    Findings query `work`, the events without the I/O of the program's runtime, which has the column
+    `rank_name`. `runs` and `tiers` are names, in the order of the description. `baseline` is the run with
+    which others are compared, `is_app` the SQL condition of the application's own event, such as its
+    checkpoint.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Study:
         return [Column(run, unit, head=run) for run in self.runs]
 
     def in_order(self, column: str = "run") -> str:
-        """SQL expression to sort by: the position of a row's run, which is in `column`."""
+        """An SQL expression to sort by: the position of a row's run, whose name is in `column`."""
         return f"list_position([{', '.join(map(sql_literal, self.runs))}], {column})"
 
 
 def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str, unit: Unit) -> Answer:
-    """A column for each run from rows of `keys`, run, value; None where a run has no such events."""
+    """Turn rows of `keys`, run and value into a column for each run; None if a run has no such events."""
     cells: dict[tuple[Any, ...], dict[str, Value]] = {}
     for *key, run, value in study.events.ask(sql):
         cells.setdefault(tuple(key), {})[run] = value
@@ -91,7 +92,7 @@ def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str,
 
 
 def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
-    """SELECT `by` and the sum of durations of the process where it is largest."""
+    """SELECT `by` and the sum of durations of the process in which it is largest."""
     keys = ", ".join(by)
     return f"""
         SELECT {keys}, {of_processes("max(total)")}::BIGINT FROM (
@@ -100,12 +101,13 @@ def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
 
 
 def of_processes(aggregate: str) -> str:
-    """SQL of an aggregate over processes without the sums of all ranks, unless there is nothing else."""
+    """SQL for an aggregate over processes; sums over all ranks count only if there is nothing else."""
     return f"coalesce({aggregate} FILTER (pid <> {ALL_RANKS}), {aggregate})"
 
 
 _IN_MEMORY_EVENTS: Final = 500_000
-"""Up to this many events are classified once, in memory; of more, each question classifies what it needs."""
+"""Up to this many events are classified once, in memory; with more, each question classifies what it needs.
+"""
 
 
 @contextmanager
@@ -114,14 +116,14 @@ def open_study(
 ) -> Iterator[Study]:
     """Open the runs of `spec`, whose globs are relative to `folder`; `dask` as in `open_trace_set`.
 
-    With `host`, tiers are those of its files only.
+    With `host`, tiers apply only to files of that host.
     """
     runs = {
         run: [str(folder / glob) for glob in ([globs] if isinstance(globs, str) else globs)]
         for run, globs in spec.runs.items()
     }
     with open_trace_set(runs, progress=progress or Progress(), where=spec.where, dask=dask) as traces:
-        # The description may be somebody else's.
+        # Somebody else may have written the description.
         traces.confine()
         num_events = sum(account.events + account.salvaged for account in traces.accounts)
         dimensions = replace(spec.dimensions(), host=host)
@@ -133,14 +135,14 @@ def open_study(
 Phase = Annotated[
     PhaseRule, BeforeValidator(lambda rule: parse_phase(rule) if isinstance(rule, str) else rule)
 ]
-"""A rule as text of a document, or parsed already from the command line."""
+"""A rule as text of a document, or already parsed from the command line."""
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 Rate = Annotated[float, BeforeValidator(lambda text: parse_rate(str(text)))]
 Globs = str | tuple[str, ...]
 
 
 class YamlDocument(BaseModel):
-    """A section of such a document: immutable, and without unknown keys."""
+    """A section of a YAML document: immutable, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -193,7 +195,7 @@ class QueryCheck(YamlDocument):
 
 
 class ComparisonSpec(YamlDocument):
-    """The document `runs.yaml`: runs by name, in the order of the tables, and the dimensions to see them by.
+    """The document `runs.yaml`: runs by name, in the order of the tables, and the dimensions that apply.
 
     Globs are relative to the folder of the document.
     """
@@ -206,10 +208,10 @@ class ComparisonSpec(YamlDocument):
     phases: tuple[Phase, ...] = ()
     files: tuple[str, ...] = ()
     device_rates: dict[str, Rate] = Field(default_factory=dict)
-    """The most that the devices of a tier give one host, in bytes a second."""
+    """The highest rate that the devices of a tier give one host, in bytes per second."""
     where: str = ""
     checks: tuple[str | QueryCheck, ...] = ()
-    """For `expectations`; a comparison takes no notice of them."""
+    """Checks for `expectations`; a comparison ignores them."""
 
     @model_validator(mode="after")
     def _baseline_is_a_run(self) -> Self:
@@ -224,11 +226,11 @@ class ComparisonSpec(YamlDocument):
 
     @property
     def baseline_run(self) -> str:
-        """The run that others are compared with: the first, unless another is named."""
+        """The run with which others are compared: the first, unless another is named."""
         return self.baseline or next(iter(self.runs))
 
     def dimensions(self) -> Dimensions:
-        """The dimensions; phase rules of the document come before the default ones."""
+        """The dimensions. The document's phase rules come before the default rules."""
         return Dimensions(
             tiers={name: (some,) if isinstance(some, str) else some for name, some in self.tiers.items()},
             file_classes={} if self.file_classes == "strip-digits" else self.file_classes,
@@ -248,8 +250,8 @@ class Weight(StrEnum):
 class TraceFinding:
     """One observation: `says` in sentences with numbers, `evidence` as rows, `fix` what to do about it.
 
-    `lost_us` is the wall-clock time it costs a rank of the run, on average or, where ranks differ, the worst
-    one; None where that is unknown. Findings are ranked by it.
+    `lost_us` is the wall-clock time that it costs a rank of the run: the average rank, or the worst one if
+    ranks differ. It is None if unknown. Findings are ranked by it.
     """
 
     code: str
@@ -261,9 +263,9 @@ class TraceFinding:
     lost_us: int | None = None
     fix: str = ""
     amount: float = 0.0
-    """Of a habit, the calls that have it: a comparison counts what exceeds those of the baseline."""
+    """For a habit, the number of calls that have it: a comparison counts those in excess of the baseline."""
     usual_amount: float = 0.0
-    """The same of the baseline."""
+    """For a habit, the number of such calls in the baseline."""
 
     def document(self) -> dict[str, Any]:
         """The finding as JSON."""
@@ -275,7 +277,7 @@ class TraceFinding:
 
 
 def format_ranges(values: Iterable[Any]) -> str:
-    """Numbers as ranges (`8-15`), names as a short list."""
+    """Format numbers as ranges (`8-15`), and names as a short list."""
     values = sorted(values)
     if not values:
         return ""
@@ -313,7 +315,7 @@ def name_runs(given: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
 
 
 def _propose(kind: str, of: str, patterns: Sequence[str]) -> list[str]:
-    """Names for a run, each longer than the one before."""
+    """Propose names for a run, each longer than the one before."""
     if kind == "named":
         return [of]
     if len(patterns) == 1:
@@ -331,7 +333,7 @@ def _propose(kind: str, of: str, patterns: Sequence[str]) -> list[str]:
 
 
 def _tell_apart(proposals: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The shortest name of each that no other run could have, or a numbered one."""
+    """Choose for each run the shortest name that no other run could have, or a numbered one."""
     taken: set[str] = set()
     for number, names in enumerate(proposals):
         others = {name for other, some in enumerate(proposals) if other != number for name in some}
