@@ -5,9 +5,9 @@
         -> `open_trace_set`: a temporary table, which with event tables is the view `events`
 
 Invariants: a table is complete or absent, whenever the process dies; events at the same time are in the order
-of their files, and of their lines in each; a table carries its sources and their accounts, so questions to it
-know what was lost; a table that is older than its sources is rebuilt before it is asked, and
-refused if that took SQL from it.
+of their files, and within a file in the order of its lines; a table carries its sources and their accounts,
+so queries on it know what was lost; a table that is older than its sources is rebuilt before it is queried,
+and refused if rebuilding would run SQL that the table itself states.
 """
 
 from __future__ import annotations
@@ -87,21 +87,25 @@ def refuse_overwriting(
 
 
 _MOST_THREADS: Final = 4
-"""Files that are read at once: more threads would wait for the Python parts of reading."""
+"""The number of files that are read at once: more threads would wait for the Python parts of reading."""
 _MEMORY_EVENTS: Final = 1 << 21
-"""Events that are gathered in memory; more are written to parts on disk before they are sorted."""
+"""The number of events that are gathered in memory; if there are more, they are written to parts on disk
+before they are sorted.
+"""
 _SORT_MEMORY: Final = "1GB"
-"""Memory that DuckDB may use for sorting; what does not fit goes to the scratch folder."""
+"""The memory that DuckDB may use for sorting; what does not fit goes to the scratch folder."""
 _KEY: Final = "penstock.trace"
 _VERSION: Final = 3
 _READABLE: Final = (2, 3)
-"""Versions of tables. The second, of Penstock 0.2.0, has columns and sums that are ignored today."""
+"""The readable versions of tables. The second, of Penstock 0.2.0, has columns and sums that are ignored
+today.
+"""
 COLUMNS_SQL: Final = ", ".join(f'"{name}"' for name in SCHEMA.names)
 
 
 @dataclass(frozen=True, slots=True)
 class EventTableFacts:
-    """The origin of a table, stored in it: its files as they were, and what became of their lines."""
+    """The origin of a table, stored in it: its files as they were, and the fate of their lines."""
 
     sources: tuple[Mapping[str, Any], ...] = ()
     accounts: tuple[FileAccount, ...] = ()
@@ -109,7 +113,7 @@ class EventTableFacts:
 
 
 def _describe_source(file: TraceFile) -> Mapping[str, Any]:
-    """A file as it is now, as tables have it."""
+    """Describe a file in its present state, as tables do."""
     facts = file.path.stat()
     return {
         "path": str(file.path.absolute()),
@@ -131,11 +135,11 @@ def convert(
     threads: int = 0,
     dask: str = "",
 ) -> EventTableFacts:
-    """Make the table `target` of these files, replacing an older one in one step; returns its facts.
+    """Make the table `target` from these files, replacing an older table in one step; return its facts.
 
-    Files are read by `threads` at once (0: one per core, at most four), or by the workers of `dask`, which
-    must share the target's folder. With `strict`, damaged files are an error, and there is no table. An older
-    table is not replaced by one without any events.
+    `threads` files are read at once (0: one per core, at most four), unless workers of `dask` read them,
+    which must share the target's folder. With `strict`, a damaged file raises an error, and no table is made.
+    A table without any events does not replace an older table.
     """
     inputs = [file.path for file in files]
     refuse_overwriting(target, inputs, kind="a Penstock event table", is_kind=_read_facts_text)
@@ -163,7 +167,7 @@ def read_events(
     threads: int = 0,
     dask: str = "",
 ) -> tuple[FileAccount, ...]:
-    """Read files side by side, and gather the events for which `where` holds; returns the files' accounts."""
+    """Read files in parallel, and gather the events that meet `where`; return the files' accounts."""
     check_where(where)
     if dask:
         return _read_with_dask(dask, files, gathered, progress=progress, where=where)
@@ -192,7 +196,7 @@ def read_events(
         finally:
             is_stopped.set()
     failures = [error for future in futures if (error := future.exception()) is not None]
-    # The failure that stopped the others comes before theirs.
+    # The failure that stopped the other threads comes before their errors.
     for error in sorted(failures, key=lambda failure: isinstance(failure, _Stopped)):
         raise error
     return tuple(future.result() for future in futures)
@@ -200,7 +204,7 @@ def read_events(
 
 @dataclass(slots=True)
 class TraceReading:
-    """A file that is being read: iterate over `batches`, then look at `account`."""
+    """A file that is being read: iterate over `batches` first, then look at `account`."""
 
     account: FileAccount
     batches: Iterator[pa.RecordBatch] = field(repr=False)
@@ -209,11 +213,11 @@ class TraceReading:
 def read_trace_file(
     file: TraceFile, advance: Callable[[int], None] = lambda _: None, query_lines: int = QUERY_LINES
 ) -> TraceReading:
-    """Begin to read a file; `advance` is called with the number of bytes that were taken from disk.
+    """Begin to read a file; `advance` is called with the number of bytes that were read from disk.
 
-    After the last batch the account is complete, and what is wrong with the file stands in it. Only a file
-    that cannot be read at all is an error. Fewer lines than `query_lines` are parsed by Python, which changes
-    nothing but the speed.
+    After the last batch, the account is complete, and states what is wrong with the file. Only a file that
+    cannot be read at all raises an error. Fewer lines than `query_lines` are parsed by Python, which changes
+    only the speed.
     """
     account = FileAccount(file=file.name or file.path.name, size_bytes=file.path.stat().st_size)
     return TraceReading(account, _read_batches(file, account, advance, query_lines))
@@ -222,8 +226,8 @@ def read_trace_file(
 def _read_batches(
     file: TraceFile, account: FileAccount, advance: Callable[[int], None], query_lines: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches by the reader of the file's dialect. To add a dialect, add a case here."""
-    # Read before the trace: what a program that still runs records meanwhile must not count as missing.
+    """Yield batches from the reader of the file's dialect. To add a dialect, add a case here."""
+    # Read before the trace, so that events that a running program records meanwhile do not count as missing.
     account.announced_events = read_event_count(file.path)
     pieces = read_pieces(file.path, account.faults.append, advance)
     head = next(pieces, b"").removeprefix(UTF8_MARK)
@@ -256,33 +260,33 @@ def _read_batches(
         yield batch
     if not head:
         account.notes.append("it is empty")
-    # Damaged JSON explains itself, line by line; Darshan's text without segments is known.
+    # Damaged JSON explains itself line by line, and Darshan's text without segments is a known case.
     is_damaged = account.dropped or (account.faults and dialect is not Dialect.DARSHAN)
     if is_damaged and account.is_without_events and head and not head.lstrip().startswith((b"{", b"[")):
         account.faults.append(f"not one event: it seems to be {guess_content(file.path.name, head)}")
 
 
 class _Stopped(Exception):
-    """Another file's failure, or an interrupt, ended the conversion."""
+    """Another file's failure, or an interrupt, has ended the conversion."""
 
 
 _CONFINED: Final[dict[str, Any]] = {"threads": 1, "enable_external_access": False, "lock_configuration": True}
-"""A connection that reads no files and writes none, whatever an expression says."""
+"""Settings of a connection that reads and writes no files, whatever an expression says."""
 
 
 @cache
 def check_where(where: str) -> None:
-    """Raise UsageError for an expression that DuckDB cannot apply to events, or that reads anything else."""
+    """Raise `UsageError` for an expression that DuckDB cannot apply to events, or that reads other data."""
     if where:
         with duckdb.connect(config=_CONFINED) as connection:
             _keep_wanted(connection, SCHEMA.empty_table(), where)
 
 
 def _keep_wanted(connection: duckdb.DuckDBPyConnection, events: Any, where: str) -> Any:
-    """The events for which an expression holds, in their order."""
+    """The events that meet an expression, in their order."""
     table = pa.Table.from_batches([events]) if isinstance(events, pa.RecordBatch) else events
     try:
-        # An `Expression` is parsed alone, so that its text cannot end it and begin a statement.
+        # An `Expression` is parsed on its own, so its text cannot end the expression and begin a statement.
         wanted = duckdb.SQLExpression(where).cast("BOOLEAN")
         verdicts = connection.from_arrow(table).select(wanted.alias("wanted")).to_arrow_table()["wanted"]
         return events.filter(verdicts.combine_chunks())
@@ -295,7 +299,7 @@ def _keep_wanted(connection: duckdb.DuckDBPyConnection, events: Any, where: str)
 
 
 class GatheredEvents:
-    """Batches of several files, from several threads, for DuckDB: in memory, or in parts on disk if many."""
+    """Gathers batches of several files from several threads, in memory or, if there are many, on disk."""
 
     def __init__(self, scratch: Path, most_in_memory: int = _MEMORY_EVENTS) -> None:
         self.scratch = scratch
@@ -306,7 +310,7 @@ class GatheredEvents:
         self._num_of_file: dict[int, int] = {}
 
     def add(self, number: int, batch: pa.RecordBatch) -> None:
-        """Add events of the file of this number, in the order of its lines."""
+        """Add events of file `number`, in the order of its lines."""
         with self._lock:
             line = self._num_of_file.get(number, 0)
             self._num_of_file[number] = line + batch.num_rows
@@ -326,7 +330,7 @@ class GatheredEvents:
             self._write_part()
         else:
             empty = pa.schema([*SCHEMA, ("file_number", pa.int32()), ("line", pa.int64())]).empty_table()
-            # Dictionaries of batches differ, so each batch is a chunk.
+            # Dictionaries differ between batches, so each batch is a chunk.
             connection.register(
                 "penstock_gathered", pa.concat_tables(self._pending) if self._pending else empty
             )
@@ -349,7 +353,7 @@ def write_table(
     facts: EventTableFacts,
     compression: str = "zstd",
 ) -> None:
-    """Write the events of a query, in its order, as a table with these facts."""
+    """Write the events of a query, in the query's order, as a table with these facts."""
     document = {
         "version": _VERSION,
         "where": facts.where,
@@ -366,7 +370,7 @@ def write_table(
 
 
 def _read_facts_text(path: Path) -> bytes | None:
-    """The facts in a Parquet file; empty if it has none, None if it is no Parquet file."""
+    """The facts in a Parquet file; empty if it has none, None if the file is not a Parquet file."""
     try:
         metadata: Mapping[bytes, bytes] = pq.read_metadata(path).metadata or {}
     except (pa.ArrowInvalid, OSError):
@@ -398,9 +402,9 @@ def read_facts(path: Path) -> EventTableFacts | None:
 
 @contextmanager
 def _publishing(target: Path) -> Iterator[tuple[Path, Path]]:
-    """A file to write to, which becomes `target` when the block ends, and a folder next to it to work in."""
+    """Yield a file that becomes `target` when the block ends, and a folder next to it to work in."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A killed conversion into the same table leaves its folder.
+    # A conversion into the same table that was killed has left its folder.
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*"):
         owner = leftover.name.removeprefix(f".{target.name}.").partition(".")[0]
         if owner.isdecimal() and leftover.is_dir() and not pid_exists(int(owner)):
@@ -412,9 +416,9 @@ def _publishing(target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 LOCAL: Final = "local"
-"""Stands for a scheduler with workers on this machine only."""
+"""Stands for a scheduler with workers on this machine."""
 _TIMEOUT: Final = "120s"
-"""For a scheduler to answer; starting workers takes a while on a busy machine."""
+"""The time that a scheduler has to answer; on a busy machine, starting workers takes a while."""
 RELATION: Final = "events"
 """The name of the events in questions and in users' SQL."""
 
@@ -430,27 +434,27 @@ class TraceSet:
     """The files that the connection reads."""
 
     def confine(self) -> None:
-        """From now on, SQL on this connection reads only what is open, and writes nothing."""
+        """Restrict SQL on this connection to reading what is open now, and to writing nothing."""
         if self.files:
             self.connection.execute("SET allowed_paths = ?", [[str(path) for path in self.files]])
         self.connection.execute("SET enable_external_access = false")
         self.connection.execute("SET lock_configuration = true")
 
     def losses(self) -> list[str]:
-        """Everything that was lost or guessed, for people, one line each; empty if nothing was."""
+        """List everything that was lost or guessed, for people, one line each; empty if nothing was."""
         return [line for account in self.accounts for line in account.losses()]
 
     def mismatches(self) -> list[str]:
-        """Files that do not fit together, one sentence each; empty if there are none.
+        """Name files that do not fit together, in one sentence each; empty if there are none.
 
-        Their clocks or units cannot be right, or nobody can tell the processes of one from another's.
+        Their clocks or units cannot be right, or the processes of one cannot be told from those of another.
         """
         return [*find_clock_mismatches(self.accounts), *self._find_shared_processes()]
 
     def _find_shared_processes(self) -> Iterator[str]:
         """Yield a sentence if files without hosts have the same processes, and no rank explains it.
 
-        Listings of strace have a file for each thread; all else has a file, or several, for each process.
+        strace writes a listing for each thread; all other tracers write a file, or several, for each process.
         """
         for dialect in sorted({account.dialect for account in self.accounts} - {Dialect.STRACE.value}):
             files = [one.file for one in self.accounts if one.dialect == dialect and not one.hosts]
@@ -474,7 +478,7 @@ class TraceSet:
 
 
 def name_trace_files(paths: Sequence[Path], *, run: str, rank_pattern: str = RANK_PATTERN) -> list[TraceFile]:
-    """Files to read, each under the shortest name that distinguishes it from the others."""
+    """The files to read, each with the shortest name that distinguishes it from the others."""
     names = [path.name for path in paths]
     unique = len(set(names)) == len(names)
     return [
@@ -494,20 +498,20 @@ def open_trace_set(
 ) -> Iterator[TraceSet]:
     """Open the files of named runs (names, globs, folders, tables) as one relation `events`.
 
-    With `dask` (`local`, or a scheduler's address) its workers read raw files. They must share all folders
-    with this process, including the one for temporary files.
+    With `dask` (`local`, or a scheduler's address), Dask's workers read raw files. They must share all
+    folders with this process, including the one for temporary files.
     """
     check_where(where)
     with TemporaryDirectory(prefix="penstock-trace-") as temporary, duckdb.connect() as connection:
         folder = Path(temporary)
         connection.execute("SET temp_directory = ?", [temporary])
-        # A question asks several times of the same tables.
+        # A question queries the same tables several times.
         connection.execute("SET parquet_metadata_cache = true")
         selected: list[str] = []
         tables: list[Path] = []
         of_runs: dict[str, list[FileAccount]] = {run: [] for run in runs}
         for run, patterns in runs.items():
-            # A run's events have the name by which it was opened; without one, a table keeps its own.
+            # A run's events get the name under which the run was opened; without one, a table keeps its own.
             columns = COLUMNS_SQL.replace('"run"', f"{sql_literal(run)} AS run") if run else COLUMNS_SQL
             raw: list[Path] = []
             for path in find_trace_files(patterns):
@@ -550,7 +554,7 @@ def open_trace_set(
 
 
 def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTableFacts:
-    """The facts of a table, rebuilt if its sources have changed; those that are gone have not."""
+    """Return the facts of a table, rebuilt if its sources have changed; deleted sources have not."""
     files = [
         TraceFile(path=Path(one["path"]), name=one["name"], run=one["run"], rank_pattern=one["rank_pattern"])
         for one in facts.sources
@@ -569,7 +573,7 @@ def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTab
             fix="Load the remaining files into a new table: penstock trace load.",
         )
     if facts.where:
-        # SQL in a file is data: only its owner may ask for it to be run.
+        # SQL in a file is data: only the file's owner may ask for it to be run.
         raise UsageError(
             "This event table is older than its trace files, and was made with --where",
             where=str(path),
@@ -582,10 +586,11 @@ def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTab
 def _read_with_dask(
     scheduler: str, files: Sequence[TraceFile], gathered: GatheredEvents, *, progress: Progress, where: str
 ) -> tuple[FileAccount, ...]:
-    """Let workers make a table of each file, in the scratch folder, which they must share, and gather those.
+    """Let workers make a table of each file in the scratch folder, and gather the tables.
 
-    `scheduler` is `local`, for processes of this one, or an address as tcp://host:8786. Raises Unavailable if
-    Dask is needed and not installed, UsageError if no scheduler answers.
+    The workers must share the scratch folder. `scheduler` is `local`, for processes started by this one, or
+    an address such as tcp://host:8786. Raises `Unavailable` if Dask is needed but not installed, and
+    `UsageError` if no scheduler answers.
     """
     with ExitStack() as resources:
         if scheduler == LOCAL:
@@ -620,7 +625,7 @@ def _read_with_dask(
 
 @contextmanager
 def _local_processes(num_files: int) -> Iterator[ProcessPoolExecutor]:
-    """A process for each core and file at most; none outlives the body, not even at work."""
+    """Start at most one process for each core and file; all end with the body, even while at work."""
     num_processes = max(1, min(len(os.sched_getaffinity(0)), num_files))
     workers = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"))
     try:
@@ -638,20 +643,20 @@ def _convert_one(file: TraceFile, target: Path, where: str) -> FileAccount:
 
 
 APART_US: Final = 30 * 86_400 * 1_000_000
-"""Files of one run that are further apart than this were not recorded by clocks that agree."""
+"""Files of one run whose times are further apart than this were not recorded by agreeing clocks."""
 _YEAR_US: Final = 31_556_952 * 1_000_000
 _FROM_2000_US, _TO_2100_US = 30 * _YEAR_US, 130 * _YEAR_US
 
 
 def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
-    """Sentences about files whose times cannot be right, alone or together."""
+    """Sentences about files whose times cannot be right, either alone or compared with other files."""
     timed = sorted(
         ((account.first_us, account) for account in accounts if account.first_us is not None),
         key=itemgetter(0),
     )
     sentences = []
     for unit, ratio in (("nanoseconds", 1000), ("milliseconds", 1 / 1000), ("seconds", 1 / 1_000_000)):
-        # Documents of Chrome often count from the start of the machine: small times are no mistake there.
+        # Chrome's documents often count from the start of the machine, so small times are no error there.
         wrong = [
             (first_us, account)
             for first_us, account in timed
@@ -674,9 +679,9 @@ def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
         groups[-1].append((first_us, account))
         last_us = max(last_us, account.last_us or 0)
         num_events = account.events + account.salvaged
-        # Many times since the start of a job begin with nought.
+        # The times of many jobs count from 0 at the job's start.
         if num_events >= 2 and first_us >= _FROM_2000_US:
-            # A copy that was cut ends earlier: where ranks are known, the first microsecond is enough.
+            # A truncated copy ends earlier; if ranks are known, an equal first microsecond is enough.
             rest = () if account.ranks else (account.last_us, num_events)
             who = (account.dialect, first_us, frozenset(account.hosts), frozenset(account.ranks), *rest)
             copies.setdefault(who, []).append((first_us, account))
@@ -696,7 +701,7 @@ def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
 
 
 def _name_files(timed: Sequence[tuple[int, FileAccount]]) -> str:
-    """The first files of several, with their hosts."""
+    """Name the first of several files, with their hosts."""
     names = []
     for _, account in timed[:3]:
         hosts = ", ".join(sorted(account.hosts)[:3])

@@ -2,8 +2,8 @@
 
     EventsView -> question -> Answer -> terminal, CSV, JSON, Markdown, report
 
-Invariants: an answer holds microseconds, bytes and counts as integers, and only rendering rounds; seconds are
-printed to the microsecond, so printed sums can be checked by hand.
+Invariants: an answer holds microseconds, bytes and counts as integers, and only rendering rounds them;
+seconds are printed to the microsecond, so printed sums can be checked by hand.
 """
 
 import csv
@@ -20,7 +20,7 @@ Value = int | float | str | bool | None
 
 
 class Unit(StrEnum):
-    """The unit of a column's numbers, by which rendering formats them."""
+    """The unit of a column's numbers, which determines how they are rendered."""
 
     TEXT = "text"
     COUNT = "count"
@@ -35,7 +35,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of an answer; its name carries the unit, as `union_us`. `head` is a heading for people."""
+    """A column of an answer. Its name carries the unit, as in `union_us`; `head` is a heading for people."""
 
     name: str
     unit: Unit = Unit.TEXT
@@ -43,7 +43,7 @@ class Column:
 
 
 def make_columns(*columns: str | Column) -> list[Column]:
-    """Columns from names that carry their unit, as `num_events` and `union_us`, or as they are given."""
+    """Make columns from names that carry their unit, such as `num_events` and `union_us`, or from columns."""
     made = []
     for column in columns:
         if isinstance(column, str):
@@ -67,7 +67,7 @@ _SUFFIXES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A table: `name` is for files; `title`, `notes` and the text of a `missing` value are for people."""
+    """A table. `name` is for files; `title`, `notes` and the text of a `missing` value are for people."""
 
     name: str
     title: str
@@ -92,7 +92,7 @@ class Answer:
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """The answer as JSON; `rows` are objects."""
+    """The answer as a JSON document, in which `rows` are objects."""
     return {
         "name": answer.name,
         "title": answer.title,
@@ -103,7 +103,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def as_csv(answer: Answer) -> str:
-    """A header and rows, missing values empty. Control characters are escaped, as on terminals."""
+    """A header and rows; missing values are empty. Control characters are escaped, as on terminals."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([column.name for column in answer.columns])
@@ -114,7 +114,7 @@ def as_csv(answer: Answer) -> str:
 
 
 def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
-    """A heading, the table, the notes; a table cut to `most_rows` has the number of omitted rows."""
+    """A heading, the table and the notes. A table cut to `most_rows` shows the number of omitted rows."""
     shown = answer.rows if most_rows is None else answer.rows[:most_rows]
     lines = [f"### {answer.title}", ""]
     if answer.rows:
@@ -130,13 +130,13 @@ def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
 
 
 def as_records(answer: Answer) -> list[dict[str, str]]:
-    """Readable cells by heading, for tables on a terminal."""
+    """Readable cells by heading, for a table on a terminal."""
     heads = [heading(column) for column in answer.columns]
     return [dict(zip(heads, cells(answer, row), strict=True)) for row in answer.rows]
 
 
 def heading(column: Column) -> str:
-    """The heading of a column for people, without units that the cells print themselves."""
+    """The heading of a column for people, without any unit that the cells show themselves."""
     if column.head:
         return column.head
     if column.unit is Unit.MICROSECONDS:

@@ -1,14 +1,16 @@
 """Tables of a trace: summary, breakdowns by operation, file, class, size and rank, overlap, timeline.
 
 Each row has calls, bytes and measures of time. Three measures always stand side by side, because each alone
-misleads: the sum of durations counts parallel threads many times, the longest thread forgets the others, the
-union does not show how many ran at once. Unions are exact, in whole microseconds, and never larger than sums.
-In `overlap`, `union_us`, `sum_us` and `concurrency` are those of the I/O; its overlap with computation is one
-of intervals, not a difference of totals. An event that spans several buckets of a timeline is divided by the
-time it spent in each; it counts as an operation where it began.
+misleads: the sum of durations counts parallel threads several times, the longest thread ignores the others,
+and the union does not show how many threads ran at once. Unions are exact, in whole microseconds, and never
+larger than sums. In `overlap`, `union_us`, `sum_us` and `concurrency` are those of the I/O; its overlap with
+computation is computed from intervals, not as a difference of totals. An event that spans several buckets of
+a timeline is divided by the time that it spent in each; it counts as an operation in the bucket where it
+began.
 
-DuckDB reads ten million events in a second; its window functions would take ten. So numpy measures unions in
-the order of time, a batch at a time: an event adds its part behind the furthest end so far.
+DuckDB reads ten million events in a second, but its window functions would take ten seconds for them.
+Therefore, numpy measures unions in the order of time, a batch at a time: an event adds the part that lies
+beyond the furthest end so far.
 """
 
 from collections import defaultdict
@@ -62,9 +64,9 @@ def measure_groups(
 
 
 def union_times(events: EventsView, by: Sequence[str], *sets: str) -> dict[Key, tuple[int, ...]]:
-    """The time in which an event of each set was under way, by the values of `by`; sets are SQL conditions.
+    """The time in which an event of each set was in progress, by the values of `by`.
 
-    Groups none of whose events takes any time are left out.
+    Sets are SQL conditions. Groups whose events take no time are left out.
     """
 
     def add(  # noqa: PLR0917 - the arrays of a batch
@@ -76,14 +78,17 @@ def union_times(events: EventsView, by: Sequence[str], *sets: str) -> dict[Key, 
             totals[keys[group]][place] += total_us
 
     times = {key: tuple(total) for key, total in _add_up(events, by, sets, add).items()}
-    # Without keys all events are one group, even if there are none.
+    # Without keys, all events form one group, even if there are none.
     return times if by else {(): (0,) * len(sets), **times}
 
 
 def union_in_buckets(
     events: EventsView, by: Sequence[str], *sets: str, width_us: int, origin_of: Callable[[Key], int]
 ) -> dict[tuple[Key, int], list[int]]:
-    """The same in each bucket of time: by key and number of the bucket, counted from the key's origin."""
+    """Measure unions like `union_times`, in each bucket of time.
+
+    The result is by key and number of the bucket, counted from the key's origin.
+    """
 
     def add(  # noqa: PLR0917 - the arrays of a batch
         totals: Totals, keys: list[Key], place: int, groups: Numbers, begins: Numbers, ends: Numbers
@@ -99,7 +104,7 @@ def union_in_buckets(
             found = zip(groups[firsts].tolist(), buckets[firsts].tolist(), sums.tolist(), strict=True)
             for group, bucket, total_us in found:
                 totals[keys[group], bucket][place] += total_us
-            # Pieces that reach into the next bucket go on there.
+            # Pieces that reach into the next bucket continue there.
             is_longer = ends > edges
             groups, begins, ends = groups[is_longer], edges[is_longer], ends[is_longer]
 
@@ -107,10 +112,11 @@ def union_in_buckets(
 
 
 def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Callable[..., None]) -> Totals:
-    """The totals that `add` makes of the pieces of time whose lengths add up to unions.
+    """The totals that `add` makes from the pieces of time whose lengths add up to unions.
 
-    The pieces of a group and set do not overlap; `add` gets the keys, the place of the set, and the group (a
-    place among the keys), begin and end of each piece. Pieces of a group stand together, in order.
+    The pieces of a group and set do not overlap. `add` receives the keys, the position of the set, and for
+    each piece its group (a position among the keys), begin and end. The pieces of a group are adjacent and in
+    order.
     """
     is_member = " OR ".join(f"({one})" for one in sets)
     members = " + ".join(f"(coalesce({one}, false)::UTINYINT << {place})" for place, one in enumerate(sets))
@@ -118,15 +124,15 @@ def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Cal
     numbered, keys, number_of = "0", [()], {0: 0}
     if by:
         names = ", ".join(by)
-        # A hash stands for the values of a group: a join with a table of groups would lose the order.
+        # A hash stands for the values of a group, because a join with a table of groups would lose the order.
         numbered = f"hash({names})"
         found = events.ask(f"SELECT {numbered}, {names} FROM {{events}} {where} GROUP BY {names}")
         keys = [row[1:] for row in found]
         number_of = {row[0]: number for number, row in enumerate(found)}
         assert len(number_of) == len(keys), "two groups have the same hash of 64 bits"
     query = f"SELECT {numbered} AS numbered, {members} AS members, ts_us, end_us FROM {{events}} {where}"
-    # A table has its events in the order of time. Several tables may not, and conditions that DuckDB makes a
-    # join of lose the order; then events are sorted, which takes longer than all the rest.
+    # A table has its events in the order of time. Several tables may not, and conditions that DuckDB turns
+    # into a join lose the order. Events are then sorted, which takes longer than everything else.
     for order in ("", " ORDER BY ts_us"):
         totals: Totals = defaultdict(lambda: [0] * len(sets))
         reach = np.full((len(sets), len(keys)), _NEVER)
@@ -141,7 +147,7 @@ def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Cal
                 encoded = batch.column(0).dictionary_encode()
                 numbers = [number_of[value] for value in encoded.dictionary.to_pylist()]
                 codes = np.array(numbers, dtype=np.int64)[encoded.indices.to_numpy()]
-                # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
+                # numpy sorts 16-bit numbers by radix, several times faster than wider numbers.
                 sortable = codes.astype(np.int16 if len(keys) < 1 << 15 else np.int32)
                 by_group = np.argsort(sortable, kind="stable")
                 codes, members_of, starts, ends = (one[by_group] for one in (codes, members_of, starts, ends))
@@ -159,9 +165,10 @@ def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Cal
 
 
 def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers) -> Numbers:
-    """Where each event begins to add to its group's union; `reach` is moved to the groups' furthest ends.
+    """Find where each event begins to add to its group's union; move `reach` to the groups' furthest ends.
 
-    For example, of 0-10, 5-12 and 6-8 the first adds from 0 on, the second from 10 on, the third nothing.
+    For example, of 0-10, 5-12 and 6-8, the first adds from 0 on, the second from 10 on, and the third
+    nothing.
     """
     is_first = np.concatenate((np.ones(1, bool), groups[1:] != groups[:-1]))
     firsts = np.flatnonzero(is_first)
@@ -170,7 +177,8 @@ def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers
     furthest[firsts] = np.maximum(ends[firsts], reach[of_firsts])
     lowest, span = int(furthest.min()), int(furthest.max()) - int(furthest.min()) + 1
     if span * len(firsts) < 1 << 62:
-        # Lifted above all groups before it, a group is not reached by their ends: one pass serves all.
+        # Each group is shifted above all groups before it, so their ends do not reach it, and one pass serves
+        # all.
         lift = (np.cumsum(is_first) - 1) * span - lowest
         furthest = np.maximum.accumulate(furthest + lift) - lift
     else:
@@ -184,7 +192,7 @@ def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers
 
 def summary(events: EventsView) -> tuple[Answer, Answer]:
     """The facts, with a note on each run that the events name, and a row for each function."""
-    # The bytes of MPI-IO are traced again in the calls below it.
+    # The bytes of MPI-IO are traced again in the calls that it makes.
     counts = events.ask_one(f"""
         SELECT count(DISTINCT host), greatest(count(DISTINCT rank), max(num_ranks)),
                count(DISTINCT (host, pid)) FILTER (is_one),
@@ -240,11 +248,11 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
 
 _UNTRACED_SHARE: Final = 0.1
 _UNTRACED_BYTES: Final = 1 << 20
-"""What a recording may miss without a word: the loading of programs, and its tracer's own I/O."""
+"""The bytes that a recording may miss without a note: the loading of programs, and its tracer's own I/O."""
 
 
 def find_untraced(events: EventsView) -> list[str]:
-    """Sentences about runs of whose bytes, as the system counted them, `trace record` missed many."""
+    """Sentences about runs for which `trace record` missed many of the bytes that the system counted."""
     counted = events.ask(f"""
         SELECT run, string_agg(DISTINCT args->>'tracer', ' and '), sum((args->>'read_bytes')::BIGINT)::BIGINT,
                sum((args->>'written_bytes')::BIGINT)::BIGINT
@@ -282,7 +290,7 @@ _SMALLEST, _LARGEST = "min(size)", "max(size)"
 
 
 def _quantile_sql(share: float) -> str:
-    """A quantile, interpolated as in pandas."""
+    """SQL for a quantile, interpolated as in pandas."""
     place = f"((any_value(total) - 1) * {share}::DOUBLE)"
     below, above = (
         f"min(size) FILTER (WHERE until > {rounded}((total - 1) * {share}::DOUBLE))"
@@ -292,7 +300,7 @@ def _quantile_sql(share: float) -> str:
 
 
 def _count_sizes(by: Sequence[str], where: str) -> str:
-    """A query for how often each size occurs; events without a size have one row for all of them."""
+    """A query for the frequency of each size; events without a size have one row for all of them."""
     keys = ", ".join(by)
     return f"""
         SELECT {keys}, size_bytes AS size, count(*) AS num, sum(dur_us) AS busy_us
@@ -302,7 +310,7 @@ def _count_sizes(by: Sequence[str], where: str) -> str:
 def _measure_sizes(
     events: EventsView, by: Sequence[str], measures: Sequence[str], *, where: str, order: str
 ) -> list[tuple[Any, ...]]:
-    """Rows of `by` and of `measures`: the SQL above, exact, because calls have few different sizes."""
+    """Rows of `by` and of the SQL `measures`, which are exact, because calls have few different sizes."""
     keys = ", ".join(by)
     return events.ask(f"""
         WITH placed AS (
@@ -336,7 +344,7 @@ _EXTRA = (
 
 BREAKDOWNS: Final = {
     "ops": ("Operations", IS_IO),
-    # MPI-IO's calls stand above those of POSIX, which move the same bytes.
+    # MPI-IO's calls make POSIX calls, which transfer the same bytes.
     "files": ("Files", "path IS NOT NULL AND cat <> 'MPIIO'"),
     "classes": ("Classes of files", "path IS NOT NULL AND cat <> 'MPIIO'"),
 }
@@ -363,10 +371,10 @@ _MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
 
 
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
-    """Sizes of transfers: a description for each group, and its `top` most frequent sizes."""
+    """Sizes of transfers: statistics for each group, and its `top` most frequent sizes."""
     by = check_keys(by)
     keys = ", ".join(by)
-    # Deviations are those of samples; quantiles are interpolated, as in pandas.
+    # Deviations are those of samples; quantiles are interpolated as in pandas.
     measures = (
         _NUM_EVENTS, _TOTAL, _MEAN, _DEVIATION, _SMALLEST, *map(_quantile_sql, (0.25, 0.5, 0.75, 0.99)),
         _LARGEST,
@@ -388,17 +396,17 @@ def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> 
 
 _MOVED_BYTES = "coalesce(sum(size_bytes), 0)::BIGINT"
 STRAGGLER_RATIO = 1.25
-"""A rank whose I/O takes this many times the median of its run is late; see `ranks`."""
+"""A rank whose I/O takes more than this many times the median of its run is late; see `ranks`."""
 
 
 def ranks(events: EventsView) -> Answer:
-    """A row for each rank of a run: skew, and which ranks the others wait for.
+    """A row for each rank of a run: skew, and the ranks for which the others wait.
 
-    A rank is its process with its workers and forked writers; where no rank is known, a process is one.
-    A rank that moves twice the bytes may take twice the time: a late one is a straggler only where it takes
-    longer than its work explains. Work is bytes, or calls in a run where most ranks move none. What Darshan
-    has only as a sum of all ranks (`ALL_RANKS`), and processes without a rank among ranks, have a row, but
-    are none of them.
+    A rank is its process with workers and forked writers; if no rank is known, each process counts as one. A
+    rank that transfers twice the bytes may take twice the time, so a late rank is a straggler only if it
+    takes longer than its work explains. Work is measured in bytes, or in calls if most ranks of the run
+    transfer no bytes. Darshan's sums over all ranks (`ALL_RANKS`), and processes without a rank among ranks,
+    have a row, but do not count as ranks.
     """
     by = ("run", RANK_NAME)
     who = ("min(rank)", f"arg_min({LEADER}, ts_us)", "arg_min(host, ts_us)", "count(DISTINCT (host, pid))")
@@ -433,7 +441,7 @@ def ranks(events: EventsView) -> Answer:
 
 
 def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """The ranks of one run, their time and work to its median, and whether they are stragglers."""
+    """The ranks of one run, their time and work relative to the median, and whether they are stragglers."""
     ranked = [row for row in rows if row[1] is not None]
     rated = ranked or [row for row in rows if row[2] != ALL_RANKS]
     yield from ((*row, None, None, False) for row in rows if row not in rated)
@@ -448,9 +456,10 @@ def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str = "io") -> Answer:
-    """A row for each value of `by`; `of` is the phase that counts as I/O, or `all` but compute and waiting.
+    """A row for each value of `by`.
 
-    Without events of the phase `io`, the application's own spans of I/O count, and nothing else does.
+    `of` is the phase that counts as I/O, or `all` phases except compute and waiting. If there are no events
+    of the phase `io`, only the application's own spans of I/O count.
     """
     by = check_keys(by)
     notes = []
@@ -509,9 +518,9 @@ def round_up(wanted_us: int) -> int:
 
 
 def cut_sql(source: str, bucket_us: int, kept: str) -> str:
-    """SELECT `kept`, bucket, begin_us and finish_us: `source` cut at the edges of buckets.
+    """SELECT `kept`, bucket, begin_us and finish_us: `source`, cut at the edges of buckets.
 
-    `source` is a SELECT with `since_us` and `until_us`. Most events are within one bucket, and skip the
+    `source` is a SELECT with `since_us` and `until_us`. Most events lie within one bucket, and skip the
     general case.
     """
     placed = f"""
@@ -530,11 +539,11 @@ def cut_sql(source: str, bucket_us: int, kept: str) -> str:
 MOVED_PART: Final = (
     "(size_bytes * (CASE WHEN whole_us > 0 THEN (finish_us - begin_us) / whole_us ELSE 1 END))"
 )
-"""SQL of the bytes that a piece of `cut_sql` has, of an event that took `whole_us`."""
+"""SQL for the bytes of a piece from `cut_sql`, whose event took `whole_us`."""
 
 
 def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
-    """A row for each bucket of each run and tier in which there was I/O."""
+    """A row for each bucket of each run and tier that had I/O."""
     starts = events.ask(f"""
         SELECT run, min(ts_us), max(end_us) FILTER (WHERE {IS_IO}) - min(ts_us)
         FROM {{events}} GROUP BY run""")
@@ -578,7 +587,7 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
 
 
 def file_events(events: EventsView, path: str) -> Answer:
-    """The events of `path`, which is a whole path or the end of one that is unique."""
+    """The events of `path`, which is a whole path, or the end of exactly one."""
     path = _find_path(events, path)
     rows = events.ask(f"""
         SELECT run, rank, tid, ts_us - (SELECT min(ts_us) FROM {{events}}), dur_us, name, op, size_bytes,

@@ -1,4 +1,4 @@
-"""Users' SQL over traces: one statement that reads events, and nothing else."""
+"""Users' SQL over traces: one statement that only reads events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FIX: Final = "Run penstock trace sql --help for the columns."
 
 
 def check_query(query: str) -> None:
-    """Raise UsageError unless a query is one statement that only reads `events`; no trace is read."""
+    """Raise `UsageError` unless a query is one statement that only reads `events`. No trace is read."""
     with duckdb.connect(config={"enable_external_access": False, "lock_configuration": True}) as connection:
         require_one_query(connection, query)
         connection.from_arrow(SCHEMA.empty_table()).create("events")
@@ -56,7 +56,7 @@ def check_query(query: str) -> None:
 
 
 def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None:
-    """Raise UsageError unless a text is one statement that reads; it is parsed and not run."""
+    """Raise `UsageError` unless a text is one statement that reads. The text is parsed, but not run."""
     try:
         statements = connection.extract_statements(query)
     except duckdb.Error as error:
@@ -75,14 +75,17 @@ def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None
 
 
 def run_query(traces: TraceSet, query: str) -> SqlAnswer:
-    """Run a user's query on `events`; it reads no other files and writes nothing. UsageError if it fails."""
+    """Run a user's query on `events`.
+
+    The query can read no other files and write nothing. Raises `UsageError` if it fails.
+    """
     check_query(query)
     traces.confine()
     return answer_query(traces.connection, query)
 
 
 def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer:
-    """Run a query on a connection as it is."""
+    """Run a query on an existing connection, without checks."""
     try:
         cursor = connection.execute(query)
         columns = [column[0] for column in cursor.description or ()]
@@ -92,7 +95,7 @@ def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: whole decimals become integers, what JSON cannot express becomes text."""
+    """A value as JSON has it: integral decimals become integers, what JSON cannot express becomes text."""
     match value:
         case None | bool() | int() | str():
             return value

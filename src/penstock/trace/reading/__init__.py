@@ -1,1 +1,1 @@
-"""Reading trace files of any dialect: bytes -> chunks of lines -> batches of events and an account."""
+"""Reading trace files of any dialect: from bytes to chunks of lines to batches of events and an account."""

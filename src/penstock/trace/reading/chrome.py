@@ -1,9 +1,9 @@
 """Chrome traces as one JSON document, as browsers, Perfetto and PyTorch's profiler write them.
 
-An event is an object of the array `traceEvents`, or of the array that is the document. PyTorch's profiler
-(Kineto) writes before it what holds for all events: the time that theirs count from, the host, the rank.
-Accounts count objects as lines. Invariants: memory is bounded; a damaged object does not affect those
-behind it.
+An event is an object in the array `traceEvents`, or in the array that is the whole document. Before the
+events, PyTorch's profiler (Kineto) writes what applies to all of them: the time from which theirs count, the
+host, the rank. Accounts count objects as lines. Invariants: memory is bounded; a damaged object does not
+affect those after it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.trace.event_schema import FileAccount, LineFate, ParsedLine, parse
 from penstock.trace.reading.json_lines import parse_event, parse_line
 
 _OBJECT_LIMIT: Final = 1 << 20
-"""Characters after which an object that does not end is taken for damaged."""
+"""The number of characters after which an object without an end counts as damaged."""
 _LONGEST_HEAD: Final = 16 << 20
-"""Characters without an array of events after which none is looked for."""
+"""The number of characters after which the search for an array of events ends."""
 _MOST_OPEN: Final = 1 << 16
-"""Spans that may be open at a time."""
+"""The most spans that may be open at a time."""
 _MOST_DAMAGED: Final = 1 << 12
-"""Objects that may be damaged: behind each, the beginning of another is looked for."""
+"""The most objects that may be damaged: after each, the beginning of another is searched for."""
 _ARRAY: Final = re.compile(r'"traceEvents"\s*:\s*\[')
 _BARE_ARRAY: Final = re.compile(r"\s*\[")
 _ROUNDING_NOTED: Final = 0.01
@@ -39,7 +39,7 @@ _DEVICE_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_ann
 
 
 class ChromeDocument:
-    """Reads the pieces of one document; `file_rank` is the rank in its name."""
+    """Reads one document, piece by piece; `file_rank` is the rank in the file's name."""
 
     def __init__(self, account: FileAccount, file_rank: int | None) -> None:
         self._account = account
@@ -48,7 +48,7 @@ class ChromeDocument:
         self._spans: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         self._num_open = self._num_damaged = 0
         self._is_ended = False
-        # What the text before the events says about all of them.
+        # What the text before the events tells about all of them.
         self._base_ns = 0
         self._host: str | None = None
         self._rank: int | None = None
@@ -57,7 +57,7 @@ class ChromeDocument:
         self._sum_us = self._written_sum_us = 0.0
 
     def read(self, pieces: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
-        """The rows of the document's events, roughly in its order."""
+        """Yield the rows of the document's events, roughly in the document's order."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
         text, is_inside = "", False
         for piece in pieces:
@@ -81,7 +81,7 @@ class ChromeDocument:
         self._find_faults(text, is_inside=is_inside)
 
     def _find_faults(self, rest: str, *, is_inside: bool) -> None:
-        """Report the faults of the document, and facts behind its events, which were passed on before."""
+        """Report the faults of the document, and facts that come too late, after the events they concern."""
         account = self._account
         if _BASE_TIME.search(rest) and not self._base_ns:
             account.faults.append(
@@ -106,7 +106,7 @@ class ChromeDocument:
             account.faults.append(f"{self._num_open} spans begin and never end")
 
     def _take(self, text: str, *, is_last: bool) -> Generator[Mapping[str, Any], None, str]:
-        """Yield the rows of the objects at the beginning of the text; returns the rest of it."""
+        """Yield the rows of the objects at the beginning of the text; return the rest of the text."""
         at = 0
         while not self._is_ended:
             between = _BETWEEN.match(text, at)
@@ -160,7 +160,7 @@ class ChromeDocument:
                 dur = None
             document = {**begin, "ph": "X", "dur": dur, "args": {**_arguments(begin), **_arguments(document)}}
         if document.get("cat") == "Trace" and document.get("pid") == "Spans":
-            # How long the profiler itself ran; it has no process.
+            # The time for which the profiler itself ran, which belongs to no process.
             return ParsedLine(LineFate.METADATA)
         if document.get("name") == "process_labels" and _arguments(document).get("labels") == "CPU":
             self._profiled_pid = parse_int64(document.get("pid"))
@@ -173,8 +173,8 @@ class ChromeDocument:
         return parsed
 
     def _place(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The event's row with what the document's head says: its host, rank and process."""
-        # Chrome's traces explain no hashes, so a hash is used as it is.
+        """Add to an event's row what the document's head states: its host, rank and process."""
+        # Chrome's traces do not explain hashes, so a hash is used unchanged.
         host = row["host"] or row["hhash"] or self._host
         placed = {**row, "host": host, "path": row["path"] or row["fhash"]}
         if self._rank is not None:
@@ -183,8 +183,8 @@ class ChromeDocument:
         if process is None and len(self._launching_pids) == 1:
             (process,) = self._launching_pids
         if process is not None and row["cat"] in _DEVICE_CATEGORIES:
-            # Devices are numbered as if they were processes; what runs on them belongs to the process that
-            # is labelled as profiled, else to the only one that has called CUDA.
+            # Devices are numbered as if they were processes. What runs on them belongs to the process that is
+            # labelled as profiled, or otherwise to the only process that has called CUDA.
             placed["pid"] = process
         return placed
 

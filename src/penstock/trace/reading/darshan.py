@@ -1,10 +1,10 @@
 """Darshan's logs (`.darshan`), and its extended traces (DXT) as text of `darshan-dxt-parser`.
 
-DXT recorded reads and writes of each rank; each becomes one event. Of everything else a log has sums only:
-one event per file, rank and direction stands for all its calls that have no event of their own, and the
-account says so. Bytes and times of the events add up to the counters. MPI-IO's segments have a category of
-their own, because the same bytes are recorded again as POSIX below it.
-Invariant: a damaged log ends another process, never this one (`darshan_dump.py`).
+DXT recorded reads and writes of each rank, each of which becomes one event. Of everything else, a log has
+only sums: one event per file, rank and direction stands for all calls that have no event of their own, and
+the account says so. Bytes and times of the events add up to the counters. MPI-IO's segments have a category
+of their own, because the same bytes are recorded again as POSIX calls. Invariant: a damaged log ends another
+process, never this one (`darshan_dump.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OF_PROCESS: Final = re.compile(r".*_id\d+-(\d+)_\d+-\d+-\d+-.*")
 
 
 def _find_pid(name: str) -> int | None:
-    """The process of a log by its name: without MPI, each one of a job has a log, in which it is rank 0."""
+    """The process of a log, by its file name. Without MPI, each process of a job has a log as its rank 0."""
     match = _OF_PROCESS.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -47,7 +47,7 @@ def _find_pid(name: str) -> int | None:
 def read_darshan_text(
     chunks: Iterable[bytes], account: FileAccount, name: str = ""
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a text; its times are seconds since the job began, whose start is in its head."""
+    """Yield the rows of a text, whose times are seconds since the job's start, which is in its head."""
     start_us = path = host = own_pid = None
     num_relative = num_segments = 0
     for line in (line for chunk in chunks for line in chunk.split(b"\n")[:-1]):
@@ -88,7 +88,7 @@ def _parse_segment(
     if not float(begin) <= float(end) < 1e12 or size_bytes is None or begins is None or len(rank) > 9:
         return ParsedLine(LineFate.DROPPED, reason="impossible numbers")
     begin_us, end_us = (round(float(seconds) * 1e6) for seconds in (begin, end))
-    # Since 3.5 Darshan records the thread; without it there is one for each rank.
+    # Since 3.5, Darshan records the thread; in earlier versions, there is one for each rank.
     tid = parse_int64(thread) if thread else None
     pid = int(rank) if own_pid is None else own_pid
     return ParsedLine(
@@ -137,11 +137,11 @@ _SHAPES: Final = {
     "write": {"sequential": "SEQ_WRITES", "consecutive": "CONSEC_WRITES"},
     "metadata": {"unaligned": "FILE_NOT_ALIGNED", "alignment_bytes": "FILE_ALIGNMENT"},
 }
-"""What POSIX counters tell of calls beyond their number, by its name among the arguments."""
+"""What POSIX counters tell about calls besides their number, by the names of the arguments."""
 _BINS: Final = (
     "0_100", "100_1K", "1K_10K", "10K_100K", "100K_1M", "1M_4M", "4M_10M", "10M_100M", "100M_1G", "1G_PLUS",
 )  # fmt: skip
-"""Counters of calls by their size, in bytes."""
+"""Counters of calls by size in bytes."""
 _BYTES: Final = {"read": "BYTES_READ", "write": "BYTES_WRITTEN"}
 _SPANS: Final = {
     "read": ("F_READ_TIME", ("F_READ_START_TIMESTAMP",), ("F_READ_END_TIMESTAMP",)),
@@ -152,13 +152,13 @@ _SPANS: Final = {
         ("F_OPEN_END_TIMESTAMP", "F_CLOSE_END_TIMESTAMP"),
     ),
 }
-"""The counters of the time that all calls took, of their first beginnings, and of their last ends."""
+"""The counters of the total time of calls, of the first call's beginning, and of the last call's end."""
 _UNREAD: Final = frozenset(("H5F", "H5D", "PNETCDF_FILE", "PNETCDF_VAR", "DFS", "DAOS", "BG/Q", "MDHIM"))
-"""Modules with I/O that has no events here."""
+"""Modules whose I/O becomes no events here."""
 
 
 def read_darshan_log(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a log; Unavailable without PyDarshan."""
+    """Yield the rows of a log. Raises `Unavailable` without PyDarshan."""
     with explained_imports():
         if find_spec("darshan") is None:
             raise ModuleNotFoundError("No module named 'darshan'", name="darshan")
@@ -166,9 +166,9 @@ def read_darshan_log(path: Path, account: FileAccount) -> Iterator[Mapping[str, 
 
 
 def _dump_records(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
-    """Yield the records that another process reads, then add what went wrong there to the account."""
+    """Yield the records that another process reads, then add any errors there to the account."""
     dump = [sys.executable, "-P", "-m", "penstock.trace.reading.darshan_dump", str(path)]
-    # The library's complaints go to a file: a pipe that nobody reads meanwhile would fill up.
+    # The library's messages go to a file, because a pipe that is not read meanwhile would fill up.
     with TemporaryFile() as complaints:
         with subprocess.Popen(dump, stdout=subprocess.PIPE, stderr=complaints) as process:
             assert process.stdout is not None
@@ -189,11 +189,11 @@ def _dump_records(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any
 def rows_of_log(
     records: Iterable[Mapping[str, Any]], account: FileAccount, name: str = ""
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of the records of `darshan_dump`: the job, then segments, then counters."""
+    """Yield the rows for the records of `darshan_dump`: the job, then segments, then counters."""
     start_us = num_processes = num_sums = num_of_all = num_summed = 0
     own_pid: int | None = None
     hosts: dict[int, str] = {}
-    # Calls, bytes and microseconds of segments, by category, file, rank and direction.
+    # The calls, bytes and microseconds of segments, by category, file, rank and direction.
     traced: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
     counted: Counter[str] = Counter()
 
@@ -243,7 +243,7 @@ def rows_of_log(
                 }
         counters = record.get("counters", {})
         counted[cat] += _count_calls(cat, "read", counters) + _count_calls(cat, "write", counters)
-        # Counters are events that stand for the calls of a file that have none of their own.
+        # Counters become events that stand for the calls of a file that have no event of their own.
         own = {verb: traced.get((cat, path, rank, verb), (0, 0, 0)) for verb in _SPANS}
         for verb, size_bytes, begin_us, dur_us, args in _sum_calls(cat, counters, own):
             account.lines += 1
@@ -292,9 +292,9 @@ def _count_calls(cat: str, verb: str, counters: Mapping[str, Any]) -> int:
 def _sum_calls(
     cat: str, counters: Mapping[str, Any], segments: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, int | None, int, int, dict[str, Any]]]:
-    """Yield the name, bytes, begin, duration and arguments of each direction's calls without a segment.
+    """Yield name, bytes, begin, duration and arguments for each direction's calls without a segment.
 
-    `segments` are the number, bytes and microseconds of the others.
+    `segments` has the number, bytes and microseconds of the other calls.
     """
     for verb, (time, begins, ends) in _SPANS.items():
         num_traced, traced_bytes, traced_us = segments[verb]
@@ -302,7 +302,7 @@ def _sum_calls(
         num_syncs = _count_calls(cat, "fsync", counters) if verb == "write" else 0
         if not (num_calls or num_syncs):
             continue
-        # An fsync may end later than the last write, but not than the last close.
+        # An fsync may end later than the last write, but not later than the last close.
         until = (*ends, "F_CLOSE_END_TIMESTAMP") if num_syncs else ends
         begun = [at for name in begins if (at := counters.get(f"{cat}_{name}", 0)) > 0]
         ended = [at for name in until if (at := counters.get(f"{cat}_{name}", 0)) > 0]
@@ -315,18 +315,18 @@ def _sum_calls(
         args |= _find_shape(verb, counters) if cat == "POSIX" and not num_traced else {}
         size_bytes = counters.get(f"{cat}_{_BYTES.get(verb)}")
         yield (
-            # Darshan counts the time of fsync as that of writes.
+            # Darshan counts the time of fsync as time of writes.
             verb if num_calls else "fsync",
             max(0, size_bytes - traced_bytes) if size_bytes is not None and num_calls else None,
             begin_us,
-            # Calls of several ranks or threads took more time together than there was from first to last.
+            # The calls of several ranks or threads may together take longer than the time from first to last.
             max(0, min(time_us, end_us - begin_us)),
             args,
         )
 
 
 def _find_shape(verb: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of calls of a direction by size, in order, and not aligned, as far as they are known."""
+    """The known numbers of a direction's calls: by size, in order, and not aligned."""
     shape = {
         name: value
         for name, counter in _SHAPES[verb].items()

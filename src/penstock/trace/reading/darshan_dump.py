@@ -1,7 +1,7 @@
 """Prints the records of a Darshan log as JSON lines: `python -m penstock.trace.reading.darshan_dump LOG`.
 
-It is a program of its own because Darshan's library ends the process that asks it for a damaged log. The
-first line is the job, each other line one record: the segments of a file, or its counters.
+This is a separate program because Darshan's library ends the process that opens a damaged log. The first line
+is the job; each other line is one record: the segments of a file, or its counters.
 """
 
 import importlib
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, TextIO
 
 SEGMENT_MODULES: Final = {"DXT_POSIX": "POSIX", "DXT_MPIIO": "MPIIO"}
-"""Modules with single reads and writes -> their category, as in the text of darshan-dxt-parser."""
+"""Modules with single reads and writes, mapped to their category, as in the text of darshan-dxt-parser."""
 COUNTER_MODULES: Final = {"POSIX": "POSIX", "MPI-IO": "MPIIO", "STDIO": "STDIO"}
-"""Modules with sums for each file -> their category, which is also the prefix of their counters."""
+"""Modules with sums for each file, mapped to their category, which is also the prefix of their counters."""
 
 
 def dump(path: str, out: TextIO) -> int:
-    """Print the log; 1 if it cannot be opened, for which the library has printed why."""
+    """Print the log; return 1 if it cannot be opened, in which case the library has printed why."""
     backend = importlib.import_module("darshan.backend.cffi_backend")
     log = backend.log_open(path)
     if not log["handle"]:
@@ -38,7 +38,7 @@ def _documents(backend: Any, log: Any) -> Iterator[Mapping[str, Any]]:
     keys = ("offset", "length", "start_time", "end_time")
     for module, cat in SEGMENT_MODULES.items():
         while (record := backend.log_get_dxt_record(log, module)) is not None:
-            # Times are seconds since the job's start.
+            # Times are in seconds since the job's start.
             moves = {
                 verb: [[part[key] for key in keys] for part in record[f"{verb}_segments"]]
                 for verb in ("write", "read")

@@ -49,17 +49,17 @@ _HASH_KINDS: Final = {"FH": "fhash", "HH": "hhash"}
 """Names of the lines of metadata that explain hashes, and the arguments that have such a hash."""
 _GLOBAL_HASH: Final = re.compile(r"[0-9a-f]{16}")
 _UNEXPLAINED: Final = "hash:"
-"""Prefix of a path or host whose hash its file never explains."""
+"""The prefix of a path or host whose hash the file never explains."""
 
 Hash = tuple[str, str]
-"""The argument that has a hash (`fhash`, `hhash`), and the hash."""
+"""The argument that holds a hash (`fhash`, `hhash`), and the hash."""
 NameFile = Callable[[str], str]
-"""Returns the name of the file that a hash stands for, as far as the lines so far have explained it."""
+"""Returns the name of the file for which a hash stands, as far as the lines so far have explained it."""
 
 METADATA_PHASES: Final = ("M", "4")
 COMPLETE_PHASES: Final = ("X", "1")
 PASSING_PHASES: Final = ("2", "3", *"CiIstfbneNODPRcvV(),")
-"""Counters, marks and flows: they take no time, and the table holds what does."""
+"""Counters, marks and flows. They take no time, and the table holds only what does."""
 
 _SALVAGE_TEXT: Final = {
     key: re.compile(rf'"{key}"\s*:\s*"(.*?)(?:"\s*(?=,\s*"|\}}|$)|(\Z))', re.DOTALL)
@@ -73,12 +73,12 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
 _STRING_OR_LAST_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*"?)|,(?=\s*[}\]])')
 _TIME_LIMIT_US: Final = 1 << 61
-"""Times below can be added without overflow."""
+"""Times below this limit can be added without overflow."""
 _TICKS_LIMIT: Final = 2.0**62
 
 
 def parse_line(line: bytes, name_file: NameFile, ns_per_tick: int, base_ns: int = 0) -> ParsedLine:
-    """Parse one line of a JSON-lines trace, with or without its newline; times count from `base_ns`."""
+    """Parse one line of a JSON-lines trace, with or without its newline. Times count from `base_ns`."""
     bare = line.strip(b" \t\r\n")
     bare = bare[1:].lstrip() if bare.startswith((b"[", b"]")) else bare
     bare = bare.rstrip(b"],").rstrip() if bare.endswith((b",", b"]")) else bare
@@ -121,7 +121,7 @@ def parse_event(
 
 
 def load_json(text: str) -> Any:
-    """A JSON value. A comma behind the last member is no damage: the earliest tracers wrote it."""
+    """Parse a JSON value. A comma after the last member is accepted: the earliest tracers wrote it."""
     try:
         return json.loads(text, parse_constant=str, object_pairs_hook=_first_of_each)
     except ValueError:
@@ -132,19 +132,19 @@ def load_json(text: str) -> Any:
 
 
 def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The members of an object; of those with the same key the first counts, as for DuckDB."""
+    """The members of an object. If several have the same key, the first counts, as in DuckDB."""
     members = dict(pairs)
     return members if len(members) == len(pairs) else dict(reversed(pairs))
 
 
 def _salvage(bare: bytes, reason: str, name_file: NameFile, ns_per_tick: int, base_ns: int) -> ParsedLine:
-    """Search a damaged line for an event's keys; without a name, a time and a duration it is lost."""
+    """Search a damaged line for an event's keys; without name, time and duration, the event is lost."""
     text = bare.decode(errors="backslashreplace")
     found: dict[str, Any] = {
         key: int(match[1]) for key, pattern in _SALVAGE_NUMBER.items() if (match := pattern.search(text))
     }
-    # A hash in quotes is a text, whose zeros in front count.
-    # A text without an end reaches to the line's: nothing is searched from each of its places again.
+    # A hash in quotes is a text, in which leading zeros count. A text without an end reaches to the line's
+    # end, so the search does not start again from each position in it.
     matches = {key: pattern.search(text) for key, pattern in _SALVAGE_TEXT.items()}
     found |= {key: match[1] for key, match in matches.items() if match and match[2] is None}
     if not bare.startswith(b"{") or not {"name", "ts", "dur", "pid"} <= found.keys():
@@ -167,7 +167,7 @@ def _salvage(bare: bytes, reason: str, name_file: NameFile, ns_per_tick: int, ba
 def _build_row(
     document: Mapping[str, Any], name_file: NameFile, ns_per_tick: int, base_ns: int
 ) -> dict[str, Any] | str:
-    """An event's row; the reason why there is none if the document has no name or no time that fits."""
+    """Build an event's row, or say why there is none: the document has no name, or no time that fits."""
     name, cat = document.get("name"), document.get("cat", "")
     if not isinstance(name, str) or document.get("ts") is None:
         return "no name or no time"
@@ -179,7 +179,7 @@ def _build_row(
     if dur_ns < 0:
         return "dur is negative"
     ts_ns += base_ns
-    # Starts and ends are cut to the microsecond, so that contiguous calls add up to the time of all of them.
+    # Starts and ends are truncated to the microsecond, so that contiguous calls add up to their total time.
     ts_us = ts_ns // 1000
     dur_us = (ts_ns + dur_ns) // 1000 - ts_us
     if abs(ts_us) >= _TIME_LIMIT_US or dur_us >= _TIME_LIMIT_US:
@@ -187,7 +187,7 @@ def _build_row(
     given = document.get("args")
     arguments: Mapping[str, Any] = given if isinstance(given, dict) else {}
     taken = {key: take(arguments.get(key)) for key, take in _TAKEN.items()}
-    # What no column holds stays among the arguments.
+    # Values that fit in no column stay among the arguments.
     rest = {key: value for key, value in arguments.items() if taken.get(key) is None}
     if "newpath_hash" in rest:
         rest["newpath"] = name_file(clean_text(str(rest.pop("newpath_hash"))))
@@ -209,13 +209,13 @@ def _build_row(
 
 
 def _dump_arguments(arguments: Mapping[str, Any]) -> str:
-    """JSON text of these arguments, in the order of their keys, because DuckDB keeps no other."""
+    """The JSON text of these arguments, ordered by key, because DuckDB preserves no other order."""
     ordered = dict(sorted(arguments.items()))
     return clean_text(json.dumps(ordered, separators=(",", ":"), ensure_ascii=False))
 
 
 def clean_text(text: str) -> str:
-    """The text as UTF-8 can carry it: JSON's escapes can spell halves of characters."""
+    """The text in valid UTF-8: JSON's escapes can spell halves of characters."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -236,11 +236,13 @@ _TAKEN: Final[Mapping[str, Callable[[Any], Any]]] = {
     "fname": _take_text, "fhash": _take_hash, "hostname": _take_text, "hhash": _take_hash,
     "ret": parse_int64, "offset": parse_int64, "epoch": _parse_int32, "step": _parse_int32,
 }  # fmt: skip
-"""Arguments that have columns of their own, and the value of that column; None for what it cannot hold."""
+"""Arguments with columns of their own, and the function that gives the column's value, or None if the column
+cannot hold it.
+"""
 
 
 def _parse_ns(value: Any, ns_per_tick: int) -> int | None:
-    """A time in nanoseconds; None if it is none."""
+    """Parse a time in nanoseconds; None if the value is no time."""
     number = parse_int64(value)
     if number is not None:
         return number * ns_per_tick
@@ -250,15 +252,15 @@ def _parse_ns(value: Any, ns_per_tick: int) -> int | None:
         return None
     if not isinstance(ticks, float) or not abs(ticks) < _TICKS_LIMIT:
         return None
-    # The whole ticks are multiplied apart: their nanoseconds since 1970 fit no double.
+    # The whole ticks are multiplied separately, because their nanoseconds since 1970 do not fit in a double.
     whole = math.floor(ticks)
     return whole * ns_per_tick + round((ticks - whole) * ns_per_tick)
 
 
 BLOCK_BYTES: Final = 16 << 20
-"""Bytes that are parsed at a time: enough to make a query's fixed cost negligible."""
+"""The bytes that are parsed at a time: enough to make a query's fixed cost negligible."""
 QUERY_LINES: Final = 400
-"""Python parses fewer lines than these sooner than DuckDB plans a query."""
+"""Python parses fewer lines than this in less time than DuckDB needs to plan a query."""
 _UNITS_NS: Final = {"NS": 1, "US": 1000, "MS": 1_000_000, "SEC": 1_000_000_000}
 _UNIT_LINE: Final = re.compile(rb"time_metric[^\n]*\n")
 _NEWLINE: Final = ord("\n")
@@ -272,13 +274,14 @@ _BLOCK_SCHEMA: Final = pa.schema(
     + [(name, pa.int32()) for name in _INT32]
     + [(name, pa.string()) for name in _TEXTS]
 )
-"""Events of a block, from either parser: hashes have no names yet. `line` counts from the file's start."""
+"""The events of a block, from either parser; hashes have no names yet. `line` counts from the file's start.
+"""
 
 
 class JsonLines:
-    """Reads the chunks of one file; `account` then has the fate of its lines.
+    """Reads the chunks of one file; afterwards, `account` has the fate of its lines.
 
-    Blocks of fewer than `query_lines` lines are parsed in Python, which changes nothing but the speed.
+    Blocks of fewer than `query_lines` lines are parsed in Python, which changes only the speed.
     """
 
     def __init__(self, file: TraceFile, account: FileAccount, query_lines: int) -> None:
@@ -287,7 +290,7 @@ class JsonLines:
         self._query_lines = query_lines
         self._ranks: dict[int, int] = {}
         self._ns_per_tick = 1000
-        # The names that lines have given to a hash, each with the number of its line.
+        # The names that lines have given to each hash, each with the number of its line.
         self._names: dict[Hash, list[tuple[int, str]]] = {}
         self._num_named: Counter[Hash] = Counter()
         self._unexplained: Counter[Hash] = Counter()
@@ -297,7 +300,8 @@ class JsonLines:
     def read(self, chunks: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """Yield the file's events in the order of its lines."""
         for block in _gather_blocks(chunks):
-            # A line that names another unit of time ends a block, so that all times of one have the same.
+            # A line that sets another unit of time ends a block, so that all times in a block have the same
+            # unit.
             cuts = [0, *(found.end() for found in _UNIT_LINE.finditer(block)), len(block)]
             for begin, end in pairwise(cuts):
                 batch = self._read_block(block[begin:end])
@@ -335,16 +339,17 @@ class JsonLines:
         return self._build_batch(events)
 
     def _query_block(self, block: bytes, starts: npt.NDArray[Any]) -> pa.Table:
-        """Parse the plain events of a block; their `line` counts from 0."""
+        """Parse the plain events of a block, in which `line` counts from 0."""
         numbers = pa.array(np.arange(len(starts) - 1))
         try:
             block.decode()
         except UnicodeDecodeError:
-            # Lines that are no UTF-8 are left to Python, and to DuckDB no JSON.
+            # Lines that are not UTF-8 are left to Python; to DuckDB, they are not JSON.
             lines = block.decode(errors="replace").split("\n")[:-1]
             texts = pa.array([None if "\ufffd" in line else line for line in lines], pa.string())
         else:
-            # The lines of a block are an Arrow array as they stand, newlines included: JSON ignores them.
+            # The lines of a block form an Arrow array without a copy, newlines included, because JSON ignores
+            # them.
             offsets = pa.py_buffer(starts.astype(np.int32))
             texts = pa.StringArray.from_buffers(len(starts) - 1, offsets, pa.py_buffer(block))
         with _open_database().cursor() as cursor:
@@ -356,13 +361,14 @@ class JsonLines:
             cursor.unregister("block")
         events = found.filter(found["is_plain"]).select(_BLOCK_SCHEMA.names)
         args = events["args"].combine_chunks().dictionary_encode()
-        # DuckDB leaves the members in the order of the line; the same arguments have the same text here.
+        # DuckDB keeps the members in the order of the line, whereas here, equal arguments must have equal
+        # texts.
         rest = [_dump_arguments(load_json(text)) for text in args.dictionary.to_pylist()]
         texts = pa.array(rest, pa.string()).take(args.indices)
         return events.set_column(events.column_names.index("args"), "args", texts).cast(_BLOCK_SCHEMA)
 
     def _build_batch(self, events: pa.Table) -> pa.RecordBatch:
-        """Events of a block with their operations, names, ranks, run and file."""
+        """Add operations, names, ranks, run and file to the events of a block."""
         columns: dict[str, Any] = {
             name: array.combine_chunks()
             for name, array in zip(events.column_names, events.columns, strict=True)
@@ -389,7 +395,7 @@ class JsonLines:
         return pa.RecordBatch.from_arrays([columns[name] for name in BATCH_SCHEMA.names], schema=BATCH_SCHEMA)
 
     def _name_hashes(self, columns: Mapping[str, Any], plain: str, hashed: str) -> pa.DictionaryArray:
-        """Names as they were traced, else those that hashes stand for."""
+        """The traced names, or else the names for which hashes stand."""
         names = columns[plain]
         if columns[hashed].null_count == len(columns[hashed]):
             return names.dictionary_encode()
@@ -424,7 +430,7 @@ class JsonLines:
         return pa.compute.coalesce(names, of_hashes).dictionary_encode()
 
     def _name_new_file(self, value: str) -> str:
-        """The new name of a renamed file, which stands among the arguments."""
+        """The new name of a renamed file, which is among the arguments."""
         self._num_named["fhash", value] += 1
         names = self._names.get(("fhash", value))
         return names[-1][1] if names else _UNEXPLAINED + value
@@ -441,7 +447,7 @@ class JsonLines:
         if document is None:
             return
         if self._counts_metadata is None:
-            # Versions of DFTracer that give lines of metadata an id count them among the events.
+            # Versions of DFTracer that give an id to lines of metadata count these lines among the events.
             self._counts_metadata = "id" in document
         arguments = document.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
@@ -478,7 +484,8 @@ class JsonLines:
             num_events = sum(self._unexplained.values())
             yield f"{num_events} events name files or hosts by hashes that no line explains"
         if self._num_endings:
-            # A count next to the file is older than the ending: its process was killed between the two.
+            # A count next to the file is older than the ending: the process was killed between the two
+            # writes.
             account.announced_events = self._num_announced
         if account.announced_events is None:
             return
@@ -493,7 +500,7 @@ class JsonLines:
 
 
 def _gather_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Whole lines that are parsed together."""
+    """Gather whole lines into blocks that are parsed together."""
     parts: list[bytes] = []
     num_bytes = 0
     for chunk in chunks:
@@ -508,8 +515,8 @@ def _gather_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 @cache
 def _open_database() -> duckdb.DuckDBPyConnection:
-    """One database for all readers, because opening one takes longer than reading a small trace."""
-    # Files are read side by side; a block is too small to be divided.
+    """Open one database for all readers, because opening one takes longer than reading a small trace."""
+    # Files are read in parallel, and a block is too small to be divided.
     return duckdb.connect(config={"threads": 1})
 
 
@@ -539,7 +546,7 @@ def _write_query(text: str, ns_per_tick: int) -> str:
 
     ticks = min(1 << 62, (1 << 61) * 1000 // ns_per_tick)
 
-    # Starts and ends are cut to the microsecond, see `_build_row`.
+    # Starts and ends are truncated to the microsecond; see `_build_row`.
     def in_us(ticks: str) -> str:
         if ns_per_tick >= 1000:
             return f"({ticks}) * {ns_per_tick // 1000}"
@@ -607,25 +614,26 @@ _searching: Final = Lock()
 
 
 def find_name_in_siblings(path: Path, kind: str, value: str) -> str | None:
-    """The name that files in the folder of `path` give a hash; None if none does, or two disagree.
+    """The name that files in the folder of `path` give to a hash; None if there is none, or if two differ.
 
-    A forked worker writes a file of its own and does not repeat what its parent's file has explained. Hashes
-    of 16 digits are the same in every process; shorter ones, of early versions, mean nothing in others.
+    A forked worker writes a file of its own, which does not repeat what its parent's file has explained.
+    Hashes of 16 digits are the same in every process; shorter ones, from early versions, mean nothing in
+    other processes.
     """
     if _GLOBAL_HASH.fullmatch(value) is None:
         return None
-    # Only one of the threads that read files searches; a file that appears meanwhile makes it search again.
+    # Only one of the threads that read files searches. If a file appears meanwhile, it searches again.
     with _searching:
         return _find_names(path.parent, path.parent.stat().st_mtime_ns).get((kind, value))
 
 
 @lru_cache(maxsize=8)
 def _find_names(folder: Path, _mtime_ns: int) -> Mapping[Hash, str | None]:
-    """The names of all hashes that the folder's files explain; None where they disagree."""
+    """Find the names of all hashes that the folder's files explain; None if the files disagree."""
     names: dict[Hash, str | None] = {}
     for path in (*sorted(folder.glob("*.pfw")), *sorted(folder.glob("*.pfw.gz"))):
         for line in find_lines(path, b'"FH"', b'"HH"'):
-            # A damaged line explains nothing, and others only mention such a name.
+            # A damaged line explains nothing, and other lines only mention such a name.
             try:
                 document = json.loads(line.strip(b" \t\r\n,[]"))
                 kind, arguments = _HASH_KINDS[document["name"]], document["args"]

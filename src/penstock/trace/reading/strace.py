@@ -1,10 +1,10 @@
 """The output of `strace -f -ttt -T`: system calls, with the files that their descriptors refer to.
 
-Without -y, strace prints numbers of descriptors only, so each process's table of descriptors is followed
-through open, dup, close, fork and threads. A listing of `strace -ff` is one thread's, and its lines do not
-say whose: `find_task` finds that out. A call that copies between files is a read of
-the one and a write of the other. Invariant: a call that others interrupt in the listing
-(`<unfinished ...>`) is one event, which starts at its first line.
+Without -y, strace prints only the numbers of descriptors, so each process's table of descriptors is followed
+through open, dup, close, fork and threads. A listing of `strace -ff` belongs to one thread, which its lines
+do not name; `find_task` finds out which. A call that copies between files becomes a read of one file and a
+write of the other. Invariant: a call that is interrupted by others in the listing (`<unfinished ...>`) is one
+event, which starts at its first line.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from penstock.trace.event_schema import (
 from penstock.trace.reading.trace_files import STRACE_BEGIN, find_lines
 
 HOST_MARK: Final = "@"
-"""In names of our own recordings, as `trace@node7.strace.4711`: a listing itself does not name its host."""
+"""In the names of our own recordings, such as `trace@node7.strace.4711`, because a listing does not name its
+host.
+"""
 _HOST: Final = re.compile(rf".*{HOST_MARK}([\w.-]+)\.strace(?:\.\d+)?(?:\.gz)?")
 _FILE_NAME: Final = re.compile(r"(.+\.)(\d{1,10})(?:\.gz)?")
 _MADE_THREAD: Final = re.compile(rb"clone3?\(.*CLONE_THREAD.*= (\d{1,10})\b")
 _MADE_TASK: Final = re.compile(rb"\b(?:clone3?|v?fork)\(.*= (\d{1,10})\b")
 _THREADLESS_LINE: Final = re.compile(rb"\s*\d{9,11}\.\d{6}\s")
 _UNKNOWN: Final = (0, 0)
-"""Thread and process of a listing without numbers whose name has none either."""
+"""The thread and process of a listing in which neither the lines nor the file's name have numbers."""
 _searching: Final = Lock()
 
 
 def find_host(path: Path) -> str | None:
-    """The host on which a file was recorded, if its name has it."""
+    """The host on which a file was recorded, if the file's name contains it."""
     match = _HOST.fullmatch(path.name)
     return match[1] if match else None
 
 
 def find_task(path: Path, head: bytes) -> tuple[int, int]:
-    """The thread whose listing this file is, by its name, and its process; zeros if each line has its own."""
+    """The thread and process of a listing, by its name; zeros if each line names its own."""
     match = _FILE_NAME.fullmatch(path.name)
     if match is None or _THREADLESS_LINE.match(head) is None:
         return _UNKNOWN
-    # Only one of the threads that read files searches; a file that appears meanwhile makes it search again.
+    # Only one of the threads that read files searches. If a file appears meanwhile, it searches again.
     with _searching:
         makers = _find_makers(path.parent, match[1], path.parent.stat().st_mtime_ns)
     tid = pid = int(match[2])
@@ -65,7 +67,7 @@ def find_task(path: Path, head: bytes) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _find_makers(folder: Path, prefix: str, _mtime_ns: int) -> Mapping[int, int]:
-    """Each thread of the files with this prefix, and the thread that made it."""
+    """Map each thread of the files with this prefix to the thread that created it."""
     listings: dict[Path, int] = {}
     for path in sorted(folder.iterdir()):
         match = _FILE_NAME.fullmatch(path.name)
@@ -75,7 +77,7 @@ def _find_makers(folder: Path, prefix: str, _mtime_ns: int) -> Mapping[int, int]
 
 
 def find_makers(listings: Mapping[Path, int], made: re.Pattern[bytes] = _MADE_TASK) -> dict[int, int]:
-    """Each process or thread that tasks have `made` according to their listings, and its maker."""
+    """Map each process or thread that tasks have `made`, according to their listings, to its creator."""
     makers: dict[int, int] = {}
     for path, tid in listings.items():
         for line in find_lines(path, b"clone", b"fork("):
@@ -84,7 +86,8 @@ def find_makers(listings: Mapping[Path, int], made: re.Pattern[bytes] = _MADE_TA
 
 
 _LINE: Final = re.compile(STRACE_BEGIN % "1,11" + r"(.*?)\s*", re.DOTALL)
-# Strace escapes < and > in names of files. Sockets (`-yy`) have an arrow, devices a pair of their own.
+# strace escapes < and > in names of files. Sockets (`-yy`) contain an arrow, devices a further pair of
+# brackets.
 _SHOWN: Final = r"<([A-Za-z0-9-]+:\[[^<>]*(?:->[^<>]*)?\]|[^<>]*(?:<[^<>]*>)?)>(?:\(deleted\))?"
 _CALL: Final = re.compile(
     rf"(\w+)\((.*)\)\s*= (-?\w+|\?)(?:{_SHOWN})?(?:\s+([A-Z]\w+))?.*?(?:\s<(\d+)\.(\d{{1,9}})>)?", re.DOTALL
@@ -95,24 +98,24 @@ _UNFINISHED: Final = "<unfinished ...>"
 _ENDS_TASK: Final = frozenset(("exit", "exit_group"))
 """Calls that never return."""
 _REMARK: Final = re.compile(r"strace: Process \d+ .*|\[ Process PID=\d+ .*| > .*")
-"""What strace says about itself, where its listing goes to the terminal, and lines of a stack (-k)."""
+"""What strace reports about itself if its listing goes to the terminal, and lines of a stack (-k)."""
 _SUMMARY: Final = "% time     seconds  usecs/call"
-"""How the table begins that stands behind all calls (-C)."""
+"""The beginning of the table that follows all calls (-C)."""
 _UNREAD: Final = ("???(", "<... ??? resumed>")
-"""How strace lists a call whose number it could not read, because the thread was ended as it made it."""
+"""The listing of a call whose number strace could not read, because the thread was ended while making it."""
 _STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.\.\.)?')
 _DESCRIPTOR: Final = re.compile(rf"\s*(-?\d+)(?![\w.])(?:{_SHOWN})?")
 _WORKING_FOLDER: Final = re.compile(rf"\s*AT_FDCWD(?:{_SHOWN})?")
 _MAPPED: Final = re.compile(rf",\s*(-?\d+)(?:{_SHOWN})?,\s*(?:0x[0-9a-f]+|\d+)\s*$")
 _BETWEEN: Final = r"(?:,\s*(NULL|\[[^\]]*\]))?"
 _COPIED: Final = re.compile(_DESCRIPTOR.pattern + _BETWEEN + "," + _DESCRIPTOR.pattern + _BETWEEN)
-"""Two descriptors, each with the offset behind it, or with none."""
+"""Two descriptors, each followed by an offset, or by none."""
 _COPIES: Final = frozenset(("sendfile", "copy_file_range", "splice"))
 """Calls that read one file and write another."""
 _BELOW: Final = re.compile(r"at\d*$|^statx$|^openat2$|^faccessat2$|^renameat2$|^inotify_add_watch$")
-"""Calls in which a name behind a descriptor is one below its folder, not bytes that are moved."""
+"""Calls in which a name after a descriptor is a path below its folder, not bytes that are transferred."""
 _MAKES_TASK: Final = re.compile(r"(?:clone3?|v?fork)\(")
-"""Calls that make a thread or a process."""
+"""Calls that create a thread or a process."""
 _FLAGS: Final = re.compile(r"\b(O_\w+(?:\|\w+)*)")
 
 _FILE_CALLS: Final = frozenset((
@@ -127,30 +130,30 @@ _NAME_CALLS: Final = _FILE_CALLS | frozenset((
     "execve", "chroot", "mount", "umount", "umount2", "pivot_root", "swapon", "swapoff", "acct", "quotactl",
     "lgetxattr", "lsetxattr", "listxattr", "llistxattr", "removexattr", "lremovexattr",
 ))  # fmt: skip
-"""Calls whose first text is a file's name; in the rest, such as getrandom, it is anything."""
+"""Calls whose first text is a file's name; in other calls, such as getrandom, the text can be anything."""
 _DESCRIPTOR_CALLS: Final = (_FILE_CALLS - {"umask"}) | frozenset((
     "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "bind", "listen", "accept", "accept4", "shutdown",
     "getsockopt", "setsockopt", "getsockname", "getpeername", "epoll_ctl", "epoll_wait", "epoll_pwait",
     "inotify_add_watch", "name_to_handle_at", "execveat", "flistxattr", "fremovexattr", "io_uring_enter",
 ))  # fmt: skip
-"""Calls whose first number is a descriptor; in the rest, such as exit_group, it is anything."""
+"""Calls whose first number is a descriptor; in other calls, such as exit_group, it can be anything."""
 _OFFSET_CALLS: Final = frozenset(("pread", "pwrite", "preadv", "pwritev"))
 
 
 @dataclass(slots=True)
 class _Process:
-    """A process as far as its calls show it; `folder` is its working directory once it has changed it."""
+    """A process, as far as its calls show it; `folder` is the last working directory that it changed to."""
 
     pid: int
     paths: dict[int, str] = field(default_factory=dict)
     folder: str = ""
 
     def make(self, flags: str, tid: int) -> _Process:
-        """The process of a new task: a thread shares its maker's, a child begins with a copy of it."""
+        """The process of a new task: a thread shares its creator's, a child begins with a copy of it."""
         return self if "CLONE_THREAD" in flags else _Process(tid, dict(self.paths), self.folder)
 
     def path_of(self, descriptor: re.Match[str], group: int = 1) -> str | None:
-        """The file of the descriptor in a group: strace -y names it behind, else the calls so far have."""
+        """The file of the descriptor in a group, as `strace -y` names it, or else as calls so far show."""
         shown = descriptor[group + 1]
         return _unescape(shown) if shown else self.paths.get(int(descriptor[group]))
 
@@ -185,27 +188,28 @@ class _Process:
 
 
 class Strace:
-    """Reads the lines of one listing of `host`; those that do not say whose they are belong to `task`.
+    """Reads the lines of one listing of `host`.
 
-    `task` is a thread and its process.
+    `task` is the thread, with its process, to which lines belong that name none.
     """
 
     def __init__(self, task: tuple[int, int] = _UNKNOWN, host: str | None = None) -> None:
         self._tid = task[0]
         self._host = host
         self._processes = {self._tid: _Process(task[1])}
-        # The start and the beginning of each thread's interrupted call, and the line on which it began.
+        # By thread, its interrupted call: the start, the beginning of the text, and the line on which it
+        # began.
         self._unfinished: dict[int, tuple[int, str, tuple[int, str]]] = {}
-        # Those of them that make a task.
+        # The interrupted calls that create a task.
         self._making: dict[int, str] = {}
-        # Tasks that are listed before the call that made them has returned: who seems to have made them, and
-        # their rows.
+        # Tasks that are listed before the call that created them has returned: the task that seems to have
+        # created them, and their rows.
         self._early: dict[int, tuple[int, list[dict[str, Any]]]] = {}
         self._num_lines = self._num_timeless = 0
         self._is_summary = False
 
     def parse(self, line: str) -> ParsedLine:
-        """Parse a line: a call, a part of one, a signal or an exit, or damage."""
+        """Parse a line: a call or a part of one, a signal, an exit, or damage."""
         self._num_lines += 1
         if not line.strip():
             return ParsedLine(LineFate.BLANK)
@@ -223,7 +227,7 @@ class Strace:
         if rest.startswith("+++"):
             ended = self._end_call(tid)
             if tid != self._tid:
-                # The system may use its number again.
+                # The system may reuse the thread's number.
                 self._processes.pop(tid, None)
             return ended
         if rest.endswith(_UNFINISHED):
@@ -249,7 +253,7 @@ class Strace:
         name, arguments, ret, opened, error, seconds, fraction = call.groups()
         row = self._build_row(tid, ts_ns, name, arguments, _number(ret), opened, error if ret == "-1" else "")
         if seconds is not None:
-            # Starts and ends are cut to microseconds, so that calls that follow one another still do.
+            # Starts and ends are truncated to the microsecond, so that consecutive calls remain consecutive.
             row["dur_us"] = (ts_ns + _nanoseconds(seconds, fraction)) // 1000 - row["ts_us"]
         elif ret != "?":
             self._num_timeless += 1
@@ -257,7 +261,7 @@ class Strace:
         return ParsedLine(LineFate.EVENT, row=row, written=written)
 
     def finish(self) -> Iterable[ParsedLine]:
-        """Calls that never returned, whose lines were counted as metadata."""
+        """Yield calls that never returned, whose lines were counted as metadata."""
         return [self._end_call(tid) for tid in list(self._unfinished)]
 
     def faults(self) -> Iterable[str]:
@@ -266,7 +270,7 @@ class Strace:
             yield f"{self._num_timeless} calls have no duration: run strace with -T"
 
     def _end_call(self, tid: int) -> ParsedLine:
-        """The call that a thread was in when it ended; metadata if it was in none."""
+        """The call in which a thread was when it ended; metadata if there was none."""
         if tid not in self._unfinished:
             return ParsedLine(LineFate.METADATA)
         ts_ns, text, begun = self._unfinished.pop(tid)
@@ -289,7 +293,7 @@ class Strace:
         opened: str | None = None,
         error: str | None = None,
     ) -> dict[str, Any]:
-        """An event's row; the process's table of descriptors changes as the call changes it."""
+        """Build an event's row, and update the process's table of descriptors as the call does."""
         process = self._process_of(tid)
         strings = _STRING.findall(arguments[:8192])
         op = "stat" if name == "newfstatat" and strings and strings[0] else canonical(name)
@@ -307,7 +311,7 @@ class Strace:
                 process.folder = path
         offset = None
         if op in _OFFSET_CALLS:
-            # The last argument, or the one before the flags; -1 is the file's own position.
+            # The offset is the last argument, or the one before the flags; -1 means the file's own position.
             numbers = arguments.rsplit(",", 2)
             offset = parse_int64(numbers[-2 if name.endswith("v2") else -1].strip())
         others: dict[str, Any] = {"fd": int(descriptor[1])} if descriptor else {}
@@ -338,9 +342,9 @@ class Strace:
         return row
 
     def _split_copy(self, row: dict[str, Any], arguments: str) -> dict[str, Any] | None:
-        """Make a copy's row that of its read, and return the row of its write, which takes half of the time.
+        """Turn a copy's row into that of its read; return the row of its write, which takes half of the time.
 
-        None if the call does not tell its files.
+        Returns None if the call does not name its files.
         """
         match = _COPIED.match(arguments)
         if match is None:
@@ -361,7 +365,7 @@ class Strace:
         return written
 
     def _process_of(self, tid: int) -> _Process:
-        """The process of a thread; one not seen before may come from a call that has not returned yet."""
+        """The process of a thread. A new thread may come from a call that has not returned yet."""
         if tid not in self._processes:
             self._processes[tid] = _Process(tid)
             if self._making:
@@ -371,7 +375,7 @@ class Strace:
         return self._processes[tid]
 
     def _add_task(self, maker: int, arguments: str, tid: int) -> None:
-        """Note the task that a call has made, and correct those that seemed to be made by this call."""
+        """Note the task that a call has created, and correct tasks that seemed to be created by this call."""
         process = self._processes[maker].make(arguments, tid)
         corrected = {}
         early = self._early.pop(tid, None)
@@ -391,7 +395,7 @@ class Strace:
 def read_strace(
     path: Path, head: bytes, chunks: Iterable[bytes], account: FileAccount
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a listing, which begins with `head`."""
+    """Yield the rows of a listing that begins with `head`."""
     listing = Strace(find_task(path, head), find_host(path))
     for chunk in chunks:
         for line in chunk.split(b"\n")[:-1]:
@@ -431,7 +435,7 @@ _LETTERS: Final = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\
 
 
 def _unescape(text: str) -> str:
-    """Undo strace's escapes of a name; bytes that are not UTF-8 stay escaped."""
+    """Undo strace's escapes in a name; bytes that are not UTF-8 stay escaped."""
 
     def decode(escape: re.Match[bytes]) -> bytes:
         code = escape[1]

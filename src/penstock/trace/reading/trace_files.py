@@ -4,8 +4,8 @@
     a file -> `read_pieces`, past damaged gzip members -> `split_lines` -> whole lines, for a dialect's reader
 
 In a folder, files count by their names. JSON and text may be anything, so such a file counts only if its
-first bytes are those of a trace. Invariants: memory is bounded whatever the file's size; what can be
-decompressed is delivered, and what cannot is reported.
+first bytes are those of a trace. Invariants: memory is bounded whatever the file's size; everything that can
+be decompressed is delivered, and the rest is reported.
 """
 
 import glob
@@ -41,9 +41,9 @@ class Dialect(StrEnum):
 UTF8_MARK: Final = b"\xef\xbb\xbf"
 """The byte order mark that some editors put before UTF-8."""
 LOG_MAGIC: Final = (6567223).to_bytes(8, "little"), (6567223).to_bytes(8, "big")
-"""Behind the eight bytes of the version of a Darshan log, in the byte order of the machine that wrote it."""
+"""Follows the eight bytes of a Darshan log's version, in the byte order of the machine that wrote the log."""
 _DARSHAN_TEXT: Final = re.compile(rb"#\s*(?:DXT,|darshan log version|Module\s+Rank\s+Wt/Rd)")
-# A line of strace: whose it is (-f, with the name of its program by -Y), and when (-ttt, in milli- to
+# A line of strace: whose it is (-f, with the program's name by -Y), and when (-ttt, in milli- to
 # nanoseconds); the time since the last line (-r), the number of the call (-n), and where it was made (-i).
 STRACE_BEGIN: Final = (
     r"\s*(?:\[pid\s+(\d+)(?:<[^>]*>)?\]\s+|(\d+)(?:<[^>]*>)?\s+)?(\d{%s})\.(\d{1,9})\s+"
@@ -55,7 +55,7 @@ _DOCUMENT: Final = re.compile(
     rb'|.*"traceEvents"\s*:)',
     re.DOTALL,
 )
-"""An object that is no line: it begins on a line of its own, or has a key that no event has."""
+"""An object that is not a single line: it begins on a line of its own, or has a key that no event has."""
 _HEAD_BYTES: Final = 1 << 16
 
 RECORDER: Final = (
@@ -115,7 +115,10 @@ _CONTENTS: Final = tuple(
 
 
 def detect_dialect(head: bytes) -> Dialect:
-    """The dialect of a file that begins with `head`; anything unknown is JSON lines, dropped one by one."""
+    """The dialect of a file that begins with `head`.
+
+    Unknown content counts as JSON lines, which are then dropped one by one.
+    """
     head = head[:_HEAD_BYTES]
     if head[8:16] in LOG_MAGIC:
         return Dialect.DARSHAN_LOG
@@ -126,7 +129,7 @@ def detect_dialect(head: bytes) -> Dialect:
     bare = head.lstrip()
     line = bare[1:].lstrip().partition(b"\n")[0].rstrip(b", \r]")
     if bare.startswith(b"[") and line.startswith(b"{"):
-        # An array of which a line does not hold one event, but several, or a part of one.
+        # An array in which a line does not hold one event, but several, or part of one.
         try:
             json.loads(line)
         except (ValueError, RecursionError):
@@ -136,30 +139,30 @@ def detect_dialect(head: bytes) -> Dialect:
 
 
 def guess_content(name: str, head: bytes) -> str:
-    """Name the content of a file without events, of this name and with these first bytes, decompressed."""
+    """Name the content of a file without events by its name and its first bytes, decompressed."""
     if is_of_recorder(name):
         return RECORDER
     return next(content for pattern, content in _CONTENTS if pattern.match(head[:4096]))
 
 
 def is_of_recorder(name: str) -> bool:
-    """Return whether a file of this name is a part of a trace that Recorder wrote."""
+    """Return whether a file of this name belongs to a trace that Recorder wrote."""
     return _RECORDER_FILE.fullmatch(name) is not None
 
 
 _NAMED: Final = re.compile(r".*\.(?:pfw(?:\.gz)?|strace(?:\.[0-9].*)?|darshan)", re.DOTALL)
-"""Tracers' files, and strace's of whole programs and of single threads."""
+"""The files of tracers, including strace's listings of whole programs and of single threads."""
 _EXAMINED: Final = re.compile(r".*\.(?:json|txt)(?:\.gz)?", re.DOTALL)
 _EVENT: Final = re.compile(rb'"ph"\s*:\s*"?[A-Za-z0-9]"?\s*[,}]|"traceEvents"')
 EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
-"""The beginning of our own exports: their events are those of other files, which would count twice."""
+"""The beginning of our own exports, whose events are those of other files and would count twice."""
 COUNT_SUFFIX: Final = ".count"
-"""Ending of the file next to a trace that is being written, which has the number of its events."""
+"""The ending of the file next to an unfinished trace that holds the number of its events."""
 _FIX: Final = "Name trace files, a folder of them, a quoted glob, or an event table."
 
 
 def find_trace_files(patterns: Sequence[str]) -> list[Path]:
-    """The files that names, globs and folders match, each once, in the order of the patterns."""
+    """The files that names, globs and folders match, each only once, in the order of the patterns."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
         try:
@@ -176,7 +179,7 @@ def _find_matches(pattern: str) -> list[Path]:
         paths = map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207 - absolute globs, too
         matches = [path for path in paths if not (path.name.endswith(COUNT_SUFFIX) or path.is_dir())]
     for match in matches:
-        # A pipe would be waited for, and cannot be read twice.
+        # Reading a pipe would wait for its writer, and it cannot be read twice.
         if not stat.S_ISREG(match.stat().st_mode):
             raise UsageError(
                 "Only regular files are traces", where=str(match), fix="Write the trace to a file first."
@@ -187,9 +190,10 @@ def _find_matches(pattern: str) -> list[Path]:
 
 
 def _find_in_folder(folder: Path) -> list[Path]:
-    """The traces below a folder, in order; logs the files of JSON or text that turned out to be none.
+    """List the traces below a folder, in order; log the files of JSON or text that turned out to be none.
 
-    OSError if there is no trace, and a folder that cannot be read; with traces, such a folder is left out.
+    Raises `OSError` if there are no traces and a folder cannot be read. If there are traces, such a folder is
+    left out.
     """
     traces: list[Path] = []
     left_out: list[Path] = []
@@ -216,13 +220,13 @@ def _find_in_folder(folder: Path) -> list[Path]:
 
 
 def name_some(paths: Sequence[Path]) -> str:
-    """The first names of several files, and the number of the others."""
+    """Name the first of several files, and the number of the others."""
     names = ", ".join(path.name for path in paths[:3])
     return f"{names} and {len(paths) - 3} more" if len(paths) > 3 else names
 
 
 def is_export(path: Path) -> bool:
-    """Return whether `penstock trace export` made a file."""
+    """Return whether `penstock trace export` wrote a file."""
     return _read_head(path).startswith(EXPORT_HEAD.encode())
 
 
@@ -237,7 +241,7 @@ def _begins_as_trace(path: Path) -> bool:
 
 
 def _read_head(path: Path) -> bytes:
-    """The first bytes of a file, decompressed; none if it cannot be read."""
+    """The first bytes of a file, decompressed; empty if the file cannot be read."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -249,19 +253,19 @@ def _read_head(path: Path) -> bytes:
 
 
 def explain_unreadable(error: OSError, path: Path) -> StorageError:
-    """The system's refusal to read a trace, as an error that names the file."""
+    """Turn the system's refusal to read a trace into an error that names the file."""
     return StorageError(
         f"Cannot read the trace: {error.strerror}", uri=str(error.filename or path), errno=error.errno
     )
 
 
 _PIECE_BYTES: Final = 1 << 20
-"""Decompressed at a time: small enough to be in a cache when it is read next."""
+"""The bytes decompressed at a time: few enough to be still in a cache when they are read next."""
 _READ_BYTES: Final = 1 << 17
 _LINE_LIMIT_BYTES: Final = 8 << 20
-"""A longer line is no event of a trace; only its beginning is kept, so that memory stays bounded."""
+"""A longer line is not an event of a trace. Only its beginning is kept, so that memory stays bounded."""
 _KEPT_BYTES: Final = 1 << 16
-"""Bytes that are kept of a line that is too long: enough to salvage an event."""
+"""The bytes that are kept of an overlong line: enough to salvage an event."""
 _LARGEST_RATIO: Final = 100
 _UNPACKED_BYTES: Final = 16 << 20
 """A file that unpacks to more than both allow is no trace, whose times differ from event to event."""
@@ -270,7 +274,7 @@ _BAD_GZIP: Any = igzip_lib.IsalError
 
 
 def read_event_count(trace: Path) -> int | None:
-    """The events that the process of an unfinished trace has recorded; None for a finished one."""
+    """The number of events that the process of an unfinished trace has recorded; None if it is finished."""
     try:
         content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
     except FileNotFoundError:
@@ -279,14 +283,14 @@ def read_event_count(trace: Path) -> int | None:
 
 
 def find_lines(path: Path, *marks: bytes) -> Iterator[bytes]:
-    """The lines of a file that contain one of the marks, without a word about damage."""
+    """The lines of a file that contain one of the marks. Damage is not reported."""
     for chunk in split_lines(read_pieces(path, lambda _: None, lambda _: None)):
         if any(mark in chunk for mark in marks):
             yield from (line for line in chunk.split(b"\n") if any(mark in line for mark in marks))
 
 
 def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The pieces of a file, each ending behind a newline; a last line without one gets it."""
+    """Split the pieces of a file so that each ends after a newline; a last line without newline gets one."""
     carry = b""
     for piece in pieces:
         stop = piece.rfind(b"\n") + 1
@@ -304,9 +308,9 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def read_pieces(
     path: Path, report_fault: Callable[[str], None], advance: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """The file's bytes, decompressed, in pieces of bounded size; all that is left of damaged gzip members.
+    """Yield the file's bytes, decompressed, in pieces of bounded size; of damaged members, what is left.
 
-    Calls `report_fault` with each fault of the file, `advance` with the number of bytes that were read.
+    Calls `report_fault` with each fault of the file, and `advance` with the number of bytes read.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -338,7 +342,7 @@ def _read_members(
 def _read_member(
     file: BinaryIO, at: int, report_fault: Callable[[str], None], advance: Callable[[int], None]
 ) -> Generator[bytes, None, int | None]:
-    """Yield the gzip member that begins at `at`; returns the place of the next one, or None."""
+    """Yield the gzip member that begins at `at`; return the position of the next one, or None."""
     file.seek(at)
     decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
     num_delivered = 0
@@ -369,10 +373,10 @@ def _read_member(
 
 
 def _rescue(file: BinaryIO, at: int, num_delivered: int) -> Iterator[bytes]:
-    """The rest of the damaged member at `at` that can still be decoded."""
+    """Yield the rest of the damaged member at `at` that can still be decoded."""
     file.seek(at)
     decompressor = zlib.decompressobj(wbits=31)
-    # Fed byte by byte, zlib returns all that it decodes before the damage.
+    # If it gets single bytes, zlib returns everything that it decodes before the damage.
     try:
         while read := file.read(256):
             for number in range(len(read)):
@@ -385,7 +389,7 @@ def _rescue(file: BinaryIO, at: int, num_delivered: int) -> Iterator[bytes]:
 
 
 def _find_member(file: BinaryIO, at: int) -> int | None:
-    """The first place at `at` or later where a gzip member begins."""
+    """The first position at or after `at` at which a gzip member begins."""
     file.seek(at)
     overlap = b""
     while read := file.read(_READ_BYTES):
