@@ -10,8 +10,8 @@ def _end(*_: object) -> None:
     os._exit(130)
 
 
-# While modules are loaded there is nobody to explain a Ctrl-C, and nothing to clean up yet. Programs that
-# import this package, from any thread, and shells that ignore the signal keep their own ways.
+# While modules are loaded, there is nobody to explain a Ctrl-C, and nothing to clean up yet. Programs that
+# import this package, from any thread, and shells that ignore the signal keep their own handling.
 _is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 with suppress(ValueError):
     if _is_usual:

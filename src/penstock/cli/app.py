@@ -1,7 +1,7 @@
 """The root of the command line. Every error ends here, as one paragraph and an exit code.
 
-Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; 3 this machine lacks something;
-70 a defect of Penstock itself; 130 interrupted. Modules imported here import nothing heavy at their top.
+Exit codes: 0 ok; 1 what was measured or checked failed; 2 wrong usage; 3 this machine lacks something; 70 a
+defect in Penstock itself; 130 interrupted. The modules imported here import nothing heavy at their top.
 """
 
 import errno
@@ -130,7 +130,7 @@ SUBMISSION = Group(
 
 
 def completion_script(command: click.Command) -> str:
-    """The script that makes the user's shell complete `penstock`."""
+    """The script that makes the user's shell complete the words of `penstock`."""
     name = Path(process_environment().get("SHELL", "")).name
     completion = get_completion_class(name)
     if completion is None:
@@ -143,7 +143,7 @@ def completion_script(command: click.Command) -> str:
 
 
 def _print_and_exit(name: str, make: Callable[[click.Command], str], text: str) -> click.Option:
-    """An option that prints something instead of running a command."""
+    """An option that prints a text instead of running a command."""
 
     def callback(context: click.Context, _: click.Parameter, is_given: bool) -> None:
         if is_given:
@@ -192,7 +192,7 @@ app = Group(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line (default: the process's own) and return its exit code."""
+    """Run one command line (default: the process's own), and return its exit code."""
     words, debug = take_debug(arguments)
     return run_at_edge(
         lambda: app.main(words, prog_name="penstock", standalone_mode=False, obj=words), debug=debug
@@ -200,8 +200,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
-    """Run a program of ours to its exit code, and explain whatever ends it."""
-    # What the locale's encoding lacks is printed as escapes: names in checkpoints are any Unicode.
+    """Run one of our programs to its exit code, and explain whatever ends it."""
+    # Characters that the locale's encoding lacks are printed as escapes, because names in checkpoints are any
+    # Unicode.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -217,9 +218,9 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
 
 
 def take_debug(arguments: list[str] | None) -> tuple[list[str], bool]:
-    """Take `--debug` out of the words before a `--`: people append it to a command that failed.
+    """Take `--debug` out of the words before a `--`, because people append it to a command that failed.
 
-    None stands for the words that this process was started with.
+    None stands for the words with which this process was started.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -230,7 +231,7 @@ def take_debug(arguments: list[str] | None) -> tuple[list[str], bool]:
 
 
 def _explain_error(error: Exception, *, traceback: bool) -> int:
-    # A library of an extra that is not installed is the user's to install, not a defect.
+    # A missing library of an extra is for the user to install, and not a defect.
     if isinstance(error, ModuleNotFoundError):
         error = missing_library(error) or error
     if isinstance(error, click.ClickException):
@@ -240,13 +241,13 @@ def _explain_error(error: Exception, *, traceback: bool) -> int:
     if isinstance(error, PenstockError):
         return _explain(str(error), error.exit_code, traceback=traceback)
     if isinstance(error, OSError) and error.filename is not None:
-        # The system refused a path, most often one that the user named: a fact about this machine.
+        # The system refused a path, most often one that the user named, which is a fact about this machine.
         from penstock.storage.files.system_calls import map_os_error
 
         refused = map_os_error(error, "Opening", str(error.filename))
         return _explain(str(refused), refused.exit_code, traceback=traceback)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # Files are opened by name: what has none is standard output.
+        # Files are opened by name, so an error without a name concerns standard output.
         return _explain(f"The output cannot be written: {error.strerror}", NO_OUTPUT, traceback=traceback)
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     advice = "Please report it together with what the same command prints under --debug."
@@ -257,7 +258,7 @@ def _explain(message: str, exit_code: int, *, traceback: bool = False) -> int:
     clear_progress()
     if traceback:
         traceback_module.print_exc()
-    # Where even this cannot be written, the exit code still tells.
+    # If not even this can be written, the exit code still tells.
     with suppress(OSError):
         print(printable(f"penstock: {message}"), file=sys.stderr, flush=True)
     return exit_code

@@ -156,7 +156,7 @@ def run_checkpoint_benchmark(
         PreflightRequest(
             environment=environment,
             uri=options.destination,
-            # What gates read and write is not part of the run, so it stays out of its trace.
+            # The reads and writes of the gates are not part of the run, so they stay out of its trace.
             reopen=partial(
                 open_storage,
                 options.destination,
@@ -221,7 +221,7 @@ def run_checkpoint_benchmark(
 def plan_model_layout(
     model: CheckpointModel, *, ranks: int | None, scale: Fraction, is_subset: bool
 ) -> StateLayout:
-    """The model's files on `ranks` ranks, or on the model's own number of ranks."""
+    """Lay out the model's files on `ranks` ranks, or on the model's own number of ranks."""
     from penstock.bench.state_layout import plan_layout
     from penstock.workload.enums import CheckpointMode
 
@@ -249,7 +249,7 @@ def _require_allowed(
         num_writes=checkpoint.num_checkpoints_write,
         num_reads=checkpoint.num_checkpoints_read,
         is_subset=layout.is_subset,
-        # A rehearsal does everything but sizes as in earnest.
+        # A rehearsal does everything as for a real result, except for sizes.
         scale=Fraction(1) if options.results.rehearsed_at else options.scale,
         changed=changed,
         size_gib=layout.total_bytes / float(options.scale) / 2**30,
@@ -265,7 +265,7 @@ def perform_run(
     comm: Comm,
     terminal: Terminal,
 ) -> CheckpointResult:
-    """Run the request on the storage at `uri`; prints what keeps its figures from being the storage's."""
+    """Run the request on the storage at `uri`, and print why its figures may not be the storage's."""
     from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 
     with terminal.progress() as progress:
@@ -283,7 +283,7 @@ def perform_run(
 def _opener(
     request: CheckpointRequest, uri: str, storage_options: Mapping[str, str], comm: Comm
 ) -> OpenStorage:
-    """A function that opens the storage for checkpoints, as durable as the request says."""
+    """Make a function that opens the storage for checkpoints with the durability of the request."""
     from penstock.bench.training.training_checkpoints import durability_options
 
     durable = durability_options(uri, fsync=request.model.workload.checkpoint.fsync)
@@ -351,7 +351,7 @@ def size(
         ],
         "proof": proof,
     }
-    # One row for each run of neighbouring ranks that write the same amounts.
+    # One row for each sequence of adjacent ranks that write the same amounts.
     rows = []
     amounts = zip(bytes_of_ranks, map(len, files_of_ranks), strict=True)
     for (size_bytes, num_files), members in groupby(enumerate(amounts), key=lambda numbered: numbered[1]):
@@ -368,7 +368,7 @@ def size(
 
 
 def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_kept: int) -> list[str]:
-    """The proof of the total, a sentence for each step."""
+    """The proof of the total, with a sentence for each step."""
     from penstock.bench.state_layout import DATATYPE_BYTES, OPTIMIZER_STATES
 
     total, mesh, described = layout.total_bytes, layout.mesh, model.workload.model

@@ -1,4 +1,4 @@
-"""`penstock checkpoint status`, `flush` and `halt`: the steps of a manager on all levels, and its job."""
+"""`penstock checkpoint status`, `flush` and `halt`: the steps of a checkpoint manager, and its job."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def status(
     rows = []
     for step in sorted({*levels.durable, *cached, *flushing}):
         entry = cached.get(step)
-        phases = dict.fromkeys(  # without repetition: all nodes flush their share of the same step
+        phases = dict.fromkeys(  # without repetition, because all nodes flush their share of the same step
             state.phase
             if state.copied_bytes >= state.size_bytes
             else f"{state.phase} {100 * state.copied_bytes // state.size_bytes} %"
@@ -98,7 +98,7 @@ def status(
 
 
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:
-    """Draw how much is left to copy until nothing is, no flusher works, or only failures are left."""
+    """Show how much is left to copy until nothing is left, no flusher works, or only failures remain."""
     from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.levels.flush import FlushFolder
 

@@ -78,7 +78,7 @@ def collect(
     asked = tuple(find_hosts(hosts, hostfile)[0])
     via = via or ("mpi" if asked else "local")
     if via == "slurm" and not asked:
-        # An allocation names its own hosts.
+        # A Slurm allocation names its own hosts.
         nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
         asked = expand_nodelist(nodes) if nodes else ()
     if via == "local" and len(asked) > 1:
@@ -215,7 +215,7 @@ def check(
 
 
 def _view_checks(lines: Sequence[tuple[str, str, str, str]]) -> View:
-    """One line for each check, and the fix below each one that does not pass."""
+    """View each check as one line, with the fix below each check that does not pass."""
     verdict_width, subject_width = (max(len(line[column]) for line in lines) for column in (0, 1))
     indent = " " * (verdict_width + subject_width + 3)
     for verdict, subject, finding, fix in lines:

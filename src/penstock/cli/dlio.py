@@ -1,7 +1,7 @@
-"""`penstock-dlio`: the command line of `dlio_benchmark`, on our generator, loader and timed loop.
+"""`penstock-dlio`: the command line of `dlio_benchmark`, on Penstock's generator, loader and timed loop.
 
-Place in the flow: DLIO's arguments become a workload, its stages run in DLIO's order, and DLIO's files are
-left in its folder. Invariant: whatever is requested is done, or reported as a remark or an error.
+DLIO's arguments become a workload, its stages run in DLIO's order, and DLIO's files are left in its folder.
+Invariant: whatever is requested is done, or reported as a remark or an error.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
 
 DEFAULT_WORKLOAD: Final = "default"
-"""The workload that DLIO runs if none is named."""
+"""The workload that DLIO runs unless another is named."""
 
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
 LONGEST_WAIT_S: Final = 3600.0
-"""DLIO has no option for this, so it must be enough for the slowest rank's share of data generation."""
+"""DLIO has no option for this limit, so it must suffice for the slowest rank's share of data generation."""
 
 _USUAL_THREADS: Final = 4
 
@@ -76,7 +76,7 @@ Examples:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line (default: the process's own) and return its exit code."""
+    """Run one command line (default: the process's own), and return its exit code."""
     words, debug = app.take_debug(arguments)
     if {"-h", "--help"} & set(words):
         print(HELP, end="")
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run_as_rank(words: Sequence[str]) -> None:
-    """Run as the rank that this process is: rank 0 of 1 if no launcher started it."""
+    """Run as the rank of this process, which is rank 0 of 1 unless a launcher started it."""
     from penstock.cluster.supervision import join_job
 
     environment = process_environment()
@@ -133,7 +133,7 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
     log = _generate(workload, storage, comm, terminal) if stages.generate_data else []
     sources = tuple(override.source for override in overrides)
     subfolder = arguments.get("hydra.output_subdir", HYDRA_FOLDER)
-    # What DLIO leaves even if nothing is trained, or training fails.
+    # The files that DLIO leaves even if nothing is trained, or if training fails.
     if terminal.speaks:
         write_configuration(folder, workload, redact(sources), subfolder=subfolder, run_folder=folder)
         write_log(folder, workload, log)
@@ -152,7 +152,7 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
     elif stages.checkpoint:
         result = _run_checkpoints(name, workload, settings, comm, terminal)
     if terminal.speaks and (stages.train or stages.checkpoint):
-        # The lines that the run added to the log.
+        # The lines that this run has added to the log.
         lines = (folder / workload.output.log_file).read_text(encoding="utf-8").splitlines()
         print("\n".join(lines[len(log) :]))
     if result is not None and not result.is_right:
@@ -170,7 +170,7 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
 
 
 def _generate(workload: Workload, storage: Storage, comm: Comm, terminal: Terminal) -> list[str]:
-    """Generate the data set; returns what was logged about it."""
+    """Generate the data set; return what was logged about it."""
     from penstock.dataset.content import Reduction
     from penstock.dataset.dataset_manifest import DatasetRecipe
     from penstock.dataset.generate import generate
@@ -192,7 +192,7 @@ def _generate(workload: Workload, storage: Storage, comm: Comm, terminal: Termin
     with terminal.progress() as progress:
         report = generate(recipe, storage, comm=comm, threads=threads, progress=progress)
     if workload.storage.storage_type is StorageKind.S3:
-        # As DLIO does, for services whose listings show new objects late.
+        # DLIO waits, too, for services whose listings show new objects late.
         time.sleep(workload.storage.post_generation_settle_s)
     say(f"Generation done: {report.written_files} files written, {report.kept_files} existed")
     return log
@@ -238,7 +238,7 @@ def _train(
 def _run_checkpoints(
     name: str, workload: Workload, settings: dict[str, Any], comm: Comm, terminal: Terminal
 ) -> CheckpointResult:
-    """Write and read checkpoints alone."""
+    """Write and read checkpoints without training."""
     from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
     from penstock.bench.state_layout import plan_layout
     from penstock.cli.checkpoint_benchmark import perform_run
@@ -259,7 +259,7 @@ def _run_checkpoints(
 
 
 def require_runnable_stages(workload: Workload) -> None:
-    """Raise UsageError for stages that cannot be run, naming the key to change."""
+    """Raise `UsageError` for stages that cannot be run, naming the key to change."""
     stages = workload.workflow
     if not (stages.generate_data or stages.train or stages.checkpoint):
         raise UsageError(
@@ -270,7 +270,7 @@ def require_runnable_stages(workload: Workload) -> None:
 
 
 def list_unused_stages(workload: Workload) -> tuple[str, ...]:
-    """Remarks on stages that are switched on and, as with DLIO, have nothing to do."""
+    """Remarks on stages that are switched on but, as in DLIO, have nothing to do."""
     stages = workload.workflow
     if not stages.evaluation or stages.train:
         return ()
@@ -280,7 +280,7 @@ def list_unused_stages(workload: Workload) -> tuple[str, ...]:
 def choose_run_folder(
     run_dir: str | None, workload: Workload, environment: Environment, *, now: datetime
 ) -> Path:
-    """The folder of DLIO's files: the workload's, else the environment's, else hydra's."""
+    """Choose the folder of DLIO's files: the workload's, else the environment's, else hydra's."""
     name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or run_dir
     if not name:
         return Path("hydra_log", workload.model.name, f"{now:%Y-%m-%d-%H-%M-%S}").absolute()
@@ -299,7 +299,7 @@ _MODEL: Final = "${workload.model.name}"
 
 
 def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
-    """Torch's loader if the workload names it and torch is installed, else ours, with a remark."""
+    """Choose torch's loader if the workload names it and torch is installed, else ours, with a remark."""
     from penstock.bench.loader import loader_options
 
     name = workload.reader.data_loader
@@ -317,7 +317,7 @@ def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
 
 
 def list_replaced(workload: Workload) -> Sequence[str]:
-    """Remarks on options of the workload that others replace here."""
+    """Remarks on options of the workload that other options replace here."""
     options = workload.storage.storage_options
     remarks = []
     if options.prefetch_window or options.prefetch_workers:

@@ -1,7 +1,7 @@
 """The storage location of a workload, from DLIO's section `storage`: URI, options, and credentials.
 
-Place in the flow: pure, between a loaded workload and `open_storage`. Invariant: every key of the section
-becomes part of the location, or an error that says what to write instead.
+Pure: turns a loaded workload into arguments of `open_storage`. Invariant: every key of the section becomes
+part of the location, or an error that states what to write instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECTION: Final = "storage.storage_options"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlioLocation:
-    """The arguments of `open_storage`. `environment` holds credentials, so it is never shown."""
+    """The arguments of `open_storage`. `environment` holds credentials, so it is never printed."""
 
     uri: str
     options: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def _bucket_and_prefix(workload: Workload) -> str:
 
 
 def _object_options(workload: Workload) -> Iterator[tuple[str, str]]:
-    """The options of our storage that DLIO's options stand for."""
+    """Translate DLIO's options for object stores to options of our storage."""
     options = workload.storage.storage_options
     if workload.storage.storage_library is not None:
         yield "client", workload.storage.storage_library.value
@@ -105,7 +105,7 @@ def _object_options(workload: Workload) -> Iterator[tuple[str, str]]:
 
 
 def _endpoint(url: str, options: StorageOptions) -> str:
-    """A URL of the service; `secure` decides the scheme of one without, and the default is https."""
+    """A URL of the service. If it has no scheme, `secure` decides; the default is https."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         return f"{'http' if options.secure is False else 'https'}://{url}"
@@ -123,7 +123,7 @@ def checkpoint_location(workload: Workload, environment: Environment) -> DlioLoc
     folder = workload.checkpoint.checkpoint_folder
     storage = workload.storage
     if storage.storage_type is not StorageKind.S3:
-        # DLIO joins data folders with the storage's root, but not those of checkpoints.
+        # DLIO joins the storage's root with data folders, but not with the folders of checkpoints.
         storage = replace(storage, storage_root="./")
     elif "://" in folder:
         bucket, _, prefix = folder.partition("://")[2].partition("/")

@@ -25,7 +25,7 @@ _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _PACKAGE = Path(__file__).parents[1]
 _MAX_LIST_CHARACTERS = 60
 _FOLDERS = (_PACKAGE / "pages", _PACKAGE.parents[1] / "docs")
-"""The folder of the pages in an installed package, and in a checkout."""
+"""The folder of the documentation's pages, in an installed package and in a checkout."""
 
 
 @verb
@@ -85,7 +85,7 @@ def workloads(
 
 
 def _summarize(workload: Workload) -> dict[str, Any]:
-    """The values that help to choose a workload; sizes are means."""
+    """The values that help to choose a workload. Sizes are means."""
     from penstock.workload.sizing import read_bytes_per_sample, record_bytes
 
     dataset = workload.dataset
@@ -134,7 +134,7 @@ def doctor(
 
 
 def _view_diagnoses(diagnoses: list[Diagnosis]) -> View:
-    """Diagnoses by area, each fix below what it is for."""
+    """Show diagnoses by area, each fix below the problem that it solves."""
     width = max(len(diagnosis.subject) for diagnosis in diagnoses)
     for area, members in groupby(diagnoses, key=lambda diagnosis: diagnosis.area):
         yield bold(area)
@@ -184,7 +184,7 @@ def demo(
 
 
 def _find_pages() -> Mapping[str, Path]:
-    """The pages by topic: the names of their files."""
+    """Map each topic to its page; topics are the names of the files."""
     folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
     if folder is None:
         raise Unavailable("This installation has no pages", fix="Install Penstock from its wheel.")

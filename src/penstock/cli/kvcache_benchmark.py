@@ -54,7 +54,7 @@ _BLOCKS_ONLY: Final = (
     "--per-layer", "--layout", "--speedup", "--prefill-rate", "--keep", "--requests", "--users", "--think",
     "--chunk-tokens", "--objective",
 )  # fmt: skip
-"""Options that one of the workloads of `kvcache run` ignores."""
+"""Options of `kvcache run` that one of its workloads ignores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ def _measure(
     objective_ms: float | None = None,
     users: int = 1,
 ) -> int:
-    """Plan the operations that the tiers make of a trace, execute them, and print both."""
+    """Plan the operations that follow from the trace and the tiers, execute them, and print both."""
     from penstock.kvcache.cache_figures import say_doubts
     from penstock.kvcache.cache_pages import make_run_page
     from penstock.kvcache.cache_run import CacheRequest, run_plan
@@ -298,7 +298,7 @@ def _view_mlperf(document: Mapping[str, Any]) -> View:
     for name, figures in document["options"].items():
         ranks = format_count(document["ranks"], "rank")
         yield TextTable(f"Option {name} on {ranks} ({figures['kind']})", metric_rows(figures))
-        limit_s = document.get("durations_s", {}).get(name, 0.0)  # earlier versions did not keep it
+        limit_s = document.get("durations_s", {}).get(name, 0.0)  # earlier versions did not record it
         if limit_s and figures["elapsed_s"] < _EARLY * limit_s:
             yield (
                 f"A trial ended after {format_seconds(figures['elapsed_s'])}: by then all requests of its "
@@ -308,7 +308,7 @@ def _view_mlperf(document: Mapping[str, Any]) -> View:
 
 
 def view_cache_run(document: Mapping[str, Any]) -> View:
-    """A run as text."""
+    """Show a run as text."""
     from penstock.kvcache.cache_figures import has_small_objects
 
     if "options" in document:
@@ -345,7 +345,7 @@ def view_cache_run(document: Mapping[str, Any]) -> View:
     if (lag := document["lag_ms"]) and lag["count"]:
         yield f"Lag behind the workload's times: p50 {lag['p50']:.1f} ms, p99 {lag['p99']:.1f} ms"
     if saved["hits_worth_it"] is not None:
-        # Loading a part of an object shows nothing about a whole one.
+        # Loading part of an object shows nothing about loading a whole one.
         saving = (
             "move whole objects, without --scale, to see what loading saves"
             if has_small_objects(document)

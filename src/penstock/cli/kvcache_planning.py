@@ -1,4 +1,4 @@
-"""`penstock kvcache models`, `size`, `simulate` and `inspect`: plan a cache by arithmetic, look into one."""
+"""`penstock kvcache models`, `size`, `simulate` and `inspect`: plan a cache, and look into one."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def inspect(
 
 
 def _view_store(document: dict[str, Any]) -> View:
-    """A store as text."""
+    """Show a store as text."""
     yield (
         f"{document['target']}: {document['entries']:,} entries, {format_bytes(document['bytes'])}, "
         f"{document['damaged']:,} damaged"

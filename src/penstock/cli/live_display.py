@@ -1,4 +1,4 @@
-"""The display of work in progress: a bar, live figures, or a line every 30 s without a terminal."""
+"""The display of work in progress: a bar, live figures, or, without a terminal, a line every 30 s."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _BAR_CELLS: Final = 40
 
 
 def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) -> Follower:
-    """Make the display that suits the stderr of this process, or of the one that launched it."""
+    """Make the display that suits the stderr of this process, or of the process that launched it."""
     columns = process_environment().get(PROGRESS_COLUMNS)
     if not (columns or sys.stderr.isatty()):
         return Lines(first_s=first_line_s)
-    # Rich takes a tenth of a second to import, which only a terminal is worth.
+    # Importing Rich takes a tenth of a second, which is only worth it for a terminal.
     from rich.console import Console
 
     console = Console(
@@ -47,22 +47,22 @@ def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) 
 
 
 class Lines:
-    """One line on stderr from time to time, for logs."""
+    """Prints one line on stderr from time to time, for logs."""
 
     interval_s = LINE_INTERVAL_S
 
     def __init__(self, *, first_s: float = LINE_INTERVAL_S) -> None:
-        """The first line comes after `first_s`, so short work prints none."""
+        """Print the first line only after `first_s`, so that short work prints none."""
         self._first_at_s = time.monotonic() + first_s
 
     def show(self, status: RunStatus) -> None:
-        """Print the state in one line, with the time since the beginning."""
+        """Print the state in one line, with the time since the start."""
         if status.phase and status.outcome == RUNNING and time.monotonic() >= self._first_at_s:
             elapsed = format_age(status.written_at_s - status.started_at_s)
             print(printable(f"[{elapsed}] {status_line(status)}"), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Lines stay."""
+        """Do nothing: printed lines stay."""
 
 
 class Bars:
@@ -80,7 +80,7 @@ class Bars:
         self._last: tuple[str, bars.TaskID] | None = None
 
     def show(self, status: RunStatus) -> None:
-        """Move the bar, or replace that of the phase before."""
+        """Move the bar, or replace the previous phase's bar."""
         if not status.phase or status.outcome != RUNNING:
             return
         left = f"left: {format_age(max(1.0, status.left_s))}" if status.left_s else ""
@@ -93,7 +93,7 @@ class Bars:
         self._display.update(self._last[1], completed=status.phase_done, note=note)
 
     def close(self) -> None:
-        """Erase it."""
+        """Erase the bar."""
         self._display.stop()
 
 
@@ -116,12 +116,12 @@ class LiveFigures:
         self._live.update(text, refresh=True)
 
     def close(self) -> None:
-        """Erase it."""
+        """Erase the figures."""
         self._live.stop()
 
 
 def panel_lines(status: RunStatus) -> Iterator[str]:
-    """The state as lines of text, waits last."""
+    """Yield the state as lines of text, waits last."""
     age = format_age(status.written_at_s - status.started_at_s)
     what = " ".join(filter(None, (status.kind, status.workload, f"on {format_count(status.ranks, 'rank')}")))
     yield f"{status.run}: {status.outcome}, {what}, {age}"

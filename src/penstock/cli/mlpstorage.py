@@ -1,9 +1,9 @@
-"""`penstock-mlpstorage`: the command lines of mlpstorage, v2 and v3, translated to penstock's own commands.
+"""`penstock-mlpstorage`: the command lines of mlpstorage, v2 and v3, translated to Penstock's own commands.
 
     words -> `MlpstorageCommand` -> words of penstock, which are printed and then run
 
-Invariant: nothing that is requested is left out without a remark or an error, and an unknown word is an error
-that suggests the nearest.
+Invariant: nothing that is requested is left out without a remark or an error; an unknown word causes an error
+that suggests the nearest known word.
 """
 
 import shlex
@@ -82,7 +82,7 @@ IGNORED: Final[Mapping[str, str]] = {
     "max-timeseries-samples": "counters are thinned out automatically",
     "cluster-collector-shared-staging": "nothing is staged on hosts",
 }
-"""Options without an effect here, and why."""
+"""Options without an effect here, and the reason."""
 FLAGS: Final = frozenset({
     "oversubscribe", "allow-run-as-root", "checkpoint-subset", "o-direct", "open", "closed", "dry-run",
     "what-if", "skip-fs-separation-gate", "debug", "verbose", "quiet", "allow-invalid-params",
@@ -96,7 +96,7 @@ _REPEATED: Final = frozenset({"params", "mpi-params"})
 NAMES: Final[Mapping[str, str]] = {
     other: name for name in (*OPTIONS, *IGNORED) for other in (f"--{name}", *OPTIONS.get(name, ()))
 }
-"""The option of every spelling; any other is an error."""
+"""The option for each spelling; any other spelling causes an error."""
 _RESULTS: Final = "MLPSTORAGE_RESULTS_DIR"
 _DEFAULT_ROOT: Final = "mlpstorage-results"
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -104,7 +104,7 @@ _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpstorageCommand:
-    """A parsed command line. `mode` is "" in v2's form without a division; `rest` are further arguments."""
+    """A parsed command line. `mode` is "" in v2's form without a division; `rest` has further arguments."""
 
     mode: str = ""
     benchmark: str = ""
@@ -133,9 +133,9 @@ class MlpstorageCommand:
 def parse(
     words: Sequence[str], *, defaults: Mapping[str, tuple[str, ...]] | None = None
 ) -> MlpstorageCommand:
-    """Parse a command line; its options take precedence over `defaults`, the options of a file."""
+    """Parse a command line, whose options take precedence over `defaults`, the options in a file."""
     unsupported = next((word for word in words[:2] if word in _UNSUPPORTED), None)
-    if unsupported is not None:  # its options are not known here, so do not parse them
+    if unsupported is not None:  # its options are not known here, so they are not parsed
         return MlpstorageCommand(benchmark=unsupported, command="run")
     positional, own_options = _split(words)
     options = {**(defaults or {}), **own_options}
@@ -169,7 +169,7 @@ def parse(
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Positional words, and options with their values."""
+    """Split words into positional words, and options with their values."""
     positional: list[str] = []
     options: dict[str, tuple[str, ...]] = {}
     remaining = list(words)
@@ -193,7 +193,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]
 
 
 def option_name(spelling: str) -> str:
-    """The name of an option; raises UsageError with the nearest one."""
+    """Return the name of an option. Raises `UsageError` that suggests the nearest name."""
     if spelling not in NAMES:
         raise _unknown(spelling, tuple(NAMES))
     return NAMES[spelling]
@@ -217,7 +217,7 @@ def _unknown(word: str, allowed: tuple[str, ...]) -> UsageError:
 def translate(
     command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
 ) -> tuple[list[str], list[str]]:
-    """The words of penstock that do the same, without its name, and remarks to print before.
+    """The equivalent words of penstock, without its name, and remarks to print first.
 
     `is_tree` tells whether a folder is a submission tree.
     """
@@ -238,7 +238,7 @@ def translate(
 
 
 class _BenchmarkTranslator:
-    """Translates one benchmark's command; `remarks` collects what is done differently."""
+    """Translates one benchmark's command; `remarks` collects what Penstock does differently."""
 
     def __init__(
         self, command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
@@ -280,7 +280,7 @@ class _BenchmarkTranslator:
                 )
 
     def training(self) -> list[str]:
-        """`training datasize`, `datagen`, `run`, `configview`."""
+        """Translate `training datasize`, `datagen`, `run` and `configview`."""
         command, phase = self.command, self.command.command
         workload = [command.model, *self.accelerator]
         if phase == "configview":
@@ -313,7 +313,7 @@ class _BenchmarkTranslator:
                 *self.division, *self.skipped, *ranks]  # fmt: skip
 
     def checkpointing(self) -> list[str]:
-        """`checkpointing datasize`, `run`, `configview`."""
+        """Translate `checkpointing datasize`, `run` and `configview`."""
         command, model = self.command, self.command.model
         if command.command == "datagen":
             raise UsageError("Checkpoints need no data set", where="datagen", fix="Use run.")
@@ -337,7 +337,7 @@ class _BenchmarkTranslator:
         return [*words, *self._ranks("num-processes")]
 
     def _place(self, folder: str) -> str:
-        """The model's own folder in `folder`; for `object`, that is a prefix in the bucket."""
+        """The model's own folder in `folder`, or for `object`, a prefix in the bucket."""
         below = f"{folder.rstrip('/')}/{self.command.model}"
         if self.command.storage != "object" or "://" in folder:
             return below
@@ -346,7 +346,7 @@ class _BenchmarkTranslator:
         return f"s3://{bucket}/{below.lstrip('/')}"
 
     def _ranks(self, name: str) -> list[str]:
-        """The options that start ranks."""
+        """The options that start several ranks."""
         command = self.command
         if command.value("exec-type") not in (None, "mpi"):
             raise UsageError("Containers are not supported", where="--exec-type", fix="Use mpi.")
@@ -438,7 +438,7 @@ Examples:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line (default: the process's own) and return its exit code."""
+    """Run one command line (default: the process's own), and return its exit code."""
     words, debug = app.take_debug(arguments)
     if not words or {"-h", "--help"} & set(words):
         print(HELP, end="")
@@ -450,12 +450,12 @@ def main(arguments: list[str] | None = None) -> int:
     code = app.run_at_edge(lambda: translated.extend(_translate(words)), debug=debug)
     if not translated:
         return code
-    # Run as if the user had typed it: runs record this command, and are repeated by it.
+    # Run as if the user had typed it, because runs record this command and are repeated with it.
     return app.main([*translated, *(["--debug"] if debug else [])])
 
 
 def _translate(words: Sequence[str]) -> list[str]:
-    """Print the command to run, and return its words; none for a dry run."""
+    """Print the command to run, and return its words; a dry run returns none."""
     requested = parse(words)
     if (name := requested.value("config-file")) is not None:
         requested = parse(words, defaults=_read_config_file(Path(name)))

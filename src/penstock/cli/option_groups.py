@@ -1,4 +1,4 @@
-"""Options that several verbs share: workload, data set, storage, pages, gates, following."""
+"""Options that several verbs share: workload, data set, storage, pages, gates, display."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parse_overrides(settings: Iterable[str]) -> Sequence[Override]:
-    """The changes that `--set` options make to a workload."""
+    """Parse the changes that `--set` options make to a workload."""
     from penstock.workload.settings import parse_settings
 
     return parse_settings(settings)
@@ -49,7 +49,7 @@ class WorkloadOptions:
     settings: tuple[str, ...] = SETTINGS
 
     def load(self, terminal: Terminal, *, is_data_set: bool = False) -> LoadedWorkload:
-        """Load the workload and print its remarks; a data set needs no accelerator."""
+        """Load the workload and print its remarks. A workload that `is_data_set` needs no accelerator."""
         from penstock.workload.load_workload import load
 
         overrides = parse_overrides(self.settings)
@@ -76,7 +76,7 @@ class DataOptions:
     storage: tuple[tuple[str, str], ...] = STORAGE
 
     def opener(self, *, rank: int, is_traced: bool = True) -> OpenStorage:
-        """A function that opens the storage; it can be pickled for another process."""
+        """Make a function that opens the storage and can be pickled for another process."""
         from penstock.storage import open_storage
 
         environment = process_environment() if is_traced else untraced(process_environment())
@@ -90,7 +90,7 @@ PAGE: Final = option("--page", NEW_PAGE, "Write a page with the result and its c
 
 
 def write_page(path: Path | None, draw: Callable[[], Report], terminal: Terminal) -> None:
-    """Write the page that `draw` makes, if one is asked for; on rank 0 only."""
+    """Write the page that `draw` makes, if `path` is given; on rank 0 only."""
     if path is None or not terminal.speaks:
         return
     from penstock.reports.page import write_report
@@ -109,7 +109,7 @@ SKIPPED_GATES: Final = repeated(
 def inspect_gates(
     request: PreflightRequest, skips: Sequence[Gate], *, is_strict: bool, comm: Comm, terminal: Terminal
 ) -> PreflightResult:
-    """Inspect all gates and print those that do not pass; `is_strict` makes a closed one stop the run."""
+    """Inspect all gates, and print those that do not pass. With `is_strict`, a closed gate stops the run."""
     from penstock.cluster.gates.preflight import run_preflight
 
     inspection = run_preflight(request, comm, skips=skips, is_strict=is_strict, is_private=not is_strict)
@@ -136,7 +136,7 @@ METRICS_FOLDER: Final = option(
 
 
 def follow_by_metrics(folder: Path | None) -> list[Follower]:
-    """The follower that keeps a file of metrics in this folder, if there is one."""
+    """The follower that keeps a file of metrics in this folder; empty if `folder` is None."""
     if folder is None:
         return []
     from penstock.results.run_status import TextCollectorFile
@@ -146,7 +146,7 @@ def follow_by_metrics(folder: Path | None) -> list[Follower]:
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
-    """The display of a run while it lasts, and its metrics for monitoring."""
+    """The display of a run in progress, and its metrics for monitoring."""
 
     shows_figures: bool = flag("--watch", "Show live figures in place of a progress bar.")
     metrics_folder: Path | None = METRICS_FOLDER
@@ -155,5 +155,5 @@ class FollowOptions:
         """The display on the terminal, and the metrics file."""
         from penstock.cli.live_display import make_display
 
-        # A folder of metrics that does not exist is refused before a bar is drawn.
+        # A missing folder for metrics causes an error before any bar is drawn.
         return [*follow_by_metrics(self.metrics_folder), make_display(shows_figures=self.shows_figures)]

@@ -39,12 +39,12 @@ Fields = dict[str, dataclasses.Field[Any]]
 """Declared options by the name of their parameter, or of their field in a group."""
 _KEY = "penstock option"
 _NESTED = "__"
-"""Joins the names of a group and its field: GROUP__FIELD."""
+"""Joins the names of a group and a field: GROUP__FIELD."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """One option or argument: arguments have no names, flags no parser."""
+    """One option or argument. Arguments have no names, flags have no parser."""
 
     names: tuple[str, ...]
     help: str
@@ -54,7 +54,7 @@ class Declaration:
     is_required: bool = False
     is_repeated: bool = False
     panel: str | None = None
-    """The heading in `--help`, if it has one of its own."""
+    """The option's heading in `--help`; None for the default heading."""
 
 
 @overload
@@ -80,7 +80,7 @@ def option(
     panel: str | None = None,
 ) -> T | None: ...
 def option(name: str, parser: Parser[Any], text: str, *, short: str = "", **more: Any) -> Any:
-    """Declare an option. `default` is text for the parser; without it, the option defaults to None."""
+    """Declare an option. `default` is text for the parser; without it, the default is None."""
     return _field((short, name), text, parser, **more)
 
 
@@ -128,12 +128,12 @@ def arguments(metavar: str, parser: Parser[T], text: str, *, is_required: bool =
 
 
 def group(options: type[O], *, panel: str | None = None) -> O:
-    """Declare all options of another dataclass; `panel` gives them a heading of their own in `--help`."""
+    """Declare all options of another dataclass; `panel` gives them a separate heading in `--help`."""
     return dataclasses.field(default_factory=options, metadata={_KEY: options, "panel": panel})
 
 
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
-    """A field for a dataclass or a signature; the declaring functions have the type of its value."""
+    """A field for a dataclass or a signature; the declaring functions claim to return its value's type."""
     declaration = Declaration(names=tuple(filter(None, names)), help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:
@@ -142,7 +142,7 @@ def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None,
 
 
 def default_value(declaration: Declaration) -> Any:
-    """The value of an option that is left out. Parsed late: a parser may import what it reads into."""
+    """The value of an omitted option, parsed only now: a parser may import the type of its values."""
     if declaration.is_repeated:
         return ()
     if declaration.parser is None:
@@ -151,7 +151,7 @@ def default_value(declaration: Declaration) -> Any:
 
 
 def options_of(declaring: Callable[..., Any]) -> Fields:
-    """The options that a function or a dataclass declares; whatever else either has is no option."""
+    """The options that a function or a dataclass declares; its other parameters or fields are left out."""
     if isinstance(declaring, type):
         fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(declaring)}
     else:
@@ -165,7 +165,7 @@ def options_of(declaring: Callable[..., Any]) -> Fields:
 
 
 def declarations(fields: Fields) -> Iterator[tuple[str, Declaration, str | None]]:
-    """The path, the declaration and the help panel of each option, those of groups in place."""
+    """Yield the path, declaration and help panel of each option, with groups' options in their places."""
     for name, field in fields.items():
         declared = field.metadata[_KEY]
         if isinstance(declared, type):
@@ -176,21 +176,21 @@ def declarations(fields: Fields) -> Iterator[tuple[str, Declaration, str | None]
 
 
 def fill(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Click's values, by the names of parameters; what is left out gets its default."""
+    """Fill in click's values, by the names of parameters; omitted options get their defaults."""
     filled: dict[str, Any] = {}
     for name, field in fields.items():
         declared, path = field.metadata[_KEY], f"{prefix}{name}"
         if isinstance(declared, type):
             filled[name] = declared(**fill(options_of(declared), values, f"{path}{_NESTED}"))
         else:
-            # Whatever its default is, click passes None or () for an option that is left out.
+            # For an omitted option, click passes None or (), whatever the default is.
             is_given = values.get(path) not in (None, ())
             filled[name] = values[path] if is_given else default_value(declared)
     return filled
 
 
 class _ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """One of our parsers as a click type; its errors name the option."""
+    """One of our parsers as a click type, whose errors name the option."""
 
     def __init__(self, parser: Parser[Any]) -> None:
         self.name = parser.metavar
@@ -299,7 +299,7 @@ def _describe(declaration: Declaration) -> str:
 def verb(
     function: Callable[Concatenate[Terminal, ...], int | None], *, has_json: bool = True, **settings: Any
 ) -> Verb:
-    """Make a command of a function of the terminal and its options; what it returns is the exit code."""
+    """Make a command of a function of the terminal and its options. The function returns the exit code."""
     own = options_of(function)
 
     def call(values: Mapping[str, Any]) -> int | None:
@@ -309,7 +309,7 @@ def verb(
 
 
 class Group(click.Group):
-    """Commands by name, each imported when it is used: `--help` of the root imports hardly any.
+    """Commands by name. Each is imported only when it is used, so that the root's `--help` imports little.
 
     `extra` is the extra of Penstock that these commands need; errors about missing libraries name it.
     """
@@ -341,7 +341,7 @@ class Group(click.Group):
         return list(self.verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """The command of this name, imported now."""
+        """Import and return the command of this name."""
         target = self.verbs.get(cmd_name)
         if not isinstance(target, str):
             return target
@@ -352,7 +352,7 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the words begin with; the error suggests the nearest name."""
+        """Find the command with which the words begin; an error suggests the nearest name."""
         from penstock.did_you_mean import did_you_mean
 
         name = args[0]
@@ -376,7 +376,7 @@ class Group(click.Group):
 
 
 def refuse_ignored(names: tuple[str, ...], why: str) -> None:
-    """Refuse those of the options `names` that the user gave: the running command would ignore them."""
+    """Refuse those of the options `names` that the user gave, because the command would ignore them."""
     context = click.get_current_context()
     given = {
         parameter.opts[-1]

@@ -1,6 +1,6 @@
-"""Parsers of option values: text becomes sizes, rates, times, lists and choices.
+"""Parsers of option values: they turn text into sizes, rates, times, lists and choices.
 
-A parser raises `UsageError`; the option layer adds the name of the option that the text was given to.
+A parser raises `UsageError`; the option layer adds the name of the option to which the text was given.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Parser(Generic[T]):
     parse: Callable[[str], T]
     choices: tuple[str, ...] = ()
     completes: str = ""
-    """The kind of path that a shell completes: "file", "dir", or none."""
+    """The kind of path that a shell completes: "file", "dir", or "" for none."""
     list_names: Callable[[str], Iterable[str]] | None = None
     """Lists names that a shell completes; receives the value of `--results`, or ""."""
 
     def __call__(self, text: str) -> T:
-        """Parse the text; raises UsageError."""
+        """Parse the text. Raises `UsageError`."""
         return self.parse(text)
 
 
 def whole(minimum: int | None = None, maximum: int | None = None) -> Parser[int]:
-    """Whole numbers within bounds, both of which count."""
+    """A parser of whole numbers between inclusive bounds."""
     return _bounded("N", int, minimum, maximum, what="a whole number", example="8")
 
 
 def number(minimum: float | None = None, maximum: float | None = None) -> Parser[float]:
-    """Decimal numbers within bounds, both of which count."""
+    """A parser of decimal numbers between inclusive bounds."""
     return _bounded("NUMBER", float, minimum, maximum, what="a number", example="0.5")
 
 
@@ -72,14 +72,14 @@ def _bounded(
 
 
 def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:
-    """A list separated by commas."""
+    """A parser of lists separated by commas."""
     return Parser(
         f"{parser.metavar},...", lambda text: tuple(parser(part.strip()) for part in text.split(","))
     )
 
 
 def _make_later(module: str, name: str) -> Callable[[str], Any]:
-    """Make values of a type whose module is imported with the first of them."""
+    """Make values of a type whose module is imported only when the first value is made."""
 
     def make(word: str) -> Any:
         return getattr(import_module(module), name)(word)
@@ -88,12 +88,12 @@ def _make_later(module: str, name: str) -> Callable[[str], Any]:
 
 
 def choice(*words: str) -> Parser[str]:
-    """One of a few words."""
+    """A parser of one of a few words."""
     return chosen(words, str)
 
 
 def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
-    """One of a few words, and the value made of it. The words stand here so that `--help` imports nothing."""
+    """A parser of one of a few words, and of its value. The words stand here so `--help` imports nothing."""
     allowed = tuple(words)
 
     def parse(text: str) -> T:
@@ -108,7 +108,7 @@ def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
 
 
 def above_zero(parser: Parser[N]) -> Parser[N]:
-    """The same values, above zero only."""
+    """Restrict a parser to values above zero."""
 
     def parse(text: str) -> N:
         value = parser(text)
@@ -123,7 +123,7 @@ _ENDS_OF_NUMBERS: Final = frozenset("0123456789._")
 
 
 def with_unit(parser: Parser[N], example: str) -> Parser[N]:
-    """The same values, with a unit unless zero: a guess of the unit could be far off."""
+    """Require a unit for every value except zero, because a guess of the unit could be far off."""
 
     def parse(text: str) -> N:
         if text.strip()[-1:] in _ENDS_OF_NUMBERS and text.strip("0 "):
@@ -142,7 +142,7 @@ def parse_assignment(text: str) -> tuple[str, str]:
 
 
 def parse_scale(text: str) -> Fraction:
-    """A share above 0, up to 1, exactly as written: 0.01, 1/100 or 1%."""
+    """Parse a share above 0 and up to 1, exactly as written: 0.01, 1/100 or 1%."""
     try:
         is_percent = text.endswith("%")
         scale = Fraction(text.removesuffix("%")) / (100 if is_percent else 1)
@@ -179,7 +179,7 @@ def _list_runs(parent: str) -> Iterable[str]:
 
 
 def new_file(text: str) -> Path:
-    """A file to write. A place without room for one is refused before hours of measuring, not after."""
+    """A file to write. If its file system has no room for one, it is refused before hours of measuring."""
     path = Path(text)
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

@@ -1,7 +1,8 @@
 """The options that run a command on several ranks, and how such a command gets its communicator.
 
-`@ranked` adds `--ranks` and its companions to a command. Outside a launcher they start the same command line
-on every rank and supervise it; inside one (mpirun, srun, torchrun) the command joins the job it is part of.
+`@ranked` adds `--ranks` and its companions to a command. Outside a launcher, they start the same command line
+on every rank and supervise it. Inside a launcher (mpirun, srun, torchrun), the command joins the job to which
+it belongs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from _thread import start_new_thread  # without the locks of threading, which a signal may find taken
+from _thread import start_new_thread  # without threading's locks, which a signal may find taken
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -61,10 +62,10 @@ def ranked(
     default_ranks: Callable[[Mapping[str, Any]], int | None] | None = None,
     is_followed: bool = False,
 ) -> Verb:
-    """Make a command that runs on several ranks of a function of its ranks, the terminal and its options.
+    """Make a command that runs on several ranks, from a function of the ranks, the terminal and its options.
 
-    What the function returns is its exit code: a verdict on which all ranks agree. `default_ranks` makes a
-    number of ranks from the command's values. One that lasts is followed: `followed` adds --watch.
+    The function returns the exit code, a verdict on which all ranks agree. `default_ranks` derives the number
+    of ranks from the command's values. Use `followed`, which adds --watch, for a command that takes long.
     """
     own = options_of(function)
 
@@ -80,7 +81,7 @@ def ranked(
                 ranks = replace(ranks, ranks=default_ranks(values))
             if has_hosts or ranks.ranks not in (None, 1):
                 return _launch(ranks, environment)
-        # As the rank that this process is: rank 0 of 1 if no launcher started it. The supervisor of a
+        # Join as the rank of this process: rank 0 of 1 unless a launcher started it. The supervisor of a
         # launched rank has its own way to end it.
         job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)
         with (
@@ -106,16 +107,16 @@ followed = partial(ranked, is_followed=True)
 
 
 def _launch(ranks: RankOptions, environment: env.Environment) -> int:
-    """Start the same command line on all ranks; the exit code is rank 0's."""
+    """Start the same command line on all ranks; return rank 0's exit code."""
     from penstock.cluster.supervision.job_launch import launch_job
 
     variables = dict(environment)
-    # Ranks have no terminal: rank 0 draws its progress on that of this process.
+    # Ranks have no terminal, so rank 0 draws its progress on the terminal of this process.
     if sys.stderr.isatty():
         variables[env.PROGRESS_COLUMNS] = str(get_terminal_size().columns)
     if ranks.trace is not None:
         variables[env.TRACE] = str(Path(ranks.trace).absolute())
-    # By this interpreter: the PATH of another host may find another Penstock, or none.
+    # With this interpreter, because the PATH of another host may find another Penstock, or none.
     program = [sys.executable, "-P", "-m", "penstock", *command_line()[1:]]
     plan = launcher_command.plan_launch(
         program,
@@ -132,11 +133,11 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the body as Ctrl-C does, so that workers end and records say why.
+    """Let SIGTERM end the body like Ctrl-C, so that workers end and records give the reason.
 
-    Neither gets lost. Native modules drop or rename an exception that is raised while they are imported, so
-    the signal waits for the end of the import. An exception in a finalizer or in a callback from C is only
-    printed, so the signal comes again.
+    Neither signal gets lost. Native modules drop or rename an exception that is raised while they are
+    imported, so the signal waits for the end of the import. An exception in a finalizer, or in a callback
+    from C, is only printed, so the signal is raised again.
     """
     main_thread, usual_hook = threading.main_thread().ident, sys.unraisablehook
     arrived, gives_up_at, is_over = signal.SIGINT, inf, False
@@ -163,7 +164,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
         else:
             usual_hook(unraisable)
 
-    # Shells make background commands ignore SIGINT, and other owners of a signal keep it.
+    # Shells make background commands ignore SIGINT, and other handlers of a signal keep it.
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number, handler in usual.items() if is_main and signal.getsignal(number) == handler]
@@ -183,9 +184,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _traced(folder: str | None, comm: Comm) -> Iterator[None]:
-    """Trace storage into `folder`, if there is one, on this rank and in its workers.
+    """Trace storage into `folder`, if it is given, on this rank and in its workers.
 
-    The variables are exported because worker processes learn of the trace from their environment alone.
+    The variables are exported because worker processes learn about the trace only from their environment.
     """
     if not folder:
         yield

@@ -60,7 +60,7 @@ class CriteriaOptions:
     )
 
     def select(self, runs: Sequence[CatalogedRun]) -> list[CatalogedRun]:
-        """The runs that meet these options."""
+        """Select the runs that meet these options."""
         return select_runs(runs, **asdict(self), now=datetime.now(UTC))
 
 
@@ -101,7 +101,7 @@ def list_runs(
         "unreadable": unreadable,
         "history": complaints,
     }
-    # Two lines a run: its name and outcome, then its main figures.
+    # Two lines for each run: its name and outcome, then its main figures.
     lines: list[Line] = [] if here else [f"No runs in {folder}"]
     has_history = HistoryFile(folder).exists()
     for run in here:
@@ -117,7 +117,7 @@ def list_runs(
 
 
 def _headline(run: RunSummary) -> str:
-    """The main figures of a run: accelerator utilization, or the bytes that it wrote and read."""
+    """The main figures of a run: accelerator utilization, or the bytes that were written and read."""
     rates = _say_rates(run)
     if run.au_compat_percent is None:
         return rates or ("figures: `penstock results show`" if run.outcome == "finished" else "no figures")
@@ -138,7 +138,7 @@ def _say_rates(run: RunSummary) -> str:
 
 
 def _describe_run(run: CatalogedRun, *, remark: str = "") -> str:
-    """A run in one line: its id, unless its name ends with that, its name and its outcome."""
+    """Describe a run in one line: its id, unless the name ends with it, its name and its outcome."""
     name = run.folder if run.folder.endswith(run.id) else f"{run.id}  {run.folder}"
     return f"{name}  {run.outcome}{remark}" + (f": {run.why}" if run.why else "")
 
@@ -166,7 +166,7 @@ def remove(
 
       penstock results rm --older-than 2w --status incomplete --keep-last 3 --results /mnt/results
     """
-    # Names and criteria are mutually exclusive, so that neither surprises.
+    # Names and criteria are mutually exclusive, so that their combination surprises nobody.
     if bool(runs) == (any(asdict(selection).values()) or keep_last > 0):
         raise UsageError(
             "Runs are named and selected by options" if runs else "No run is named or selected",
@@ -232,12 +232,12 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
                 measured, view = _read_measured(folder, record.plan["kind"])
             except StorageError as error:  # it did not finish, or another version wrote it
                 terminal.note(str(error))
-        elif figures is None:  # what the step events of an unfinished run yield
+        elif figures is None:  # show what the step events of an unfinished run yield
             try:
                 figures = recompute_figures(folder, record)
             except StorageError as error:
                 terminal.note(str(error))
-        with suppress(ObjectNotFound):  # a run without counters
+        with suppress(ObjectNotFound):  # the run has no counters
             activities = summarize_activity(*read_counters(folder), read_events(folder))
         found = read_checkpoints(folder)
         checkpoints = summarize_checkpoints(found) if found else None
@@ -261,7 +261,7 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
 
 
 def _read_measured(folder: Path, kind: str) -> tuple[Mapping[str, Any], View]:
-    """The figures of a probe or of a run on a key-value cache, as data and as text."""
+    """Read the figures of a probe or of a key-value cache run, as data and as text."""
     if kind == "probe":
         from penstock.bench.probe import read_probe
         from penstock.cli.storage_probe import view_probe
@@ -354,7 +354,7 @@ def _view_training(summary: RunSummary, figures: PhaseFigures | None) -> View:
         "bytes really read": f"{read}, {rate}",
         "folder": summary.folder,
     }
-    if figures is None:  # DLIO's runs may have checkpoints alone
+    if figures is None:  # DLIO's runs may have only checkpoints
         facts |= {"checkpoints": _say_rates(summary) or "-"}
     for what, value in facts.items():
         if figures is not None or not value.startswith("-"):

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_S: Final = 1.0
 SILENT_S: Final = 120.0
-"""A run on another host counts as dead when it has not written its status for this long."""
+"""A run on another host counts as dead if it has not written its status for this long."""
 _INTERRUPTED: Final = 130
 _GOODBYE_S: Final = 5.0
-"""Time that a run has to draw its page, between its last record and its last status."""
+"""The time that a run has to draw its page, between its last record and its last status."""
 
 
 @verb
@@ -83,7 +83,7 @@ def _find_folder(run: str, parent: Path) -> Path:
     for folder in run_folders(parent):
         try:
             record = read_record(folder) if (folder / RUN_FILE).is_file() else None
-        except PenstockError:  # `results ls` reports what cannot be read
+        except PenstockError:  # `results ls` reports runs that cannot be read
             continue
         if record is not None and record.outcome is RunOutcome.RUNNING:
             found.append((record.started_at, folder))
@@ -95,7 +95,7 @@ def _find_folder(run: str, parent: Path) -> Path:
 
 
 class _WatchedRun:
-    """A run seen from outside. Only new statuses count: the clock of its host may differ."""
+    """A run observed from outside. Only new statuses count, because the clock of its host may differ."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
@@ -104,7 +104,7 @@ class _WatchedRun:
         self._news_s = clock()
 
     def look(self) -> RunStatus:
-        """The current state: the status that the run wrote, or its end by its record."""
+        """The current state: the status that the run wrote, or its end according to its record."""
         from penstock.results.run_record import RunOutcome, read_record
 
         record = read_record(self.folder)
@@ -121,7 +121,7 @@ class _WatchedRun:
             return _found_dead(status, record.why)
         if self._clock() - self._news_s < _GOODBYE_S:
             return status
-        # It ended without being able to write its last status.
+        # The run ended without being able to write its last status.
         return _without_status(self.folder, record)
 
 
@@ -130,7 +130,7 @@ def _found_dead(status: RunStatus, why: str) -> RunStatus:
 
 
 def _without_status(folder: Path, record: RunRecord) -> RunStatus:
-    """The status by the record alone, for a run that wrote no status."""
+    """Derive the status from the record alone, for a run that wrote no status."""
     from datetime import datetime
 
     codes = {"finished": 0, "interrupted": _INTERRUPTED, "failed": 1}
@@ -151,7 +151,7 @@ def _without_status(folder: Path, record: RunRecord) -> RunStatus:
 
 
 def _follow(watched: _WatchedRun, metrics_folder: Path | None, terminal: Terminal) -> RunStatus:
-    """Show the run until it ends, or the user does not want to see more."""
+    """Show the run until it ends, or until the user stops watching."""
     with ExitStack() as undo:
         followers: list[Follower] = [
             *follow_by_metrics(metrics_folder),

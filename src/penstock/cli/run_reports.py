@@ -35,11 +35,11 @@ def _draw_cache(folder: Path) -> Report:
 
 
 PAGES: Final = {"probe": _draw_probe, "kvcache": _draw_cache}
-"""What draws the pages of runs that neither train nor write checkpoints, by their kind."""
+"""Functions that draw the pages of runs that neither train nor write checkpoints, by kind of run."""
 
 
 def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:
-    """Device bytes next to application bytes: a title and a line for each direction, and why they differ."""
+    """Device bytes next to application bytes: a title and a line for each direction, and reasons for gaps."""
     for reconciliation in reconciliations:
         title = f"devices, {reconciliation.direction}"
         if reconciliation.delivered_bytes is None:
@@ -56,7 +56,7 @@ def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterato
 
 
 def find_page(results_dir: str) -> Path | None:
-    """The page in the folder of a run; None if there is none."""
+    """Find the page in the folder of a run; None if there is none."""
     page = Path(results_dir) / PAGE_FILE
     return page if page.is_file() else None
 

@@ -140,7 +140,7 @@ def probe(
 
 
 def view_probe(report: ProbeResult) -> View:
-    """A probe as text."""
+    """Show a probe as text."""
     from penstock.bench.probe.load_run import load_rows
     from penstock.bench.probe.metadata_rates import metadata_rows
     from penstock.bench.probe.probe_page import HUGE_PAGES, describe_shape, say_feeds, say_knee, say_limit

@@ -92,9 +92,9 @@ def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionC
 
 
 def _view_findings(result: CheckedResult) -> View:
-    """The findings of one result that do not pass, the worst first, and equal ones once.
+    """Show the findings of one result that do not pass, the worst first, without duplicates.
 
-    A file that cannot be read is named once, with the rules that ask for it.
+    A file that cannot be read is named once, with the rules that need it.
     """
     shown = [
         finding

@@ -38,7 +38,7 @@ class DivisionOptions:
 
     @property
     def division(self) -> SubmissionDivision | None:
-        """The division; raises UsageError if both are named."""
+        """The division named by the options. Raises `UsageError` if both are named."""
         if self.closed and self.open:
             raise UsageError("--closed and --open are mutually exclusive", fix="Leave one of them out.")
         if self.closed:
@@ -46,7 +46,7 @@ class DivisionOptions:
         return SubmissionDivision.OPEN if self.open else None
 
     def require_division(self) -> SubmissionDivision:
-        """The division; raises UsageError if none is named."""
+        """The division named by the options. Raises `UsageError` if none is named."""
         if (division := self.division) is None:
             raise UsageError(
                 "A submission needs a division", where="--submission", fix="Add --closed or --open."
@@ -58,7 +58,7 @@ class DivisionOptions:
 class ResultOptions:
     """The destination of a run's results: a directory of their own, or a submission tree.
 
-    `rehearsed_at` is no option: the scale of a rehearsal, None in earnest.
+    `rehearsed_at` is not an option: it is the scale of a rehearsal, or None for a real result.
     """
 
     parent: str | None = option("--results", FOLDER_URI, "Create a directory for this run below DIR.")
@@ -71,7 +71,7 @@ class ResultOptions:
 
     @property
     def folder(self) -> Path:
-        """The directory that results go to; raises UsageError unless exactly one is named."""
+        """The directory for results. Raises `UsageError` unless exactly one is named."""
         if self.parent is not None and self.tree is not None:
             raise UsageError(
                 "--results and --submission are mutually exclusive", fix="Leave one of them out."
@@ -89,7 +89,7 @@ class ResultOptions:
         return "--results" if self.tree is None else "--submission"
 
     def find_series(self, *, benchmark: Benchmark, model: str) -> RunSeries | None:
-        """The series of results that the run belongs to; None for a run that is not submitted."""
+        """The series of results to which the run belongs; None for a run that is not submitted."""
         from penstock.submission.authoring.owned_tree import RunSeries, require_owned_tree
 
         if self.tree is None:
@@ -112,7 +112,7 @@ class ResultOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions(ResultOptions):
-    """The submission tree that a result belongs to, and the system under test."""
+    """The submission tree to which a result belongs, and the system under test."""
 
     parent: None = None
     tree: str = required(
@@ -129,7 +129,7 @@ def open_session(
     rehearsed_at: Fraction | None,
     comm: Comm,
 ) -> ResultWriter:
-    """Open the session that writes this command's result directories; captures the program. Collective."""
+    """Open the session that writes this command's result directories; capture the program. Collective."""
     from penstock.workflows.submission_results import ResultWriter, capture_image
 
     clock = partial(datetime.now, UTC)
@@ -145,5 +145,5 @@ def open_session(
 
 
 def parse_changes(settings: Iterable[str]) -> Mapping[str, Any]:
-    """The changes of `--set` options, under DLIO's keys."""
+    """Parse the changes of `--set` options, under DLIO's keys."""
     return {dotted(canonical_path(setting.path)): setting.value for setting in parse_overrides(settings)}

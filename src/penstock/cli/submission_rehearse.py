@@ -43,11 +43,11 @@ NOT_READY: Final = 1
 _REHEARSED: Final = "rehearsal"
 """The name of the organization and of the system."""
 _MOST_LOCAL_RANKS: Final = 8
-"""Maximum number of ranks started by default: the accelerators of one host."""
+"""The most ranks started by default: the accelerators of one host."""
 
 
 def _usual_ranks(values: Mapping[str, Any]) -> int | None:
-    """The model's number of ranks, if one host has that many accelerators."""
+    """The model's number of ranks, if one host has that many accelerators; otherwise None."""
     model = load_edition(EDITION).checkpoints.models.get(values["workload"])
     is_small = model is not None and model.closed_processes <= _MOST_LOCAL_RANKS
     return model.closed_processes if model is not None and is_small else None
@@ -106,7 +106,7 @@ def rehearse(
         rehearsed_at=scale,
     )
     place = data or str(folder.absolute() / HIDDEN / "storage" / workload)
-    # In one folder, data and results cannot be apart; in the end this is on the list.
+    # In one folder, data and results cannot be separate; the final list says so.
     skips = skipped_gates if data else (*skipped_gates, Gate.APART)
     description = folder.absolute() / division.value / _REHEARSED / "systems" / f"{_REHEARSED}.yaml"
     _prepare_tree(folder, description, comm, terminal)
@@ -158,7 +158,7 @@ def rehearse(
         assessment = assess_rehearsal(checked.findings)
         assert assessment is not None
         needs = [*sizes, *_list_needs(description, assessment)]
-        # Warnings break no rule, but these say that the figures are not the storage's.
+        # Warnings break no rule, but these mean that the figures are not the storage's.
         needs += dict.fromkeys(
             f"reads: {finding.proof}. {finding.fix}"
             for finding in checked.findings
@@ -201,7 +201,7 @@ def rehearse(
 
 
 def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Terminal) -> None:
-    """Do the work of `init` and `describe`; existing files stay as they are. Collective."""
+    """Do the work of `init` and `describe`, keeping existing files unchanged. Collective."""
     from penstock.cluster.facts.collect_facts import collect_from_ranks
     from penstock.results.published_files import write_file, write_text
     from penstock.submission.authoring import description_draft
@@ -236,7 +236,7 @@ def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Termin
     dataset, required = made.workload.dataset, made.required_size
     num_samples = required.min_files * dataset.num_samples_per_file
     num_steps = num_samples // (made.workload.reader.batch_size * required.request.num_accelerators)
-    # The slowest that is valid: longer than this means that the minimum is missed.
+    # The slowest valid run: a longer run misses the minimum.
     slowest = float(required.request.computation_s) / made.workload.metric.au
     run_s = num_steps * made.workload.train.epochs * slowest
     return [
@@ -249,7 +249,7 @@ def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Termin
 
 
 def _list_needs(description: Path, assessment: RehearsalAssessment) -> Iterator[str]:
-    """List the other needs of a real submission."""
+    """List what else a real submission needs."""
     from penstock.submission.authoring.description_draft import REHEARSED_PICTURE, find_placeholders
 
     if "place" in assessment.excuses:

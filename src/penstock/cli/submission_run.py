@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 REHEARSED_STEPS = 2
-"""Minimum steps per accelerator and epoch of a rehearsal: the first step counts in no figure."""
+"""The least steps per accelerator and epoch of a rehearsal, because the first step counts in no figure."""
 
 
 @followed
@@ -104,7 +104,7 @@ def checkpointing(
 
 
 def find_missing_checkpoints(target: TreeOptions, model: str, *, comm: Comm) -> Mapping[str, int]:
-    """The numbers of writes and reads that the result lacks; the same on all ranks. Collective."""
+    """The numbers of writes and reads that the result lacks, the same on all ranks. Collective."""
     from penstock.submission.authoring.run_sequence import missing_checkpoints, read_series_state
 
     series = target.find_series(benchmark=Benchmark.CHECKPOINTING, model=model)
@@ -170,7 +170,7 @@ def training(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeTraining:
-    """A training result so far, and the required size of its data set."""
+    """A training result so far, and the size that its data set must have."""
 
     workload: Workload
     series: RunSeries
@@ -238,7 +238,7 @@ def make_training_result(
             progress=progress,
             note=terminal.note,
             format_logs=partial(capture_training_output, remarks=request.remarks),
-            # At a small scale the start of an epoch counts more than it would in earnest.
+            # On a small scale, the start of an epoch weighs more than in a real run.
             stops_below_minimum=rehearsed_at is None,
         )
         sequence = training.make_all() if only is None else training.make_part(SubmissionPhase(only))
@@ -248,7 +248,7 @@ def make_training_result(
 def _sized_settings(
     options: TrainingRunOptions, series: RunSeries, workload: Workload, required_size: DatasetSizing
 ) -> tuple[str, ...]:
-    """The settings with a data set that is large enough; an existing one that is large enough is kept."""
+    """The settings with a large enough data set; the existing one is kept if it is large enough."""
     from penstock.submission.authoring.run_sequence import read_series_state
 
     settings = options.workload.settings

@@ -118,7 +118,7 @@ def describe(
 
 
 def _read_facts(cluster: Path | None) -> ClusterFacts:
-    """The facts in the file, which must be complete; else this machine's own."""
+    """Read the facts in the file, which must be complete; without a file, collect those of this machine."""
     from penstock.cluster.facts.collect_facts import collect_from_ranks
     from penstock.cluster.facts.host_facts import read_cluster_facts
 

@@ -1,6 +1,6 @@
 """Output of a command: results on stdout, everything else on stderr, and all of it on rank 0 only.
 
-With `--json` stdout carries exactly one JSON document. `live_display` draws progress.
+With `--json`, stdout carries exactly one JSON document. `live_display` draws progress.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.results.run_status import Follower
 
 SCHEMA_VERSIONS: Mapping[str, int] = {"results-ls": 2, "results-rm": 2}
-"""Versions of documents that lost a key or changed its meaning; all others are at 1."""
+"""The versions of documents that lost a key or changed its meaning; all other documents have version 1."""
 
 Line = str | list[str | tuple[str, str]]
 """A line of text, or its pieces, each plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
@@ -34,15 +34,15 @@ Line = str | list[str | tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table for people; its columns are the keys of its rows, and numbers are right-aligned."""
+    """A table for people. Its columns are the keys of its rows, and numbers are right-aligned."""
 
     title: str
     rows: Sequence[Mapping[str, str]]
 
     def draw(self, console: Console) -> None:
-        """Print a line for each row, as wide as it is; on a narrower terminal a paragraph for each row.
+        """Print a line for each row at full width, or, on a narrower terminal, a paragraph for each row.
 
-        Nothing is cut or wrapped: a number that is cut is a wrong number.
+        Nothing is truncated or wrapped, because a truncated number is a wrong number.
         """
         from rich.cells import cell_len
         from rich.text import Text
@@ -54,7 +54,7 @@ class TextTable:
         lines = [[printable(text, keep="") for text in row.values()] for row in self.rows]
         columns = list(zip(*lines, strict=True))
         widths = [max(map(cell_len, (name, *texts))) for name, texts in zip(names, columns, strict=True)]
-        # Numbers, with dashes for unknown ones.
+        # A column is numeric if its texts are numbers, or dashes for unknown numbers.
         are_numeric = [all(text[:1].isdecimal() or text in ("", "-") for text in texts) for texts in columns]
 
         def align(line: Sequence[str]) -> str:
@@ -97,7 +97,7 @@ def bold(text: str) -> Line:
 
 
 def _open_console(**settings: Any) -> Console:
-    """A console that prints texts unchanged: names of files may look like markup or emoji codes."""
+    """Open a console that prints texts unchanged: names of files may look like markup or emoji codes."""
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, **settings)
@@ -119,7 +119,8 @@ def _draw(view: View, console: Console) -> None:
 class Terminal:
     """The output of one command on one rank; `speaks` is true on rank 0 only.
 
-    `find_wait` says what this rank waits for, `open_followers` opens what follows the command.
+    `find_wait` returns what this rank is waiting for, and `open_followers` opens whatever follows the
+    command.
     """
 
     as_json: bool
@@ -129,7 +130,7 @@ class Terminal:
     open_followers: Callable[[], list[Follower]] | None = None
 
     def result(self, document: Mapping[str, Any], view: View) -> None:
-        """Print the result: `document` with `--json`, else `view`."""
+        """Print the result: `document` with `--json`, otherwise `view`."""
         if not self.speaks:
             return
         if self.as_json:
@@ -149,7 +150,7 @@ class Terminal:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Show progress on stderr, as a bar on a terminal, else a line every 30 s, and to monitoring."""
+        """Show progress on stderr, in a bar on a terminal, otherwise a line every 30 s, and to monitoring."""
         if not self.speaks:
             yield Progress()
             return
@@ -163,10 +164,10 @@ class Terminal:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one document on stdout, with its schema first. NaN is an error, because it is no JSON.
+    """Print one document on stdout, with its schema first. Raises an error for NaN, which is not JSON.
 
-    The schema names the running verb's document, as `checkpoint-run/1`; the site has it under `schemas/`. A
-    document with a `version` of its own, which other commands read again, has none.
+    The schema names the running verb's document, such as `checkpoint-run/1`; the site has it under
+    `schemas/`. A document with its own `version`, which other commands read back, has no schema.
     """
     if sys.stdout is None:
         raise UsageError("The standard output is closed", fix="Write the document to a file or a pipe.")
@@ -179,7 +180,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def render_text(view: View) -> str:
-    """A view as text for a log."""
+    """Render a view as text for a log."""
     text = StringIO()
     _draw(view, _open_console(file=text, width=110))
     return text.getvalue()

@@ -158,7 +158,7 @@ def compare(
                 "compare before=a.pfw.gz after=b.pfw.gz`. `penstock trace report RUN` shows one alone.",
             )
         if not tiers:
-            # The runs may be those of other machines, whose mounts are not this one's.
+            # The runs may come from other machines, whose mounts differ from this machine's.
             spec = spec.model_copy(update={"tiers": {"files": "/"}})
     if out is not None:
         for name in REPORT_FILES:
@@ -182,7 +182,7 @@ def compare(
 
 
 def _view_comparison(comparison: ComparisonResult) -> View:
-    """Mismatches, findings and the main tables; the others are in the report."""
+    """Show mismatches, findings and the main tables; the report has the other tables."""
     yield from view_answer(comparison.mismatches)
     for finding in comparison.findings:
         yield bold(f"{finding.code} {finding.title}")

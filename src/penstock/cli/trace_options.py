@@ -1,6 +1,7 @@
 """Options that the trace commands share, and the answers that they print.
 
-What was lost of damaged traces is printed before any answer, and is an error with `--strict`.
+What was lost from damaged traces is printed before any answer, and with `--strict` ends the command with an
+error.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class TraceOptions(ReadOptions):
 
     @contextmanager
     def open(self, terminal: Terminal, *, rank_pattern: str | None = None) -> Iterator[TraceSet]:
-        """Open the traces: shows progress, then prints what was lost."""
+        """Open the traces: show progress, then print what was lost."""
         from penstock.trace.event_schema import RANK_PATTERN
         from penstock.trace.trace_set import open_trace_set
 
@@ -81,7 +82,7 @@ class TraceOptions(ReadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions(TraceOptions):
-    """The traces that a question is asked about, and the form of its answer."""
+    """The traces on which a question is asked, and the form of its answer."""
 
     form: str = option(
         "--format", choice("table", "csv", "markdown"), "Print the answer in this format.", default="table"
@@ -93,7 +94,7 @@ class QuestionOptions(TraceOptions):
         terminal: Terminal,
         dimensions: Dimensions,
     ) -> None:
-        """Ask the traces and print the answers: the first is the main one, at the top level of a document."""
+        """Ask the question and print its answers; in a document, the first answer is at the top level."""
         from penstock.trace.dimensions import view_events
         from penstock.trace.questions import answer as rendering
         from penstock.trace.trace_set import RELATION
@@ -119,7 +120,7 @@ class QuestionOptions(TraceOptions):
 def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callable[[Path], bool]) -> None:
     """Refuse to overwrite a trace, or a file that is not of this `kind`, before anything is read.
 
-    An empty file has nothing to lose, and what is no file is not replaced: /dev/stdout.
+    An empty file has nothing to lose, and anything that is not a file, such as /dev/stdout, is not replaced.
     """
     from penstock.trace.reading.trace_files import find_trace_files
     from penstock.trace.trace_set import refuse_overwriting
@@ -136,7 +137,7 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 
 
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
-    """Print what was lost in damaged traces; `strict` makes it an error."""
+    """Print what was lost from damaged traces. With `strict`, raise an error for it."""
     from penstock.trace.event_schema import refuse_damaged, refuse_lost
     from penstock.trace.reading.trace_files import name_some
 
@@ -173,7 +174,7 @@ PHASES: Final = repeated(
 def parse_dimensions(
     tiers: Sequence[str] = (), classes: Sequence[str] = (), phases: Sequence[str] = ()
 ) -> Dimensions:
-    """The dimensions of these options; without tiers, each mount point of this machine is one."""
+    """The dimensions of these options; without tiers, each mount point of this machine is a tier."""
     from penstock.trace import dimensions as trace_dimensions
 
     prefixes: dict[str, list[str]] = {}
@@ -198,7 +199,7 @@ def parse_dimensions(
 
 
 def view_answer(answer: Answer) -> View:
-    """One answer at full width, and its notes."""
+    """Show one answer at full width, with its notes."""
     from penstock.trace.questions import answer as rendering
 
     rows = rendering.as_records(answer)

@@ -109,7 +109,7 @@ def load(
         "files": [account.document() for account in facts.accounts],
         "mismatches": mismatches,
     }
-    # Of thousands of files, those that lost something come first.
+    # Among thousands of files, those that lost something come first.
     shown = list(facts.accounts)
     if len(shown) > _MOST_ROWS:
         shown = sorted(shown, key=lambda account: account.is_whole)[:_MOST_ROWS]
