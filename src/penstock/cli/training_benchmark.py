@@ -57,7 +57,7 @@ _OWN = "Your own loader"
 
 @dataclass(frozen=True, kw_only=True)
 class _MaybeWorkload(WorkloadOptions):
-    """A workload, optional with a loader of your own."""
+    """A workload; not required with a loader of the user's own."""
 
     name: str = optional_argument(
         "WORKLOAD",
@@ -69,7 +69,7 @@ class _MaybeWorkload(WorkloadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _MaybeData(DataOptions):
-    """The location of a data set, optional with a loader of your own."""
+    """The location of a data set; not required with a loader of the user's own."""
 
     uri: str = option(
         "--data",
@@ -82,7 +82,7 @@ class _MaybeData(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRunOptions:
-    """All options of a training run, also with a loader of your own."""
+    """All options of a training run, with Penstock's loader or the user's own."""
 
     workload: WorkloadOptions = group(_MaybeWorkload)
     data: DataOptions = group(_MaybeData)
@@ -205,9 +205,9 @@ def _exit_code(result: TrainingResult) -> int:
 def plan_training(
     options: TrainingRunOptions, *, comm: Comm, terminal: Terminal, written_bytes: int = 0
 ) -> tuple[TrainingRequest, ResultWriter | None] | None:
-    """The requested run, and the session of its submission tree, if it is submitted.
+    """Plan the requested run; return it with the session of its submission tree, if it is submitted.
 
-    Prints the workload's remarks and inspects the gates; None if a closed one forbids the run.
+    Prints the workload's remarks and inspects the gates. Returns None if a closed gate forbids the run.
     `written_bytes` is what this rank will write to the data set's storage.
     """
     from penstock.bench.loader import loader_options
@@ -289,7 +289,7 @@ def plan_training(
 def _run_own_loader(
     options: TrainingRunOptions, name: str, *, comm: Comm, terminal: Terminal
 ) -> TrainingResult:
-    """Run the user's loader and print what it was waited for."""
+    """Run the user's loader, and print what the run spent its time waiting for."""
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader
     from penstock.bench.own_loader.user_code import DescribedLoader, load_user_code
     from penstock.bench.training.training_run import choose_seed
@@ -318,7 +318,7 @@ def _run_own_loader(
     settings = options.workload.settings
     if options.workload.name:
         workload = options.workload.load(terminal).workload
-    else:  # nothing but a loader and a step
+    else:  # there is only a loader and a step
         workload = load_sections(
             {}, name=name.replace(":", "."), source="--loader", overrides=parse_overrides(settings)
         ).workload
@@ -347,7 +347,7 @@ def _run_own_loader(
     terminal.notes(result.stages.remarks)
     waits = result.stages.waits
     assert waits is not None
-    # The answer first, then what every training run prints.
+    # The answer comes first, then what every training run prints.
     answer = [bold(waits.sentence), *(f"  {title:<10}{text}" for title, text in waits.lines)]
     terminal.result(result.document(), [*answer, *view_training(result)])
     return result

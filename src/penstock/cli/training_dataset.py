@@ -38,7 +38,7 @@ class DatasetOptions:
     )
 
     def recipe(self, terminal: Terminal) -> DatasetRecipe:
-        """The recipe of the data set; prints the workload's remarks."""
+        """Make the recipe of the data set, and print the workload's remarks."""
         from penstock.dataset.content import Reduction
         from penstock.dataset.dataset_manifest import DatasetRecipe
 
@@ -171,8 +171,8 @@ def size(
     )
     sized = sizing.size_dataset(request)
     is_enough, comparison = sized.check_files(loaded.workload.dataset.num_files_train)
-    # The command that makes this data set. An override's source has its secrets redacted, unlike the text
-    # that the user gave.
+    # The command that generates this data set. The source of an override has its secrets redacted, unlike the
+    # text that the user gave.
     changes = [override.source.removeprefix("--set ") for override in parse_overrides(workload.settings)]
     changes.append(f"dataset.num_files_train={sized.min_files}")
     if sized.num_subfolders:

@@ -153,13 +153,14 @@ def refuse_lost(accounts: Sequence[FileAccount]) -> None:
 class FileAccount:
     """The fate of every line: `lines = events + salvaged + metadata + blank + dropped`.
 
-    `events` were whole, `salvaged` are events of damaged lines; both are rows of the table, and a copy
-    between files is two rows. `metadata` explains other lines, `blank` lines are empty or a bracket.
-    `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
-    writer counted, in the file's last event or in the file `.count` next to it, None without such a count;
-    `missing` of them are not in the file. `samples` are the number, reason and beginning of damaged lines.
-    `faults` concern the file as a whole, as a torn end does; `notes` say what a reader of answers must know
-    of a whole file. Events begin from `first_us` to `last_us`.
+    `events` were intact, `salvaged` are events of damaged lines. Both are rows of the table; a copy between
+    files is two rows. `metadata` lines explain other lines, `blank` lines are empty or a bracket. `unwanted`
+    events were read and left out of the table. `announced_events` is the number that the file's writer
+    counted, in the file's last event or in the file `.count` next to it; it is None without such a count.
+    `missing` is how many of the announced events are not in the file. `samples` has the number, reason and
+    beginning of damaged lines. `faults` concern the file as a whole, such as a torn end; `notes` tell what
+    readers of answers must know about a whole file. The starts of events lie between `first_us` and
+    `last_us`.
     """
 
     file: str

@@ -164,7 +164,7 @@ class ResultWriter:
         write_result_dir.write_manifest(self.series, by=by, now=self.clock())
 
     def complete(self, edition: Edition) -> None:
-        """Write the report, and the manifest, which is outdated after an interruption. Rank 0 only."""
+        """Write the report, and the manifest, which an interruption may have left outdated. Rank 0 only."""
         self.write_manifest()
         write_result_dir.write_report(self.series, edition)
 
