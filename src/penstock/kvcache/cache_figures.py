@@ -32,8 +32,8 @@ _SUB_BITS: Final = 8
 _NUM_BUCKETS: Final = 64 << _SUB_BITS
 _COARSER: Final = 32
 COARSE_BUCKETS: Final = _NUM_BUCKETS // _COARSER
-"""Eight buckets for each power of two, for use where there are many small histograms, such as one for each
-part of a run.
+"""Eight buckets for each power of two, used if there are many small histograms, such as one for each part of
+a run.
 """
 PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}
 

@@ -30,7 +30,7 @@ _LMCACHE_DTYPES: Final = {"float32": "float", "float16": "half", "float8": "fp8_
 
 
 class EntryOutcome(IntEnum):
-    """The outcome of an operation. All from `MISSING` on are misses, named by what is wrong."""
+    """The outcome of an operation. `MISSING` and all later values are misses, named by what is wrong."""
 
     NOT_RUN = 0
     DONE = 1

@@ -34,9 +34,7 @@ from penstock.storage.aligned import aligned_buffer
 from penstock.transfer.buffers import HUGE_PAGE_BYTES, WarmMemory
 
 _WORTH_PREPARING_BYTES: Final = 1 << 20
-"""For less content than this, generating it takes less time than handing an object from one thread to
-another.
-"""
+"""Generating less content than this takes less time than handing an object from one thread to another."""
 
 TIMED: Final = np.dtype(
     [("begin_ns", "<i8"), ("busy_ns", "<i8"), ("end_ns", "<i8"), ("lag_ns", "<i8"), ("outcome", "u1")]

@@ -234,7 +234,10 @@ def _read_edition(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class EditionChoice:
-    """The editions of several submitters, by their folders, with their names, and points for the reviewer."""
+    """The editions of several submitters, by their folders.
+
+    `edition` has their names, `for_the_reviewer` the points of all editions for the reviewer.
+    """
 
     edition: str
     for_the_reviewer: tuple[str, ...]

@@ -67,7 +67,7 @@ def is_result_dir_name(name: str) -> bool:
 
 
 def log_names(benchmark: Benchmark, phase: SubmissionPhase) -> tuple[str, str]:
-    """The files of a run's standard output and standard error."""
+    """The names of the files that hold a run's standard output and standard error."""
     return f"{benchmark.value}_{phase.value}.stdout.log", f"{benchmark.value}_{phase.value}.stderr.log"
 
 

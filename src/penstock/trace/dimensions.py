@@ -47,11 +47,12 @@ DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
 )
 """The application's own spans of I/O contain the calls that they make, so the two are never added.
 
-Calls that make, await and end a `process` are no I/O, although tracers list them as such.
-`wait` (for data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is no I/O,
-although I/O may be its cause; a `loop` contains all of them. Of PyTorch's profiler, kernels of devices and
-operators are computation, and two of its annotations are known: a DataLoader's wait, and a step. Others are
-not, because they may contain anything; copies to and from a device are neither computation nor storage.
+Calls that create, await and end a `process` are not I/O, although tracers list them as such. `wait` (for
+data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is not I/O, although I/O
+may be its cause; a `loop` contains all of them. In traces of PyTorch's profiler, kernels of devices and
+operators are computation, and two annotations are known: a DataLoader's wait, and a step. Other annotations
+have no phase, because they may contain anything; copies to and from a device are neither computation nor
+storage.
 """
 
 

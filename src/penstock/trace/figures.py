@@ -192,7 +192,7 @@ def rank_cells(axis: TimeAxis) -> Answer:
 
 
 def overlap_lanes(axis: TimeAxis) -> Answer:
-    """Time of computation, of I/O, and of both at once in each bucket: sums over the ranks of a run."""
+    """The time of computation, of I/O, and of both at once in each bucket, summed over the ranks of a run."""
     width_us = axis.bucket_us(OVERLAP_BUCKETS)
     source = " UNION ALL ".join(
         f"SELECT process, '{what}' AS what, {what}_from_us AS since_us, until_us FROM {CALLS} "

@@ -599,7 +599,7 @@ def _leave_out_explained(found: Sequence[TraceFinding]) -> list[TraceFinding]:
 
 
 def _compare_habits(study: Study, found: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Habits that the baseline has, too, cost what they are more than its; its own findings are notes."""
+    """Charge habits only for what exceeds the baseline's; findings of the baseline itself become notes."""
     if len(study.runs) == 1:
         return list(found)
     loops = measure_loops(study)
@@ -620,7 +620,7 @@ def _compare_habits(study: Study, found: Sequence[TraceFinding]) -> list[TraceFi
 
 
 def _keep_relevant(study: Study, found: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Leave out what costs less than 2 % of the time of its run."""
+    """Leave out findings that cost less than 2 % of the time of their run."""
     spans = dict(study.work.ask("SELECT run, max(end_us) - min(ts_us) FROM {events} GROUP BY run"))
     return [
         one
@@ -630,6 +630,6 @@ def _keep_relevant(study: Study, found: Sequence[TraceFinding]) -> list[TraceFin
 
 
 def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Sort findings: first those that mislead, in whose light others are read; then by seconds lost."""
+    """Sort findings: first those that mislead, because others depend on them; then by seconds lost."""
     weights = list(Weight)
     return sorted(findings, key=lambda finding: (weights.index(finding.weight), -(finding.lost_us or 0)))

@@ -191,7 +191,7 @@ def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers
 
 
 def summary(events: EventsView) -> tuple[Answer, Answer]:
-    """The facts, with a note on each run that the events name, and a row for each function."""
+    """The facts about a trace, with a note on each run that its events name, and a row for each function."""
     # The bytes of MPI-IO are traced again in the calls that it makes.
     counts = events.ask_one(f"""
         SELECT count(DISTINCT host), greatest(count(DISTINCT rank), max(num_ranks)),
