@@ -114,6 +114,7 @@ def test_f7_tells_opens_from_lookups() -> None:
     rows = [event("base", "open", path=f"/slow/f-{number}.pt") for number in range(12) for _ in range(7)]
     (finding,) = found("F7", rows)
     assert finding.says[0] == "One process opens each of 12 files of f.pt up to 7 times."
+    assert finding.lost_us  # or it would be left out as irrelevant
 
 
 def test_f7_has_a_finding_for_each_run() -> None:
