@@ -294,7 +294,7 @@ def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
 def traced(
     name: str | None = None, *, cat: str = "app"
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """Decorate a function so that every call is a span of category `cat`, by default with its name."""
+    """Decorate a function: every call is a span of category `cat`, called `name` or as the function is."""
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         @wraps(function)
