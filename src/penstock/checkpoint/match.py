@@ -675,7 +675,11 @@ def _require_same_order(
 
 
 def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
-    """The dict of `get_optimizer_state_dict` with numbers for names; None if the checkpoint has names."""
+    """Give a dict of `get_optimizer_state_dict` the numbers that a raw optimizer's checkpoint has for its names.
+
+    Numbers follow the order of the parameters in the groups, as in a raw optimizer, never the order of the
+    names as text. Returns None if the checkpoint has names, too.
+    """
     names = list(chain.from_iterable(group.get("params", ()) for group in part["param_groups"]))
     entries = {str(path[1]) for path in places if path[0] == "state" and len(path) > 2}
     numbers = {name: number for number, name in enumerate(names)}

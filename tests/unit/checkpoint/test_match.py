@@ -416,6 +416,24 @@ def test_names_of_another_order_than_the_numbers_of_a_checkpoint_are_refused() -
         load({"optim": by_name(*with_moments("b", "a"))}, {"optim": with_moments("a", "b")[1].state_dict()})
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_numbers_of_a_checkpoint_are_in_the_order_of_the_groups_not_of_the_names(num_groups: int) -> None:
+    # As text, "10.weight" is before "2.weight". As all shapes are equal, only moments tell which is which.
+    module = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(12)))
+    parameters = list(module.parameters())
+    groups = [{"params": parameters[place::num_groups]} for place in reversed(range(num_groups))]
+    optimizer, other = torch.optim.SGD(groups, momentum=1), torch.optim.SGD(groups, momentum=1)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    optimizer.zero_grad()  # torch's helper creates no state for parameters with gradients
+    named = by_name(module, other)
+    load({"optim": named}, {"optim": optimizer.state_dict()})
+    moments = {name: slots["momentum_buffer"].item() for name, slots in named["state"].items()}
+    assert moments == {f"{number}.weight": number for number in range(12)}
+    assert named["param_groups"] == by_name(module, optimizer)["param_groups"]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.Rprop])
 def test_states_of_other_shapes_than_parameters_are_in_order(kind: Any) -> None:
     shapes = [(4, 1), (1, 4), (4, 4), (4,), (1,), (), (2, 3, 4)]
