@@ -675,7 +675,7 @@ def _require_same_order(
 
 
 def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
-    """Give a dict of `get_optimizer_state_dict` the numbers that a raw optimizer's checkpoint has for its names.
+    """Give a dict of `get_optimizer_state_dict` the numbers of a raw optimizer's checkpoint for its names.
 
     Numbers follow the order of the parameters in the groups, as in a raw optimizer, never the order of the
     names as text. Returns None if the checkpoint has names, too.

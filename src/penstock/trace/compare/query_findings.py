@@ -307,8 +307,8 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
             SELECT run, file_class, path, {PROCESS}, count(*) FILTER (WHERE {_LOOKUPS}) AS stats,
                    count(*) FILTER (WHERE {_IS_OPEN}) AS opens,
                    coalesce(sum(dur_us) FILTER (WHERE {_LOOKUPS}), 0)
-                       + CASE WHEN opens > {_OPENS_A_FILE} THEN sum(dur_us) FILTER (WHERE {_IS_OPEN}) ELSE 0 END
-                       AS took
+                       + CASE WHEN opens > {_OPENS_A_FILE}
+                              THEN sum(dur_us) FILTER (WHERE {_IS_OPEN}) ELSE 0 END AS took
             FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, path, {PROCESS})
         SELECT run, file_class, count(*), max(stats), max(opens), sum(stats)::BIGINT, sum(took)::BIGINT
         FROM looked_up WHERE stats >= {_STATS_A_FILE} OR opens > {_OPENS_A_FILE}
