@@ -162,7 +162,9 @@ def connect_to_server(
             case [{"kind": "challenge", "nonce": str(nonce)}]:
                 proof, own = compute_proof(token, nonce, rank), secrets.token_hex(16)
                 channel.send("hello", rank=rank, host=host, pid=pid, nonce=own, proof=proof)
-                welcome, *channel.early = channel.receive()
+                while not (answers := channel.receive()):  # only a part of the line has arrived
+                    pass
+                welcome, *channel.early = answers
                 if welcome != {"kind": "welcome", "proof": compute_proof(token, own, SERVER)}:
                     raise ChannelBroken("The server did not prove that it belongs to this job")
                 return channel
