@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,12 +133,16 @@ def be_stubborn() -> None:
     time.sleep(FOREVER_S)
 
 
-def start_workers(directory: Path, rank: int) -> None:
-    """A worker as data loaders have them, a plain child, and one that detached itself twice over."""
+def start_workers(directory: Path, rank: int, *, rank_finishes: bool) -> None:
+    """A worker as data loaders have them, a plain child, and one that detached itself twice over.
+
+    A Python program that finishes sends its workers SIGTERM and waits for them, without limit.
+    """
     # Forked workers inherit every descriptor, spawned ones none: both must end.
     fork, spawn = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
     make = fork.Process if "forked" in sys.argv else spawn.Process
-    worker = make(target=be_stubborn, daemon=True)
+    target = partial(time.sleep, FOREVER_S) if rank_finishes else be_stubborn
+    worker = make(target=target, daemon=True)
     worker.start()
     assert worker.pid is not None
     child = subprocess.Popen(["sleep", str(FOREVER_S)])
@@ -172,7 +177,7 @@ def main() -> None:
             sys.stdout.write(f"noise of rank {comm.rank}\n")
         note(directory, comm.rank, rank=os.getpid(), supervisor=os.getppid())
         if "workers" in sys.argv:
-            start_workers(directory, comm.rank)
+            start_workers(directory, comm.rank, rank_finishes=scene == "barrier")
         comm.barrier(awaiting="all ranks to have written their process ids", timeout_s=30.0)
         if scene == "timeout":
             if comm.rank == actor:
