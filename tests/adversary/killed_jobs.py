@@ -11,14 +11,15 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from tests.adversary.attempts import Attempt
 from tests.support.child_processes import FunctionRef, clean_context, ending
 from tests.support.gloo_ranks import as_rank
 from tests.support.known_states import blank_state, known_state, same_state
@@ -170,3 +171,25 @@ def judge(told: Sequence[Told], *, promised: int, may_fail: bool) -> str:
         return f"restored {min(restored)}, but {promised} was saved"
     failures = [each.failure for each in told if each.failure and each.restored is None]
     return f"nothing was restored: {failures[0]}" if failures and not may_fail else ""
+
+
+def start_again_and_again(
+    setup: Setup,
+    kind: str,
+    seed: int,
+    draw: random.Random,
+    *,
+    kills: int,
+    harm: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[Attempt]:
+    """Kill `kills` jobs in one folder, one after the other, each under `harm`; a last one runs unharmed."""
+    promised = 0
+    for job in range(kills + 1):
+        is_last = job == kills
+        with nullcontext() if is_last else harm():
+            told, hung = start_and_kill(setup, job, draw, last=0 if is_last else None)
+        failure = f"hung: {told}" if hung else judge(told, promised=promised, may_fail=not is_last)
+        yield Attempt(kind, seed, failure and f"start {job + 1}: {failure}")
+        if failure:
+            return
+        promised = max(promised, setup.committed(), *(each.saved for each in told))

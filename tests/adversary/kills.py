@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.adversary.attempts import Attempt, main
-from tests.adversary.killed_jobs import Setup, judge, start_and_kill
+from tests.adversary.killed_jobs import Setup, start_again_and_again
 from tests.support.flush_daemons import ending_daemons
 
 KILLS = 4
@@ -38,15 +38,7 @@ def attack(seeds: Iterator[int]) -> Iterator[Attempt]:
                 is_async=draw.random() < 0.5,
             )
             kind = f"files, {setup.size} rank(s){level and f', cache: {level}, {setup.flushed_by}'}"
-            promised = 0
-            for job in range(KILLS + 1):
-                is_last = job == KILLS
-                told, hung = start_and_kill(setup, job, draw, last=0 if is_last else None)
-                failure = f"hung: {told}" if hung else judge(told, promised=promised, may_fail=not is_last)
-                yield Attempt(kind, seed, failure and f"start {job + 1}: {failure}")
-                if failure:
-                    break
-                promised = max(promised, setup.committed(), *(each.saved for each in told))
+            yield from start_again_and_again(setup, kind, seed, draw, kills=KILLS)
 
 
 if __name__ == "__main__":

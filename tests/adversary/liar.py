@@ -12,12 +12,13 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.adversary.attempts import Attempt, main
-from tests.adversary.killed_jobs import Setup, judge, start_and_kill
-from tests.support.s3.fake_server import running_fake
+from tests.adversary.killed_jobs import Setup, start_again_and_again
+from tests.support.s3.fake_server import FakeServer, running_fake
 from tests.support.s3.fault_plan import Fault, FaultPlan
 from tests.support.s3.server import BUCKET
 
@@ -54,6 +55,16 @@ class Lies(FaultPlan):
             return fault
 
 
+@contextmanager
+def lying(server: FakeServer, draw: random.Random) -> Iterator[None]:
+    """Let the server lie as long as the context lasts."""
+    server.plan = Lies(random.Random(draw.random()), draw.choice((0.03, 0.1)))
+    try:
+        yield
+    finally:
+        server.plan = FaultPlan()
+
+
 def attack(seeds: Iterator[int]) -> Iterator[Attempt]:
     """Let jobs save steps to a server that lies, kill them, and look at what they restore."""
     for seed in seeds:
@@ -69,19 +80,8 @@ def attack(seeds: Iterator[int]) -> Iterator[Attempt]:
                 is_async=draw.random() < 0.5,
             )
             kind = f"S3, {setup.size} rank(s)"
-            promised = 0
-            for job in range(KILLS + 1):
-                is_last = job == KILLS
-                server.plan = (
-                    FaultPlan() if is_last else Lies(random.Random(draw.random()), draw.choice((0.03, 0.1)))
-                )
-                told, hung = start_and_kill(setup, job, draw, last=0 if is_last else None)
-                server.plan = FaultPlan()
-                failure = f"hung: {told}" if hung else judge(told, promised=promised, may_fail=not is_last)
-                yield Attempt(kind, seed, failure and f"start {job + 1}: {failure}")
-                if failure:
-                    break
-                promised = max(promised, setup.committed(), *(each.saved for each in told))
+            harm = partial(lying, server, draw)
+            yield from start_again_and_again(setup, kind, seed, draw, kills=KILLS, harm=harm)
 
 
 if __name__ == "__main__":
