@@ -177,7 +177,7 @@ def _name(operation: str, streams: int, pages: Pages) -> str:
 def _our_streams(folder: str, streams: int, pages: Pages) -> Mapping[str, float]:
     command = [
         *(sys.executable, "-m", "penstock", "storage", "probe", f"direct://{folder}", "--json"),
-        *("--size", str(SIZE_BYTES), "--streams", str(streams), "--blocks", str(BLOCK_BYTES)),
+        *("--size", f"{SIZE_BYTES}B", "--streams", str(streams), "--blocks", f"{BLOCK_BYTES}B"),
     ]
     with pages.ours():
         result = json.loads(_output(*command))
