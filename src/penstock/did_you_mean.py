@@ -4,9 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 CUTOFF = 0.6
-"""The least similarity that is worth a suggestion. Callers with short or very different names may pass
-another.
-"""
+"""The lowest similarity worth a suggestion. Callers with short or very different names may pass another."""
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = CUTOFF) -> str:

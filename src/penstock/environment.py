@@ -24,7 +24,7 @@ server checks.
 
 
 TRACE = "PENSTOCK_TRACE"
-"""The folder in which storages write traces, if it is set. Worker processes inherit it."""
+"""If set, the folder to which every `Storage` writes traces. Worker processes inherit it."""
 TRACE_RANK = "PENSTOCK_TRACE_RANK"
 """The rank of a traced process and its workers, and the number of ranks, such as `3/8`."""
 
@@ -43,7 +43,7 @@ def keep_working_folder_off_path() -> None:
 
 
 def untraced(environment: Environment) -> Environment:
-    """The variables without the one that makes storages write traces."""
+    """The variables without the one that switches traces on."""
     return {name: value for name, value in environment.items() if name != TRACE}
 
 

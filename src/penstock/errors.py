@@ -8,8 +8,8 @@
     │   ├── AccessRefused (PermissionError)
     │   ├── AlreadyThere (FileExistsError)      the name is taken, or another writer came first
     │   ├── OutOfSpace
-    │   ├── ShortTransfer                       fewer bytes than asked, or an object of another size
-    │   ├── DataDamaged                         stored bytes are not those that were written
+    │   ├── ShortTransfer                       fewer bytes than requested, or a wrong size
+    │   ├── DataDamaged                         stored bytes differ from what was written
     │   └── StorageTimeout (TimeoutError)
     ├── TraceDamaged                            a trace is incomplete, which is refused         exit 1
     └── RankError                               one of many processes failed                    exit 1
@@ -81,7 +81,7 @@ class ObjectNotFound(StorageError, FileNotFoundError):
 
 
 class AccessRefused(StorageError, PermissionError):
-    """The key leaves its root, or the storage denies this user."""
+    """The key leads out of its root, or this user is denied access."""
 
 
 class AlreadyThere(StorageError, FileExistsError):
@@ -108,7 +108,7 @@ class DataDamaged(StorageError):
 
 
 def proves_damage(error: BaseException) -> bool:
-    """True if something stored is damaged or missing. After any other failure, it may still be whole."""
+    """True if `error` proves that stored data is damaged or missing; otherwise, it may be intact."""
     return isinstance(error, DataDamaged | ObjectNotFound)
 
 
@@ -125,7 +125,7 @@ class RankError(PenstockError):
 
 
 class RankFailed(RankError, RuntimeError):
-    """One rank failed, so all ranks stop. Has its `rank`, its `host` and the one-line `cause`.
+    """One rank failed, so all ranks stop. Has the failed `rank`, its `host` and a one-line `cause`.
 
     `exit_code` is 2 if a single process would exit with 2, as for a path that does not exist.
     """
@@ -155,7 +155,7 @@ class HostsAbsent(RankError):
 
 
 class WaitTimeout(RankError, TimeoutError):
-    """A wait between ranks outlasted its limit. Has what was `awaited`, and for how long."""
+    """A wait between ranks exceeded its time limit. Says what was `awaited`, and for how long."""
 
     def __init__(self, awaited: str, timeout_s: float, *, where: str = "") -> None:
         super().__init__(

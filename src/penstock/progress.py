@@ -27,8 +27,8 @@ class Progress:
     """Receives reports on a piece of work, from any thread. This class itself shows them to nobody.
 
     The work calls `begin` once for each phase, and `advance` as it proceeds. Rank 0 of a benchmark calls the
-    other methods, so that it can be followed from other processes; they are cheap enough to call in every
-    step.
+    other methods, so that the run can be followed from other processes; they are cheap enough to call in
+    every step.
     """
 
     def begin(self, phase: str, total: float) -> None:
@@ -38,7 +38,7 @@ class Progress:
         """Advance the current phase by `amount`."""
 
     def attach(self, run: RunName) -> None:
-        """From now on, show the run in its folder, so that it can be followed there."""
+        """From now on, record the progress in the run's folder, where others can follow it."""
 
     def settle(self, outcome: str, why: str, exit_code: int) -> None:
         """End the run. Its command will exit with `exit_code`."""
@@ -53,7 +53,7 @@ class Progress:
         """Add to the run's totals, by unit: `steps=1, read_bytes=4096`."""
 
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:
-        """Report what this rank does now.
+        """Report what this rank is doing now.
 
         Until the next phase, `advance` also counts in `unit`, multiplied by `times`, the number of ranks that
         do the same.

@@ -1,4 +1,4 @@
-"""Optional capabilities of storages, each a `Supports...` protocol, and the functions that ask for them.
+"""Optional capabilities of a `Storage`, each a `Supports...` protocol, and the functions that look for them.
 
 Callers ask what a storage can do and never look at its URI, so a back end from another package works like a
 built-in one. Invariant: visible state changes atomically, so that a crash leaves the state either before or
@@ -19,7 +19,7 @@ from penstock.storage.protocol import ObjectInfo, Storage, WrappedStorage
 
 @runtime_checkable
 class SupportsLocalPaths(Protocol):
-    """A storage whose objects are files of a file system that is mounted on this machine."""
+    """A `Storage` whose objects are files of a file system that is mounted on this machine."""
 
     local_root: str
     """The absolute path of the folder that holds all objects. It may not exist yet."""
@@ -33,7 +33,7 @@ class SupportsLocalPaths(Protocol):
 
 @runtime_checkable
 class SupportsEndpoints(Protocol):
-    """A storage that communicates with a service: its bytes cross this machine's network interfaces."""
+    """A `Storage` that communicates with a service: its bytes cross this machine's network interfaces."""
 
     endpoints: Sequence[str]
     """The URLs of the service."""
@@ -41,7 +41,7 @@ class SupportsEndpoints(Protocol):
 
 @runtime_checkable
 class SupportsFolders(Protocol):
-    """A storage on a file system."""
+    """A `Storage` on a file system."""
 
     tree: FolderTree
     """The storage's folders."""
@@ -49,13 +49,13 @@ class SupportsFolders(Protocol):
 
 @runtime_checkable
 class SupportsConditionalWrites(Protocol):
-    """A storage that writes a small object only if no other writer came first."""
+    """A `Storage` that writes a small object only if no other writer came first."""
 
     has_conditions: bool
     """True if the storage's client and service support conditional writes."""
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
-        """Write an object if the existing one has the checksum `replaces`; if that is None, if there is none.
+        """Write an object if the existing one has the checksum `replaces` or, for None, if none exists.
 
         Raises `AlreadyThere` if the condition does not hold.
         """
@@ -63,7 +63,7 @@ class SupportsConditionalWrites(Protocol):
 
 @runtime_checkable
 class SupportsDirectAccess(Protocol):
-    """A storage on a file system that can also access its files past the page cache."""
+    """A `Storage` on a file system that can also access its files past the page cache."""
 
     def past_cache(self, reads: str | None = None) -> Storage:
         """The same tree past the page cache, for large files; the storage itself if that is impossible.
@@ -79,9 +79,9 @@ Deferred = Literal["names", "all"]
 
 @runtime_checkable
 class SupportsDeferredSync(Protocol):
-    """A storage that can leave to its caller some work for each finished object.
+    """A `Storage` that can leave some work for each finished object to its caller.
 
-    For files, that is making their names durable; for objects, asking the service for their sizes.
+    For files, that is making their names durable; for objects, comparing their sizes.
     """
 
     def deferring(self, what: Deferred) -> Storage:
@@ -119,7 +119,7 @@ def find_local_root(storage: Storage) -> Path | None:
 
 
 def uses_page_cache(storage: Storage) -> bool:
-    """True if reads of this storage may be served from this machine's page cache."""
+    """True if reads may be served from this machine's page cache."""
     paths = find_local_paths(storage)
     return paths is not None and paths.uses_page_cache
 
@@ -139,11 +139,11 @@ def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Stora
 
 
 def defer_sync(storage: Storage, what: Deferred) -> Storage:
-    """The same tree, whose finished objects need not survive a power failure yet, or only with their bytes.
+    """The same storage, without part of the work that makes each finished object durable.
 
     With "names", an object's bytes are durable, and its name survives once the rank that wrote it has called
-    `sync_names`. With "all", nothing is durable: for notes to other running processes. Sizes are not verified
-    until the caller lists all objects.
+    `sync_names`. With "all", nothing is durable, which suits notes to other running processes. Object storage
+    does not verify sizes: the caller must compare them with a listing.
     """
     return storage.deferring(what) if isinstance(storage, SupportsDeferredSync) else storage
 
@@ -190,7 +190,7 @@ def name_mount(storage: Storage) -> str:
 
 
 def find_span_trace(storage: Storage) -> RecordSpan | None:
-    """The function that adds spans to the trace of a storage's requests; None if there is no trace."""
+    """The function that adds spans to the trace of this storage's requests; None if there is no trace."""
     while isinstance(storage, WrappedStorage):
         record: RecordSpan | None = getattr(storage, "record_span", None)
         if record is not None:

@@ -171,7 +171,7 @@ class MemorySource:
                 uri=self._uri,
                 expected_bytes=buffer.nbytes,
                 actual_bytes=max(0, self.size_bytes - offset),
-                fix="Ask for ranges inside size_bytes.",
+                fix="Request ranges inside size_bytes.",
             )
         if buffer.nbytes:
             np.copyto(np.frombuffer(buffer, dtype=np.uint8), self._content[offset:end])

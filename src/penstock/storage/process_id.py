@@ -19,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """A process; `kernel` and `numbering` tell where its PID is valid. Lease files have these keys."""
+    """A process; `kernel` and `numbering` tell where its PID is valid. Lease files use these field names."""
 
     host: str
     pid: int
@@ -63,7 +63,7 @@ def name_host() -> str:
 
 @lru_cache(maxsize=1)
 def _identify(pid: int, boot_id: Path) -> ProcessId:
-    # By its number, because a forked child has the parent's cache but a different identity.
+    # Cached by PID, because a forked child has the parent's cache but a different identity.
     try:
         kernel = boot_id.read_text().strip()
         numbering = os.readlink("/proc/self/ns/pid")

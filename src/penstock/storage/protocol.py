@@ -1,6 +1,6 @@
 """The narrow waist of storage: the protocols that every back end implements and every caller uses.
 
-Everything that transfers bytes (probe, loaders, checkpoint pipeline, traces) knows only `Storage`, `Sink` and
+Everything that transfers bytes (probe, loaders, checkpoint pipeline, traces) uses only `Storage`, `Sink` and
 `Source`; wrappers (tracing, faults, rate limits) implement them around another storage. Invariants: a buffer
 that is passed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`; no key
 that passes `check_key` leads out of its root.
@@ -25,7 +25,7 @@ Release = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One stored object of `size_bytes`, changed at `modified_s` (seconds since 1970).
+    """One stored object of `size_bytes`, last changed at `modified_s` (seconds since 1970).
 
     `key` is relative to the storage's root; `checksum` is the service's own, None if it has none.
     """
@@ -88,7 +88,7 @@ class Storage(Protocol):
     counters: Counters
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Begin an object; an existing one of this key stays readable until `finish`.
+        """Begin an object; an existing one with this key stays readable until `finish`.
 
         Declaring `size_bytes` saves requests; `finish` checks it.
         """
@@ -115,7 +115,7 @@ class Storage(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of what a storage really did, for the record of a run. Threads call only `add` and `add_copy`.
+    """Counts of what a `Storage` really did, for the record of a run. Threads call only `add` and `add_copy`.
 
     `requests` counts all that were sent, including `retries` and `errors`; `written_bytes` and `read_bytes`
     were transferred. `copied_bytes` is keyed by the reason of the copy, `requests_by_endpoint` by the
@@ -264,7 +264,7 @@ def write_object(
 
 @runtime_checkable
 class SupportsWholeReads(Protocol):
-    """A storage that gets a small object and its description in one request."""
+    """A `Storage` that gets a small object and its description in one request."""
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
         """The object and its description; raises `ObjectNotFound` if there is none."""
@@ -272,7 +272,7 @@ class SupportsWholeReads(Protocol):
 
 @runtime_checkable
 class SupportsWritesAtOnce(Protocol):
-    """A storage that makes many small objects durable together, at less cost than with a `Sink` for each."""
+    """A `Storage` that makes many small objects durable together, at less cost than one `Sink` for each."""
 
     def write_at_once(self, objects: Iterable[tuple[str, memoryview]]) -> None:
         """Write each of these whole objects, by its key; all are durable and visible once this returns.

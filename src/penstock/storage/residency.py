@@ -1,6 +1,6 @@
 """The page cache of this node: how much of a file is in it, reading from it, and evicting files from it.
 
-The "cold" of a read benchmark relies on this. Invariants: every figure is what the kernel reported
+Read benchmarks rely on this to start cold. Invariants: every figure is what the kernel reported
 (cachestat, or mincore before Linux 6.5) after the attempt, even if pages cannot be dropped, as on tmpfs.
 Bytes that cannot be mapped, because the file was truncated or the device failed, are read by read(2), which
 raises the reason: only truncating a file while it is being copied ends the process (SIGBUS).
@@ -155,7 +155,7 @@ RESIDENT_SHARE = 0.99
 def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
     """True if these files can be read from this machine's page cache alone, judging by a few of them.
 
-    False if that cannot be known, and for storages that read past the page cache.
+    False if that cannot be known, or if `storage` reads past the page cache.
     """
     paths = find_local_paths(storage)
     if paths is None or not paths.uses_page_cache or not keys:
@@ -211,7 +211,7 @@ POPULATE_READ = 22
 
 
 class MappedStorage(WrappedStorage):
-    """A storage whose files are read out of mappings.
+    """A `Storage` whose files are read from memory mappings.
 
     Wrappers inside that observe or slow reads keep doing so.
     """

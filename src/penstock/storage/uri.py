@@ -30,7 +30,7 @@ _BUCKET_SCHEMES = ("s3", "gs", "az", "mem")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place where a storage keeps its objects.
+    """The place where a `Storage` keeps its objects.
 
     `root` is an absolute path, or `bucket/prefix` of a service.
     """
@@ -147,7 +147,7 @@ _BOOLEANS = {
 
 
 def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
-    """Create the dataclass `kind` from the texts in `given`, each parsed by its field's name and type.
+    """Create the dataclass `kind` from the strings in `given`, each parsed by its field's name and type.
 
     A field `..._bytes` takes a size such as 16MiB, a field `..._s` a duration such as 250ms.
     """
@@ -207,7 +207,7 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 """Maps a scheme to `module:name` of its `Opener`."""
 
 Wrapper = Callable[[Storage, Environment], Storage]
-"""Called with a storage that was just opened, and the environment that asked for the wrapping."""
+"""Called with a `Storage` that was just opened, and the environment that requested the wrapping."""
 
 WRAPPERS: Mapping[str, str] = MappingProxyType({TRACE: "penstock.trace.capture.traced_storage:trace_storage"})
 """Maps a variable to `module:function` of the `Wrapper` that every storage gets if the variable is set."""
@@ -238,7 +238,7 @@ def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
 
 
 def find_local_paths_at(uri: str, environment: Environment | None = None) -> SupportsLocalPaths | None:
-    """The storage at `uri` if its objects are local files; None for any other, or one unavailable here.
+    """The storage at `uri`; None if its objects are not local files, or it is unavailable here.
 
     Opening transfers no bytes. The caller that opens the storage for use reports why it is unavailable.
     """
@@ -260,7 +260,7 @@ def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
 
 
 def find_opener(location: Location) -> Opener:
-    """The function that opens a storage of this scheme; raises `UsageError` if no package has one."""
+    """The function that opens this scheme's storage; raises `UsageError` if no package has one."""
     scheme = location.scheme
     opener: Opener
     if scheme in SCHEMES:

@@ -8,14 +8,14 @@ from penstock.errors import OutOfSpace
 from penstock.units import format_bytes
 
 _RESERVE = 20
-"""One part in this many of the written size stays free in addition, for folders, journals and other users."""
+"""One byte stays free for this many bytes written, for folders, journals and other users."""
 
 
 def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: str) -> None:
     """Raise `OutOfSpace` unless `size_bytes` fit below `root`, which need not exist.
 
-    `what` begins the message. `root` is None for a storage without a local folder (`find_local_root`):
-    services do not report their free space.
+    `what` begins the message. If `root` is None, because the storage has no local folder (`find_local_root`),
+    nothing is checked: services do not report their free space.
     """
     if root is None:
         return
@@ -23,7 +23,7 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
     if find_room(folder) < size_bytes:
         free_bytes = shutil.disk_usage(folder).free
         raise OutOfSpace(
-            f"{what} takes {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} are free",
+            f"{what} takes {format_bytes(size_bytes)}, but only {format_bytes(free_bytes)} are free",
             uri=str(folder),
             fix=f"Make room, or {fix}.",
         )

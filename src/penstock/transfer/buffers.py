@@ -41,7 +41,7 @@ class WarmMemory:
         except OSError as error:
             raise Unavailable(
                 f"There is no memory for buffers of {format_bytes(mapped_bytes)}: {error.strerror}",
-                fix="Free memory, or raise the job's limit (ulimit -v); staging_bytes is the limit of saves.",
+                fix="Free memory, or raise the job's limit (ulimit -v); staging_bytes limits what saves use.",
             ) from error
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -130,7 +130,7 @@ class StagingMemory:
 def pin_memory(memory: WarmMemory, registrar: Any = None) -> bool:
     """Pin `memory` until it is freed, and return whether it is pinned. Takes as long as touching it first.
 
-    If the system does not allow so much pinned memory, copies take longer. `registrar` is CUDA's runtime.
+    If the system does not allow that much pinned memory, copies take longer. `registrar` is CUDA's runtime.
     """
     if memory.is_pinned:
         return True

@@ -39,7 +39,7 @@ now_ns = time.monotonic_ns
 class Ledger:
     """The bytes that passed each station.
 
-    A write uses all fields but the last two; a read, `planned_bytes` and these two.
+    A write uses all fields but the last two; a read uses `planned_bytes` and the last two.
     """
 
     planned_bytes: int
@@ -63,9 +63,8 @@ class WrongByte:
 class StreamRecord:
     """The work of one writer or reader of one rank.
 
-    `requests`, `retries` and `errors` are counted by the stream's own storage; if streams share a storage,
-    they are all attributed to stream 0. `stall_s` is the time that the stream waited for content or free
-    buffers.
+    `requests`, `retries` and `errors` are counted by the stream's own `Storage`; if streams share one, all
+    are attributed to stream 0. `stall_s` is the time that the stream waited for content or free buffers.
     """
 
     rank: int
@@ -156,9 +155,9 @@ class Timestamps:
     Times are nanoseconds of CLOCK_MONOTONIC, one row per chunk, or 0 for an event that did not happen.
     Content is generated or verified from `content_begin` to `content_end`; the storage has a chunk from
     `submitted` to `acknowledged`; the call that submitted it returned at `returned`. `opening` and `ending`,
-    (objects, 2), are the begin and end of calls for whole objects, made by `object_stream`. `is_wrong` marks
-    chunks with wrong bytes. Objects of `sizes` bytes have consecutive chunk numbers; an empty object has
-    none.
+    of shape (objects, 2), are when the calls that open and finish each object began and ended; the stream
+    `object_stream` made them. `is_wrong` marks chunks with wrong bytes. Objects of `sizes` bytes have
+    consecutive chunk numbers; an empty object has none.
     """
 
     def __init__(self, sizes: Sequence[int], chunk_bytes: int, num_streams: int, entered_ns: int) -> None:
@@ -276,7 +275,7 @@ def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
 
 
 def common_origin_ns(comm: Comm, awaiting: str) -> int:
-    """A moment that all ranks share, on this rank's own clock: the clocks of hosts differ."""
+    """The same moment for all ranks, read from this rank's own clock, because the clocks of hosts differ."""
     comm.barrier(awaiting=awaiting)
     return now_ns()
 

@@ -58,7 +58,7 @@ class DeferringProducer:
     """A `Producer` that defers some work until its source is released and the caller no longer waits."""
 
     def catch_up(self) -> None:
-        """Wait until all that the calling thread has filled is in its buffers: the source may then change."""
+        """Wait until all that the calling thread has filled is in buffers; then the source may change."""
 
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Finish what `fill` has deferred.
@@ -71,8 +71,8 @@ class DeferringProducer:
 class PipelineSettings:
     """Settings for one rank's writing or reading of objects.
 
-    `streams` is the number of objects written at once, or of read requests in flight. A storage that returns
-    no buffer for `silence_s` counts as dead.
+    `streams` is the number of objects written at once, or of read requests in flight. If the storage returns
+    no buffer for `silence_s`, it counts as dead.
     """
 
     streams: int = 2
@@ -129,8 +129,8 @@ class Buffer:
 class PipelineBuffers:
     """All buffers of one phase, shared by its streams.
 
-    A stream may take any free buffer as long as every other stream can still get `MIN_BUFFERS_PER_STREAM`. A
-    storage that keeps one stream's buffers for a long time therefore cannot starve the others.
+    A stream may take any free buffer as long as every other stream can still get `MIN_BUFFERS_PER_STREAM`.
+    Even if the storage keeps one stream's buffers for a long time, the others therefore never starve.
     """
 
     def __init__(self, memory: WarmMemory, settings: PipelineSettings) -> None:
@@ -145,7 +145,7 @@ class PipelineBuffers:
         self._last_return_s: float | None = None
 
     def take(self, stream: int, awaiting: str) -> Buffer:
-        """Wait for a free buffer. In errors, `awaiting` names what is holding the others."""
+        """Wait for a free buffer. In errors, `awaiting` names what holds the buffers."""
         with self._changed:
             while not self._may_take(stream):
                 self._wait(awaiting)
@@ -267,9 +267,9 @@ def write_objects(
 ) -> Measurement:
     """Write all of `planned` durably. On failure, raise the first error and remove partial objects.
 
-    Stream i writes to `storages[i % len(storages)]`: to count requests and retries per stream, give each its
-    own. `memory`, of at least `buffer_memory_bytes`, may be reused from earlier phases. `origin_ns` is a
-    moment that all ranks share (default: the beginning of this call).
+    Stream i writes to `storages[i % len(storages)]`: to count requests and retries per stream, give each a
+    `Storage`. `memory`, of at least `buffer_memory_bytes`, may be reused from earlier phases. `origin_ns` is
+    a moment that all ranks share (default: the beginning of this call).
     """
     entered_ns = now_ns()
     memory = memory or WarmMemory(settings.buffer_memory_bytes)
@@ -346,7 +346,7 @@ class WritePipeline:
         self._buffers.stop()
         for stream in self._streams:
             stream.ready.put(None)
-        # Ends whatever has not begun, so that no one waits for it.
+        # Work that starts now ends immediately, so that no one waits for it.
         self.start_filling()
 
     def start_filling(self) -> None:
@@ -362,7 +362,7 @@ class WritePipeline:
 
     @property
     def filled_ns(self) -> int:
-        """When the producer's source was last needed; 0 until the first stream has finished filling."""
+        """The time when the producer's source was last needed; 0 until the first stream is filled."""
         return max(stream.filled_ns for stream in self._streams)
 
     def write_to(
@@ -376,7 +376,7 @@ class WritePipeline:
     ) -> Measurement:
         """Write the buffers to storage until everything is durable, and return the measurement.
 
-        `key_of` maps the keys of objects to those in storage.
+        `key_of` maps an object's planned key to its key in storage.
         """
         self._key_of = key_of
         progress = progress or Progress()
@@ -387,8 +387,7 @@ class WritePipeline:
             self._workers.start(self._write, stream, storages[stream.number % len(storages)], progress)
             for stream in self._streams
         ]
-        # After starting the writers, which open their files and then wait, because filling keeps all cores
-        # busy.
+        # Filling keeps all cores busy, so the writers start first: they open their files and then wait.
         self.start_filling()
         self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
         measured = self._stamps.measure("write", rank=rank, origin_ns=origin_ns)

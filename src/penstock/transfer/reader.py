@@ -1,4 +1,4 @@
-"""Reads blocks from storage into memory: several threads read, checksum and pass on.
+"""Reads blocks from storage into memory: several threads read blocks, checksum them and pass them on.
 
 A block whose destination is contiguous and aligned is read directly into it, or copied to it from a mapping;
 other blocks pass through a buffer. Invariant: the blocks cover every span once, each part is passed on once,
@@ -27,27 +27,23 @@ from penstock.storage.residency import MappedSource
 from penstock.transfer.buffers import WarmMemory
 
 LEAST_BLOCKS = 3
-"""The minimum for each stream, unless blocks would then be smaller than `LEAST_BLOCK_BYTES`."""
+"""The minimum number of blocks per stream, unless they would then be smaller than `LEAST_BLOCK_BYTES`."""
 LEAST_BLOCK_BYTES = 2 << 20
 
 LAST_BLOCK_BYTES = 1 << 20
-"""All streams get their last block at nearly the same time; after that, the device has nothing left to do."""
+"""The smallest of the last blocks, which shrink so that all streams finish at nearly the same time."""
 
 MOST_COPYING_THREADS = 4
 """This many threads saturate memory, which the ranks of a host share."""
 
 CACHED_BLOCK_BYTES = 32 << 20
-"""Copies from the page cache wait for nothing and need no buffer; more blocks would only cost interpreter
-time.
-"""
+"""The size of blocks from the page cache: copies need no buffer, and smaller blocks cost interpreter time."""
 
 STEP_BYTES = 1 << 20
 """Bytes are checksummed and copied in steps that stay in the processor's cache."""
 
 SMALL_PART_BYTES = 64 << 10
-"""The interpreter takes longer than memory for parts up to this size, and only one thread at a time can have
-it.
-"""
+"""Up to this size, a part takes the interpreter, which runs one thread at a time, longer than the copy."""
 
 GAP_BYTES = 64 * 1024
 """Gaps between spans up to this size are read as well, because another request would cost more."""
@@ -57,15 +53,13 @@ GAP_BYTES = 64 * 1024
 class ReadSettings:
     """Settings for one rank's reads: `streams` threads, each of which also checksums and copies what it read.
 
-    A device needs fewer streams to be busy, so it continues to work while some of them do not read. There are
-    buffers for twice as many blocks.
+    Fewer streams would keep a device busy, so it continues to work while some of them do not read. There are
+    two buffers for each stream.
     """
 
     streams: int = 6
     block_bytes: int = 8 << 20
-    """The largest block. Small loads have smaller blocks, so that little is left to do after the device's
-    last one.
-    """
+    """The largest block. Small loads have smaller ones, so that little is left to do after the last read."""
 
     def fit(self, num_bytes: int) -> ReadSettings:
         """Settings for a load of `num_bytes`: fewer streams and smaller blocks if the load is small."""
@@ -143,11 +137,11 @@ class Block:
 def plan_blocks(
     spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int, tapered_for: int = 0
 ) -> list[Block]:
-    """Plan blocks for `spans`, which come in runs that are sorted by file and beginning.
+    """Plan blocks for `spans`, which come in runs, each sorted by file and beginning.
 
     Blocks begin at multiples of `alignment_bytes`, of which `block_bytes` must be a multiple. They end where
-    the spans do; a reader may round the end up within its file. The last blocks are smaller if they are
-    `tapered_for` this many streams.
+    the spans do; a reader may round the end up within its file. If `tapered_for` is a number of streams, the
+    last blocks are smaller.
     """
     blocks: list[Block] = []
     extents = list(_extents(spans))
@@ -220,7 +214,7 @@ class OpenFiles:
         return opened.result()
 
     def done(self, file: int) -> None:
-        """Note that a part of the file has been read; the last one closes it."""
+        """Note that a part of the file has been read; after its last part, close it."""
         with self._lock:
             self._num_left[file] -= 1
             is_last = not self._num_left[file]
@@ -272,14 +266,14 @@ class SpanSink(Protocol):
 
 
 class BlockViewers:
-    """Other ranks that see the blocks which this rank reads. This base class stands for none."""
+    """Shows the blocks that this rank reads to other ranks. This base class shows them to none."""
 
     def expect_blocks(
         self,
         blocks: Sequence[Block],  # noqa: ARG002 - nobody sees them here
         reuse: Callable[[int], None],
     ) -> Sequence[memoryview] | None:
-        """Prepare for all blocks; return the buffers that viewers see, if blocks should be read into these.
+        """Prepare for all blocks; return buffers that viewers see, or None to read into the reader's own.
 
         `reuse` is called with the number of each buffer that is free again.
         """
@@ -287,7 +281,7 @@ class BlockViewers:
         return None
 
     def show(self, number: int, block: Block, buffer: int, content: memoryview) -> None:
-        """Show a block that was read with this buffer, although its content may be elsewhere."""
+        """Show a block that was read with this buffer; its content may be elsewhere."""
 
     def release(self, buffer: int) -> None:
         """Note that the reader has passed on the content of a buffer."""

@@ -154,7 +154,7 @@ NUM_IDLE_BOUNCES = 16
 class FileAccess:
     """Access through the page cache, or past it in blocks of `alignment_bytes` (O_DIRECT).
 
-    All files of one storage share these bounce buffers.
+    All files of one `FileStorage` share these bounce buffers.
     """
 
     def __init__(self, alignment_bytes: int = 1, bounce_bytes: int = 1) -> None:
@@ -306,7 +306,7 @@ class FileSource:
                 uri=self._file.uri,
                 expected_bytes=len(wanted),
                 actual_bytes=max(0, self.size_bytes - offset),
-                fix="Ask for ranges inside size_bytes.",
+                fix="Request ranges inside size_bytes.",
             )
         self._access.read_into(self._file, offset, wanted)
         self._file.counters.add(read_bytes=len(wanted))

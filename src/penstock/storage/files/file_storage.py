@@ -266,7 +266,7 @@ class FileStorage:
         return self._others["direct"]
 
     def deferring(self, what: Deferred) -> FileStorage:
-        """The same tree, whose caller syncs names, or everything."""
+        """The same tree, but the caller itself syncs names, or everything."""
         if what not in self._others:
             options = self._options if what == "names" else replace(self._options, fsync=False)
             self._others[what] = self._like_this(options)
@@ -277,7 +277,7 @@ class FileStorage:
         return FileStorage(location, options, calls=self._calls, folders=self._folders, keep_names=False)
 
     def _takes_direct_access(self, reads: str | None) -> bool:
-        """Test direct I/O on the file `reads` or on a new one: file systems claim less than they support."""
+        """Test direct I/O on the file `reads` or on a new one: file systems report less than they support."""
         path, flags = "", _READ
         if reads is None:
             folder = self._folders.ready("", keep_names=self._keep_names)
@@ -431,7 +431,7 @@ STALE_S: Final = 600.0
 
 
 def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
-    """Remove objects that were begun and not written to for this long; return how many there were.
+    """Remove unfinished objects that were not written to for this long; return how many there were.
 
     Object storage keeps unfinished uploads invisible, and removes them by a rule of the bucket.
     """
@@ -445,7 +445,7 @@ def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> in
 
 
 def unfinished_objects(storage: Storage) -> Iterator[tuple[str, FolderEntry]]:
-    """Objects that were begun and not finished, by live and by dead writers, with their names."""
+    """The name and entry of each unfinished object, of live and of dead writers."""
     tree = capabilities.find_folder_tree(storage)
     pending = [""] if tree is not None else []
     while tree is not None and pending:

@@ -23,9 +23,7 @@ from penstock.storage.protocol import check_key, check_prefix
 logger = logging.getLogger(__name__)
 
 NUM_REMEMBERED = 4096
-"""The number of folders that are not checked again. Beyond it, the folder that was checked first is
-forgotten.
-"""
+"""The largest number of folders remembered as checked; beyond it, the one checked first is forgotten."""
 _INSIDE, _MADE, _DURABLE = 1, 2, 3
 """What is known of a folder: it is inside the root; it and its parents also exist; their names are also
 durable.
@@ -33,7 +31,7 @@ durable.
 
 
 class VerifiedFolders:
-    """The folders below one root, shared by all storages that write there, whatever their options."""
+    """The folders below one root. Every `FileStorage` that writes there shares them, whatever its options."""
 
     def __init__(self, root: str, scheme: str, calls: FileCalls) -> None:
         self.root = root

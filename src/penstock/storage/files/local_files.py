@@ -1,9 +1,9 @@
-"""Local files of Penstock's own: changed so that they survive a power failure, read within limits.
+"""Penstock's own local files: changes survive a power failure, and reads have limits.
 
 A file's bytes are durable after fsync of the file; its name is durable after fsync of the folder that holds
 the name. Code outside `penstock.storage` uses these functions; file storage makes its own calls
 (`FileCalls`), which tests can replace one by one. Invariants: after `write_durably` or `replace_durably`, the
-target has either its old or its new content, never a part; whoever made a file, reading it ends.
+target has either its old or its new content, never a part; reading a file always ends, whoever made it.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
 MOST_BYTES: Final = 64 << 20
-"""Of a document that is read whole; the facts of ten thousand hosts have 50 MB."""
+"""The largest document that is read whole; the facts of ten thousand hosts have 50 MB."""
 
 
 def sync_open_file(file: IO[bytes] | IO[str] | int) -> None:
@@ -48,7 +48,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def open_draft(path: Path) -> IO[bytes]:
-    """Create a file in place of any that exists, so that another user's link there is not written to."""
+    """Create a file, replacing any that exists, so that nothing is written through another user's link."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
@@ -77,9 +77,9 @@ def _sync_path(path: str | os.PathLike[str], flags: int) -> None:
 
 
 def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file: in the place of one, a pipe would wait for a writer, and a device may never end.
+    """Open a regular file, but no pipe, which would wait for a writer, and no device, which may never end.
 
-    A pipe that this process was given, as by a shell's `<(...)`, is /dev/fd/N.
+    Pipes at /dev/fd/N are accepted: a shell's `<(...)` passes them to this process.
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
@@ -92,7 +92,7 @@ def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_document(path: Path) -> bytes:
-    """The content of a small file; `OSError` where it cannot be read, or is too large to be one."""
+    """The content of a small file; raises `OSError` if it cannot be read or is too large."""
     with open_to_read(path) as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -101,7 +101,7 @@ def read_document(path: Path) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; `ValueError` where it is none, or nested so deeply that it cannot be read."""
+    """The value of a JSON document; raises `ValueError` if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -126,7 +126,7 @@ def close_after_reading(calls: FileCalls, descriptor: int) -> None:
 _FIXES: dict[type[StorageError], str] = {
     ObjectNotFound: "Check the name, and that its writer has finished.",
     AccessRefused: "Check owner and mode of the file and of all folders above it.",
-    AlreadyThere: "Choose another name, or remove what has this one: perhaps a link to nothing.",
+    AlreadyThere: "Choose another name, or remove what has this one (it may be a dangling link).",
     OutOfSpace: "Free some space or quota there, or use another file system.",
     StorageTimeout: "Check the file server and the network to it.",
 }
@@ -148,10 +148,10 @@ _KINDS: dict[int, type[StorageError]] = {
 _FIXES_BY_NUMBER = {
     errno.EROFS: "It is mounted read-only: use another file system, or mount it for writing.",
     errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
-    errno.EXDEV: "Lower layers of overlays (images of containers) rename nothing: use a volume.",
+    errno.EXDEV: "Nothing can be renamed in lower layers of an overlay (container images): use a volume.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or keep fewer objects open.",
-    errno.ELOOP: "It is a link that leads back to itself, or many in a row: remove or correct them.",
-    errno.EFBIG: "Raise the limit of files' sizes (ulimit -f), or use a file system for larger files.",
+    errno.ELOOP: "It is a link that leads back to itself, or a long chain of links: correct or remove it.",
+    errno.EFBIG: "Raise the file size limit (ulimit -f), or use a file system that allows larger files.",
     errno.ENAMETOOLONG: "Use shorter names: most file systems allow 255 bytes a name.",
     errno.EINVAL: "With direct I/O, raise alignment_bytes to the block size of the device, or use file://.",
 }

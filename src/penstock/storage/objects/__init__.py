@@ -1,1 +1,1 @@
-"""Objects of S3, Google Cloud and Azure as a storage: `object_storage`, on an adapter for each client."""
+"""Objects of S3, Google Cloud and Azure as a `Storage`: `object_storage`, on an adapter for each client."""

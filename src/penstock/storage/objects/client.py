@@ -151,7 +151,7 @@ class ObjectClient(ABC):
         raise AssertionError(f"{type(self).__name__} gets no whole objects ({key}, {limit_bytes})")
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
-        """Like `put`, but only over an object with the ETag `replaces`; if that is None, if there is none.
+        """Like `put`, but only if the object has the ETag `replaces` or, if that is None, does not exist.
 
         Otherwise, the attempt fails with status 412 or 409.
         """
@@ -188,9 +188,8 @@ class StreamClient(ObjectClient):
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
         """Upload `parts`, each of `part_bytes` except the last; return the object's ETag.
 
-        Takes a part only when there is room for it, and keeps no reference to a view once its bytes are sent:
-        that is how the sink learns that they are. An exception from `parts` aborts the upload and is raised
-        again.
+        Takes a part only when there is room for it. Keeps no reference to a view once its bytes are sent,
+        which is how the sink learns of it. An exception from `parts` aborts the upload and is raised again.
         """
 
 

@@ -136,7 +136,7 @@ class MinioClient(PartClient):
             return RequestFailed("answer", "no explanation", status=error.status_code)
         if isinstance(error, InvalidResponseError):
             status: int = error._code  # noqa: SLF001 - only this attribute has it
-            return RequestFailed("answer", "an answer that is no XML", status=status)
+            return RequestFailed("answer", "an answer that is not XML", status=status)
         if isinstance(error, MemoryError):
             return RequestFailed("foreign", "it is larger than this machine's memory")
         kind: FailureKind = "connect" if isinstance(error, _UNREACHED) else "reset"

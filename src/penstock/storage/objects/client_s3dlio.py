@@ -83,7 +83,7 @@ def connect(settings: ClientSettings) -> "S3dlioClient":
 
 
 class S3dlioClient(StreamClient):
-    """One endpoint: the process's own through plain URIs, another through URIs that name its host."""
+    """One endpoint: the first of this process is reached by plain URIs, others by URIs that name the host."""
 
     read_copy = "s3dlio-read"
     threads_of = "s3dlio"
@@ -92,7 +92,7 @@ class S3dlioClient(StreamClient):
     def __init__(self, settings: ClientSettings, *, is_primary: bool) -> None:
         if not is_primary and settings.uses_tls:
             raise UsageError(
-                f"s3dlio reaches no second https endpoint in one process: {settings.endpoint}",
+                f"s3dlio cannot use a second https endpoint in one process: {settings.endpoint}",
                 fix="Use one endpoint, http, or client=obstore.",
             )
         host = "" if is_primary else f"{urlsplit(settings.endpoint).netloc}/"

@@ -105,7 +105,7 @@ def resolve_settings(location: Location, environment: Environment) -> tuple[Clie
         raise UsageError(
             f"No bucket can be called {bucket!r}",
             where=location.uri,
-            fix="Names of buckets have 3 to 63 letters, digits, dots and hyphens.",
+            fix="Bucket names have 3 to 63 letters, digits, dots and hyphens.",
         )
     if location.scheme != "s3" and options.client != "obstore":
         raise UsageError(

@@ -37,7 +37,7 @@ _REFUSALS = {
     "SignatureDoesNotMatch": "Check AWS_SECRET_ACCESS_KEY, and that no proxy rewrites requests.",
     "ExpiredToken": "AWS_SESSION_TOKEN has expired: get new credentials.",
 }
-_CONNECT_FIX = "Check the endpoint's host, port and scheme, and that the service runs."
+_CONNECT_FIX = "Check the endpoint's host, port and scheme, and that the service is running."
 _TRUST_FIX = (
     "Set AWS_CA_BUNDLE to the PEM file of the service's authority (or tls_verify=false, for tests only)."
 )
@@ -74,7 +74,7 @@ def _explain_answer(failure: RequestFailed, uri: str, bucket: str) -> tuple[type
         (status in (401, 403) or code in _REFUSALS, AccessRefused, "The service denied access", no_access),
         (status == 507 or code in _FULL_CODES, OutOfSpace, "The service has no room left",
          "Free some space there."),
-        (failure.kind == "foreign", StorageError, "The answer is not that of an object service",
+        (failure.kind == "foreign", StorageError, "The answer does not come from an object service",
          "Check the endpoint: a service's console has another port, and a proxy may want a login."),
         (status == 412, StorageError, "The object changed since it was opened",
          "Open it again; find out which other program writes this key."),
@@ -93,7 +93,7 @@ logger = logging.getLogger(__name__)
 
 
 class RetryingRequests:
-    """All requests of one storage, and the threads that send several at a time. May be shared by threads."""
+    """Sends all requests of one `Storage`, several at a time. May be shared by threads."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ An object of one part is one PUT in `finish`; a larger one is an upload in parts
 `PartUpload` sends each part itself, `StreamUpload` feeds a library's own stream. All parts of an upload have
 the same size except the last, which every S3 service accepts. Invariants: an owner's `release` is called
 exactly once, when the last piece of its buffer is no longer needed; `finish` returns only after the service
-itself has reported the submitted size, unless the caller will ask for all sizes; a failed upload is aborted
+itself has reported the submitted size, unless the caller compares all sizes; a failed upload is aborted
 at the service as well.
 """
 
@@ -43,9 +43,9 @@ MAX_PARTS: Final = 10_000
 def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: int | None) -> int:
     """The part size for an object whose first buffer has `first_buffer_bytes`; `size_bytes` if known.
 
-    By default, the larger of `target_bytes` and the smallest size with which the object has at most 10,000
-    parts. A buffer of between half and twice that, unless it is exactly twice as large, is used as a part
-    itself: nothing is copied then.
+    By default, this is the larger of `target_bytes` and the smallest size with which the object has at most
+    10,000 parts. If the buffer has between half that size and twice that size (exclusive), parts are as large
+    as the buffer, so that nothing is copied.
     """
     least_bytes = max(MIN_PART_BYTES, -(-(size_bytes or 0) // MAX_PARTS))
     target_bytes = min(max(target_bytes, least_bytes), MAX_PART_BYTES)
@@ -95,7 +95,7 @@ Part = tuple[memoryview, Release]
 class PartCutter:
     """Cuts submitted buffers into parts of exactly `part_bytes`; smaller pieces are gathered into parts.
 
-    Buffers of gathered parts are reused once released, so there are only as many as parts are in flight.
+    Buffers of gathered parts are reused once released, so there are no more of them than parts in flight.
     """
 
     def __init__(self, part_bytes: int, counters: Counters) -> None:
@@ -114,7 +114,7 @@ class PartCutter:
                 continue
             if self._filling is None:
                 try:
-                    # A buffer that was used before, if possible, because its pages are in memory.
+                    # Prefer a buffer that was used before, because its pages are in memory.
                     self._filling = self._free.get_nowait()
                 except queue.Empty:
                     self._filling = np.empty(self.part_bytes, np.uint8).data
@@ -175,7 +175,7 @@ class _Upload(ABC):
         self._send(part, release)
 
     def _wait_for(self, ready: Callable[[float], bool]) -> None:
-        """Wait until `ready`; raise `StorageTimeout` if no part is released for as long as the limit."""
+        """Wait until `ready`; raise `StorageTimeout` if no part is released within the limit."""
         before = self._num_released
         while not ready(self._stall_s):
             if self._num_released == before:
@@ -199,7 +199,7 @@ class _Upload(ABC):
 
     @abstractmethod
     def _send(self, part: memoryview, release: Release) -> None:
-        """Take a part, for which a slot is free; release part and slot once its bytes are not needed."""
+        """Take a part, for which a slot is free; release both once the part's bytes are no longer needed."""
 
     @abstractmethod
     def finish(self) -> str | None:
@@ -384,7 +384,7 @@ class ObjectSink:
         try:
             self._check_open()
             self._submitted_bytes += len(view)
-            # Before anything is sent: of an object that is too long, nothing should remain.
+            # Check before anything is sent, so that nothing remains of an object that is too long.
             self._check_declared()
             if not view:
                 return
@@ -418,7 +418,7 @@ class ObjectSink:
             except StorageError:
                 release()
                 raise
-            # For a sink that is neither finished nor aborted.
+            # Aborts the upload of a sink that is neither finished nor aborted.
             self._orphan = weakref.finalize(self, self._upload.abort)
         self._num_parts += 1
         self._upload.send(part, release)

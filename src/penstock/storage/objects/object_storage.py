@@ -50,7 +50,7 @@ class ObjectSource:
                 uri=self._uri,
                 expected_bytes=len(view),
                 actual_bytes=available,
-                fix="Ask for ranges inside size_bytes.",
+                fix="Request ranges inside size_bytes.",
             )
         if not view:
             return
@@ -59,7 +59,7 @@ class ObjectSource:
             self._requests.ranges.get().submit(self._read_one, offset + start, view[start : start + step])
             for start in range(step, len(view), step)
         ]
-        # The first range in this thread, so that small reads need no pool.
+        # This thread reads the first range, so that small reads need no pool.
         try:
             self._read_one(offset, view[:step])
         finally:
@@ -93,8 +93,8 @@ _CONDITION_FAILED = (409, 412)
 class ObjectStorage:
     """A `Storage` of objects. A finished object is durable, as the service promises.
 
-    Opening it sends no request. Raises `Unavailable` if there is no endpoint, no credentials, or the client's
-    library is not installed; `rank` decides which of several endpoints is used first.
+    Creating it sends no request. Raises `Unavailable` if there is no endpoint, there are no credentials, or
+    the client's library is not installed; `rank` decides which of several endpoints is used first.
     """
 
     def __init__(self, location: Location, environment: Environment, rank: int = 0) -> None:
@@ -110,7 +110,7 @@ class ObjectStorage:
         for client, each in zip(clients, settings, strict=True):
             client.url = each.endpoint or self.uri
         self.endpoints = tuple(client.url for client in clients)
-        """The URLs of the service. Google Cloud and Azure have one each: for them, the storage's own URI."""
+        """The URLs of the service; for Google Cloud and Azure, the storage's own URI."""
         self.has_conditions = clients[0].has_conditions
         self._requests = RetryingRequests(
             clients, bucket=bucket, counters=self.counters, options=options, rank=rank
@@ -177,7 +177,7 @@ class ObjectStorage:
         return _describe(key, found), content
 
     def deferring(self, what: Deferred) -> ObjectStorage:  # noqa: ARG002 - there is one way
-        """The same objects, whose sizes the caller compares with a listing; `finish` does not ask for any."""
+        """The same storage, but `finish` requests no size: the caller compares sizes with a listing."""
         other = copy(self)
         other._confirms = False  # noqa: SLF001 - its own class
         return other
