@@ -13,7 +13,7 @@ from penstock.storage.volumes import nearest_folder, require_free_space
 def test_what_fits_is_silent_and_what_does_not_names_the_place_and_the_way_out(tmp_path: Path) -> None:
     root = tmp_path / "not" / "there" / "yet"
     require_free_space(root, 1, what="This", fix="write less")
-    with pytest.raises(OutOfSpace, match=r"This takes 1 EiB, and .* are free") as caught:
+    with pytest.raises(OutOfSpace, match=r"This takes 1 EiB, but only .* are free") as caught:
         require_free_space(root, 1 << 60, what="This", fix="write less")
     assert caught.value.where == str(tmp_path)
     assert caught.value.fix == "Make room, or write less."
