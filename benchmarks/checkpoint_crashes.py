@@ -1,6 +1,6 @@
 """Saves killed at every storage operation, ours beside stock `dcp.save`: what can be restored afterwards.
 
-    python -m benchmarks.checkpoint_crashes [every]       kill at each `every`-th operation, by default at all
+    PYTHONPATH=. python benchmarks/checkpoint_crashes.py [every]     kill at every n-th operation (default: 1)
 
 Both save the same state of tensors to two files, once as a new step and once over the step that is there,
 and die by SIGKILL instead of making their n-th operation. Then the newest step is loaded, and compared bit

@@ -1,6 +1,6 @@
 """Key-value caches: one figure for each thing that `penstock kvcache` promises.
 
-    python benchmarks/kvcache.py FOLDER [--trace conversation_trace.jsonl] [--only NAME ...]
+    PYTHONPATH=. python benchmarks/kvcache.py FOLDER [--trace conversation_trace.jsonl] [--only NAME ...]
 
 FOLDER is on the disk to measure; 4 GiB of it are used for a while.
 """
@@ -28,6 +28,9 @@ from urllib.parse import urlsplit
 import numpy as np
 from tests.support.rank_threads import on_ranks
 from tests.support.rate_limit import RateLimitedStorage
+from tests.support.s3.moto_server import running_moto
+from tests.support.s3.radosgw_server import running_radosgw
+from tests.support.s3.server import BUCKET
 
 from penstock.bench.probe import ProbeRequest, probe
 from penstock.bench.probe.probe_folder import ProbeFolder
@@ -92,6 +95,9 @@ def small_plan() -> IoPlan:
 
 def hits(arguments: argparse.Namespace) -> None:
     """Prefix hits of the conversation trace for all capacities, and the time that takes."""
+    if arguments.trace is None:
+        print("hits: skipped; --trace names the trace")
+        return
     began = time.process_time()
     trace = read_trace(arguments.trace)
     read_s = time.process_time() - began
@@ -321,11 +327,6 @@ def _device_plan() -> IoPlan:
 
 def objects(arguments: argparse.Namespace) -> None:
     """Bytes of the ledger against those on the wire to an S3 server: Moto, and Ceph's if it is installed."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.support.s3.moto_server import running_moto  # noqa: PLC0415 - the path above has it
-    from tests.support.s3.radosgw_server import running_radosgw  # noqa: PLC0415 - likewise
-    from tests.support.s3.server import BUCKET  # noqa: PLC0415 - likewise
-
     for running in (running_moto, running_radosgw):
         try:
             with running() as server, _Wire(urlsplit(server.endpoint).port or 80) as wire:
@@ -550,8 +551,7 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    default = Path(os.environ.get("PENSTOCK_MOONCAKE_FIXTURES", "/nowhere")) / "conversation_trace.jsonl"
-    parser.add_argument("--trace", type=Path, default=default)
+    parser.add_argument("--trace", type=Path, help="conversation_trace.jsonl, for `hits`")
     parser.add_argument("--only", nargs="*", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--repetitions", type=int, default=6)
