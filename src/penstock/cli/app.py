@@ -1,7 +1,7 @@
 """The root of the command line. Every error ends here, as one paragraph and an exit code.
 
-Exit codes: 0 ok; 1 what was measured or checked failed; 2 wrong usage; 3 this machine lacks something; 70 a
-defect in Penstock itself; 130 interrupted. The modules imported here import nothing heavy at their top.
+Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; 3 this machine lacks something; 70 a
+defect in Penstock itself; 130 interrupted. The modules imported at the top import nothing heavy themselves.
 """
 
 import errno
@@ -29,7 +29,7 @@ INTERRUPTED = 130
 
 EXIT_CODES = (
     "Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; "
-    "3 this machine lacks something; 70 a defect of Penstock itself; 130 interrupted."
+    "3 this machine lacks something; 70 a defect in Penstock itself; 130 interrupted."
 )
 
 TRAINING = Group(
@@ -130,7 +130,7 @@ SUBMISSION = Group(
 
 
 def completion_script(command: click.Command) -> str:
-    """The script that makes the user's shell complete the words of `penstock`."""
+    """Return the script that makes the user's shell complete the words of `penstock`."""
     name = Path(process_environment().get("SHELL", "")).name
     completion = get_completion_class(name)
     if completion is None:
@@ -143,7 +143,7 @@ def completion_script(command: click.Command) -> str:
 
 
 def _print_and_exit(name: str, make: Callable[[click.Command], str], text: str) -> click.Option:
-    """An option that prints a text instead of running a command."""
+    """Make an option that prints the string that `make` returns, instead of running a command."""
 
     def callback(context: click.Context, _: click.Parameter, is_given: bool) -> None:
         if is_given:
@@ -200,9 +200,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
-    """Run one of our programs to its exit code, and explain whatever ends it."""
-    # Characters that the locale's encoding lacks are printed as escapes, because names in checkpoints are any
-    # Unicode.
+    """Run one of Penstock's programs, explain whatever ends it early, and return its exit code."""
+    # Characters that the locale's encoding lacks are printed as escapes, because names in checkpoints may
+    # contain any character.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -213,14 +213,15 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
         return _explain("interrupted", code) if code == INTERRUPTED else code
     except (KeyboardInterrupt, click.Abort):
         return _explain("interrupted", INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 - the command line's edge: whatever arrives here is explained
+    except Exception as error:  # noqa: BLE001 - the command line's edge: every exception is explained here
         return _explain_error(error, traceback=debug)
 
 
 def take_debug(arguments: list[str] | None) -> tuple[list[str], bool]:
-    """Take `--debug` out of the words before a `--`, because people append it to a command that failed.
+    """Remove `--debug` from the words before any `--`; return the other words, and true if it was there.
 
-    None stands for the words with which this process was started.
+    It may stand anywhere, because people append it to a command that failed. None means this process's own
+    arguments.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -231,7 +232,7 @@ def take_debug(arguments: list[str] | None) -> tuple[list[str], bool]:
 
 
 def _explain_error(error: Exception, *, traceback: bool) -> int:
-    # A missing library of an extra is for the user to install, and not a defect.
+    # A missing library that belongs to an extra is not a defect: the user has to install it.
     if isinstance(error, ModuleNotFoundError):
         error = missing_library(error) or error
     if isinstance(error, click.ClickException):
@@ -241,7 +242,7 @@ def _explain_error(error: Exception, *, traceback: bool) -> int:
     if isinstance(error, PenstockError):
         return _explain(str(error), error.exit_code, traceback=traceback)
     if isinstance(error, OSError) and error.filename is not None:
-        # The system refused a path, most often one that the user named, which is a fact about this machine.
+        # The system refused a path, usually one that the user named: that is a fact about this machine.
         from penstock.storage.files.system_calls import map_os_error
 
         refused = map_os_error(error, "Opening", str(error.filename))
@@ -258,7 +259,7 @@ def _explain(message: str, exit_code: int, *, traceback: bool = False) -> int:
     clear_progress()
     if traceback:
         traceback_module.print_exc()
-    # If not even this can be written, the exit code still tells.
+    # If not even this can be written, the exit code still shows the failure.
     with suppress(OSError):
         print(printable(f"penstock: {message}"), file=sys.stderr, flush=True)
     return exit_code

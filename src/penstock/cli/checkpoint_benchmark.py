@@ -1,7 +1,7 @@
-"""`penstock checkpoint run`, `size` and `models`: the benchmark, and the sizes that it writes.
+"""`penstock checkpoint run`, `size` and `models`: the checkpoint benchmark, and how much it writes.
 
-`penstock submission run checkpointing` calls `run_checkpoint_benchmark`; `penstock-dlio` builds a request of
-its own and shares `perform_run`.
+`penstock submission run checkpointing` calls `run_checkpoint_benchmark`; `penstock-dlio` builds its own
+request and calls `perform_run`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GB = 10**9
 MODEL_NAME: Final = argument(
     "MODEL", MODEL, "Shipped model (see `penstock checkpoint models`) or a YAML file."
 )
-_SETTINGS: Final = repeated("--set", SETTING, "Change a value, e.g. model.num_layers=4.")
+_SETTINGS: Final = repeated("--set", SETTING, "Override a setting of the model, e.g. model.num_layers=4.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +64,17 @@ class CheckpointRunOptions:
     results: ResultOptions = group(ResultOptions)
     scale: Fraction = option("--scale", SCALE, "Share of every file to write, e.g. 0.01.", default="1")
     writes: int | None = option(
-        "--writes", whole(0), "Number of checkpoints to write (default: the model's, 10)."
+        "--writes", whole(0), "Number of checkpoints to write (default: the model's setting, usually 10)."
     )
     reads: int | None = option(
-        "--reads", whole(0), "Number of checkpoints to read back (default: the model's, 10)."
+        "--reads", whole(0), "Number of checkpoints to read back (default: the model's setting, usually 10)."
     )
-    is_subset: bool = flag("--subset", "Write only the files of the model's first N ranks, with N ranks.")
+    is_subset: bool = flag("--subset", "Run on N ranks, and write only the files of the model's first N.")
     fsync: bool | None = switch(
-        "--fsync", "Make every file durable before its write counts as done (default: the model's)."
+        "--fsync", "Make every file durable before its write counts as done (default: the model's setting)."
     )
     interval_s: float | None = option(
-        "--interval", TIME, "Pause between two checkpoints (default: the model's, 5s)."
+        "--interval", TIME, "Pause between two checkpoints (default: the model's setting, usually 5s)."
     )
     streams: int = option("--streams", whole(1), "Maximum files in flight per rank.", default="2")
     chunk_bytes: int = option("--chunk", SIZE, "Size of an I/O request.", default="16MiB")
@@ -82,7 +82,7 @@ class CheckpointRunOptions:
     verify: str = option(
         "--verify",
         choice("full", "sample", "off"),
-        "Verify the bytes that are read: all, a sample of them, or none.",
+        "Verify all bytes that are read, a sample of them, or none.",
         default="full",
     )
     seed: int | None = option("--seed", whole(0), "Seed of the contents (default: random for each run).")
@@ -92,7 +92,7 @@ class CheckpointRunOptions:
     accelerator: str = option(
         "--accelerator",
         TEXT,
-        "Accelerator whose memory is saved: b200 or mi355; needed with --submission.",
+        "Accelerator whose memory is saved: b200 or mi355; required with --submission.",
         default="",
     )
 
@@ -129,7 +129,7 @@ def run(
 def run_checkpoint_benchmark(
     options: CheckpointRunOptions, *, comm: Comm, terminal: Terminal
 ) -> CheckpointResult | None:
-    """Write and read the checkpoints that the options ask for; None if a closed gate stopped the run."""
+    """Write and read checkpoints according to the options; return None if a closed gate stopped the run."""
     from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
     from penstock.submission.edition import load_edition
     from penstock.transfer.pipeline import PipelineSettings
@@ -249,7 +249,7 @@ def _require_allowed(
         num_writes=checkpoint.num_checkpoints_write,
         num_reads=checkpoint.num_checkpoints_read,
         is_subset=layout.is_subset,
-        # A rehearsal does everything as for a real result, except for sizes.
+        # A rehearsal does everything that a real result requires, at a smaller scale.
         scale=Fraction(1) if options.results.rehearsed_at else options.scale,
         changed=changed,
         size_gib=layout.total_bytes / float(options.scale) / 2**30,
@@ -265,7 +265,7 @@ def perform_run(
     comm: Comm,
     terminal: Terminal,
 ) -> CheckpointResult:
-    """Run the request on the storage at `uri`, and print why its figures may not be the storage's."""
+    """Run the request on the storage at `uri`, and print any reason to doubt its figures."""
     from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 
     with terminal.progress() as progress:
@@ -283,7 +283,7 @@ def perform_run(
 def _opener(
     request: CheckpointRequest, uri: str, storage_options: Mapping[str, str], comm: Comm
 ) -> OpenStorage:
-    """Make a function that opens the storage for checkpoints with the durability of the request."""
+    """Return a function that opens the storage at `uri` with the durability that the request specifies."""
     from penstock.bench.training.training_checkpoints import durability_options
 
     durable = durability_options(uri, fsync=request.model.workload.checkpoint.fsync)
@@ -299,14 +299,14 @@ def size(
     name: str = MODEL_NAME,
     settings: tuple[str, ...] = _SETTINGS,
     ranks: int | None = option(
-        "--ranks", whole(1), "Number of ranks to lay the model out on (default: the model's own)."
+        "--ranks", whole(1), "Number of ranks to lay the model out on (default: the model's own number)."
     ),
     scale: Fraction = option("--scale", SCALE, "Share of every file to count.", default="1"),
     is_subset: bool = flag(
-        "--subset", "Count only the files of the model's first N ranks, as many as --ranks."
+        "--subset", "Count only the files of the model's first N ranks; N is given by --ranks."
     ),
 ) -> None:
-    """Calculate the files and bytes that each rank writes, and prove the total.
+    """Calculate the files and bytes that each rank writes, and show how the total is calculated.
 
     Examples:
 
@@ -368,7 +368,7 @@ def size(
 
 
 def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_kept: int) -> list[str]:
-    """The proof of the total, with a sentence for each step."""
+    """Return the calculation of the total, one sentence per step."""
     from penstock.bench.state_layout import DATATYPE_BYTES, OPTIMIZER_STATES
 
     total, mesh, described = layout.total_bytes, layout.mesh, model.workload.model

@@ -1,4 +1,4 @@
-"""`penstock checkpoint status`, `flush` and `halt`: the steps of a checkpoint manager, and its job."""
+"""`penstock checkpoint status`, `flush` and `halt`: the saved steps of a checkpoint manager, and its job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 FLUSH_FAILS = 1
 NOT_FLUSHED = 1
-_RUN: Final = argument("RUN", URI, "Durable directory or URI of the manager.")
+_RUN: Final = argument("RUN", URI, "Directory or URI to which the manager saves.")
 
 
 @verb
@@ -98,7 +98,7 @@ def status(
 
 
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:
-    """Show how much is left to copy until nothing is left, no flusher works, or only failures remain."""
+    """Show how much is left to copy. Return when nothing is, no flusher works, or only failures remain."""
     from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.levels.flush import FlushFolder
 
@@ -123,7 +123,7 @@ def flush(
     terminal: Terminal,
     *,
     caches: tuple[str, ...] = arguments(
-        "CACHE...", FOLDER_URI, "Cache of each rank's node: one path for all ranks, or one for each."
+        "CACHE...", FOLDER_URI, "Cache on each rank's node: one path for all ranks, or one for each."
     ),
     steps: tuple[int, ...] = repeated("--step", whole(), "Flush only this step."),
     durable: str | None = option(
@@ -133,7 +133,7 @@ def flush(
     """Copy pending steps, and the newest step that can be restored, from CACHE to durable storage.
 
     Run it with one rank on each node, after a crash or before a job ends. Files are verified; lost or damaged
-    ones are rebuilt if the step's redundancy allows it. Gives up if no data is copied for --timeout, and
+    ones are rebuilt if the step's redundancy allows it. Gives up if no data is copied within --timeout, and
     exits with 1 if any step is still not durable at the end.
 
     Examples:
@@ -202,7 +202,7 @@ def halt(
     cancels: bool = flag("--cancel", "Withdraw the request, if no job has obeyed it yet."),
     shows_status: bool = flag("--status", "Show whether a stop has been requested, without requesting one."),
 ) -> None:
-    """Request a graceful stop: the job whose manager saves to RUN saves once more, flushes and exits.
+    """Request a graceful stop of the job that saves to RUN: it saves once more, flushes and exits.
 
     The request is the file RUN/halt.json. The job finds it within seconds, when its training loop next asks
     the manager whether to save. All ranks stop at the same step, and the job removes the file when it exits.

@@ -275,10 +275,12 @@ def remove(
     terminal: Terminal,
     *,
     path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint, or of a step in a cache."),
-    even_last: bool = flag("--even-last", "Allow removing the only complete checkpoint that is left."),
+    even_last: bool = flag(
+        "--even-last", "Allow removing the last complete checkpoint, or a step that is not durable."
+    ),
     no_verify: bool = flag("--no-verify", "Check only the files and sizes of the remaining checkpoint."),
 ) -> None:
-    """Remove a checkpoint: first its name, in one durable step, then its files.
+    """Remove a checkpoint: hide it in one durable step, then delete its files.
 
     Refuses to remove the last complete checkpoint of a run: before it removes anything, it verifies others
     byte by byte, the newest first, until one proves complete. In a cache, refuses to remove a step that is

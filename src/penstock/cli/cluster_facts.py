@@ -33,16 +33,16 @@ def collect(
     terminal: Terminal,
     *,
     hosts: str | None = option("--hosts", TEXT, "Query these hosts (default: this one).", metavar="A,B:4"),
-    hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one a line."),
+    hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one per line."),
     via: host_facts.Via | None = option(
         "--via",
         _VIA,
-        "How to start a process on each host: ssh, slurm (default hosts: the allocation), mpi (any launcher) "
-        "or local, for this machine only (default: mpi if hosts are named, else local).",
+        "How to start a process on each host: ssh, slurm (by default on all hosts of the allocation), mpi "
+        "(any launcher) or local, for this machine only (default: mpi if hosts are named, else local).",
     ),
     output: Path = option("--output", NEW_FILE, "Write this file.", default="cluster.json", short="-o"),
     allow_partial: bool = flag("--allow-partial", "Accept missing hosts, and mark the facts as partial."),
-    timeout_s: float = option("--timeout", TIME, "Wait at most this long for one host.", default="60s"),
+    timeout_s: float = option("--timeout", TIME, "Wait at most this long for each host.", default="60s"),
     launcher: str = option(
         "--launcher", LAUNCHER, "Start processes with this launcher; for --via mpi.", default="auto"
     ),
@@ -52,7 +52,7 @@ def collect(
     python: str | None = option(
         "--python",
         TEXT,
-        "Run this Python interpreter on the hosts (default: this one's path).",
+        "Run this Python interpreter on the hosts (default: the path of the one that runs here).",
         metavar="PATH",
     ),
 ) -> None:
@@ -156,7 +156,7 @@ def check(
     terminal: Terminal,
     *,
     file: Path | None = optional_argument(
-        "[FILE]", FILE, "File of `penstock cluster collect` (default: inspect gates)."
+        "[FILE]", FILE, "File written by `penstock cluster collect` (default: inspect the gates)."
     ),
     gates: tuple[Gate, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all)."),
     data: str | None = option("--data", URI, "Check the storage that ranks will read or write."),
@@ -166,7 +166,7 @@ def check(
     """Compare the hosts of a collected cluster, or inspect the preflight gates of runs.
 
     With FILE, compares its hosts: memory, cores, kernel, versions, mounts, settings and clocks. Without FILE,
-    inspects the gates on all ranks. Exits with 1 if a check fails, and with 3 if one could not be made.
+    inspects the gates on all ranks. Exits with 1 if a check fails, and with 3 if one was not possible.
 
     Examples:
 
@@ -215,7 +215,7 @@ def check(
 
 
 def _view_checks(lines: Sequence[tuple[str, str, str, str]]) -> View:
-    """View each check as one line, with the fix below each check that does not pass."""
+    """Yield a line for each check, and below each check that does not pass, its fix."""
     verdict_width, subject_width = (max(len(line[column]) for line in lines) for column in (0, 1))
     indent = " " * (verdict_width + subject_width + 3)
     for verdict, subject, finding, fix in lines:

@@ -1,7 +1,7 @@
 """`penstock-dlio`: the command line of `dlio_benchmark`, on Penstock's generator, loader and timed loop.
 
-DLIO's arguments become a workload, its stages run in DLIO's order, and DLIO's files are left in its folder.
-Invariant: whatever is requested is done, or reported as a remark or an error.
+DLIO's arguments become a workload, whose stages run in DLIO's order and leave DLIO's files in its folder.
+Invariant: every request is carried out, or else a remark or an error reports that it is not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT_WORKLOAD: Final = "default"
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
 LONGEST_WAIT_S: Final = 3600.0
-"""DLIO has no option for this limit, so it must suffice for the slowest rank's share of data generation."""
+"""The longest wait for other ranks. DLIO has no option for it, so it must cover the slowest generation."""
 
 _USUAL_THREADS: Final = 4
 
@@ -50,16 +50,16 @@ RANK_per_epoch_stats.json and .hydra. Runs alone, or as ranks under mpiexec, mpi
 Without arguments it trains the workload "default", as DLIO does.
 
 Arguments:
-  workload=unet3d_h100               Shipped workload (`penstock workloads`), one of DLIO's, or NAME.yaml of
+  workload=unet3d_h100               Shipped workload (`penstock workloads`), one of DLIO's, or NAME.yaml in
                                      --config-dir (default: "default", as in DLIO).
   ++workload.dataset.num_files_train=42
-                                     Change any value of the workload; also with one + or none.
+                                     Override any setting of the workload; one + or none works, too.
   ++workload.workflow.generate_data=True ++workload.workflow.train=False
                                      Choose the stages: generate_data, train, evaluation, checkpoint.
-  ~workload.SECTION.KEY              Leave a key of the workload at its default.
-  hydra.run.dir=FOLDER               Directory for the results (default: hydra_log/MODEL/DATE-TIME); may hold
-                                     ${{now:%Y-%m-%d}} and ${{workload.model.name}}.
-  hydra.output_subdir=NAME           Name of the configuration's folder in it (default: .hydra).
+  ~workload.SECTION.KEY              Reset a setting of the workload to its default.
+  hydra.run.dir=FOLDER               Directory for the results, which may contain ${{now:%Y-%m-%d}} and
+                                     ${{workload.model.name}} (default: hydra_log/MODEL/DATE-TIME).
+  hydra.output_subdir=NAME           Folder for the configuration, in that directory (default: .hydra).
 
 Options:
   --config-dir FOLDER                Directory of your own workloads.
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run_as_rank(words: Sequence[str]) -> None:
-    """Run as the rank of this process, which is rank 0 of 1 unless a launcher started it."""
+    """Run the workload as this process's rank, which is rank 0 of 1 unless a launcher started it."""
     from penstock.cluster.supervision import join_job
 
     environment = process_environment()
@@ -170,7 +170,7 @@ def _run_workload(words: Sequence[str], comm: Comm, environment: Environment) ->
 
 
 def _generate(workload: Workload, storage: Storage, comm: Comm, terminal: Terminal) -> list[str]:
-    """Generate the data set; return what was logged about it."""
+    """Generate the data set; return the lines to log about it."""
     from penstock.dataset.content import Reduction
     from penstock.dataset.dataset_manifest import DatasetRecipe
     from penstock.dataset.generate import generate
@@ -192,7 +192,7 @@ def _generate(workload: Workload, storage: Storage, comm: Comm, terminal: Termin
     with terminal.progress() as progress:
         report = generate(recipe, storage, comm=comm, threads=threads, progress=progress)
     if workload.storage.storage_type is StorageKind.S3:
-        # DLIO waits, too, for services whose listings show new objects late.
+        # DLIO also waits, because listings of some services show new objects late.
         time.sleep(workload.storage.post_generation_settle_s)
     say(f"Generation done: {report.written_files} files written, {report.kept_files} existed")
     return log
@@ -259,7 +259,7 @@ def _run_checkpoints(
 
 
 def require_runnable_stages(workload: Workload) -> None:
-    """Raise `UsageError` for stages that cannot be run, naming the key to change."""
+    """Raise `UsageError`, naming the key to change, if all stages are switched off."""
     stages = workload.workflow
     if not (stages.generate_data or stages.train or stages.checkpoint):
         raise UsageError(
@@ -270,7 +270,7 @@ def require_runnable_stages(workload: Workload) -> None:
 
 
 def list_unused_stages(workload: Workload) -> tuple[str, ...]:
-    """Remarks on stages that are switched on but, as in DLIO, have nothing to do."""
+    """Return remarks on stages that are switched on but, as in DLIO, have nothing to do."""
     stages = workload.workflow
     if not stages.evaluation or stages.train:
         return ()
@@ -280,7 +280,7 @@ def list_unused_stages(workload: Workload) -> tuple[str, ...]:
 def choose_run_folder(
     run_dir: str | None, workload: Workload, environment: Environment, *, now: datetime
 ) -> Path:
-    """Choose the folder of DLIO's files: the workload's, else the environment's, else hydra's."""
+    """Choose the folder of DLIO's files: the workload's, else the environment's, else Hydra's."""
     name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or run_dir
     if not name:
         return Path("hydra_log", workload.model.name, f"{now:%Y-%m-%d-%H-%M-%S}").absolute()
@@ -299,7 +299,7 @@ _MODEL: Final = "${workload.model.name}"
 
 
 def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
-    """Choose torch's loader if the workload names it and torch is installed, else ours, with a remark."""
+    """Return torch's loader if the workload names it and torch is installed, else ours, with a remark."""
     from penstock.bench.loader import loader_options
 
     name = workload.reader.data_loader
@@ -317,7 +317,7 @@ def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
 
 
 def list_replaced(workload: Workload) -> Sequence[str]:
-    """Remarks on options of the workload that other options replace here."""
+    """Return remarks on options of the workload that other options replace here."""
     options = workload.storage.storage_options
     remarks = []
     if options.prefetch_window or options.prefetch_workers:

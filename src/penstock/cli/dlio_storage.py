@@ -1,7 +1,7 @@
 """The storage location of a workload, from DLIO's section `storage`: URI, options, and credentials.
 
 Pure: turns a loaded workload into arguments of `open_storage`. Invariant: every key of the section becomes
-part of the location, or an error that states what to write instead.
+part of the location, or causes an error that says what to write instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DlioLocation:
 
 
 def data_location(workload: Workload, environment: Environment) -> DlioLocation:
-    """The location of the data: `storage.storage_root` joined with `dataset.data_folder`, as in DLIO."""
+    """Return the data's location: `storage.storage_root` joined with `dataset.data_folder`, as in DLIO."""
     kind = workload.storage.storage_type
     if kind is StorageKind.AISTORE:
         raise UsageError(
@@ -87,7 +87,7 @@ def _bucket_and_prefix(workload: Workload) -> str:
 
 
 def _object_options(workload: Workload) -> Iterator[tuple[str, str]]:
-    """Translate DLIO's options for object stores to options of our storage."""
+    """Translate DLIO's options for object stores to options of Penstock's storage."""
     options = workload.storage.storage_options
     if workload.storage.storage_library is not None:
         yield "client", workload.storage.storage_library.value
@@ -105,7 +105,7 @@ def _object_options(workload: Workload) -> Iterator[tuple[str, str]]:
 
 
 def _endpoint(url: str, options: StorageOptions) -> str:
-    """A URL of the service. If it has no scheme, `secure` decides; the default is https."""
+    """Return a URL of the service. If `url` has no scheme, `secure` chooses it; the default is https."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         return f"{'http' if options.secure is False else 'https'}://{url}"
@@ -119,7 +119,7 @@ def _endpoint(url: str, options: StorageOptions) -> str:
 
 
 def checkpoint_location(workload: Workload, environment: Environment) -> DlioLocation:
-    """The location of `checkpoint.checkpoint_folder`: a path, or a prefix in the bucket of the data."""
+    """Return the location of `checkpoint.checkpoint_folder`: a path, or a prefix in the data's bucket."""
     folder = workload.checkpoint.checkpoint_folder
     storage = workload.storage
     if storage.storage_type is not StorageKind.S3:

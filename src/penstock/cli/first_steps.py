@@ -25,7 +25,7 @@ _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _PACKAGE = Path(__file__).parents[1]
 _MAX_LIST_CHARACTERS = 60
 _FOLDERS = (_PACKAGE / "pages", _PACKAGE.parents[1] / "docs")
-"""The folder of the documentation's pages, in an installed package and in a checkout."""
+"""The folders with the documentation's pages, of an installed package and of a checkout."""
 
 
 @verb
@@ -38,7 +38,7 @@ def workloads(
     accelerator: str = ACCELERATOR,
     settings: tuple[str, ...] = SETTINGS,
 ) -> None:
-    """List the shipped workloads, or show every value of one.
+    """List the shipped workloads, or show every setting of one.
 
     Examples:
 
@@ -85,7 +85,7 @@ def workloads(
 
 
 def _summarize(workload: Workload) -> dict[str, Any]:
-    """The values that help to choose a workload. Sizes are means."""
+    """Return the values that help to choose a workload. Sizes are means."""
     from penstock.workload.sizing import read_bytes_per_sample, record_bytes
 
     dataset = workload.dataset
@@ -184,7 +184,7 @@ def demo(
 
 
 def _find_pages() -> Mapping[str, Path]:
-    """Map each topic to its page; topics are the names of the files."""
+    """Map each topic to its page. A topic is the name of the page's file, without suffix."""
     folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
     if folder is None:
         raise Unavailable("This installation has no pages", fix="Install Penstock from its wheel.")

@@ -1,4 +1,4 @@
-"""`penstock kvcache run`, `replay` and `compare`: cache operations measured on a storage."""
+"""`penstock kvcache run`, `replay` and `compare`: measure cache operations on a storage system."""
 
 from __future__ import annotations
 
@@ -59,15 +59,13 @@ _BLOCKS_ONLY: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheOptions:
-    """The tiers and objects of a cache, the storage that they are on, and the pace of their operations."""
+    """The tiers and objects of a cache, the storage of its objects, and the pace of its operations."""
 
     destination: str = required(
         "--to", URI, "Storage for the entries: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: tuple[tuple[str, str], ...] = STORAGE
-    results: Path = option(
-        "--results", FOLDER, "Create a directory for this run below DIR.", default="results"
-    )
+    results: Path = option("--results", FOLDER, "Create this run's directory below DIR.", default="results")
     model: str = KV_MODEL
     dtype: str | None = KV_DTYPE
     gpu: int = option("--gpu", SIZE, "Size of the cache in accelerator memory (no I/O).", default="0B")
@@ -76,12 +74,15 @@ class KvCacheOptions:
         "--capacity", SIZE, "Maximum size of the entries on storage (default: no limit)."
     )
     tensor: int = option(
-        "--tensor-parallel", whole(1), "Number of tensor ranks, each with its own objects.", default="1"
+        "--tensor-parallel",
+        whole(1),
+        "Number of tensor-parallel ranks, each with its own objects.",
+        default="1",
     )
     pipeline: int = option(
         "--pipeline-parallel",
         whole(1),
-        "Number of pipeline ranks, each with its own objects.",
+        "Number of pipeline-parallel ranks, each with its own objects.",
         default="1",
     )
     page: Path | None = PAGE
@@ -101,7 +102,11 @@ class KvCacheOptions:
         "Divide the requests' start times by this; 0: start each request as soon as a stream is free.",
         default="0",
     )
-    duration_s: float | None = option("--duration", TIME, "Start no operations after this time.")
+    duration_s: float | None = option(
+        "--duration",
+        TIME,
+        "Start no operations after this time (default: no limit; in mlperf-v3, set by the edition).",
+    )
     prefill: float = option(
         "--prefill-rate",
         above_zero(number()),
@@ -117,7 +122,9 @@ def replay(
     comm: Comm,
     terminal: Terminal,
     *,
-    trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT."),
+    trace: Path = argument(
+        "TRACE", FILE, "Trace of Mooncake, Dynamo, AIPerf, Bailian, BurstGPT or ShareGPT."
+    ),
     cache: KvCacheOptions = group(KvCacheOptions),
     reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace"),
 ) -> int:
@@ -141,11 +148,11 @@ def run(
     terminal: Terminal,
     *,
     workload: str = optional_argument(
-        "WORKLOAD", choice("blocks", "mlperf-v3"), "Workload: blocks or mlperf-v3.", default="blocks"
+        "[WORKLOAD]", choice("blocks", "mlperf-v3"), "Workload: blocks or mlperf-v3.", default="blocks"
     ),
     cache: KvCacheOptions = group(KvCacheOptions),
-    requests: int = option("--requests", whole(1), "Number of requests.", default="1000"),
-    users: int = option("--users", whole(1), "Number of users.", default="100"),
+    requests: int = option("--requests", whole(1), "Number of requests to generate.", default="1000"),
+    users: int = option("--users", whole(1), "Number of users who send them.", default="100"),
     think_s: float = option("--think", TIME, "Mean time between a user's requests.", default="30s"),
     chunk_tokens: int = option("--chunk-tokens", whole(1), "Tokens per cached chunk.", default="256"),
     objective_s: float | None = option(
@@ -162,13 +169,13 @@ def run(
         "--trials", whole(1), "Number of trials of each option.", default="3", panel="mlperf-v3"
     ),
     pause_s: float | None = option(
-        "--pause", TIME, "Pause between options (default: the edition's, 90s).", panel="mlperf-v3"
+        "--pause", TIME, "Pause between options (default: set by the edition, 90s).", panel="mlperf-v3"
     ),
 ) -> int:
     r"""Run a generated workload: `blocks`, which follows the statistics of a published trace, or `mlperf-v3`.
 
-    `mlperf-v3` has the users, options and files of MLPerf Storage v3.0, and shows each of its metrics next to
-    a corrected value. --model and the options for tiers and chunks do not apply to it.
+    `mlperf-v3` has the users, options and files of MLPerf Storage v3.0, and shows a corrected value next to
+    each of its metrics. --model and the options for tiers and chunks do not apply to it.
 
     Examples:
 
@@ -228,7 +235,7 @@ def _measure(
     objective_ms: float | None = None,
     users: int = 1,
 ) -> int:
-    """Plan the operations that follow from the trace and the tiers, execute them, and print both."""
+    """Plan the operations that the trace causes with these tiers, execute them, and print the result."""
     from penstock.kvcache.cache_figures import say_doubts
     from penstock.kvcache.cache_pages import make_run_page
     from penstock.kvcache.cache_run import CacheRequest, run_plan
@@ -308,7 +315,7 @@ def _view_mlperf(document: Mapping[str, Any]) -> View:
 
 
 def view_cache_run(document: Mapping[str, Any]) -> View:
-    """Show a run as text."""
+    """Show a run's figures as text."""
     from penstock.kvcache.cache_figures import has_small_objects
 
     if "options" in document:
@@ -381,7 +388,7 @@ def compare(
     runs: tuple[Path, ...] = arguments("RUN...", FOLDER, "Folders of runs of `penstock kvcache`."),
     page: Path | None = PAGE,
 ) -> int:
-    """Compare runs on several storage systems: each figure, and the ranking by it.
+    """Compare runs on several storage systems, and rank the systems by each figure.
 
     Exits with 1 if the runs did not execute the same operations.
 

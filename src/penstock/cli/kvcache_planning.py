@@ -43,7 +43,7 @@ class TraceFormatOptions:
     block_tokens: int | None = option(
         "--block-tokens",
         whole(1),
-        "Tokens per block of TRACE (default: what TRACE states or implies).",
+        "Tokens per block of TRACE (default: stated or implied by TRACE).",
     )
     chunk_tokens: int | None = option(
         "--chunk-tokens", whole(1), "Tokens per cached chunk (default: one block)."
@@ -51,7 +51,7 @@ class TraceFormatOptions:
     max_requests: int | None = option("--max-requests", whole(1), "Use only the first N requests.")
 
     def load(self, path: Path, terminal: Terminal) -> BlockTrace:
-        """Read the trace in chunks, and print its remarks."""
+        """Read the trace, print the remarks about it, and apply the limits of these options."""
         from penstock.kvcache.read_traces import read_trace
 
         trace = read_trace(path, kind=self.kind, block_tokens=self.block_tokens)
@@ -68,7 +68,7 @@ def models(
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
 ) -> None:
-    """List models and how many bytes of key-value cache a token needs in each; --model adds your own.
+    """List models with the bytes of key-value cache that each needs per token; --model adds your own.
 
     Examples:
 
@@ -101,7 +101,7 @@ def size(
     terminal: Terminal,
     *,
     trace: Path | None = optional_argument(
-        "TRACE", FILE, "Trace of requests (default: only --users counts)."
+        "[TRACE]", FILE, "Trace of requests (default: none, calculate for --users only)."
     ),
     model: str = KV_MODEL,
     dtype: str | None = KV_DTYPE,
@@ -162,7 +162,9 @@ def _view_size(document: dict[str, Any]) -> View:
 def simulate(
     terminal: Terminal,
     *,
-    trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT."),
+    trace: Path = argument(
+        "TRACE", FILE, "Trace of Mooncake, Dynamo, AIPerf, Bailian, BurstGPT or ShareGPT."
+    ),
     blocks: tuple[int, ...] = option(
         "--blocks", several(whole(0)), "Cache sizes to try, in blocks.", default="1000,10000,100000"
     ),
@@ -254,7 +256,8 @@ def inspect(
     model: str | None = option(
         "--model",
         TEXT,
-        "Assume the tokens of this model: one of `penstock kvcache models`, or a config.json.",
+        "Calculate tokens for this model if STORE lacks them: one of `penstock kvcache models`, or a "
+        "config.json.",
     ),
     verifies: bool = flag(
         "--verify", "Read all contents: verify checksums if there are any, else look for pages of zeros."
@@ -284,7 +287,7 @@ def inspect(
 
 
 def _view_store(document: dict[str, Any]) -> View:
-    """Show a store as text."""
+    """Show the description of a store as text."""
     yield (
         f"{document['target']}: {document['entries']:,} entries, {format_bytes(document['bytes'])}, "
         f"{document['damaged']:,} damaged"

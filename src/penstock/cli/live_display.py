@@ -31,7 +31,7 @@ _BAR_CELLS: Final = 40
 
 
 def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) -> Follower:
-    """Make the display that suits the stderr of this process, or of the process that launched it."""
+    """Make a display that suits the stderr of this process, or of the process that launched it."""
     columns = process_environment().get(PROGRESS_COLUMNS)
     if not (columns or sys.stderr.isatty()):
         return Lines(first_s=first_line_s)
@@ -52,11 +52,11 @@ class Lines:
     interval_s = LINE_INTERVAL_S
 
     def __init__(self, *, first_s: float = LINE_INTERVAL_S) -> None:
-        """Print the first line only after `first_s`, so that short work prints none."""
+        """Print no line before `first_s`, so that short work prints none."""
         self._first_at_s = time.monotonic() + first_s
 
     def show(self, status: RunStatus) -> None:
-        """Print the state in one line, with the time since the start."""
+        """Print the status in one line, with the time since the start."""
         if status.phase and status.outcome == RUNNING and time.monotonic() >= self._first_at_s:
             elapsed = format_age(status.written_at_s - status.started_at_s)
             print(printable(f"[{elapsed}] {status_line(status)}"), file=sys.stderr, flush=True)
@@ -109,7 +109,7 @@ class LiveFigures:
         self._live.start()
 
     def show(self, status: RunStatus) -> None:
-        """Draw the state."""
+        """Draw the status."""
         from rich.text import Text
 
         text = Text("\n".join(map(printable, panel_lines(status))), no_wrap=True, overflow="ellipsis")
@@ -121,7 +121,7 @@ class LiveFigures:
 
 
 def panel_lines(status: RunStatus) -> Iterator[str]:
-    """Yield the state as lines of text, waits last."""
+    """Yield the status as lines of text, with waits last."""
     age = format_age(status.written_at_s - status.started_at_s)
     what = " ".join(filter(None, (status.kind, status.workload, f"on {format_count(status.ranks, 'rank')}")))
     yield f"{status.run}: {status.outcome}, {what}, {age}"

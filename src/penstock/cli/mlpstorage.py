@@ -2,8 +2,8 @@
 
     words -> `MlpstorageCommand` -> words of penstock, which are printed and then run
 
-Invariant: nothing that is requested is left out without a remark or an error; an unknown word causes an error
-that suggests the nearest known word.
+Invariant: no request is dropped without a remark or an error; an unknown word causes an error that suggests
+the nearest known word.
 """
 
 import shlex
@@ -82,7 +82,7 @@ IGNORED: Final[Mapping[str, str]] = {
     "max-timeseries-samples": "counters are thinned out automatically",
     "cluster-collector-shared-staging": "nothing is staged on hosts",
 }
-"""Options without an effect here, and the reason."""
+"""Options that have no effect here, with the reason."""
 FLAGS: Final = frozenset({
     "oversubscribe", "allow-run-as-root", "checkpoint-subset", "o-direct", "open", "closed", "dry-run",
     "what-if", "skip-fs-separation-gate", "debug", "verbose", "quiet", "allow-invalid-params",
@@ -92,7 +92,7 @@ FLAGS: Final = frozenset({
 _LISTS: Final = frozenset({"hosts", "params", "mpi-params"})
 """Options that take all words up to the next option."""
 _REPEATED: Final = frozenset({"params", "mpi-params"})
-"""Options whose values add up if they are given again."""
+"""Options that may be repeated: their values are collected."""
 NAMES: Final[Mapping[str, str]] = {
     other: name for name in (*OPTIONS, *IGNORED) for other in (f"--{name}", *OPTIONS.get(name, ()))
 }
@@ -104,7 +104,7 @@ _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpstorageCommand:
-    """A parsed command line. `mode` is "" in v2's form without a division; `rest` has further arguments."""
+    """A parsed command line. `mode` is "" in v2's form without a division; `rest` has all other arguments."""
 
     mode: str = ""
     benchmark: str = ""
@@ -119,11 +119,11 @@ class MlpstorageCommand:
         return name in self.options
 
     def value(self, name: str) -> str | None:
-        """The last value of an option; None if it was not given."""
+        """Return the last value of an option, or None if it was not given."""
         return self.options[name][-1] if self.options.get(name) else None
 
     def number(self, name: str) -> int | None:
-        """The value of an option as a whole number."""
+        """Return the value of an option as a whole number, or None if it was not given."""
         text = self.value(name)
         if text is not None and not text.isdecimal():
             raise UsageError(f"{text!r} is not a whole number", where=f"--{name}", fix="Write digits.")
@@ -133,7 +133,7 @@ class MlpstorageCommand:
 def parse(
     words: Sequence[str], *, defaults: Mapping[str, tuple[str, ...]] | None = None
 ) -> MlpstorageCommand:
-    """Parse a command line, whose options take precedence over `defaults`, the options in a file."""
+    """Parse a command line. Its options take precedence over `defaults`, the options in a file."""
     unsupported = next((word for word in words[:2] if word in _UNSUPPORTED), None)
     if unsupported is not None:  # its options are not known here, so they are not parsed
         return MlpstorageCommand(benchmark=unsupported, command="run")
@@ -217,9 +217,9 @@ def _unknown(word: str, allowed: tuple[str, ...]) -> UsageError:
 def translate(
     command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
 ) -> tuple[list[str], list[str]]:
-    """The equivalent words of penstock, without its name, and remarks to print first.
+    """Return the equivalent words for penstock, without its name, and remarks to print first.
 
-    `is_tree` tells whether a folder is a submission tree.
+    `is_tree` returns true if a folder is a submission tree.
     """
     if command.benchmark in _UNSUPPORTED:
         raise UsageError(
@@ -337,7 +337,7 @@ class _BenchmarkTranslator:
         return [*words, *self._ranks("num-processes")]
 
     def _place(self, folder: str) -> str:
-        """The model's own folder in `folder`, or for `object`, a prefix in the bucket."""
+        """Return the model's own folder in `folder`, or for `object`, a prefix in the bucket."""
         below = f"{folder.rstrip('/')}/{self.command.model}"
         if self.command.storage != "object" or "://" in folder:
             return below
@@ -346,7 +346,7 @@ class _BenchmarkTranslator:
         return f"s3://{bucket}/{below.lstrip('/')}"
 
     def _ranks(self, name: str) -> list[str]:
-        """The options that start several ranks."""
+        """Return the options that start several ranks."""
         command = self.command
         if command.value("exec-type") not in (None, "mpi"):
             raise UsageError("Containers are not supported", where="--exec-type", fix="Use mpi.")
@@ -372,7 +372,7 @@ class _BenchmarkTranslator:
 def _translate_other(
     command: MlpstorageCommand, environment: Environment, is_tree: Callable[[str], bool]
 ) -> list[str]:
-    """Translate a command without a benchmark."""
+    """Translate a command that belongs to no benchmark."""
     results = command.value("results-dir") or environment.get(_RESULTS) or _DEFAULT_ROOT
     rest = list(command.rest)
     if command.command in ("history", "runs"):
@@ -414,19 +414,19 @@ Usage: penstock-mlpstorage closed|open|whatif training MODEL datasize|datagen|ru
        penstock-mlpstorage init ORG [FOLDER] | reports reportgen | history show ID | runs list|show|rm
        penstock-mlpstorage validate FOLDER | rules-coverage | version
 
-Run mlpstorage's command lines, of v3 and of v2, with penstock: each is translated to one penstock command,
-which is printed before it runs. The vector search and key-value cache benchmarks are not supported.
+Run command lines of mlpstorage v2 and v3 with penstock: each is translated to one penstock command, which is
+printed before it runs. The vector search and key-value cache benchmarks are not supported.
 
 Options:
   --data-dir, --checkpoint-folder FOLDER    Directory for the data set, or for checkpoints.
   --results-dir FOLDER --systemname NAME    Directory for results, and the system under test. The run is added
-                                            to the submission if `init` has made the directory its tree.
+                                            to the submission if `init` made the directory a submission tree.
                                             Defaults: MLPSTORAGE_RESULTS_DIR, MLPSTORAGE_SYSTEMNAME,
                                             MLPSTORAGE_DATA_DIR and MLPSTORAGE_CHECKPOINT_FOLDER.
-  --params KEY=VALUE ...                    Change values of the workload.
-  --hosts A:4,B:4 --mpi-bin NAME --mpi-params="..."    Choose hosts, launcher and its arguments.
+  --params KEY=VALUE ...                    Override settings of the workload.
+  --hosts A:4,B:4 --mpi-bin NAME --mpi-params="..."    Choose hosts, launcher, and the launcher's arguments.
   --config-file FILE                        Read options from a YAML file; the command line takes precedence.
-  --dry-run                                 Print the command, and run nothing.
+  --dry-run                                 Print the command without running it.
   --debug                                   Show a traceback with every error.
 
 Examples:
@@ -450,12 +450,12 @@ def main(arguments: list[str] | None = None) -> int:
     code = app.run_at_edge(lambda: translated.extend(_translate(words)), debug=debug)
     if not translated:
         return code
-    # Run as if the user had typed it, because runs record this command and are repeated with it.
+    # Run it as if the user had typed it, because a run records this command and can be repeated with it.
     return app.main([*translated, *(["--debug"] if debug else [])])
 
 
 def _translate(words: Sequence[str]) -> list[str]:
-    """Print the command to run, and return its words; a dry run returns none."""
+    """Print the command to run, and return its words, or none for a dry run."""
     requested = parse(words)
     if (name := requested.value("config-file")) is not None:
         requested = parse(words, defaults=_read_config_file(Path(name)))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parse_overrides(settings: Iterable[str]) -> Sequence[Override]:
-    """Parse the changes that `--set` options make to a workload."""
+    """Parse the values of `--set` options as overrides of a workload's settings."""
     from penstock.workload.settings import parse_settings
 
     return parse_settings(settings)
@@ -34,22 +34,22 @@ def parse_overrides(settings: Iterable[str]) -> Sequence[Override]:
 ACCELERATOR: Final = option(
     "--accelerator",
     TEXT,
-    "Emulate this accelerator: h100, b200, ... (default: part of WORKLOAD).",
+    "Emulate this accelerator: h100, b200, ... (default: the one named in WORKLOAD).",
     default="",
 )
-SETTINGS: Final = repeated("--set", SETTING, "Change a value, e.g. reader.batch_size=14.")
+SETTINGS: Final = repeated("--set", SETTING, "Override a setting of the workload, e.g. reader.batch_size=14.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """A training workload and its changed values."""
+    """A training workload and the settings that override its own."""
 
     name: str = argument("WORKLOAD", WORKLOAD, "Shipped workload (see `penstock workloads`) or a YAML file.")
     accelerator: str = ACCELERATOR
     settings: tuple[str, ...] = SETTINGS
 
     def load(self, terminal: Terminal, *, is_data_set: bool = False) -> LoadedWorkload:
-        """Load the workload and print its remarks. A workload that `is_data_set` needs no accelerator."""
+        """Load the workload and print its remarks. With `is_data_set`, no accelerator has to be named."""
         from penstock.workload.load_workload import load
 
         overrides = parse_overrides(self.settings)
@@ -90,7 +90,7 @@ PAGE: Final = option("--page", NEW_PAGE, "Write a page with the result and its c
 
 
 def write_page(path: Path | None, draw: Callable[[], Report], terminal: Terminal) -> None:
-    """Write the page that `draw` makes, if `path` is given; on rank 0 only."""
+    """Write the page that `draw` returns to `path`, on rank 0 only; without a path, do nothing."""
     if path is None or not terminal.speaks:
         return
     from penstock.reports.page import write_report
@@ -131,12 +131,12 @@ def inspect_gates(
 METRICS_FOLDER: Final = option(
     "--metrics-dir",
     FOLDER,
-    "Keep current figures in DIR/penstock-RUN.prom, for node exporter's textfile collector.",
+    "Keep the current figures in DIR/penstock-RUN.prom, for node exporter's textfile collector.",
 )
 
 
 def follow_by_metrics(folder: Path | None) -> list[Follower]:
-    """The follower that keeps a file of metrics in this folder; empty if `folder` is None."""
+    """Return the follower that keeps a metrics file in `folder`, or no follower if `folder` is None."""
     if folder is None:
         return []
     from penstock.results.run_status import TextCollectorFile
@@ -152,7 +152,7 @@ class FollowOptions:
     metrics_folder: Path | None = METRICS_FOLDER
 
     def followers(self) -> list[Follower]:
-        """The display on the terminal, and the metrics file."""
+        """Return the metrics file, if one is requested, and the display on the terminal."""
         from penstock.cli.live_display import make_display
 
         # A missing folder for metrics causes an error before any bar is drawn.

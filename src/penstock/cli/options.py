@@ -1,4 +1,4 @@
-"""The option layer: the options of a verb are the parameters of its function, each declared once.
+"""The option layer: a verb's options are the parameters of its function, each declared once.
 
     @verb
     def probe(
@@ -11,11 +11,11 @@
         ...
 
 A declaration holds the name, the parser, the help text and the default; everything else (click's parameters,
-`--help`, completion, the values that the function receives) follows from it. The declaring functions return
-the parser's type, so that a type checker compares each annotation with its parser.
+`--help`, completion, the values that the function receives) is derived from it. The return type of a
+declaring function is its parser's type, so that a type checker compares each annotation with its parser.
 
-An option that several verbs share is a constant, which has one name everywhere: `page: Path | None = PAGE`.
-Several options that belong together are the fields of a dataclass, which `group` declares.
+An option that several verbs share is a constant with the same name everywhere: `page: Path | None = PAGE`.
+Options that belong together are the fields of a dataclass, which `group` declares.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from penstock.optional_libraries import missing_library
 T = TypeVar("T")
 O = TypeVar("O")  # noqa: E741 - a group of options
 Fields = dict[str, dataclasses.Field[Any]]
-"""Declared options by the name of their parameter, or of their field in a group."""
+"""Declared options by name: of a parameter, or of a group's field."""
 _KEY = "penstock option"
 _NESTED = "__"
-"""Joins the names of a group and a field: GROUP__FIELD."""
+"""Joins the name of a group and that of its field: GROUP__FIELD."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def option(
     panel: str | None = None,
 ) -> T | None: ...
 def option(name: str, parser: Parser[Any], text: str, *, short: str = "", **more: Any) -> Any:
-    """Declare an option. `default` is text for the parser; without it, the default is None."""
+    """Declare an option. `default` is a string for the parser; without it, the default is None."""
     return _field((short, name), text, parser, **more)
 
 
@@ -133,7 +133,7 @@ def group(options: type[O], *, panel: str | None = None) -> O:
 
 
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
-    """A field for a dataclass or a signature; the declaring functions claim to return its value's type."""
+    """Return a field for a dataclass or a signature. Declaring functions claim to return its value's type."""
     declaration = Declaration(names=tuple(filter(None, names)), help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:
@@ -142,7 +142,7 @@ def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None,
 
 
 def default_value(declaration: Declaration) -> Any:
-    """The value of an omitted option, parsed only now: a parser may import the type of its values."""
+    """Return an omitted option's value, parsed only now: a parser may import the type of its values."""
     if declaration.is_repeated:
         return ()
     if declaration.parser is None:
@@ -151,7 +151,7 @@ def default_value(declaration: Declaration) -> Any:
 
 
 def options_of(declaring: Callable[..., Any]) -> Fields:
-    """The options that a function or a dataclass declares; its other parameters or fields are left out."""
+    """Return the options that a function or a dataclass declares, without its other parameters or fields."""
     if isinstance(declaring, type):
         fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(declaring)}
     else:
@@ -165,7 +165,7 @@ def options_of(declaring: Callable[..., Any]) -> Fields:
 
 
 def declarations(fields: Fields) -> Iterator[tuple[str, Declaration, str | None]]:
-    """Yield the path, declaration and help panel of each option, with groups' options in their places."""
+    """Yield the path, declaration and help panel of each option. A group's options stand in its place."""
     for name, field in fields.items():
         declared = field.metadata[_KEY]
         if isinstance(declared, type):
@@ -176,14 +176,14 @@ def declarations(fields: Fields) -> Iterator[tuple[str, Declaration, str | None]
 
 
 def fill(fields: Fields, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fill in click's values, by the names of parameters; omitted options get their defaults."""
+    """Map each parameter's name to click's value, or to the default if the option was omitted."""
     filled: dict[str, Any] = {}
     for name, field in fields.items():
         declared, path = field.metadata[_KEY], f"{prefix}{name}"
         if isinstance(declared, type):
             filled[name] = declared(**fill(options_of(declared), values, f"{path}{_NESTED}"))
         else:
-            # For an omitted option, click passes None or (), whatever the default is.
+            # Click passes None or () for an omitted option, whatever its default is.
             is_given = values.get(path) not in (None, ())
             filled[name] = values[path] if is_given else default_value(declared)
     return filled
@@ -251,7 +251,7 @@ JSON_OPTION: dict[str, Any] = {"as_json": flag("--json", "Print the result as on
 
 
 class Verb(click.Command):
-    """A command made of declared options; `--help` shows its docstring and their help texts."""
+    """A command made of declared options; `--help` shows its document and their help texts."""
 
     def __init__(
         self, document: str, fields: Fields, call: Callable[[Mapping[str, Any]], int | None], **more: Any
@@ -268,7 +268,7 @@ class Verb(click.Command):
         self.examples = [dedent(example).strip() for example in examples.split("\n\n") if example.strip()]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples, arguments and options, each panel of options under its own heading."""
+        """Write examples, arguments and options, with a heading for each panel of options."""
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
@@ -299,7 +299,7 @@ def _describe(declaration: Declaration) -> str:
 def verb(
     function: Callable[Concatenate[Terminal, ...], int | None], *, has_json: bool = True, **settings: Any
 ) -> Verb:
-    """Make a command of a function of the terminal and its options. The function returns the exit code."""
+    """Make a command from a function of a terminal and options, which returns the exit code."""
     own = options_of(function)
 
     def call(values: Mapping[str, Any]) -> int | None:
@@ -311,7 +311,7 @@ def verb(
 class Group(click.Group):
     """Commands by name. Each is imported only when it is used, so that the root's `--help` imports little.
 
-    `extra` is the extra of Penstock that these commands need; errors about missing libraries name it.
+    `extra` names the optional dependencies that these commands need; errors about missing libraries name it.
     """
 
     def __init__(
@@ -324,11 +324,11 @@ class Group(click.Group):
     ) -> None:
         super().__init__(None, help=text, no_args_is_help=True, **more)
         self.verbs = dict(verbs)
-        """Each command, or its place as `module:name`."""
+        """Each command, or its location as `module:name`."""
         self.extra = extra
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that the words name."""
+        """Run the command that the words name; an error about a missing library names the extra."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
@@ -337,7 +337,7 @@ class Group(click.Group):
             raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """All names, in the order in which help lists them."""
+        """Return all names, in the order in which help lists them."""
         return list(self.verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
@@ -352,7 +352,7 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command with which the words begin; an error suggests the nearest name."""
+        """Find the command that the first word names; an error suggests the nearest name."""
         from penstock.did_you_mean import did_you_mean
 
         name = args[0]
@@ -376,7 +376,7 @@ class Group(click.Group):
 
 
 def refuse_ignored(names: tuple[str, ...], why: str) -> None:
-    """Refuse those of the options `names` that the user gave, because the command would ignore them."""
+    """Raise an error if the user gave any of the options `names`, because the command would ignore them."""
     context = click.get_current_context()
     given = {
         parameter.opts[-1]
@@ -388,5 +388,5 @@ def refuse_ignored(names: tuple[str, ...], why: str) -> None:
 
 
 def command_line() -> tuple[str, ...]:
-    """The command that is running, as a user would type it; runs record it."""
+    """Return the running command as a user would type it; runs record it."""
     return ("penstock", *(click.get_current_context().find_root().obj or ()))

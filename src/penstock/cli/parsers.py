@@ -1,6 +1,6 @@
-"""Parsers of option values: they turn text into sizes, rates, times, lists and choices.
+"""Parsers of option values: they turn strings into sizes, rates, times, lists and choices.
 
-A parser raises `UsageError`; the option layer adds the name of the option to which the text was given.
+For a wrong value, a parser raises `UsageError`, to which the option layer adds the name of the option.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Parser(Generic[T]):
-    """Turns an option's text into a value. `--help` shows `metavar`; the rest is for completion."""
+    """Turns an option's string into a value. `--help` shows `metavar`; the other fields serve completion."""
 
     metavar: str
     parse: Callable[[str], T]
@@ -42,12 +42,12 @@ class Parser(Generic[T]):
 
 
 def whole(minimum: int | None = None, maximum: int | None = None) -> Parser[int]:
-    """A parser of whole numbers between inclusive bounds."""
+    """Make a parser of whole numbers between inclusive bounds."""
     return _bounded("N", int, minimum, maximum, what="a whole number", example="8")
 
 
 def number(minimum: float | None = None, maximum: float | None = None) -> Parser[float]:
-    """A parser of decimal numbers between inclusive bounds."""
+    """Make a parser of decimal numbers between inclusive bounds."""
     return _bounded("NUMBER", float, minimum, maximum, what="a number", example="0.5")
 
 
@@ -72,14 +72,14 @@ def _bounded(
 
 
 def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:
-    """A parser of lists separated by commas."""
+    """Make a parser of lists separated by commas."""
     return Parser(
         f"{parser.metavar},...", lambda text: tuple(parser(part.strip()) for part in text.split(","))
     )
 
 
 def _make_later(module: str, name: str) -> Callable[[str], Any]:
-    """Make values of a type whose module is imported only when the first value is made."""
+    """Return a function that makes values of a type and imports its module only then."""
 
     def make(word: str) -> Any:
         return getattr(import_module(module), name)(word)
@@ -88,12 +88,12 @@ def _make_later(module: str, name: str) -> Callable[[str], Any]:
 
 
 def choice(*words: str) -> Parser[str]:
-    """A parser of one of a few words."""
+    """Make a parser that accepts one of a few words."""
     return chosen(words, str)
 
 
 def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
-    """A parser of one of a few words, and of its value. The words stand here so `--help` imports nothing."""
+    """Make a parser of a few words, one for each value. The words stand here so `--help` imports nothing."""
     allowed = tuple(words)
 
     def parse(text: str) -> T:
@@ -108,7 +108,7 @@ def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
 
 
 def above_zero(parser: Parser[N]) -> Parser[N]:
-    """Restrict a parser to values above zero."""
+    """Make a parser that accepts only positive values."""
 
     def parse(text: str) -> N:
         value = parser(text)
@@ -123,7 +123,7 @@ _ENDS_OF_NUMBERS: Final = frozenset("0123456789._")
 
 
 def with_unit(parser: Parser[N], example: str) -> Parser[N]:
-    """Require a unit for every value except zero, because a guess of the unit could be far off."""
+    """Make a parser that requires a unit for every value except zero, as a guessed unit could be far off."""
 
     def parse(text: str) -> N:
         if text.strip()[-1:] in _ENDS_OF_NUMBERS and text.strip("0 "):
@@ -134,7 +134,7 @@ def with_unit(parser: Parser[N], example: str) -> Parser[N]:
 
 
 def parse_assignment(text: str) -> tuple[str, str]:
-    """`NAME=VALUE` as a pair."""
+    """Split `NAME=VALUE` into a pair."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise UsageError(f"{text!r} is not an assignment", fix="Write NAME=VALUE.")
@@ -179,7 +179,7 @@ def _list_runs(parent: str) -> Iterable[str]:
 
 
 def new_file(text: str) -> Path:
-    """A file to write. If its file system has no room for one, it is refused before hours of measuring."""
+    """Parse the path of a file to write. Refuse one that cannot be written before hours of measuring."""
     path = Path(text)
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

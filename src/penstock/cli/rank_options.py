@@ -1,8 +1,8 @@
-"""The options that run a command on several ranks, and how such a command gets its communicator.
+"""The options that run a command on several ranks, and the communicator that the command gets.
 
-`@ranked` adds `--ranks` and its companions to a command. Outside a launcher, they start the same command line
-on every rank and supervise it. Inside a launcher (mpirun, srun, torchrun), the command joins the job to which
-it belongs.
+`@ranked` adds `--ranks` and related options to a command. Outside a launcher, they start the same command
+line on every rank and supervise it. Under a launcher (mpirun, srun, torchrun), the command joins the job to
+which its process belongs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ from penstock.cluster import launcher_command, launcher_env
 from penstock.cluster.comm import Comm
 
 _LONGEST_IMPORT_S: Final = 10.0
-"""The time that a signal waits for the end of an import, which may be that of a user's program."""
+"""The longest time that a signal waits for the end of an import, which may run a user's program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
     """The number of ranks that run a command, their hosts, and their launcher."""
 
-    ranks: int | None = option("--ranks", whole(), "Run on N ranks (default: 1, or all ranks of a launcher).")
-    hosts: str | None = option("--hosts", TEXT, "Run on these hosts, HOST:RANKS each.", metavar="A:4,B:4")
-    hostfile: str | None = option("--hostfile", TEXT, "Read hosts from a file, one a line.", metavar="FILE")
+    ranks: int | None = option(
+        "--ranks", whole(), "Run on N ranks (default: 1, or under a launcher, all of its ranks)."
+    )
+    hosts: str | None = option(
+        "--hosts", TEXT, "Run on these hosts, each written as HOST:RANKS.", metavar="A:4,B:4"
+    )
+    hostfile: str | None = option("--hostfile", TEXT, "Read hosts from a file, one per line.", metavar="FILE")
     launcher: str = option("--launcher", LAUNCHER, "Start remote ranks with this launcher.", default="auto")
     launcher_args: tuple[str, ...] = repeated("--launcher-arg", TEXT, "Pass an argument to the launcher.")
     env_names: tuple[str, ...] = repeated(
@@ -53,7 +57,7 @@ class RankOptions:
 
 
 _RANKS: dict[str, Any] = {"ranks": group(RankOptions, panel="Ranks")}
-_FOLLOWING: dict[str, Any] = {"following": group(FollowOptions, panel="Following")}
+_FOLLOWING: dict[str, Any] = {"following": group(FollowOptions, panel="Monitoring")}
 
 
 def ranked(
@@ -62,10 +66,11 @@ def ranked(
     default_ranks: Callable[[Mapping[str, Any]], int | None] | None = None,
     is_followed: bool = False,
 ) -> Verb:
-    """Make a command that runs on several ranks, from a function of the ranks, the terminal and its options.
+    """Make a command that runs on several ranks, from a function of a communicator, a terminal and options.
 
-    The function returns the exit code, a verdict on which all ranks agree. `default_ranks` derives the number
-    of ranks from the command's values. Use `followed`, which adds --watch, for a command that takes long.
+    The function returns the exit code, which must be the same on all ranks. `default_ranks` derives the
+    default of --ranks from the command's values. Use `followed`, which adds --watch, for a command that takes
+    long.
     """
     own = options_of(function)
 
@@ -103,7 +108,7 @@ def ranked(
 
 
 followed = partial(ranked, is_followed=True)
-"""Like `ranked`, with --watch and --metrics-dir to follow a command that takes long."""
+"""Like `ranked`, with --watch and --metrics-dir for a command that takes long."""
 
 
 def _launch(ranks: RankOptions, environment: env.Environment) -> int:
@@ -116,7 +121,7 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
         variables[env.PROGRESS_COLUMNS] = str(get_terminal_size().columns)
     if ranks.trace is not None:
         variables[env.TRACE] = str(Path(ranks.trace).absolute())
-    # With this interpreter, because the PATH of another host may find another Penstock, or none.
+    # Name this interpreter, because a search of another host's PATH may find another Penstock, or none.
     program = [sys.executable, "-P", "-m", "penstock", *command_line()[1:]]
     plan = launcher_command.plan_launch(
         program,
@@ -133,11 +138,11 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the body like Ctrl-C, so that workers end and records give the reason.
+    """Let SIGTERM end the body as Ctrl-C does, so that workers end and records give the reason.
 
-    Neither signal gets lost. Native modules drop or rename an exception that is raised while they are
-    imported, so the signal waits for the end of the import. An exception in a finalizer, or in a callback
-    from C, is only printed, so the signal is raised again.
+    Neither signal gets lost. Native modules drop or replace an exception that is raised while they are
+    imported, so the signal waits for the end of the import. Python only prints an exception raised in a
+    finalizer or in a callback from C, so the signal is raised again.
     """
     main_thread, usual_hook = threading.main_thread().ident, sys.unraisablehook
     arrived, gives_up_at, is_over = signal.SIGINT, inf, False
@@ -184,9 +189,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _traced(folder: str | None, comm: Comm) -> Iterator[None]:
-    """Trace storage into `folder`, if it is given, on this rank and in its workers.
+    """Trace storage accesses of this rank and its workers into `folder`, if it is given.
 
-    The variables are exported because worker processes learn about the trace only from their environment.
+    The variables are exported because worker processes find the trace only through their environment.
     """
     if not folder:
         yield

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.results.run_comparison import RunComparison
     from penstock.results.run_record import RunRecord
 
-_RUN: Final = argument("RUN", RUN, "Run by directory, id, or a part of its name.")
+_RUN: Final = argument("RUN", RUN, "Run, given by its directory, its id, or part of its name.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class CriteriaOptions:
     status: str = option(
         "--status",
         TEXT,
-        "Select runs by how they ended: finished, failed, interrupted, running, unreadable, unknown, or "
-        "incomplete (all whose end was not recorded).",
+        "Select runs by outcome: finished, failed, interrupted, running, unreadable, unknown, or incomplete "
+        "(all whose end was not recorded).",
         default="",
         metavar="OUTCOME,...",
     )
@@ -71,10 +71,10 @@ def list_runs(
     folder: Path = optional_argument("[DIR]", FOLDER, "Results directory.", default="runs"),
     selection: CriteriaOptions = group(CriteriaOptions),
 ) -> None:
-    """List the runs in DIR, newest first, including runs of DLIO.
+    """List the runs in DIR, newest first, including DLIO's.
 
-    Runs that this machine's history records but whose directory no longer exists come last. Directories and
-    history entries that cannot be read are reported on stderr.
+    Runs in this machine's history whose directory no longer exists come last. Directories and history entries
+    that cannot be read are reported on stderr.
 
     Examples:
 
@@ -117,7 +117,7 @@ def list_runs(
 
 
 def _headline(run: RunSummary) -> str:
-    """The main figures of a run: accelerator utilization, or the bytes that were written and read."""
+    """Return the main figures of a run: accelerator utilization, or the rates of writing and reading."""
     rates = _say_rates(run)
     if run.au_compat_percent is None:
         return rates or ("figures: `penstock results show`" if run.outcome == "finished" else "no figures")
@@ -138,7 +138,7 @@ def _say_rates(run: RunSummary) -> str:
 
 
 def _describe_run(run: CatalogedRun, *, remark: str = "") -> str:
-    """Describe a run in one line: its id, unless the name ends with it, its name and its outcome."""
+    """Describe a run in one line: its id (unless its name ends with it), its name and its outcome."""
     name = run.folder if run.folder.endswith(run.id) else f"{run.id}  {run.folder}"
     return f"{name}  {run.outcome}{remark}" + (f": {run.why}" if run.why else "")
 
@@ -148,14 +148,14 @@ def remove(
     terminal: Terminal,
     *,
     runs: tuple[str, ...] = arguments(
-        "[RUN...]", TEXT, "Runs by id, directory, or a part of the name.", is_required=False
+        "[RUN...]", TEXT, "Runs, each given by its directory, its id, or part of its name.", is_required=False
     ),
     parent: Path = RUNS_FOLDER,
     selection: CriteriaOptions = group(CriteriaOptions),
     keep_last: int = option("--keep-last", whole(0), "Keep the newest N of the selected runs.", default="0"),
     is_confirmed: bool = flag("--yes", "Confirm the deletion."),
 ) -> None:
-    """Delete runs from a results directory: named runs, or all that match the options.
+    """Delete runs from a results directory: those named, or all that match the options.
 
     Without --yes, only lists what it would delete. Never deletes an active run. The history keeps a record
     of deleted runs.
@@ -227,10 +227,10 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
     if summary.kind == "penstock":
         record = read_record(folder)
         figures = record.train
-        if record.plan.get("kind") in PAGES:  # neither trains nor writes checkpoints
+        if record.plan.get("kind") in PAGES:  # the run neither trains nor writes checkpoints
             try:
                 measured, view = _read_measured(folder, record.plan["kind"])
-            except StorageError as error:  # it did not finish, or another version wrote it
+            except StorageError as error:  # the run did not finish, or another version wrote its figures
                 terminal.note(str(error))
         elif figures is None:  # show what the step events of an unfinished run yield
             try:
@@ -418,8 +418,8 @@ def compare(
 ) -> None:
     """Compare runs side by side, each with the first.
 
-    Starts with differences that make a comparison invalid, such as another workload, number of ranks, data
-    set or batch size. Settings that are usually varied on purpose (threads, storage, directories) follow.
+    Starts with differences that make the comparison invalid, e.g. in workload, number of ranks, data set or
+    batch size. Settings that are usually varied on purpose (threads, storage, directories) follow.
 
     Examples:
 

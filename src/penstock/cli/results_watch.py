@@ -27,7 +27,7 @@ SILENT_S: Final = 120.0
 """A run on another host counts as dead if it has not written its status for this long."""
 _INTERRUPTED: Final = 130
 _GOODBYE_S: Final = 5.0
-"""The time that a run has to draw its page, between its last record and its last status."""
+"""The time that a run is given to draw its page, between its last record and its last status."""
 
 
 @verb
@@ -37,14 +37,14 @@ def watch(
     run: str = optional_argument(
         "[RUN]",
         RUN,
-        "Run by directory, id, or a part of its name (default: the newest that is active).",
+        "Run, given by its directory, its id, or part of its name (default: the newest active run).",
         default="",
     ),
     parent: Path = RUNS_FOLDER,
     is_once: bool = flag("--once", "Print the current figures and exit."),
     metrics_folder: Path | None = METRICS_FOLDER,
 ) -> int:
-    """Follow a run until it ends, and exit with its exit code; Ctrl-C ends only the watching.
+    """Follow a run until it ends, and exit with its exit code; Ctrl-C stops the watching, not the run.
 
     The run may be in another terminal or on another node, because its state is read from its directory. If
     the run's process has died, the command says so and exits with 1.
@@ -95,7 +95,7 @@ def _find_folder(run: str, parent: Path) -> Path:
 
 
 class _WatchedRun:
-    """A run observed from outside. Only new statuses count, because the clock of its host may differ."""
+    """A run observed from another process. A status counts as new if it changed, since clocks may differ."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
@@ -104,7 +104,7 @@ class _WatchedRun:
         self._news_s = clock()
 
     def look(self) -> RunStatus:
-        """The current state: the status that the run wrote, or its end according to its record."""
+        """Return the current state: the status that the run wrote, or its outcome according to its record."""
         from penstock.results.run_record import RunOutcome, read_record
 
         record = read_record(self.folder)

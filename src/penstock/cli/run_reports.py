@@ -1,4 +1,4 @@
-"""Reports of benchmark runs for people: training, checkpoints, and the bytes that devices moved."""
+"""Benchmark runs as text for people: training, checkpoints, and the bytes that devices moved."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _draw_cache(folder: Path) -> Report:
 
 
 PAGES: Final = {"probe": _draw_probe, "kvcache": _draw_cache}
-"""Functions that draw the pages of runs that neither train nor write checkpoints, by kind of run."""
+"""The function that draws a run's page, for each kind of run that neither trains nor writes checkpoints."""
 
 
 def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:
-    """Device bytes next to application bytes: a title and a line for each direction, and reasons for gaps."""
+    """Yield a title and a line that compares device with application bytes, for each direction and gap."""
     for reconciliation in reconciliations:
         title = f"devices, {reconciliation.direction}"
         if reconciliation.delivered_bytes is None:
@@ -62,7 +62,7 @@ def find_page(results_dir: str) -> Path | None:
 
 
 def reconciliation_notes(reconciliations: Sequence[IoReconciliation]) -> list[str]:
-    """A sentence for each reason why the figures are not the storage's alone."""
+    """Return a sentence for each reason to believe that not all bytes came from storage."""
     return [
         f"Not all bytes came from storage: {reconciliation.why}"
         for reconciliation in reconciliations
@@ -71,13 +71,13 @@ def reconciliation_notes(reconciliations: Sequence[IoReconciliation]) -> list[st
 
 
 def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> tuple[str, str]:
-    """Return what the command prints for a training run, for the logs of its result directory."""
+    """Return the stdout and stderr of a training run's command, for the logs in its result directory."""
     notes = (*remarks, *result.stages.remarks)
     return render_text(view_training(result)), "".join(f"{note}\n" for note in notes)
 
 
 def view_training(result: TrainingResult) -> View:
-    """Accelerator utilization by epoch, and what limited it."""
+    """Show accelerator utilization by epoch, and its bottleneck."""
     from penstock.results.phase_figures import epoch_rows
 
     train, stages = result.train, result.stages
@@ -111,13 +111,13 @@ def view_training(result: TrainingResult) -> View:
 
 
 def capture_checkpoint_output(result: CheckpointResult) -> tuple[str, str]:
-    """Return what the command prints for a checkpoint run, for the logs of its result directory."""
+    """Return the stdout and stderr of a checkpoint run's command, for the logs in its result directory."""
     notes = "".join(f"{sentence}\n" for sentence in checkpoint_warnings(result))
     return render_text(view_checkpoints(result)), notes
 
 
 def checkpoint_warnings(result: CheckpointResult) -> list[str]:
-    """A sentence for each reason to doubt the figures of this run."""
+    """Return a sentence for each reason to doubt the figures of this run."""
     warnings = [
         f"Checkpoint {measured.round.step}: {measured.phase.wrong_bytes} chunks do not hold the bytes that "
         f"were written, the first at byte {measured.wrong[0].offset:,} of {measured.wrong[0].key}"
@@ -137,7 +137,7 @@ def checkpoint_warnings(result: CheckpointResult) -> list[str]:
 
 
 def view_checkpoints(result: CheckpointResult) -> View:
-    """The throughput of each direction, and the bottleneck."""
+    """Show the throughput of each direction, and the bottleneck."""
     from penstock.bench.checkpoint.checkpoint_result import direction_rows
 
     title = f"{format_bytes(result.total_bytes)} a checkpoint of {result.model}, at {result.target}"

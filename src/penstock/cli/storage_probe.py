@@ -39,16 +39,17 @@ def probe(
     streams: tuple[int, ...] = option(
         "--streams",
         several(whole(0)),
-        "Numbers of threads per rank, each with one block in flight.",
+        "Numbers of threads per rank to try, each thread with one block in flight.",
         default="1,8",
     ),
     block_bytes: tuple[int, ...] = option(
-        "--blocks", several(SIZE), "Block sizes of sequential I/O.", default="1MiB,8MiB"
+        "--blocks", several(SIZE), "Block sizes of sequential I/O to try.", default="1MiB,8MiB"
     ),
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
-        "What to measure: highest rates, loads up to the knee (of a path: with O_DIRECT), calls on files.",
+        "Measure highest rates (best), loads up to the knee (knee; with O_DIRECT if URI is a path), or calls "
+        "on files (metadata).",
         default="best",
     ),
     request_bytes: int = option(
@@ -73,7 +74,7 @@ def probe(
     results: Path | None = option(
         "--results",
         FOLDER,
-        "Create a directory for this run below DIR, so that it can be followed and its result is kept.",
+        "Create this run's directory below DIR, so that the run can be followed and its result is kept.",
     ),
     page: Path | None = PAGE,
     storage: tuple[tuple[str, str], ...] = STORAGE,
@@ -140,7 +141,7 @@ def probe(
 
 
 def view_probe(report: ProbeResult) -> View:
-    """Show a probe as text."""
+    """Show the measurements of a probe as text."""
     from penstock.bench.probe.load_run import load_rows
     from penstock.bench.probe.metadata_rates import metadata_rows
     from penstock.bench.probe.probe_page import HUGE_PAGES, describe_shape, say_feeds, say_knee, say_limit

@@ -92,9 +92,9 @@ def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionC
 
 
 def _view_findings(result: CheckedResult) -> View:
-    """Show the findings of one result that do not pass, the worst first, without duplicates.
+    """Show the findings of one result that do not pass, the worst first, each only once.
 
-    A file that cannot be read is named once, with the rules that need it.
+    A file that cannot be read is named once, with all rules that need it.
     """
     shown = [
         finding

@@ -1,4 +1,4 @@
-"""The options that make a run part of a submission, and the session that they open."""
+"""The options that make a run part of a submission, and the session that writes its results."""
 
 from __future__ import annotations
 
@@ -56,22 +56,24 @@ class DivisionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    """The destination of a run's results: a directory of their own, or a submission tree.
+    """The destination of a run's results: a separate directory, or a submission tree.
 
     `rehearsed_at` is not an option: it is the scale of a rehearsal, or None for a real result.
     """
 
-    parent: str | None = option("--results", FOLDER_URI, "Create a directory for this run below DIR.")
+    parent: str | None = option("--results", FOLDER_URI, "Create this run's directory below DIR.")
     tree: str | None = option(
         "--submission", FOLDER_URI, "Add the run to this submission tree (see `penstock submission init`)."
     )
-    system: str | None = option("--system", NAME, "Name the system under test; needed with --submission.")
+    system: str | None = option(
+        "--system", NAME, "Name of the system under test; required with --submission."
+    )
     rules: DivisionOptions = group(DivisionOptions)
     rehearsed_at: Fraction | None = None
 
     @property
     def folder(self) -> Path:
-        """The directory for results. Raises `UsageError` unless exactly one is named."""
+        """The directory for results. Raises `UsageError` unless exactly one option names it."""
         if self.parent is not None and self.tree is not None:
             raise UsageError(
                 "--results and --submission are mutually exclusive", fix="Leave one of them out."
@@ -89,7 +91,7 @@ class ResultOptions:
         return "--results" if self.tree is None else "--submission"
 
     def find_series(self, *, benchmark: Benchmark, model: str) -> RunSeries | None:
-        """The series of results to which the run belongs; None for a run that is not submitted."""
+        """Return the series of runs to which this run belongs, or None if the run is not submitted."""
         from penstock.submission.authoring.owned_tree import RunSeries, require_owned_tree
 
         if self.tree is None:
@@ -118,7 +120,7 @@ class TreeOptions(ResultOptions):
     tree: str = required(
         "--submission", FOLDER_URI, "Use this submission tree, created by `penstock submission init`."
     )
-    system: str = required("--system", NAME, "Name the system under test, described in systems/NAME.yaml.")
+    system: str = required("--system", NAME, "Name of the system under test; systems/NAME.yaml describes it.")
 
 
 def open_session(
@@ -129,7 +131,7 @@ def open_session(
     rehearsed_at: Fraction | None,
     comm: Comm,
 ) -> ResultWriter:
-    """Open the session that writes this command's result directories; capture the program. Collective."""
+    """Capture the program, and return the writer of this command's result directories. Collective."""
     from penstock.workflows.submission_results import ResultWriter, capture_image
 
     clock = partial(datetime.now, UTC)
@@ -145,5 +147,5 @@ def open_session(
 
 
 def parse_changes(settings: Iterable[str]) -> Mapping[str, Any]:
-    """Parse the changes of `--set` options, under DLIO's keys."""
+    """Map DLIO's key of each `--set` option to its value."""
     return {dotted(canonical_path(setting.path)): setting.value for setting in parse_overrides(settings)}

@@ -47,7 +47,7 @@ _MOST_LOCAL_RANKS: Final = 8
 
 
 def _usual_ranks(values: Mapping[str, Any]) -> int | None:
-    """The model's number of ranks, if one host has that many accelerators; otherwise None."""
+    """Return the model's number of ranks if one host usually has that many accelerators, else None."""
     model = load_edition(EDITION).checkpoints.models.get(values["workload"])
     is_small = model is not None and model.closed_processes <= _MOST_LOCAL_RANKS
     return model.closed_processes if model is not None and is_small else None
@@ -59,7 +59,7 @@ def rehearse(
     terminal: Terminal,
     *,
     workload: str = argument(
-        "WORKLOAD", WORKLOAD, "Training workload (unet3d) or checkpointing model (llama3-8b)."
+        "WORKLOAD", WORKLOAD, "Training workload (e.g. unet3d) or checkpointing model (e.g. llama3-8b)."
     ),
     folder: Path = argument("DIR", FOLDER, "New or empty directory, or a rehearsal to continue."),
     scale: Fraction = option(
@@ -72,7 +72,9 @@ def rehearse(
         "--data", URI, "Keep the data set or the checkpoints on this storage (default: DIR/.mlps/storage)."
     ),
     storage: tuple[tuple[str, str], ...] = STORAGE,
-    settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.read_threads=8."),
+    settings: tuple[str, ...] = repeated(
+        "--set", SETTING, "Override a setting of the training workload, e.g. reader.read_threads=8."
+    ),
     rules: DivisionOptions = group(DivisionOptions),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
@@ -82,7 +84,7 @@ def rehearse(
     data, executes all runs, writes the report, checks the tree, and lists what a real submission still needs.
     After Ctrl-C or a failure, run the same command again to continue. The results' metadata mark them as a
     rehearsal, so that no check calls them valid. Exits with 0 if they break only rules that a rehearsal
-    cannot meet (size, utilization, results apart from the data), and with 1 otherwise.
+    cannot meet (size, utilization, results stored apart from the data), and with 1 otherwise.
 
     Examples:
 
@@ -227,7 +229,7 @@ def _prepare_tree(folder: Path, description: Path, comm: Comm, terminal: Termina
 
 
 def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> list[str] | None:
-    """Make the result; return the size and time of a real one, or None if a closed gate stopped it."""
+    """Make the result; return the size and time of a real one, or None if a closed gate stopped the run."""
     from penstock.dataset.generate import expected_bytes
 
     made = make_training_result(options, comm=comm, terminal=terminal)
@@ -249,7 +251,7 @@ def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Termin
 
 
 def _list_needs(description: Path, assessment: RehearsalAssessment) -> Iterator[str]:
-    """List what else a real submission needs."""
+    """Yield whatever else a real submission needs."""
     from penstock.submission.authoring.description_draft import REHEARSED_PICTURE, find_placeholders
 
     if "place" in assessment.excuses:

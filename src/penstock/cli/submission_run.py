@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 REHEARSED_STEPS = 2
-"""The least steps per accelerator and epoch of a rehearsal, because the first step counts in no figure."""
+"""The fewest steps per accelerator and epoch of a rehearsal, because no figure includes the first step."""
 
 
 @followed
@@ -59,12 +59,10 @@ def checkpointing(
     ),
     storage: tuple[tuple[str, str], ...] = STORAGE,
     target: TreeOptions = group(TreeOptions),
-    accelerator: str = required(
-        "--accelerator", TEXT, "Name the accelerator whose memory is saved: b200 or mi355."
-    ),
+    accelerator: str = required("--accelerator", TEXT, "Accelerator whose memory is saved: b200 or mi355."),
     writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10"),
     reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10"),
-    is_subset: bool = flag("--subset", "Write only the files of the model's first N ranks, with N ranks."),
+    is_subset: bool = flag("--subset", "Run on N ranks, and write only the files of the model's first N."),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
     r"""Run a whole checkpointing result: write ten checkpoints and read ten back.
@@ -104,7 +102,7 @@ def checkpointing(
 
 
 def find_missing_checkpoints(target: TreeOptions, model: str, *, comm: Comm) -> Mapping[str, int]:
-    """The numbers of writes and reads that the result lacks, the same on all ranks. Collective."""
+    """Return how many writes and reads the result lacks, the same on all ranks. Collective."""
     from penstock.submission.authoring.run_sequence import missing_checkpoints, read_series_state
 
     series = target.find_series(benchmark=Benchmark.CHECKPOINTING, model=model)
@@ -126,7 +124,7 @@ def training(
     only: str | None = option(
         "--only",
         choice("datagen", "run"),
-        "Run only one phase: datagen, on any number of ranks, or run, a single run (default: all phases).",
+        "Run only one phase: datagen (on any number of ranks) or run (a single run) (default: all phases).",
     ),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
@@ -170,7 +168,7 @@ def training(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeTraining:
-    """A training result so far, and the size that its data set must have."""
+    """A training result in its present state, and the size that its data set must have."""
 
     workload: Workload
     series: RunSeries
@@ -181,7 +179,7 @@ class MadeTraining:
 def make_training_result(
     options: TrainingRunOptions, *, only: str | None = None, comm: Comm, terminal: Terminal
 ) -> MadeTraining | None:
-    """Make the missing parts of a training result; None if a closed gate stopped it. Collective."""
+    """Make the missing parts of a training result; return None if a closed gate stopped it. Collective."""
     from penstock.dataset.generate import missing_bytes
     from penstock.results.provenance import read_host, unique_hosts
     from penstock.storage.capabilities import find_local_root
@@ -238,7 +236,7 @@ def make_training_result(
             progress=progress,
             note=terminal.note,
             format_logs=partial(capture_training_output, remarks=request.remarks),
-            # On a small scale, the start of an epoch weighs more than in a real run.
+            # At a small scale, the start of an epoch weighs more than in a real run.
             stops_below_minimum=rehearsed_at is None,
         )
         sequence = training.make_all() if only is None else training.make_part(SubmissionPhase(only))
@@ -248,7 +246,7 @@ def make_training_result(
 def _sized_settings(
     options: TrainingRunOptions, series: RunSeries, workload: Workload, required_size: DatasetSizing
 ) -> tuple[str, ...]:
-    """The settings with a large enough data set; the existing one is kept if it is large enough."""
+    """Return the settings with the number of files added: of the existing data set if that is enough."""
     from penstock.submission.authoring.run_sequence import read_series_state
 
     settings = options.workload.settings

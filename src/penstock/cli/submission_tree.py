@@ -38,7 +38,7 @@ def init(
 ) -> None:
     """Create a submission tree for an organization's results.
 
-    Running it again for the same organization changes nothing. A tree belongs to its organization for good.
+    Running it again for the same organization changes nothing. A tree cannot change its organization.
 
     Examples:
 
@@ -118,7 +118,7 @@ def describe(
 
 
 def _read_facts(cluster: Path | None) -> ClusterFacts:
-    """Read the facts in the file, which must be complete; without a file, collect those of this machine."""
+    """Read the facts in the file, which must be complete; without a file, collect this machine's facts."""
     from penstock.cluster.facts.collect_facts import collect_from_ranks
     from penstock.cluster.facts.host_facts import read_cluster_facts
 

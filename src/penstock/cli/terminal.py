@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from penstock.results.run_status import Follower
 
 SCHEMA_VERSIONS: Mapping[str, int] = {"results-ls": 2, "results-rm": 2}
-"""The versions of documents that lost a key or changed its meaning; all other documents have version 1."""
+"""The versions of documents that lost a key or changed a key's meaning; all others have version 1."""
 
 Line = str | list[str | tuple[str, str]]
-"""A line of text, or its pieces, each plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
+"""A line of text as one string, or as pieces, plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +83,21 @@ class TextTable:
 
 
 View = Iterable[Line | TextTable]
-"""A result for people, from top to bottom. A generator does its work only if the result is drawn."""
+"""A result for people, from top to bottom. If it is a generator, it works only if the result is drawn."""
 
 
 def table(title: str, rows: Sequence[Mapping[str, str]]) -> View:
-    """A view of one table."""
+    """Make a view of one table."""
     return [TextTable(title, rows)]
 
 
 def bold(text: str) -> Line:
-    """A line in bold type."""
+    """Make a line in bold type."""
     return [(text, "bold")]
 
 
 def _open_console(**settings: Any) -> Console:
-    """Open a console that prints texts unchanged: names of files may look like markup or emoji codes."""
+    """Open a console that prints text unchanged: file names may look like markup or emoji codes."""
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, **settings)
@@ -119,8 +119,8 @@ def _draw(view: View, console: Console) -> None:
 class Terminal:
     """The output of one command on one rank; `speaks` is true on rank 0 only.
 
-    `find_wait` returns what this rank is waiting for, and `open_followers` opens whatever follows the
-    command.
+    `find_wait` returns what this rank is waiting for, if anything, and `open_followers` opens the displays
+    and metrics files that show the command's progress.
     """
 
     as_json: bool
@@ -144,13 +144,13 @@ class Terminal:
             print(printable(text), file=sys.stderr)
 
     def notes(self, texts: Iterable[object]) -> None:
-        """Print each text as a line of its own, on stderr."""
+        """Print each text as a separate line, on stderr."""
         for text in texts:
             self.note(str(text))
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Show progress on stderr, in a bar on a terminal, otherwise a line every 30 s, and to monitoring."""
+        """Show progress to all followers; by default on stderr, as a bar or, without a terminal, in lines."""
         if not self.speaks:
             yield Progress()
             return
@@ -164,10 +164,10 @@ class Terminal:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one document on stdout, with its schema first. Raises an error for NaN, which is not JSON.
+    """Print one document on stdout, with its schema first. Raises an error for NaN, which JSON lacks.
 
-    The schema names the running verb's document, such as `checkpoint-run/1`; the site has it under
-    `schemas/`. A document with its own `version`, which other commands read back, has no schema.
+    The schema is named after the running verb and a version, e.g. `checkpoint-run/1`; the documentation site
+    has it under `schemas/`. A document with its own `version`, which other commands read back, gets none.
     """
     if sys.stdout is None:
         raise UsageError("The standard output is closed", fix="Write the document to a file or a pipe.")
@@ -187,6 +187,6 @@ def render_text(view: View) -> str:
 
 
 def clear_progress() -> None:
-    """Erase the progress bars that a process left when it ended early, and show the cursor again."""
+    """Erase the progress bar that was left by an early end of the command, and show the cursor again."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K\x1b[?25h")

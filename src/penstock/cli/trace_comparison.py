@@ -1,4 +1,4 @@
-"""`penstock trace report`, `compare` and `expect`: runs on a page, side by side, and checked."""
+"""`penstock trace report`, `compare` and `expect`: draw, compare and check traced runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _PAGE = "report.html"
 _RUN_TEXT: Final = (
-    "Run, as [NAME=] and a directory, a quoted glob or a table. Files given side by side are one run."
+    "Run: [NAME=] and a directory, a quoted glob or a table. Files of one directory form one run."
 )
 
 
@@ -50,7 +50,7 @@ def report(
         "--out", FILE, f"Write this page (default: {_PAGE}, or none with --json).", short="-o"
     ),
 ) -> None:
-    """Draw a page of what runs did: calls over time, bandwidth, sizes, durations, files, overlap.
+    """Draw a page about the I/O of runs: calls over time, bandwidth, sizes, durations, files, overlap.
 
     The page is a single file that works offline. It starts with the bytes transferred, how long that took,
     what was slow, and findings, the most costly first. --json prints the data of all figures.
@@ -92,7 +92,7 @@ def report(
 def _describe_runs(
     runs: Sequence[str], tiers: Sequence[str], classes: Sequence[str], phases: tuple[str, ...], where: str
 ) -> ComparisonSpec:
-    """The comparison that these options describe."""
+    """Return the comparison that these options describe."""
     from penstock.trace.compare.trace_study import ComparisonSpec, name_runs
     from penstock.trace.dimensions import parse_phase
 
@@ -116,7 +116,7 @@ def compare(
     runs: tuple[str, ...] = arguments(
         "RUN...",
         URI,
-        f"{_RUN_TEXT} The first is the baseline. Or one RUNS.yaml (see `penstock docs trace`).",
+        f"{_RUN_TEXT} The first run is the baseline. Or a single RUNS.yaml (see `penstock docs trace`).",
     ),
     read: ReadOptions = group(ReadOptions),
     out: Path | None = option(

@@ -1,7 +1,6 @@
 """Options that the trace commands share, and the answers that they print.
 
-What was lost from damaged traces is printed before any answer, and with `--strict` ends the command with an
-error.
+Losses from damaged traces are printed before any answer; with `--strict`, they end the command with an error.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
     from penstock.trace.trace_set import TraceSet
 
 _MAX_COLUMNS = 10
-"""A single row with more columns than this is printed as a column."""
+"""A single row with more columns than this is printed with one line per column."""
 
 
 DASK: Final = option(
     "--dask",
     TEXT,
-    "Read in other processes: local, or the address of a Dask scheduler.",
+    "Read traces in Dask workers: `local`, or the address of their scheduler (default: in this process).",
     default="",
     metavar="ADDRESS",
 )
@@ -52,7 +51,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions(ReadOptions):
-    """Trace files, and how they are read."""
+    """Trace files, and the options for reading them."""
 
     files: tuple[str, ...] = arguments(
         "FILES...", URI, "Trace files, directories, globs, or tables of `penstock trace load`."
@@ -82,7 +81,7 @@ class TraceOptions(ReadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions(TraceOptions):
-    """The traces on which a question is asked, and the form of its answer."""
+    """The traces that a question is about, and the format of its answer."""
 
     form: str = option(
         "--format", choice("table", "csv", "markdown"), "Print the answer in this format.", default="table"
@@ -94,7 +93,7 @@ class QuestionOptions(TraceOptions):
         terminal: Terminal,
         dimensions: Dimensions,
     ) -> None:
-        """Ask the question and print its answers; in a document, the first answer is at the top level."""
+        """Ask the question and print its answers. In JSON, the first answer is at the top level."""
         from penstock.trace.dimensions import view_events
         from penstock.trace.questions import answer as rendering
         from penstock.trace.trace_set import RELATION
@@ -120,7 +119,7 @@ class QuestionOptions(TraceOptions):
 def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callable[[Path], bool]) -> None:
     """Refuse to overwrite a trace, or a file that is not of this `kind`, before anything is read.
 
-    An empty file has nothing to lose, and anything that is not a file, such as /dev/stdout, is not replaced.
+    An empty file may be overwritten, and so may anything that is not a file, such as /dev/stdout.
     """
     from penstock.trace.reading.trace_files import find_trace_files
     from penstock.trace.trace_set import refuse_overwriting
@@ -174,7 +173,7 @@ PHASES: Final = repeated(
 def parse_dimensions(
     tiers: Sequence[str] = (), classes: Sequence[str] = (), phases: Sequence[str] = ()
 ) -> Dimensions:
-    """The dimensions of these options; without tiers, each mount point of this machine is a tier."""
+    """Parse the options into dimensions; without tiers, each mount point of this machine is a tier."""
     from penstock.trace import dimensions as trace_dimensions
 
     prefixes: dict[str, list[str]] = {}

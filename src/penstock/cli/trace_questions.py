@@ -68,7 +68,7 @@ def ops(
     question: QuestionOptions = group(QuestionOptions),
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="tier,op", metavar="COLUMN,..."),
 ) -> None:
-    """List I/O operations by the time they took, with calls, bytes, sum, union and concurrency.
+    """List I/O operations by the time taken, with calls, bytes, summed time, union time and concurrency.
 
     Examples:
 
@@ -170,7 +170,7 @@ def file(
     path: str = argument("PATH", TEXT, "Path or name of a file in the traces."),
     question: QuestionOptions = group(QuestionOptions),
 ) -> None:
-    """List the events of one file in order.
+    """List the events of one file in order of time.
 
     Examples:
 

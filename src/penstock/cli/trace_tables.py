@@ -16,7 +16,7 @@ _MOST_ROWS: Final = 50
 _RANK_PATTERN: Final = option(
     "--rank-pattern",
     TEXT,
-    "Regular expression whose first group is the rank in a file's name.",
+    "Regular expression whose first group is the rank in a file's name (default: finds rank3 and trace-3).",
     metavar="REGEX",
 )
 
@@ -109,7 +109,7 @@ def load(
         "files": [account.document() for account in facts.accounts],
         "mismatches": mismatches,
     }
-    # Among thousands of files, those that lost something come first.
+    # Of thousands of files, list those that lost something first.
     shown = list(facts.accounts)
     if len(shown) > _MOST_ROWS:
         shown = sorted(shown, key=lambda account: account.is_whole)[:_MOST_ROWS]

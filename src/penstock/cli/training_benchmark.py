@@ -57,25 +57,25 @@ _OWN = "Your own loader"
 
 @dataclass(frozen=True, kw_only=True)
 class _MaybeWorkload(WorkloadOptions):
-    """A workload; not required with a loader of the user's own."""
+    """A workload; not required with the user's own loader."""
 
     name: str = optional_argument(
-        "WORKLOAD",
+        "[WORKLOAD]",
         WORKLOAD,
-        "Shipped workload (see `penstock workloads`) or a YAML file; a loader of your own needs none.",
+        "Shipped workload (see `penstock workloads`) or a YAML file; optional with your own loader.",
         default="",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MaybeData(DataOptions):
-    """The location of a data set; not required with a loader of the user's own."""
+    """The location of a data set; not required with the user's own loader."""
 
     uri: str = option(
         "--data",
         URI,
-        "Data set: a directory, direct:///directory or s3://bucket/prefix. With your own loader, what it "
-        "reads, so that it is evicted from the page cache before each epoch.",
+        "Data set: a directory, direct:///directory or s3://bucket/prefix. If you use your own loader, give "
+        "the data it reads, so that it can be evicted from the page cache before each epoch.",
         default="",
     )
 
@@ -93,7 +93,7 @@ class TrainingRunOptions:
         "Data loader: native, pytorch, an extension's, or your own as MODULE:FACTORY (default: native).",
     )
     reader: str | None = option(
-        "--reader", NAME, "Read all files with this format, which an installed extension provides."
+        "--reader", NAME, "Read all files with this reader, which an installed extension provides."
     )
     threads: int | None = option(
         "--threads",
@@ -106,9 +106,10 @@ class TrainingRunOptions:
     division: Remainder | None = option(
         "--division",
         DIVISION,
-        "Handling of samples that do not divide evenly among ranks (default: rotate).",
+        "If samples do not divide evenly among ranks, skip different ones each epoch (rotate), skip the last "
+        "(drop), repeat the first (pad) or fail (error) (default: rotate).",
     )
-    decode: bool = flag("--decode", "Decode samples, as a trainer does.")
+    decode: bool = flag("--decode", "Decode samples, as real training does.")
     check: ContentCheck = option(
         "--check", CONTENT_CHECK, "Verify sample contents: off, sample (1 in 16) or full.", default="off"
     )
@@ -116,17 +117,30 @@ class TrainingRunOptions:
         "--checkpoints", URI, "Save checkpoints here (default: the workload's checkpoint_folder)."
     )
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES
-    batch_time_s: float | None = option("--batch-time", TIME, "Computation time of a step.", panel=_OWN)
-    step: str | None = option(
-        "--step", NAME, "Your own step, called with each batch.", metavar="MODULE:FUNCTION", panel=_OWN
+    batch_time_s: float | None = option(
+        "--batch-time", TIME, "Emulated computation time of a step (default: WORKLOAD's, or 0).", panel=_OWN
     )
-    epochs: int | None = option("--epochs", whole(1), "Number of epochs over the loader.", panel=_OWN)
-    max_steps: int | None = option("--steps", whole(1), "Maximum number of batches per epoch.", panel=_OWN)
+    step: str | None = option(
+        "--step",
+        NAME,
+        "Your own training step, called with each batch (default: emulate computation).",
+        metavar="MODULE:FUNCTION",
+        panel=_OWN,
+    )
+    epochs: int | None = option(
+        "--epochs", whole(1), "Number of epochs over the loader (default: WORKLOAD's, or 1).", panel=_OWN
+    )
+    max_steps: int | None = option(
+        "--steps", whole(1), "Maximum number of batches per epoch (default: no limit).", panel=_OWN
+    )
     batch_size: int | None = option(
-        "--batch-size", whole(1), "Samples per batch (default: found in the batch).", panel=_OWN
+        "--batch-size", whole(1), "Samples per batch (default: inferred from the batch).", panel=_OWN
     )
     trials: tuple[str, ...] = repeated(
-        "--try", TEXT, "Run again with workers=N, prefetch=N or persistent=1, and compare.", panel=_OWN
+        "--try",
+        TEXT,
+        "Run again with this change (workers=N, prefetch=N or persistent=1), and compare.",
+        panel=_OWN,
     )
 
 
@@ -140,8 +154,8 @@ def run(
     r"""Run a training workload with emulated computation and report accelerator utilization (AU).
 
     One rank is one accelerator. The data set is evicted from the page cache before each epoch. With --loader
-    MODULE:FACTORY, your own loader runs unchanged, and the result says where the time spent waiting for it
-    went. Exits with 1 if the AU is below the workload's metric.au.
+    MODULE:FACTORY, your own loader runs unchanged, and the result shows why steps waited for it. Exits with 1
+    if the AU is below the workload's metric.au.
 
     Examples:
 
@@ -205,10 +219,10 @@ def _exit_code(result: TrainingResult) -> int:
 def plan_training(
     options: TrainingRunOptions, *, comm: Comm, terminal: Terminal, written_bytes: int = 0
 ) -> tuple[TrainingRequest, ResultWriter | None] | None:
-    """Plan the requested run; return it with the session of its submission tree, if it is submitted.
+    """Plan the requested run; return the plan, and the submission's result writer if the run is submitted.
 
     Prints the workload's remarks and inspects the gates. Returns None if a closed gate forbids the run.
-    `written_bytes` is what this rank will write to the data set's storage.
+    `written_bytes` is the amount that this rank will write to the data set's storage.
     """
     from penstock.bench.loader import loader_options
     from penstock.bench.training.training_checkpoints import plan_checkpoints
@@ -289,7 +303,7 @@ def plan_training(
 def _run_own_loader(
     options: TrainingRunOptions, name: str, *, comm: Comm, terminal: Terminal
 ) -> TrainingResult:
-    """Run the user's loader, and print what the run spent its time waiting for."""
+    """Run the user's loader, and print what its steps waited for."""
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader
     from penstock.bench.own_loader.user_code import DescribedLoader, load_user_code
     from penstock.bench.training.training_run import choose_seed
@@ -318,7 +332,7 @@ def _run_own_loader(
     settings = options.workload.settings
     if options.workload.name:
         workload = options.workload.load(terminal).workload
-    else:  # there is only a loader and a step
+    else:  # the user gave only a loader, and maybe a step
         workload = load_sections(
             {}, name=name.replace(":", "."), source="--loader", overrides=parse_overrides(settings)
         ).workload
@@ -362,7 +376,7 @@ def sweep(
         "[-- OPTIONS]", TEXT, "Options for each `penstock training run`.", is_required=False
     ),
     data: DataOptions = group(DataOptions),
-    results: str = required("--results", FOLDER_URI, "Create a directory for each run below DIR."),
+    results: str = required("--results", FOLDER_URI, "Create each run's directory below DIR."),
     max_accelerators: int = required("--most", whole(1), "Maximum number of accelerators to try."),
     page: Path | None = PAGE,
 ) -> int:

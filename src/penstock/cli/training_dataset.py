@@ -91,9 +91,9 @@ def verify(
     *,
     options: DatasetOptions = group(DatasetOptions),
 ) -> int:
-    """Read a generated data set and compare every byte with its recipe; exits with 1 if a file is wrong.
+    """Read a generated data set and compare every byte with the expected one; exit with 1 if any is wrong.
 
-    Give the same options as for `generate`: the expected bytes are derived from them alone.
+    Give the same options as to `generate`: the expected bytes are derived from them alone.
 
     Examples:
 
@@ -124,22 +124,20 @@ def size(
     terminal: Terminal,
     *,
     workload: WorkloadOptions = group(WorkloadOptions),
-    accelerators: int = required(
-        "--accelerators", whole(1), "Number of accelerators, on all hosts together."
-    ),
+    accelerators: int = required("--accelerators", whole(1), "Total number of accelerators on all hosts."),
     host_memory: tuple[int, ...] = required(
         "--host-memory",
         several(SIZE),
-        "Memory of each host; one value if all hosts are equal.",
+        "Memory of each host; a single value applies to all hosts.",
     ),
     hosts: int | None = option(
-        "--hosts", whole(1), "Number of hosts (default: as many as --host-memory has values)."
+        "--hosts", whole(1), "Number of hosts (default: the number of values of --host-memory)."
     ),
 ) -> None:
     """Calculate the minimum size of a data set, show the calculation, and print the command to generate it.
 
-    The data set must be large enough for 500 steps per accelerator, and at least five times the total memory
-    of all hosts; the larger of the two applies.
+    The data set must be large enough for 500 steps per accelerator, and at least five times as large as the
+    memory of all hosts together.
 
     Examples:
 
@@ -272,7 +270,8 @@ def plan(
     division: Remainder = option(
         "--division",
         DIVISION,
-        "Handling of samples that do not divide evenly among ranks.",
+        "If samples do not divide evenly among ranks, skip different ones each epoch (rotate), skip the last "
+        "(drop), repeat the first (pad) or fail (error).",
         default="rotate",
     ),
 ) -> None:
