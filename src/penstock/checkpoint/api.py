@@ -168,9 +168,7 @@ class DryRun:
     """The plan of a save and a load: what each of the `ranks` would write and read. Can be printed."""
 
     unique_bytes: int
-    """The bytes of all tensors, each element counted once: the total that all ranks write, and that they
-    read.
-    """
+    """The bytes of all tensors, each element counted once: what all ranks together write, and also read."""
     ranks: tuple[RankTraffic, ...]
     writes: tuple[PlannedWrite, ...]
     """Ordered by tensor."""

@@ -1,6 +1,6 @@
 """The layout of a data file before it is written, and how tensors and objects are copied into it.
 
-This is the hot loop of a save. Each copy runs in the thread that asks for it, with the GIL released, because
+This is the hot loop of a save. Each copy runs in the thread that requests it, with the GIL released, because
 torch's own thread pool would occupy the cores that other streams need. Invariants: large payloads begin at
 multiples of 4 KiB, items follow each other in the order of the bucket, every byte between them is zero, and
 an item's checksum covers exactly the bytes that are written; a copy from a device sees what the caller's
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 HOT_BLOCK_BYTES = 512 * 1024
-"""Fits into a core's second-level cache, and takes far longer to copy than Python takes to make the call."""
+"""A block that fits into a core's L2 cache, and takes far longer to copy than Python takes for the call."""
 
 
 class HostPayload:
@@ -143,9 +143,7 @@ def _collect_pieces(
 ASYNCHRONOUS = "cuda"
 """The device type, which includes AMD's, that copies asynchronously in a separate stream."""
 SYNCHRONIZED = "xpu"
-"""A device type on which work is awaited, because threads copy in streams of their own. No other type needs
-this.
-"""
+"""The one device type whose work must be awaited, because each thread copies in its own stream."""
 
 
 class DeviceStream:
@@ -302,7 +300,7 @@ class _ItemChecksums:
 
 
 class LayoutFiller(DeferringProducer):
-    """A `Producer` of laid out files. `payloads` has, by file name, the payload of each item.
+    """A `Producer` of laid-out files. `payloads` has, by file name, the payload of each item.
 
     With `sums_hot`, checksums are computed block by block while copying, and otherwise by `settle`. For
     payloads on devices, whose bytes arrive later, `settle` always computes them.

@@ -5,7 +5,7 @@ forked or spawned, calls `write` with a `WriteTask`; `HostCopy` protects the tas
 `TaskReport` returns the result. The frameworks own the folder and put their own files next to the engine's,
 so nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
 files of all ranks are durable, and is removed before any of them is overwritten. The trainer always learns
-how the writing ended, also if the process was killed.
+how the writing ended, even if the writing process was killed.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class WriteTask:
     transforms: tuple[str, ...]
     plan_s: float
     was_sent: bool = False
-    """Whether the task was pickled for another process. That process then has copies of all tensors in main
-    memory.
-    """
+    """True if the task was pickled for another process, which then has copies of all tensors in memory."""
     loan: WarmMemory | None = None
     """The memory to which tensors were copied, in this process or in the one from which it was forked."""
     stage_s: float = 0.0
@@ -428,7 +426,7 @@ class AsyncWriter(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path, and URIs of known storages."""
+        """Accept any path, and any URI with a known scheme."""
         return can_be_named(checkpoint_id)
 
 

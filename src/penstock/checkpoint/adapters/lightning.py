@@ -183,7 +183,7 @@ saving.pl_load = _load
 
 
 def _is_checkpoint_folder(path: AnyPath) -> bool:
-    """Return whether the path is a folder, or a checkpoint on a storage that Penstock knows."""
+    """Return whether the path is a folder, or the URI of a checkpoint that Penstock can open."""
     if is_plain_path(os.fspath(path)):
         return os.path.isdir(path)  # noqa: PTH112 - as for files
     try:

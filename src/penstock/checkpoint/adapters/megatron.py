@@ -43,7 +43,7 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` save strategy with the engine's writer: direct I/O, checksums, a manifest.
 
     All ranks of the default group save together. Each writes at most `writers` files; half of them hold names
-    that begin with `separation_hint`. `transforms` are those of `pc.save`, applied while files are written.
+    that begin with `separation_hint`. `transforms`, as in `pc.save`, are applied while files are written.
     Plans are not cached between saves.
     """
 
@@ -108,7 +108,7 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
         self._converts = convert_dtypes
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """On all ranks: the state, in which tensors and objects have replaced their descriptions."""
+        """On all ranks: return the state, in which tensors and objects have replaced their descriptions."""
         strict_shapes, free_shapes = [], {}
         for value in nested_values(sharded_state_dict):
             if isinstance(value, ShardedTensor) and value.allow_shape_mismatch:

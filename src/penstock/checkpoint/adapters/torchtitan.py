@@ -37,14 +37,14 @@ class PenstockCheckpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's options, and those of the engine."""
+        """torchtitan's options and the engine's."""
 
         writers: int = 2
         """The number of files that each rank writes in parallel."""
         staging_bytes: int | None = None
-        """The memory of pending saves on each rank, besides the state; None is the engine's default."""
+        """The memory for pending saves on each rank, in addition to the state; None: the engine's default."""
         trust: bool = False
-        """Whether loading may run code from the checkpoint's objects."""
+        """True if loading may run code from the checkpoint's objects."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)

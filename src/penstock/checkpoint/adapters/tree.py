@@ -2,7 +2,7 @@
 
 For frameworks that save "the checkpoint" as one dict: each tensor becomes a part with its own name, and the
 rest becomes one object, the tree. Invariant: `load_tree` returns what `save_tree` received, except that
-tensors which shared memory no longer do.
+tensors no longer share memory.
 """
 
 from __future__ import annotations

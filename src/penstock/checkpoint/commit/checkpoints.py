@@ -76,7 +76,7 @@ AnyPath = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointRef:
-    """A committed checkpoint and the storage that has it."""
+    """A committed checkpoint and the `Storage` that holds it."""
 
     storage: Storage
     committed: Committed
@@ -142,7 +142,7 @@ def split_path(path: AnyPath) -> tuple[str, str]:
         # If the scheme is unknown, that is the better error.
         find_opener(location)
         raise UsageError(
-            f"{text!r} is the root of a storage, not a checkpoint",
+            f"{text!r} is a storage root, not a checkpoint",
             fix="Add the name of the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",
         )
     parent, name = parts
@@ -178,7 +178,7 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
 def follow_link(storage: Storage, name: str) -> tuple[Storage, str]:
     """Follow the link if the checkpoint is one, for reading; anything else is returned unchanged.
 
-    Storages never follow links out of their root by themselves.
+    A `Storage` itself never follows links out of its root.
     """
     root = find_local_root(storage)
     with translate_os_errors("Following the link", f"{storage.uri}/{name}"):
@@ -295,7 +295,7 @@ def local_path(storage: Storage, key: str) -> Path:
 def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
     """The steps to remove so that the newest `keep` remain, oldest first; None keeps all.
 
-    If none of those is complete, the newest complete step before them is kept as well: a run never loses its
+    If none of them is complete, the newest complete step before them is kept as well: a run never loses its
     last usable checkpoint. `is_whole` is called for the newest steps first, and no more often than necessary.
     """
     ordered = sorted(steps)
@@ -311,8 +311,8 @@ def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[i
 def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> Callable[[], None]:
     """Point `latest` to a new step and hide the steps beyond `keep`; the returned call removes their files.
 
-    Neither raises `StorageError`, because `step` is committed. Steps newer than `step` do not count: a job
-    that starts again from the beginning, or from an older step, keeps what it saves.
+    Neither call raises `StorageError`, because `step` is committed. Steps newer than `step` do not count: a
+    job that starts again from the beginning, or from an older step, keeps what it saves.
     """
     hidden: list[Callable[[], None]] = []
     with tolerating_leftovers(step):
@@ -365,7 +365,7 @@ def begin_save(
 ) -> SaveTransaction:
     """Begin a save of a checkpoint that will be called `name`, a folder below the root. Collective.
 
-    First removes what dead saves left there. All ranks must reach the same storage: raises `UsageError` if
+    First removes what dead saves left there. All ranks must use the same storage: raises `UsageError` if
     their URIs differ. With the `lease` of a run, raises `RunInUse` if another job holds that lease.
     """
     draft_store = drafts or open_draft_store(storage)
@@ -394,7 +394,7 @@ def begin_save(
         draft, mount = run_on_rank0(
             comm,
             lambda: (start(), name_mount(storage)),
-            # Without the name: if the names differ, the error contains both folders.
+            # Names no checkpoint: if ranks save to different ones, the error shows both.
             awaiting="rank 0 to make room for the checkpoint",
             same=uri,
         )
@@ -443,7 +443,7 @@ class SaveTransaction:
     ) -> None:
         """Keep what the save needs.
 
-        The owner of the draft removes it; `mount` is the one that rank 0 uses.
+        The owner of the draft removes it; `mount` is the ID of rank 0's mount.
         """
         self.storage = storage
         self.draft = draft
@@ -470,7 +470,7 @@ class SaveTransaction:
             sync_names(self.storage, self.draft.folder)
 
     def commit(self, make_seal: Callable[[], Seal]) -> Committed:
-        """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.
+        """Turn what all ranks have written into one durable checkpoint; rank 0 makes the seal. Collective.
 
         Every rank's files must be finished. If this raises, the draft is gone and an older checkpoint of the
         same name is unchanged. The only exception: rank 0 has committed, but its answer was lost.

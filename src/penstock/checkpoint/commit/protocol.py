@@ -89,7 +89,7 @@ class StoredRecord(BaseModel):
     def read(cls, storage: Storage, key: str, *, what: str, fix: str) -> Self:
         """Read the record in an object; raise `DataDamaged` if it cannot be parsed.
 
-        `what` names it in the message.
+        `what` names the record in the message.
         """
         return cls.parse(read_object(storage, key), f"{storage.uri}/{key}", what=what, fix=fix)
 
@@ -97,7 +97,7 @@ class StoredRecord(BaseModel):
     def parse(cls, content: bytes | bytearray, uri: str, *, what: str, fix: str) -> Self:
         """Parse a record that was read from `uri`; raise `DataDamaged` if that fails.
 
-        `what` names it in the message.
+        `what` names the record in the message.
         """
         try:
             return cls.model_validate_json(bytes(content))
@@ -265,12 +265,12 @@ class RunInUse(UsageError):
 
 
 class WriterLease:
-    """Says which job saves steps in a storage.
+    """Records which job may save steps to a storage location.
 
-    Two jobs that do so would replace and remove each other's steps. Not collective: the process that commits
-    uses it. If the owner is a live process on this machine, the lease stays its own. Whether a process on
-    another machine is alive cannot be known, and a restarted job must not wait: it takes the lease, and the
-    other job learns of that at its next save.
+    Two jobs saving to the same location would replace and remove each other's steps. Not collective: the
+    process that commits uses it. A live process on this machine keeps its lease. Whether a process on another
+    machine is alive cannot be known, and a restarted job must not wait: it takes the lease, and the other job
+    learns of that at its next save.
     """
 
     def __init__(self, storage: Storage, *, owner: Callable[[], ProcessId] = current_process) -> None:
@@ -289,7 +289,7 @@ class WriterLease:
     def require_free(self) -> bool:
         """Raise `RunInUse` if another, live job has the lease; return True if it must still be taken.
 
-        Also for programs that take or change steps without saving any.
+        For programs, too, that take or change steps without saving any.
         """
         found = self._read()
         if found == lease_text(self._owner()):
@@ -300,7 +300,7 @@ class WriterLease:
                 f"Process {other.pid} on {other.host} saves steps here, too"
                 f"{', since this one began' if self._is_held else ''}",
                 where=self._storage.uri,
-                fix="Stop one of the two jobs, or give each a run folder and a cache of its own.",
+                fix="Stop one of the two jobs, or give each its own run folder and cache.",
             )
         if self._is_held:
             lease = f"{self._storage.uri}/{WRITER_LEASE}"
@@ -478,7 +478,7 @@ _NUM_LISTINGS: Final = 20
 
 
 class FolderCatalog:
-    """The committed checkpoints in folders: with a `.metadata`, or older ones that a kill left renamed.
+    """The committed checkpoints in folders: those with `.metadata`, and older ones that a kill left renamed.
 
     Any rank may call its methods.
     """
@@ -509,7 +509,7 @@ class FolderCatalog:
         )
 
     def _visible_folders(self) -> dict[str, bool]:
-        """The folders of checkpoints and others, but not those hidden for good; the value is True for a link.
+        """All folders, of checkpoints or not, except those hidden for good; the value is True for a link.
 
         A link with the name of a step may lead to the newest checkpoint, even if its target is missing now.
         """
@@ -608,7 +608,7 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
             raise UsageError(
                 f"{name} is a {'file' if entry.is_plain else 'link or device'}, which would be lost",
                 where=storage.uri,
-                fix="Save to a new name; of a link, give the folder that it leads to.",
+                fix="Save to a new name; for a link, give the folder that it leads to.",
             )
     entries = list(tree.entries(name))
     strange = [
@@ -628,7 +628,7 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
         raise UsageError(
             f"{name} is not a checkpoint: it contains {strange[0]}, which would be lost",
             where=storage.uri,
-            fix="Save to a new name, or to that of a checkpoint.",
+            fix="Save to a new name, or to the name of a checkpoint.",
         )
     return bool(entries)
 
@@ -651,7 +651,7 @@ NUM_DELETING_THREADS: Final = 4
 
 
 class RecordDraftStore(DraftStore):
-    """Drafts below keys of their own, which a record makes visible."""
+    """Drafts, each below its own keys, which a record makes visible."""
 
     def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
         super().__init__(storage, **choices)
@@ -752,7 +752,7 @@ class RecordDraftStore(DraftStore):
         return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
 
     def _read_back(self, draft: Draft, error: StorageError) -> Committed | None:
-        """Read which save a name refers to, after an error that leaves it open: an answer may be lost."""
+        """Read which save a name refers to, after an error that leaves this open, such as a lost answer."""
         for pause_s in (*RETRY_PAUSES_S, None):
             try:
                 return self._catalog.find_if_any(draft.name)
@@ -762,7 +762,7 @@ class RecordDraftStore(DraftStore):
                         f"Nobody knows whether {draft.name} was committed: {error.what}; "
                         f"and its record cannot be read: {unread.what}",
                         uri=f"{self._storage.uri}/{draft.name}",
-                        fix="Nothing was removed. When the storage answers again, look whether it is listed.",
+                        fix="Nothing was removed. Once the storage answers, check whether it is listed.",
                     ) from error
                 logger.warning("The record of %s cannot be read, trying again: %s", draft.name, unread)
                 time.sleep(pause_s)
@@ -825,7 +825,7 @@ class RecordCatalog:
         """Remove and return the objects of saves of this name that have no lease and are in no record.
 
         A save has its lease from before its first object until after its record, so these objects belong to
-        no save. A sweep, which does not act on request for one name, waits until they are old.
+        no save. A sweep, which nobody requested for this name, waits until they are old.
         """
         saves = _group_by_save(self._storage.list(name))
         # Leases after the listing, in which a save that has just begun may lack its lease; then the record.

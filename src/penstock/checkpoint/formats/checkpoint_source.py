@@ -93,7 +93,7 @@ class CheckpointSource:
     key_types: Mapping[str, str] = field(default_factory=dict)
     """The types of keys that names do not show, by the name of their dict; see `state.walk.walk`."""
     lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """For each rank that saved, the names that it lacked in parts in which other ranks had other entries."""
+    """For each rank that saved, the names that it lacked in parts where ranks had different entries."""
     identity: bytes = b""
     """Bytes that differ from those of any other checkpoint of this name; empty if unknown."""
 
@@ -145,14 +145,14 @@ class CheckpointSource:
             wrong = actual != needed if self.manifest is not None else actual < needed
             if wrong:
                 raise DataDamaged(
-                    f"The file {name} has {actual} bytes, {needed} are needed",
+                    f"The file {name} has {actual} bytes, but {needed} are needed",
                     where=f"{self.uri}/{name}",
                     fix=_COPY_AGAIN,
                 )
 
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
-        """Explain errors of the block: another save replaced the checkpoint, or it was copied in part."""
+        """Explain errors in the block: another save replaced the checkpoint, or it was copied in part."""
         try:
             yield
         except (DataDamaged, ShortTransfer, ObjectNotFound) as error:
@@ -178,7 +178,7 @@ class CheckpointSource:
         return _key(self.folder, file_name)
 
     def storage_of_files(self, tried: int = 0) -> Storage:
-        """The best way to read the checkpoint's files, possibly past the page cache. It allows no writing.
+        """The best `Storage` for reading the checkpoint's files, possibly past the page cache.
 
         `tried` is the number of a file that this process can open.
         """
@@ -282,7 +282,7 @@ def find_folder(storage: Storage, name: str) -> str:
 
 
 def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
-    """Open the checkpoint whose files are in a folder of a storage."""
+    """Open the checkpoint whose files are in a folder of `storage`."""
     content, sealed = _read_description(storage, folder)
     if content is None:
         return _open_safetensors_folder(storage, folder, uri)
@@ -389,7 +389,7 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
 def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
     """The error for a folder without a checkpoint.
 
-    If the folder does not exist, it names checkpoints next to it.
+    If the folder does not exist, the error names checkpoints next to it.
     """
     root = find_local_root(storage)
     path = None if root is None else root / folder
@@ -418,7 +418,7 @@ def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, torch_save
         def read(offset: int, size: int) -> bytearray:
             if offset < 0 or offset + size > source.size_bytes:
                 raise DataDamaged(
-                    f"The file has {source.size_bytes} bytes, {offset + size} are needed",
+                    f"The file has {source.size_bytes} bytes, but {offset + size} are needed",
                     where=f"{storage.uri}/{key}",
                 )
             content = bytearray(size)
@@ -437,13 +437,13 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Checkp
         opened = open_folder(storage, folder, uri)
         return {each.name: getattr(opened, each.name) for each in fields(opened) if each.name != "storage"}
 
-    found = run_on_rank0(comm, open_for_all, awaiting="rank 0 to read what describes the checkpoint")
+    found = run_on_rank0(comm, open_for_all, awaiting="rank 0 to read the checkpoint's description")
     # Each rank has its own way to the files, which may be in a cache of its node.
     return CheckpointSource(**{**found, "storage": storage, "folder": folder, "uri": uri})
 
 
 NUM_HEAD_READERS = 16
-"""Heads are small, so the time to read them is latency."""
+"""The number of threads that read heads: these are small, so the time to read them is latency."""
 
 
 def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSource:

@@ -42,7 +42,7 @@ ZSTD: Final = "stream.zstd/1"
 
 
 _PART_BYTES: Final = 1 << 20
-"""Unpacked at a time, and more than the archive around a tensor's elements has."""
+"""The bytes unpacked at a time. The archive around a tensor's elements has fewer."""
 _LARGEST_OBJECT: Final = 256 << 20
 _LARGEST_RATIO: Final = 100
 
@@ -83,9 +83,9 @@ def undo_transforms(content: Bytes, transforms: Sequence[str], where: str, *, at
 
 
 def most_unpacked(item: Bytes, payload_bytes: int | None = None) -> int:
-    """The bytes that an item may unpack to: those of its tensor, or a multiple of its own.
+    """The most bytes that an item may unpack to: its tensor's size and a bit more, or a multiple of its own.
 
-    Nothing says the size of an object; with `trust`, it has no limit.
+    The size of an object is not recorded; with `trust`, it has no limit.
     """
     if payload_bytes is None:
         return max(_LARGEST_OBJECT, _LARGEST_RATIO * len(item))
@@ -106,7 +106,7 @@ def require_known_transforms(
 
 
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
-    """Load the object of one item. Without `trust`, `UsageError` names what is more than data."""
+    """Load the object of one item. Without `trust`, raise `UsageError` if any of it is more than data."""
     plain = undo_transforms(item, transforms, where, at_most=None if trust else most_unpacked(item))
     if (pickled := _pickled_scalar(plain)) is not None:
         return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
@@ -153,7 +153,7 @@ def _pickled_scalar(item: bytes) -> bytes | None:
 
 
 def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, where: str) -> Any:
-    """Rebuild an object from its archive's value; `UsageError` names what in it is more than data."""
+    """Rebuild an object from its archive's value; raise `UsageError` if anything in it is more than data."""
     if beyond := names_beyond_data(value):
         raise UsageError(
             f"The object {name} is more than data: it is made of {', '.join(beyond)}",
@@ -167,7 +167,7 @@ def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, w
 
 
 def object_bytes(value: Any) -> bytes:
-    """The item for an object, as stock torch reads it."""
+    """The item for an object, in the form that stock torch reads."""
     import torch  # noqa: PLC0415 - other tools than loads and saves do without it
 
     item = io.BytesIO()
@@ -375,7 +375,7 @@ def _records_in(head: bytes) -> Iterator[tuple[bytes, int]]:
 
 @lru_cache(maxsize=4096)
 def _tensor_in(pickled: bytes) -> TensorRef | None:
-    """The tensor of which a pickle consists, if the whole record is its elements in row-major order."""
+    """The tensor that a pickle consists of; None unless its record is exactly its elements, row-major."""
     try:
         tensor = read_torch_pickle(pickled, "an item")
     except DataDamaged:
@@ -397,7 +397,7 @@ def tensor_bytes(
     facts = archive.index.tensors
     if [(one.dtype, one.shape) for one in facts] != [(dtype, tuple(shape))]:
         held = ", ".join(f"{one.dtype}{list(one.shape)}" for one in facts) or "no tensor"
-        raise DataDamaged(f"An item should hold {dtype}{list(shape)} and holds {held}", where=where)
+        raise DataDamaged(f"An item should hold {dtype}{list(shape)} but holds {held}", where=where)
     stored = archive.index.stored
     if stored.payload_offset[0] != UNKNOWN:
         begin = int(stored.payload_offset[0])

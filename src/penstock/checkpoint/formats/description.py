@@ -202,7 +202,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def _inside(tensor: Ints, tensors: Sequence[TensorFacts], width: int) -> NDArray[np.bool_]:
-    """(rows, width): True for dimensions that the tensor of each row has; all other columns are padding."""
+    """Array (rows, width): True for dimensions that a row's tensor has; all other columns are padding."""
     dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)
     return np.arange(width) < dims[tensor][:, None]
 
@@ -306,7 +306,7 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
         # A different version is not damage.
         version: Any = json.loads(content).get("version")
         raise Unavailable(
-            f"The manifest has version {version}, this Penstock reads versions up to {MANIFEST_VERSION}",
+            f"The manifest has version {version}; this Penstock reads versions up to {MANIFEST_VERSION}",
             where=where,
             fix="Use the version of Penstock that wrote it, or a newer one.",
         ) from error
@@ -343,7 +343,9 @@ def _file(file: _File, num_names: int, where: str) -> ManifestFile:
     edges = np.concatenate([[0], np.stack([offset, ends], axis=1).ravel(), [file.size_bytes]])
     inside = (payload >= offset) & (payload <= ends) & (name >= 0) & (name < num_names)
     if (np.diff(edges) < 0).any() or not inside.all():
-        raise DataDamaged(f"The manifest's items of {file.name} overlap or leave the file", where=where)
+        raise DataDamaged(
+            f"The manifest's items of {file.name} overlap or reach outside the file", where=where
+        )
     return ManifestFile(
         name=file.name,
         size_bytes=file.size_bytes,
@@ -462,12 +464,12 @@ def build_manifest(
 def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> CheckpointIndex:
     """Add to the `index` from `.metadata` what its manifest has: positions of payloads, checksums of items.
 
-    The regions of the result are in the order of files and items. Raises `DataDamaged` if both disagree.
+    The regions of the result are in the order of files and items. Raises `DataDamaged` if the two disagree.
     """
     by_name = {file.name: file for file in manifest.files}
     for name in index.files:
         if name not in by_name:
-            raise DataDamaged(f"The manifest does not know the file {name}", where=where)
+            raise DataDamaged(f"The manifest does not list the file {name}", where=where)
     return _join(index, [by_name[name] for name in index.files])[0]
 
 
@@ -648,7 +650,7 @@ def _describe(
         storage_data=make_dict(storage()),
         storage_meta=records.StorageMeta(),
     )
-    # A field that newer versions of torch have; their readers ask for it by name.
+    # A field that newer versions of torch have; their readers look it up by name.
     described.version = VERSION
     return described
 
@@ -750,7 +752,7 @@ def _parse(root: Any, where: str) -> CheckpointIndex:
     for field_name, padding in (("offsets", 0), ("sizes", 1)):
         rows = list(map(attrgetter(field_name), chunks))
         if not np.array_equal(_ints(map(len, rows)), dims[tensor]):
-            raise ValueError("a chunk has not as many dimensions as its tensor")
+            raise ValueError("a chunk does not have as many dimensions as its tensor")
         boxes.append(pad_rows(rows, padding, least_width=int(dims.max(initial=0))))
     transforms = [tuple(place.transform_descriptors or ()) for place in places_of_chunks]
     stored = StoredRegions(

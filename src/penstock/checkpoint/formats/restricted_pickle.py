@@ -74,7 +74,7 @@ def _empty(kind: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _path(*parts: str) -> str:
-    require(sum(map(len, parts)) <= _LONGEST_PATH, "a path is longer than any path is")
+    require(sum(map(len, parts)) <= _LONGEST_PATH, "a path is too long")
     return "/".join(parts).replace("//", "/", 1)
 
 
@@ -149,13 +149,13 @@ class QuantizedRef:
 
 
 class TorchName(str):
-    """The name of an element type, a layout or a scheme of torch."""
+    """The name of an element type, a layout or a quantization scheme of torch."""
 
     __slots__ = ()
 
 
 class _StorageKind(str):
-    """A class of storages in an archive: the type of their elements, empty for bytes."""
+    """A torch storage class in an archive: the type of its elements, empty for bytes."""
 
     __slots__ = ()
 
@@ -275,7 +275,7 @@ class _Unpickler(pickle.Unpickler):
         self._is_archive = is_archive
 
     def read(self) -> Any:
-        """The pickle's value. Any other exception of the unpickler counts as damage, too."""
+        """The pickle's value. Whatever else the unpickler raises becomes `DataDamaged`, too."""
         try:
             value = self.load()
             if self._is_archive:
@@ -320,7 +320,7 @@ class _Unpickler(pickle.Unpickler):
         """Stand-ins that copy their arguments: in total, no more bytes than the pickle has."""
 
         def spend(part: Any, *kinds: type) -> Any:
-            require(type(part) in kinds, f"a {type(part).__name__} is not what it is made of")
+            require(type(part) in kinds, f"it is made of a {type(part).__name__}")
             self._unused -= len(part)
             require(self._unused >= 0, "its parts are copied again and again")
             return part
@@ -346,7 +346,7 @@ class _Unpickler(pickle.Unpickler):
         match pid:
             case ("storage", _StorageKind() as kind, str(key), _, int(num_elements), *_) if num_elements >= 0:
                 return StorageRef(key, str(kind) or None)
-        raise DataDamaged(f"It refers to {pid!r}, which is no record of its archive", where=self._where)
+        raise DataDamaged(f"It refers to {pid!r}, which is not a record of its archive", where=self._where)
 
 
 def _tensor(
@@ -356,7 +356,7 @@ def _tensor(
         is_right = isinstance(numbers, tuple | list) and len(numbers) <= MOST_DIMENSIONS
         require(
             is_right and all(type(number) is int and abs(number) < 1 << 62 for number in numbers),
-            "the shape of a tensor is none",
+            "the shape of a tensor is invalid",
         )
     return TensorRef(storage, dtype, tuple(size), tuple(strides), offset, requires_grad=requires_grad)
 
@@ -430,7 +430,7 @@ def _inner_class(outer: Any, name: str) -> type:
 
 
 def _device(kind: str, number: int | None = None) -> DeviceName:
-    require(type(kind) is str and len(kind) < 100 and type(number) in (int, type(None)), "no device is so")
+    require(type(kind) is str and len(kind) < 100 and type(number) in (int, type(None)), "no such device")
     return DeviceName(kind if number is None else f"{kind}:{number}")
 
 

@@ -33,7 +33,7 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 _METADATA_KEY: Final = "__metadata__"
 
 _MOST_COMMAS: Final = 1 << 21
-"""Of a header whose values fit into memory: about six for each tensor."""
+"""The most commas, about six per tensor, of a header whose values fit into memory."""
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 

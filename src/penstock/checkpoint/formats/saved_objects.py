@@ -37,7 +37,7 @@ from penstock.checkpoint.formats.torch_save import PLAIN, inside, require_in_rec
 
 _LARGEST_SHARED = 1024
 _MOST_ENTROPY = 1024
-"""The largest number of words of a `SeedSequence`, whose pool is as large as the checkpoint says."""
+"""The largest number of words in the pool of a `SeedSequence`, whose size the checkpoint gives."""
 
 
 def names_beyond_data(value: object) -> list[str]:
@@ -57,7 +57,7 @@ def rebuild(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
 
 
 class _Rebuilding:
-    """One object. Every part is rebuilt once, so what was shared is shared again."""
+    """Rebuilds one object. Every part is rebuilt once, so what was shared is shared again."""
 
     def __init__(self, record: Callable[[TensorRef], bytearray]) -> None:
         self._record = record
@@ -123,7 +123,7 @@ class _Rebuilding:
             return make(self.made(value.arguments), self.made(value.state))
         kind = _known(value.kind)
         if not isinstance(kind, type) or value.kind in _TYPES:
-            require(False, f"{value.kind} is called with what it does not take")  # noqa: FBT003
+            require(False, f"{value.kind} is called with invalid arguments")  # noqa: FBT003
         if issubclass(kind, enum.Enum):
             require(len(value.arguments) == 1, f"{value.kind} is a member of an enum without a value")
             return kind(self.made(value.arguments[0]))
@@ -142,7 +142,7 @@ class _Rebuilding:
         state = value.state if isinstance(value.state, tuple) else ()
         for part in (*value.arguments, *state):
             if isinstance(part, bytes | list) and len(part) > _LARGEST_SHARED:
-                require(id(part) not in self._used, f"contents of {value.kind} are those of another one, too")
+                require(id(part) not in self._used, f"two objects share the contents of {value.kind}")
                 self._used.add(id(part))
 
     def _tensor(self, tensor: TensorRef) -> Any:
@@ -321,7 +321,7 @@ def _require_shape(shape: Any) -> None:
 
 def _blank(arguments: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
     """Create an array: from bytes only if its elements are bytes, from a list if they are Python objects."""
-    require(arguments[0] is np.ndarray, "it is an array of a class of its own")
+    require(arguments[0] is np.ndarray, "it is an array of a custom class")
     _, shape, dtype, is_by_columns, content = state
     _require_shape(shape)
     require(isinstance(dtype, np.dtype), "an array has no type")

@@ -114,10 +114,7 @@ def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str,
 
 
 def data_offset(read: ReadRange, record: ZipRecord, where: str) -> int:
-    """The offset of a record's bytes.
-
-    Only the record's local header tells: the lengths in the directory may differ.
-    """
+    """The offset of a record's bytes, read from its local header: the lengths in the directory may differ."""
     begin = record.header_offset
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(read(begin, _LOCAL_HEADER.size))
     if signature != b"PK\x03\x04":
@@ -164,7 +161,7 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
     """Read an archive's directory and pickle, but not its tensors."""
     if bytes(read(0, min(4, size_bytes))) != b"PK\x03\x04":
         raise DataDamaged(
-            "This is not an archive as torch.save writes since 1.6",
+            "This is not an archive of the form that torch.save has written since 1.6",
             where=where,
             fix="If torch can read it, load it with torch.load and save it again.",
         )

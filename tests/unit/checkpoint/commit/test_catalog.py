@@ -29,7 +29,7 @@ def test_a_path_splits_into_storage_and_name(path: str | Path, above: str, name:
 
 @pytest.mark.parametrize("path", ["/", "file:///", "s3://bucket", "s3://bucket/"])
 def test_the_root_of_a_storage_is_not_a_checkpoint(path: str) -> None:
-    with pytest.raises(UsageError, match=r"root of a storage.*Add the name"):
+    with pytest.raises(UsageError, match=r"storage root.*Add the name"):
         split_path(path)
 
 

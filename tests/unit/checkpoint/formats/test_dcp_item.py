@@ -98,7 +98,7 @@ def test_our_own_items_are_found_by_their_head() -> None:
 
 def test_an_item_that_holds_another_tensor_is_damage() -> None:
     item = stock_item(torch.ones(3))
-    with pytest.raises(DataDamaged, match=r"should hold float32\[4\] and holds float32\[3\]"):
+    with pytest.raises(DataDamaged, match=r"should hold float32\[4\] but holds float32\[3\]"):
         tensor_bytes(item, "float32", (4,), where="here")
     with pytest.raises(DataDamaged, match="holds no tensor"):
         tensor_bytes(stock_item(7), "float32", (4,), where="here")

@@ -152,7 +152,7 @@ def resummed(text: bytes) -> bytes:
 
 def test_a_newer_version_is_unavailable_not_damaged() -> None:
     newer = resummed(manifest_bytes(some_manifest()).replace(b'"version":2', b'"version":3'))
-    with pytest.raises(Unavailable, match="has version 3, this Penstock reads versions up to 2"):
+    with pytest.raises(Unavailable, match="has version 3; this Penstock reads versions up to 2"):
         read_manifest(newer, "here")
 
 
@@ -165,11 +165,11 @@ def test_unknown_keys_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"item_offset": columns(100, 650)}, "overlap or leave"),
-        ({"item_offset": columns(-1, 9000)}, "overlap or leave"),
-        ({"size_bytes": 9586}, "overlap or leave"),
-        ({"item_name": columns(0, 3)}, "overlap or leave"),
-        ({"payload_offset": columns(99, 9100)}, "overlap or leave"),
+        ({"item_offset": columns(100, 650)}, "overlap or reach outside"),
+        ({"item_offset": columns(-1, 9000)}, "overlap or reach outside"),
+        ({"size_bytes": 9586}, "overlap or reach outside"),
+        ({"item_name": columns(0, 3)}, "overlap or reach outside"),
+        ({"payload_offset": columns(99, 9100)}, "overlap or reach outside"),
         ({"payload_offset": columns(9100)}, "not equally long"),
         ({"sums": b""}, "not equally long"),
         ({"name": "../f"}, "not a plain path"),
@@ -195,7 +195,7 @@ def test_metadata_and_manifest_of_different_checkpoints_do_not_join() -> None:
     moved = replace(index.stored, item_offset=index.stored.item_offset + 1)
     with pytest.raises(DataDamaged, match=r"items of __0_0\.distcp"):
         join_manifest(replace(index, stored=moved), some_manifest(), "here")
-    with pytest.raises(DataDamaged, match=r"does not know the file __9_0\.distcp"):
+    with pytest.raises(DataDamaged, match=r"does not list the file __9_0\.distcp"):
         join_manifest(replace(index, files=("__0_0.distcp", "__9_0.distcp")), some_manifest(), "here")
 
 
