@@ -21,8 +21,9 @@ All errors survive pickling with their fields, because ranks send them to each o
 """
 
 import copyreg
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 
 class PenstockError(Exception):
@@ -184,3 +185,16 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
         sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
         for sign in text
     )
+
+
+_FORMULA: Final = re.compile(r"[=@\t\n\uff0b\uff0d\uff1d\uff20]|[+-](?![\d.]*(?:[eE][+-]?\d+)?\Z)")
+
+
+def csv_cell(value: object) -> object:
+    """A cell of CSV. Control characters in texts are escaped, except for line breaks.
+
+    Texts come from files of others. Spreadsheets run one that begins like a formula, but not behind a quote.
+    """
+    if not isinstance(value, str):
+        return value
+    return f"'{printable(value)}" if _FORMULA.match(value) else printable(value)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import printable
+from penstock.errors import csv_cell
 from penstock.progress import Progress
 from penstock.results.published_files import write_text
 from penstock.submission.check import CheckedResult, check_result, read_tree
@@ -364,13 +364,11 @@ def findings_csv(checked: Sequence[CheckedResult]) -> str:
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
     """Rows under fixed columns, by RFC 4180. None becomes an empty cell, an unknown column raises an error.
 
-    Programs print cells on terminals, so control characters are escaped.
+    Cells are printed on terminals and opened as sheets, so they have no control characters and formulas.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="raise", lineterminator="\r\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {key: printable(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
-        )
+        writer.writerow({key: csv_cell(cell) for key, cell in row.items()})
     return text.getvalue()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import printable
+from penstock.errors import csv_cell
 from penstock.submission.check import CheckedResult
 from penstock.submission.result_report import FINDING_COLUMNS, findings_csv, to_csv
 from penstock.submission.rules.rule import Finding, Verdict
@@ -59,13 +59,19 @@ def test_a_row_tells_its_result_and_its_finding() -> None:
 
 
 @given(texts=st.lists(TEXTS, min_size=4, max_size=4))
-def test_texts_come_back_as_they_went_in_but_for_control_characters(texts: list[str]) -> None:
+def test_texts_come_back_as_they_went_in_but_for_control_characters_and_formulas(texts: list[str]) -> None:
     proof, value, evidence, fix = texts
     finding = Finding(verdict=Verdict.PASS, proof=proof, value=value, evidence=evidence, fix=fix, rule="r")
     (row,) = rows_of(findings_csv([judged_with(finding)]))
-    assert [row["proof"], row["value"], row["evidence"], row["fix"]] == list(map(printable, texts))
+    assert [row["proof"], row["value"], row["evidence"], row["fix"]] == list(map(csv_cell, texts))
 
 
 def test_a_value_without_a_column_is_a_defect() -> None:
     with pytest.raises(ValueError, match="not in fieldnames"):
         to_csv(("a",), iter([{"a": 1, "b": 2}]))
+
+
+def test_a_text_of_a_submission_is_no_formula_to_a_spreadsheet() -> None:
+    finding = Finding(verdict=Verdict.FAIL, proof="=1+1", rule="r", value="-1", evidence="@SUM(1)")
+    (row,) = rows_of(findings_csv([judged_with(finding)]))
+    assert [row["proof"], row["value"], row["evidence"]] == ["'=1+1", "-1", "'@SUM(1)"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Self
 
-from penstock.errors import printable
+from penstock.errors import csv_cell
 from penstock.units import format_bytes, format_rate
 
 Value = int | float | str | bool | None
@@ -103,13 +103,12 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def as_csv(answer: Answer) -> str:
-    """A header and rows; missing values are empty. Control characters are escaped, as on terminals."""
+    """A header and rows; missing values are empty, and no text is a formula to a spreadsheet."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([column.name for column in answer.columns])
     for row in answer.rows:
-        values = ("" if value is None else value for value in row)
-        writer.writerow([printable(value) if isinstance(value, str) else value for value in values])
+        writer.writerow(map(csv_cell, row))
     return text.getvalue()
 
 

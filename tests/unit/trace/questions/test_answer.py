@@ -1,5 +1,8 @@
 """Answers as text: exact for programs, readable for people."""
 
+import csv
+import io
+
 import pytest
 
 from penstock.trace.questions.answer import Answer, Column, Unit, as_csv, as_markdown, as_records, document
@@ -39,6 +42,19 @@ def test_csv_has_no_control_characters_of_names() -> None:
         name="files", title="", columns=[Column("path")], rows=[["/a\x1b]0;x\x07\u202eb"]], notes=[]
     )
     assert as_csv(named) == "path\n/a\\x1b]0;x\\x07\\u202eb\n"
+
+
+@pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t", "\n", "\uff1d", "-1+", "+1e"])
+def test_csv_has_no_formulas_of_names(begin: str) -> None:
+    name = f"{begin}HYPERLINK(1)"
+    named = Answer(name="files", title="", columns=[Column("path")], rows=[[name]], notes=[])
+    assert list(csv.reader(io.StringIO(as_csv(named), newline=""))) == [["path"], [f"'{name}"]]
+
+
+@pytest.mark.parametrize("value", ["-", "-1", "+1.5", "-1e-6", "a=b", -1, -1.5])
+def test_csv_keeps_numbers_and_dashes(value: str | float) -> None:
+    named = Answer(name="files", title="", columns=[Column("x")], rows=[[value]], notes=[])
+    assert as_csv(named) == f"x\n{value}\n"
 
 
 def test_markdown_prints_seconds_to_the_microsecond_and_escapes_bars() -> None:
