@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.errors import StorageError, Unavailable
 from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat
-from penstock.storage.capabilities import find_local_paths
+from penstock.storage.capabilities import unwrap, uses_page_cache
 from penstock.storage.files.file_io import FileSource
 from penstock.storage.files.local_files import open_to_read
 from penstock.storage.files.system_calls import libc, raise_on_failure, translate_os_errors
@@ -115,12 +115,10 @@ COUNTERS: Mapping[Method, PageCounter] = MappingProxyType(
 _NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
-    """Measure how much of one file is resident, by the first method that works here."""
-    with translate_os_errors("Asking for resident pages", f"file://{path}"), open_to_read(path) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        resident, _, method = _count_pages(file.fileno(), size_bytes, counters)
-    return _residency(resident, size_bytes, method)
+def measure_residency(file: FileSource, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
+    """Measure how much of an open file is resident, by the first method that works here."""
+    resident, _, method = _count_pages(file.descriptor, file.size_bytes, counters)
+    return _residency(resident, file.size_bytes, method)
 
 
 def _residency(num_pages: int, size_bytes: int, method: Method) -> Residency:
@@ -157,15 +155,15 @@ def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
 
     False if that cannot be known, or if `storage` reads past the page cache.
     """
-    paths = find_local_paths(storage)
-    if paths is None or not paths.uses_page_cache or not keys:
+    if not uses_page_cache(storage) or not keys:
         return False
     try:
         for key in keys[:: -(-len(keys) // NUM_SAMPLED)]:
-            found = measure_file_residency(paths.local_path(key))
-            if found.resident_bytes < RESIDENT_SHARE * found.total_bytes:
+            with closing(unwrap(storage).open(key)) as file:
+                found = measure_residency(file) if isinstance(file, FileSource) else None
+            if found is None or found.resident_bytes < RESIDENT_SHARE * found.total_bytes:
                 return False
-    except (StorageError, Unavailable):
+    except (OSError, StorageError, Unavailable):
         return False
     return True
 

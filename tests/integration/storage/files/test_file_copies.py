@@ -93,11 +93,12 @@ def test_a_buffer_at_an_odd_address_is_copied_whole_and_counted(tmp_path: Path) 
 
 
 def test_direct_bytes_are_not_in_the_page_cache(tmp_path: Path) -> None:
-    from penstock.storage.residency import measure_file_residency
+    from penstock.storage.residency import measure_residency
 
     storage = direct(tmp_path)
     write_object(storage, "key", [aligned(arbitrary_bytes(MIB))])
-    assert measure_file_residency(str(tmp_path / "key")).fraction < 0.1
+    with closing(storage.open("key")) as source:
+        assert measure_residency(source).fraction < 0.1
 
 
 @pytest.mark.parametrize("num_buffers", [1, 7])
