@@ -159,7 +159,7 @@ class Saver:
             paths = {leaf.name: leaf.path for leaf in local_state.leaves}
             share = planner.plan(local_state.holdings, self.options, paths, local_state.entries())
         job = planner.job
-        if is_new and job is not None:
+        if is_new and job is not None and comm.size > 1:
             tell_of_entries(job.differing_parts, are_noted=bool(job.entries))
             warn_of_own_values(job.tensors, job.paths, comm.size, local_state, self._warned)
         if self._laid_out is None or self._laid_out[0] is not share:

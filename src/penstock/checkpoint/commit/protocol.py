@@ -603,13 +603,15 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
     Returns whether a folder of that name contains anything.
     """
     parent, _, last = name.rpartition("/")
-    for entry in tree.entries(parent, prefix=last):
-        if entry.name == last and not entry.is_folder:
-            raise UsageError(
-                f"{name} is a {'file' if entry.is_plain else 'link or device'}, which would be lost",
-                where=storage.uri,
-                fix="Save to a new name; for a link, give the folder that it leads to.",
-            )
+    found = next((entry for entry in tree.entries(parent, prefix=last) if entry.name == last), None)
+    if found is None:
+        return False
+    if not found.is_folder:
+        raise UsageError(
+            f"{name} is a {'file' if found.is_plain else 'link or device'}, which would be lost",
+            where=storage.uri,
+            fix="Save to a new name; for a link, give the folder that it leads to.",
+        )
     entries = list(tree.entries(name))
     strange = [
         entry.name

@@ -425,6 +425,9 @@ def _plain(name: str, value: Any) -> torch.Tensor:
     return plain
 
 
+_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
 class UnpicklableValue(UsageError, TypeError):
     """A value of the state cannot be pickled, and so cannot be saved."""
 
@@ -432,7 +435,7 @@ class UnpicklableValue(UsageError, TypeError):
 def _pack_leaf(leaf: Leaf) -> bytes:
     """Pack the value of a leaf as torch saves it."""
     try:
-        if type(leaf.value) in (type(None), bool, int, float, str) and len(text := repr(leaf.value)) < 100:
+        if type(leaf.value) in _SCALARS and len(text := repr(leaf.value)) < 100:
             return _pack_plain(leaf.value, text)
         return _pack(leaf.value)
     except (
@@ -469,10 +472,6 @@ def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
         )
 
 
-def _beyond_data(item: bytes) -> list[str]:
-    return names_beyond_data(open_item(item, "an object of the state")[0].value)
-
-
 def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked: set[bytes]) -> None:
     """Report once, during a save, what a load will not restore unchanged.
 
@@ -482,9 +481,12 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
     look.
     """
     objects = {held.name: held.digest for held in local_state.holdings.objects}
+    scalars = {leaf.name for leaf in local_state.leaves if type(leaf.value) in _SCALARS}
     for name, digest in objects.items():
-        beyond = () if digest in checked else _beyond_data(local_state.objects[name])
-        if beyond and name not in warned:
+        if name in scalars or digest in checked or name in warned:
+            continue
+        archive, _ = open_item(local_state.objects[name], "an object of the state")
+        if beyond := names_beyond_data(archive.value):
             level = logging.WARNING if rank == 0 else logging.INFO
             logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
             warned.add(name)
