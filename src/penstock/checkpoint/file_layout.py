@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
-from penstock.checkpoint.formats.description import start_checksum
+from penstock.checkpoint.formats.description import ItemChecksums
 from penstock.checkpoint.state.regions import Ints, TensorFacts
 from penstock.checkpoint.state.tensors import as_words, contiguous_bytes
 from penstock.transfer.pipeline import DeferringProducer
@@ -269,36 +269,6 @@ def pack_file(
     return FileLayout(layout.name, tuple(items)), packed
 
 
-class _ItemChecksums:
-    """Computes the checksums of one file's items from its bytes, in order."""
-
-    def __init__(self, items: Sequence[FileItem]) -> None:
-        self._items = items
-        self._sum = start_checksum()
-        self._done: list[bytes] = []
-
-    def add(self, offset: int, content: memoryview) -> None:
-        """Add the next bytes of the file, at `offset`. Bytes in gaps belong to no item."""
-        end = offset + len(content)
-        while len(self._done) < len(self._items) and (item := self._items[len(self._done)]).offset < end:
-            begin, stop = max(offset, item.offset), min(end, item.end)
-            self._sum.update(content[begin - offset : stop - offset])
-            if stop < item.end:
-                return
-            self._finish_item()
-
-    def all(self) -> bytes:
-        """All checksums, once the whole file has been added."""
-        while len(self._done) < len(self._items):
-            # Empty items at the end of a file receive no bytes that would finish them.
-            self._finish_item()
-        return b"".join(self._done)
-
-    def _finish_item(self) -> None:
-        self._done.append(self._sum.digest())
-        self._sum = start_checksum()
-
-
 class LayoutFiller(DeferringProducer):
     """A `Producer` of laid-out files. `payloads` has, by file name, the payload of each item.
 
@@ -319,7 +289,10 @@ class LayoutFiller(DeferringProducer):
         self._sums_hot = sums_hot and not device_streams
         self._items = {layout.name: layout.items for layout in layouts}
         self._ends = {layout.name: [item.end for item in layout.items] for layout in layouts}
-        self._sums = {layout.name: _ItemChecksums(layout.items) for layout in layouts}
+        self._sums = {
+            layout.name: ItemChecksums([item.offset for item in layout.items], self._ends[layout.name])
+            for layout in layouts
+        }
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Write the next bytes of a file to `buffer`."""
@@ -328,18 +301,18 @@ class LayoutFiller(DeferringProducer):
             block = buffer[start : start + step]
             self._copy(planned.key, offset + start, block)
             if self._sums_hot:
-                self._sums[planned.key].add(offset + start, block)
+                self._sums[planned.key].add(block)
 
     def catch_up(self) -> None:
         """Wait until payloads from devices have arrived."""
         for stream in self._device_streams.values():
             stream.catch_up()
 
-    def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+    def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:  # noqa: ARG002 - in order
         """Compute the checksums that were not computed while copying."""
         if not self._sums_hot:
             self.catch_up()
-            self._sums[planned.key].add(offset, buffer)
+            self._sums[planned.key].add(buffer)
 
     def sums(self, name: str) -> bytes:
         """The checksums of a file's items, once the whole file has been filled and settled."""

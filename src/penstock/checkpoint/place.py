@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
-from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.plan.load_plan import LoadPlan, LoadRequests, Transfers
 from penstock.checkpoint.state.regions import (
     ByteArray,
@@ -100,20 +99,11 @@ def unpack(
         # The copy is aligned, as torch requires of its memory.
         aligned = np.frombuffer(bytes(elements), dtype=np.uint8)
         targets[want].fill(*inner, cut_region(aligned, facts.element_bytes, outer, inner))
-    values = {}
-    for name, (number, place) in requests.objects.items():
-        stored = checkpoint.index.objects[number]
-        if checkpoint.archive is not None:
-            values[name] = checkpoint.value(stored, trust=trust)
-            continue
-        values[name] = load_object(
-            items[place],
-            stored.name,
-            transforms=stored.transforms,
-            trust=trust,
-            where=f"{checkpoint.uri}, {stored.name}",
-        )
-    return values
+    objects = checkpoint.index.objects
+    return {
+        name: checkpoint.value(objects[number], trust=trust, item=items[place])
+        for name, (number, place) in requests.objects.items()
+    }
 
 
 def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:

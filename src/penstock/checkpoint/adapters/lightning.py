@@ -98,7 +98,7 @@ class AsyncPenstockIO(PenstockIO):
     ) -> None:
         """On rank 0: copy the state, then write it in the background."""
         _refuse_options(storage_options)
-        self._raise_failure(only_done=True)
+        self.wait(only_done=True)
         aside = _set_aside(path)
         save = save_tree(checkpoint, path, self._saver, self._own_worker())
         save.add_done_callback(partial(log_failure, f"{path} was not saved"))
@@ -120,9 +120,13 @@ class AsyncPenstockIO(PenstockIO):
         """On rank 0: remove a checkpoint once all earlier saves are committed."""
         self._run_after_saves(lambda: super(AsyncPenstockIO, self).remove_checkpoint(path))
 
-    def wait(self) -> None:
-        """Wait for all saves; raise a failure that no call has raised yet."""
-        self._raise_failure()
+    def wait(self, *, only_done: bool = False) -> None:
+        """Wait for all saves, unless `only_done` is set; raise the first failure that no call has raised."""
+        over = [save for save in self._pending if save.done() or not only_done]
+        failures = [failure for save in over if (failure := save.exception()) is not None]
+        self._pending = [save for save in self._pending if save not in over]
+        if failures:
+            raise failures[0]
 
     def teardown(self) -> None:
         """Wait for all saves, as `wait` does, and free the staging memory."""
@@ -150,14 +154,6 @@ class AsyncPenstockIO(PenstockIO):
         if self._worker is None:
             self._worker = start_lasting_worker("penstock-save")
         return self._worker
-
-    def _raise_failure(self, *, only_done: bool = False) -> None:
-        """Wait for pending saves, unless `only_done` is set, and raise the first failure, once."""
-        over = [save for save in self._pending if save.done() or not only_done]
-        failures = [failure for save in over if (failure := save.exception()) is not None]
-        self._pending = [save for save in self._pending if save not in over]
-        if failures:
-            raise failures[0]
 
 
 _BACKGROUND: Final[WeakSet[AsyncPenstockIO]] = WeakSet()

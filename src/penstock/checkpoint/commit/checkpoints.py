@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from penstock.checkpoint.commit.protocol import (
     HIDDEN_PREFIX,
@@ -348,11 +348,6 @@ def tolerating_leftovers(step: int) -> Iterator[None]:
         yield
     except StorageError as error:
         logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
-
-
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 def begin_save(

@@ -228,14 +228,15 @@ class DraftStore(ABC):
 
         What cannot be removed is left to a sweep.
         """
-        steps: tuple[Callable[[], None], ...] = (*removals, partial(self._end_lease, draft))
+        steps: tuple[Callable[[], None], ...] = (*removals, partial(self.end_lease, draft))
         for remove in steps:
             try:
                 remove()
             except StorageError as error:
                 logger.warning("Could not remove all that a save of %s left: %s", draft.name, error)
 
-    def _end_lease(self, draft: Draft) -> None:
+    def end_lease(self, draft: Draft) -> None:
+        """Remove the lease of a draft that is committed or dropped."""
         with suppress(ObjectNotFound):
             self._storage.delete(draft.folder + LEASE_ENDING)
 
@@ -391,7 +392,7 @@ class FolderDraftStore(DraftStore):
         """Remove the draft, unless it was published: its folder then holds the older checkpoint."""
         if draft.save_id not in self._published:
             hide_folder(self._tree, draft.folder)()
-        self._end_lease(draft)
+        self.end_lease(draft)
 
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         entries = {entry.name: entry for entry in self._tree.entries(prefix=HIDDEN_PREFIX)}
@@ -705,7 +706,7 @@ class RecordDraftStore(DraftStore):
         """
         if draft.save_id not in self._published:
             _delete_all(self._storage, self._storage.list(draft.folder))
-        self._end_lease(draft)
+        self.end_lease(draft)
 
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         for folder, objects in _group_by_save(self._storage.list()).items():

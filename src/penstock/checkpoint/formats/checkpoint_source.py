@@ -224,14 +224,14 @@ class CheckpointSource:
             source.read_into(stored.offset, memoryview(item))
         return item
 
-    def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
-        """Read an object as it was saved.
+    def value(self, stored: StoredObject, *, trust: bool = False, item: Bytes | None = None) -> Any:
+        """An object as it was saved, from its `item`, which is read if that is None.
 
         Without `trust`, raises `UsageError` for an object whose unpickling could run code.
         """
         where = f"{self.uri}, {stored.name}"
         if self.archive is None:
-            item = self.read_object_item(stored)
+            item = self.read_object_item(stored) if item is None else item
             return load_object(item, stored.name, transforms=stored.transforms, trust=trust, where=where)
         value, record = self.parse(stored)
         return read_data(value, record, stored.name, where)

@@ -93,6 +93,37 @@ def checksum_object(storage: Storage, key: str, progress: Callable[[int], None] 
     return total.digest()
 
 
+class ItemChecksums:
+    """Computes the checksums of one file's items, which begin and end at these offsets, from its bytes."""
+
+    def __init__(self, begins: Sequence[int], ends: Sequence[int]) -> None:
+        self._begins, self._ends = begins, ends
+        self._at = 0
+        self._sum = start_checksum()
+        self._done: list[bytes] = []
+
+    def add(self, content: memoryview) -> None:
+        """Add the next bytes of the file. Bytes in gaps belong to no item."""
+        begin, self._at = self._at, self._at + len(content)
+        while len(self._done) < len(self._ends) and self._begins[len(self._done)] < self._at:
+            first, end = max(self._begins[len(self._done)], begin), self._ends[len(self._done)]
+            self._sum.update(content[first - begin : end - begin])
+            if self._at < end:
+                return
+            self._finish_item()
+
+    def all(self) -> bytes:
+        """All checksums, once the whole file has been added."""
+        while len(self._done) < len(self._ends):
+            # Empty items at the end of a file receive no bytes that would finish them.
+            self._finish_item()
+        return b"".join(self._done)
+
+    def _finish_item(self) -> None:
+        self._done.append(self._sum.digest())
+        self._sum = start_checksum()
+
+
 Fact = str | int | float | bool | None
 
 MANIFEST_VERSION: Final = 2
@@ -566,18 +597,13 @@ def metadata_bytes(index: CheckpointIndex) -> bytes:
 
     with paused_garbage_collection():
         pickler.dump(
-            _describe(
+            torch_metadata(
                 index,
                 lambda items: _Streamed((list, (), None, forget(items), None)),
                 lambda items: _Streamed((dict, (), None, None, forget(items))),
             )
         )
     return content.getvalue()
-
-
-def torch_metadata(index: CheckpointIndex) -> Metadata:
-    """The description of `index` for torch's planners."""
-    return _describe(index, list, dict)
 
 
 class _Streamed:
@@ -594,11 +620,12 @@ class _Streamed:
         return self._reduced
 
 
-def _describe(
+def torch_metadata(
     index: CheckpointIndex,
-    make_list: Callable[[Iterable[Any]], Any],
-    make_dict: Callable[[Iterable[tuple[Any, Any]]], Any],
+    make_list: Callable[[Iterable[Any]], Any] = list,
+    make_dict: Callable[[Iterable[tuple[Any, Any]]], Any] = dict,
 ) -> Metadata:
+    """The description of `index` for torch's planners and its `.metadata`."""
     import torch  # noqa: PLC0415 - only writers have it loaded
     from torch.distributed.checkpoint import metadata as records  # noqa: PLC0415 - takes half a second
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415 - likewise

@@ -68,11 +68,6 @@ def _itself(kind: type) -> Callable[[Any], Any]:
     return value
 
 
-def _empty(kind: Callable[[], Any]) -> Callable[[], Any]:
-    """A stand-in for a class that is called without arguments: a container, to be filled by the pickle."""
-    return lambda: kind()  # noqa: PLW0108 - the class itself takes arguments
-
-
 def _path(*parts: str) -> str:
     require(sum(map(len, parts)) <= _LONGEST_PATH, "a path is too long")
     return "/".join(parts).replace("//", "/", 1)
@@ -85,9 +80,10 @@ _METADATA_CALLABLES: StandIns = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): _itself(int),
     (_SHARDED, "MEM_FORMAT_ENCODING"): _itself(int),
     (_PLANNER, "WriteItemType"): _itself(int),
-    ("collections", "OrderedDict"): _empty(dict),
-    ("builtins", "dict"): _empty(dict),
-    ("builtins", "list"): _empty(list),
+    # Containers are called without arguments, and filled by the pickle.
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
     **{
         (module, kind): _path
         for module in ("pathlib", "pathlib._local")
@@ -460,6 +456,6 @@ _ARCHIVE_NAMES: StandIns = {
     ("torch.serialization", "_get_layout"): _layout,
     ("torch", "device"): _device,
     ("builtins", "getattr"): _inner_class,
-    ("collections", "OrderedDict"): _empty(OrderedDict),
+    ("collections", "OrderedDict"): lambda: OrderedDict(),  # noqa: PLW0108 - the class itself takes arguments
     **{("builtins", kind.__name__): kind for kind in (complex, slice, range)},
 }

@@ -353,13 +353,8 @@ def _seed_sequence(arguments: tuple[Any, ...], state: Any) -> np.random.SeedSequ
     require(arguments[0] is np.random.SeedSequence, "it is a SeedSequence of another class")
     entropy, num_spawned, _, pool_size, spawn_key = state
     require(4 <= pool_size <= _MOST_ENTROPY, "a SeedSequence has a pool of another size")
-    made = np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size)
-    return (
-        made
-        if not num_spawned
-        else np.random.SeedSequence(
-            entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=num_spawned
-        )
+    return np.random.SeedSequence(
+        entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=num_spawned
     )
 
 
@@ -387,10 +382,6 @@ def _checked_state(state: Any) -> Any:
             f"a generator of numpy is at number {places} of {most}",
         )
     return state
-
-
-def _generator(arguments: tuple[Any, ...], state: Any) -> np.random.Generator:
-    return np.random.Generator(_own_bits(arguments, state))
 
 
 def _own_bits(arguments: tuple[Any, ...], state: Any) -> Any:
@@ -480,7 +471,7 @@ _MAKERS: Final[Mapping[str, Callable[[tuple[Any, ...], Any], Any]]] = {
     "numpy.core.multiarray.scalar": _scalar,
     "numpy.dtype": _dtype,
     "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
-    "numpy.random._pickle.__generator_ctor": _generator,
+    "numpy.random._pickle.__generator_ctor": lambda *made: np.random.Generator(_own_bits(*made)),
     "numpy.random._pickle.__randomstate_ctor": _random_state,
     "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _seed_sequence,
     "torch._utils._rebuild_nested_tensor": _nested,

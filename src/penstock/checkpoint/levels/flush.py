@@ -34,6 +34,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Final, Literal
 
+import numpy as np
 import psutil
 from pydantic import Field, ValidationError
 
@@ -50,7 +51,7 @@ from penstock.checkpoint.commit.checkpoints import (
     step_dirname,
     sweep_dead_saves,
 )
-from penstock.checkpoint.formats.description import ManifestFile, start_checksum
+from penstock.checkpoint.formats.description import SUM_BYTES, ItemChecksums, ManifestFile
 from penstock.checkpoint.tools.tensor_slabs import Appender
 from penstock.errors import AlreadyThere, DataDamaged, ObjectNotFound, PenstockError, StorageError
 from penstock.progress import Progress
@@ -260,42 +261,17 @@ def copy_file(
             appender.copy(appender.pieces_of(size_bytes, file.read_into), see)
 
 
-class StreamChecksums:
-    """Verifies the items of a file against their checksums; receives the file's blocks in order."""
-
-    def __init__(self, file: ManifestFile) -> None:
-        self._file = file
-        self._item = start_checksum()
-        self._row = 0
-        self._at = 0
-        self._wrong: list[int] = []
-
-    def see(self, block: memoryview) -> None:
-        """Process the next block."""
-        end = self._at + block.nbytes
-        while self._row < len(self._file):
-            begins = int(self._file.item_offset[self._row])
-            ends = begins + int(self._file.item_bytes[self._row])
-            if begins < end:
-                self._item.update(block[max(begins - self._at, 0) : ends - self._at])
-            if ends > end:
-                break
-            if self._item.digest() != self._file.sum_at(self._row):
-                self._wrong.append(self._row)
-            self._item = start_checksum()
-            self._row += 1
-        self._at = end
-
-    def require_right(self, where: str) -> None:
-        """Raise `DataDamaged` if an item differs from its checksum."""
-        if self._wrong:
-            raise DataDamaged(
-                f"{self._file.name} is damaged in the cache: {len(self._wrong)} of {len(self._file)} items "
-                "differ from their checksums, the first at byte "
-                f"{int(self._file.item_offset[self._wrong[0]])}",
-                where=where,
-                fix="Run `penstock checkpoint flush` on all nodes: it rebuilds what its redundancy allows.",
-            )
+def require_right(file: ManifestFile, sums: bytes, where: str) -> None:
+    """Raise `DataDamaged` if the `sums` of a file's items differ from those of the save."""
+    differs = np.frombuffer(sums, np.uint8) != np.frombuffer(file.sums, np.uint8)
+    wrong = np.flatnonzero(differs.reshape(-1, SUM_BYTES).any(axis=1))
+    if len(wrong):
+        raise DataDamaged(
+            f"{file.name} is damaged in the cache: {len(wrong)} of {len(file)} items differ from their "
+            f"checksums, the first at byte {file.item_offset[wrong[0]]}",
+            where=where,
+            fix="Run `penstock checkpoint flush` on all nodes: it rebuilds what its redundancy allows.",
+        )
 
 
 class Flusher:
@@ -445,10 +421,11 @@ class Flusher:
         source = prefer_direct_access(self._cache, reads=share.key(files[0].name))
 
         def copy_one(file: ManifestFile) -> None:
-            sums = StreamChecksums(file)
+            ends = file.item_offset + file.item_bytes
+            sums = ItemChecksums(file.item_offset.tolist(), ends.tolist())
 
             def see(block: memoryview) -> None:
-                sums.see(block)
+                sums.add(block)
                 self._pace.take(block.nbytes)
                 self._count(step, block.nbytes)
                 if time.monotonic() - self._renewed_s > protocol.LEASE_S / 4:
@@ -457,7 +434,7 @@ class Flusher:
 
             with draft.adding(file.name) as (target, key):
                 copy_file(source, share.key(file.name), target, key, see=see, block_bytes=block_bytes)
-                sums.require_right(share.uri)
+                require_right(file, sums.all(), share.uri)
 
         try:
             with ThreadPoolExecutor(note.threads, thread_name_prefix="penstock-flush") as threads:
@@ -551,7 +528,7 @@ class _SharedDraft:
         own = protocol.name_draft(self._draft.name, secrets.token_hex(8))
         self._drafts.renew(own)
         with ExitStack() as undo:
-            undo.callback(self._end_lease, own)
+            undo.callback(self._drafts.end_lease, own)
             try:
                 self._tree.move(self._draft.folder, own.folder)
             except ObjectNotFound:
@@ -564,18 +541,14 @@ class _SharedDraft:
                 self._tree.sync(own.folder)
                 self._drafts.publish(own, seal)
                 give_back.pop_all()
-        self._end_lease(self._draft)
+        self._drafts.end_lease(self._draft)
         return True
 
     def clear_up(self) -> None:
         """Remove a draft that a late flusher created again after another had published it."""
         if self._tree is not None and self.sizes():
             self._tree.remove(self._draft.folder)
-        self._end_lease(self._draft)
-
-    def _end_lease(self, draft: protocol.Draft) -> None:
-        with suppress(ObjectNotFound):
-            self._durable.delete(draft.folder + protocol.LEASE_ENDING)
+        self._drafts.end_lease(self._draft)
 
 
 def main(cache: str) -> None:

@@ -6,7 +6,6 @@ into it loads the state, and writing from it saves the current values.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import pickle
@@ -21,7 +20,7 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from penstock.checkpoint.formats.dcp_item import open_item
+from penstock.checkpoint.formats.dcp_item import object_bytes, open_item
 from penstock.checkpoint.formats.saved_objects import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
@@ -437,7 +436,7 @@ def _pack_leaf(leaf: Leaf) -> bytes:
     try:
         if type(leaf.value) in _SCALARS and len(text := repr(leaf.value)) < 100:
             return _pack_plain(leaf.value, text)
-        return _pack(leaf.value)
+        return object_bytes(leaf.value)
     except (
         *(pickle.PicklingError, AttributeError, TypeError, ValueError),
         *(LookupError, RuntimeError, ImportError, OSError),
@@ -448,16 +447,10 @@ def _pack_leaf(leaf: Leaf) -> bytes:
         ) from error
 
 
-def _pack(value: Any) -> bytes:
-    archive = io.BytesIO()
-    torch.save(value, archive)
-    return archive.getvalue()
-
-
 @lru_cache(4096, typed=True)
 def _pack_plain(value: Any, text: str) -> bytes:  # noqa: ARG001 - tells 0.0 from -0.0
     # Optimizers repeat the same options thousands of times, and in every save.
-    return _pack(value)
+    return object_bytes(value)
 
 
 def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
