@@ -76,7 +76,7 @@ _PEER_CREDENTIALS: Final = struct.Struct("<iII")
 def count_streams(settings: ReadSettings, num_ranks: int) -> int:
     """The number of streams of each rank.
 
-    All ranks of a host together have twice as many as one rank alone.
+    All ranks of a host together have twice as many as one rank alone would have.
     """
     return max(LEAST_STREAMS, min(settings.streams, 2 * settings.streams // num_ranks))
 
@@ -262,7 +262,7 @@ def _connect(
             found[other] = HostLink(connection, Window.open(descriptors[0], size_bytes))
             connection.settimeout(None)
         if found.keys() != addresses.keys() - {rank}:
-            raise Unavailable("Other processes than the ranks of this host have connected")
+            raise Unavailable("Processes other than the ranks of this host have connected")
         undo.pop_all()
     return found
 
@@ -349,7 +349,7 @@ class HostSharing(BlockViewers):
     ) -> Sequence[memoryview] | None:
         """Prepare for the blocks that this rank will read.
 
-        Return the window's places if blocks are read into it.
+        Return the window's places if blocks are read into it, and otherwise None.
         """
         self._reuse = reuse
         self._viewers = {

@@ -631,7 +631,7 @@ def _move(
 def _exchanging(
     outbox: Outbox, incoming: Sequence[Incoming], context: LoadContext
 ) -> Iterator[list[Future[None]]]:
-    """Send and receive while others read.
+    """Send and receive while other threads read.
 
     Messages are sent even if reading never begins: other ranks wait for them.
     """
@@ -690,7 +690,7 @@ def _verify_cut_items(
     """Verify items that several ranks have read in parts; return how many this rank verified.
 
     The rank that read the beginning of an item verifies it, if its memory now contains the whole item. Raises
-    `DataDamaged` that names the first damaged one.
+    `DataDamaged`, naming the first damaged item.
     """
     stored = context.items.stored
     row, regions = plan.row[: plan.num_own], plan.regions.take(slice(plan.num_own))
@@ -752,9 +752,7 @@ Result = TypeVar("Result")
 
 
 HEARTBEAT_S = 1.0
-"""The longest that a failure of one rank can stay unknown to another. Such small messages, sent at this rate,
-are free.
-"""
+"""The longest time for which one rank's failure can stay unknown to another. Messages this rare are free."""
 
 
 INTERRUPTED = "it was interrupted (Ctrl-C) while loading"
@@ -841,7 +839,7 @@ def run_with_heartbeat(
 
 
 def _status(working: Future[Any], done_s: float | None, awaiting: str, limit_s: float) -> str | None:
-    """None while this rank is busy, "" once it is done, or the cause of its failure."""
+    """The status of this rank: None while it is busy, "" once it is done, or the cause of its failure."""
     if done_s is None:
         return None
     if (error := working.exception()) is not None:

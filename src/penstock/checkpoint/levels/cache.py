@@ -162,7 +162,7 @@ class NodeCache:
             raise UsageError(
                 f"This cache has steps of another run, {owner}, and not of {run}",
                 where=self.storage.uri,
-                fix="Give each run a cache of its own, or remove these steps (`penstock checkpoint rm`); "
+                fix="Give each run its own cache, or remove these steps (`penstock checkpoint rm`); "
                 f"if the run was moved, remove {RUN_NOTE} there.",
             )
         self._run = "" if owner == run else run
@@ -202,7 +202,7 @@ class NodeCache:
         return notes & set(self.names())
 
     def doubt(self, draft: Draft) -> None:
-        """Note, before committing, that other nodes may not: after a crash, only this note shows it."""
+        """Note, before committing, that other nodes may fail to: after a crash, only this note tells."""
         write_object(self.storage, DOUBT_PREFIX + draft.name, [draft.save_id.encode()])
 
     def confirm(self, name: str) -> None:
@@ -391,8 +391,8 @@ class CacheLevel:
             found = self.assess(name)
             if found.unread:
                 raise StorageError(
-                    f"Whether {name} was committed on all nodes cannot be seen: {found.unread}",
-                    fix="Mend the storage of this cache, or remove the cache.",
+                    f"Cannot determine whether {name} was committed on all nodes: {found.unread}",
+                    fix="Repair the storage of this cache, or remove the cache.",
                 )
             if reason := found.reason:
                 logger.warning("Removing %s, which was never committed on all nodes: %s", name, reason)
@@ -550,8 +550,8 @@ class CacheLevel:
     def _fetch_seal(self, name: str, assessment: Assessment) -> Seal:
         """The manifest and metadata of a step, from the first node that has them undamaged.
 
-        If no node has, raises `DataDamaged`, or `StorageError` if a node's could not be read. A node whose
-        manifest is lost still contributes its share to a rebuild, so even the first node may lack the
+        If no node has them, raises `DataDamaged`, or `StorageError` if a node's could not be read. A node
+        whose manifest is lost still contributes its share to a rebuild, so even the first node may lack the
         manifest.
         """
         awaiting = f"all nodes to look for the manifest of {name}"
@@ -571,8 +571,8 @@ class CacheLevel:
         has_seal = [has for has, _ in answers]
         if not any(has_seal):
             if unread := next((text for _, text in answers if text), ""):
-                raise StorageError(f"No cache gives manifest and .metadata of {name}: {unread}")
-            raise DataDamaged(f"No cache has manifest and .metadata of {name} undamaged")
+                raise StorageError(f"No cache can provide the manifest and .metadata of {name}: {unread}")
+            raise DataDamaged(f"No cache has the manifest and .metadata of {name} undamaged")
         # Only one rank sends it, because it may be long.
         is_first = self.comm.rank == has_seal.index(True)
         seals = self.comm.gather(own if is_first else None, awaiting=awaiting)
@@ -601,7 +601,7 @@ class CacheLevel:
 
 
 class _DescribedStorage(WrappedStorage):
-    """A storage in which some small objects are served from memory."""
+    """A `Storage` that serves some small objects from memory."""
 
     def __init__(self, inside: Storage, known: Mapping[str, bytes]) -> None:
         super().__init__(inside)

@@ -105,7 +105,7 @@ def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
         raise ObjectNotFound(
             "There is no such directory of checkpoints",
             uri=durable.uri,
-            fix="Give the one that the manager was made with, or its caches with --cache.",
+            fix="Give the one that the manager was created with, or its caches with --cache.",
         )
     nodes = [NodeCache(open_here(os.fspath(folder)), (number,)) for number, folder in enumerate(folders)]
     cached = []
@@ -137,7 +137,7 @@ def _inspect_flush(node: NodeCache) -> CacheFlush:
     now = folder.progress()
     is_working = folder.is_locked()
     if not is_working:
-        reason = "no flusher works: the next job flushes it, or `penstock checkpoint flush`"
+        reason = "no flusher is running: the next job, or `penstock checkpoint flush`, flushes it"
         states = {
             step: state
             if state.phase == "failing"
@@ -306,5 +306,5 @@ def _read_run(storage: Storage) -> str:
         raise ObjectNotFound(
             "The cache does not name the run that its steps belong to",
             uri=storage.uri,
-            fix="Name the durable directory or URI of its manager by --to.",
+            fix="Give the durable directory or URI of its manager with --to.",
         ) from error

@@ -158,7 +158,7 @@ def efficiency(strategy: Strategy, interval_s: float) -> float:
 
 
 def best_interval_s(strategy: Strategy) -> float:
-    """The interval of the highest efficiency. With a single kind of failure, it is Daly's."""
+    """The interval with the highest efficiency. With a single kind of failure, it is Daly's."""
     rate = sum(failure.every / failure.mtbf_s for failure in strategy.failures)
     guess = max(daly_interval_s(strategy.blocked_s, 1 / rate), 1e-3)
     candidates = [guess * 2 ** (step / 16) for step in range(-64, 65)]

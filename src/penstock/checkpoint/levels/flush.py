@@ -68,7 +68,7 @@ FOLDER: Final = ".penstock-flush"
 BLOCK_BYTES: Final = 16 << 20
 SMALLEST_BLOCK_BYTES: Final = 256 << 10
 BURST_S: Final = 0.5
-"""The most unused time that a flush may make up for after waiting for disks, or between two steps."""
+"""The longest pause, for disks or between two steps, that a rate-limited flush may catch up on."""
 POLL_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 5.0
 RETRY_S: Final = 60.0
@@ -110,7 +110,7 @@ class FlushState(protocol.StoredRecord):
     reason: str = ""
     """Why the step is failing, or what it is waiting for."""
     is_lasting: bool = False
-    """The step has failed for a minute, or someone must remove the cause before a retry can succeed."""
+    """True if the step has failed for a minute, or retries cannot succeed until someone removes the cause."""
 
     @property
     def is_over(self) -> bool:
@@ -180,7 +180,7 @@ class FlushFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the flusher of this cache; raise `BlockingIOError` while another process or thread is."""
+        """Hold the lock of this cache's only flusher; raise `BlockingIOError` if another flusher holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +221,7 @@ class FlushFolder:
 
 
 class RateLimiter:
-    """Limits the rate of bytes over all threads: each waits as long as the bytes before its own take.
+    """Limits the rate of all threads together: each waits as long as the bytes requested before its own take.
 
     Unused time is kept for `BURST_S`, so that waiting for the disk does not lower the rate.
     """
@@ -282,7 +282,7 @@ class Flusher:
     ) -> None:
         """Prepare to flush `cache` to `durable` or, if that is None, to the URI in each note.
 
-        A storage that is already open has to be passed, because it cannot be opened again from its URI.
+        Pass `durable` if the caller gave an open `Storage`, which cannot be opened again from its URI.
         """
         self._cache = cache
         self._folder = FlushFolder(local_path(cache, ""))
@@ -357,7 +357,7 @@ class Flusher:
             self._folder.remove(step, save_id)
 
     def _flush(self, step: int, note: FlushNote) -> bool:
-        """Copy this cache's files of a step; publish a complete draft. Returns True if the note may go."""
+        """Copy this cache's files of a step; publish a complete draft. Return True to remove the note."""
         name = step_dirname(step)
         try:
             share = CheckpointRef(self._cache, open_catalog(self._cache).find(name))
@@ -494,7 +494,7 @@ class _SharedDraft:
 
     def renew(self) -> None:
         """Renew the lease on behalf of all nodes: if it is old, all of them are dead."""
-        # The lease names no process that could be looked up: the death of one must not end the others' work.
+        # The lease names no process that could be looked up, because the work of all must not end with one.
         nobody = replace(current_process(), kernel="", numbering="")
         write_object(self._durable, self._draft.folder + protocol.LEASE_ENDING, [protocol.lease_text(nobody)])
 
@@ -507,7 +507,7 @@ class _SharedDraft:
 
     @contextmanager
     def adding(self, name: str) -> Iterator[tuple[Storage, str]]:
-        """A storage and a key for writing a file, which gets its final name if the block succeeds."""
+        """The `Storage` and key to write a file to; the file gets its final name if the block succeeds."""
         if self._tree is None:
             yield self._durable, self._draft.key(name)  # an object appears only when it is complete
             return
@@ -552,7 +552,7 @@ class _SharedDraft:
 
 
 def main(cache: str) -> None:
-    """Be the detached flusher of this cache, at the lowest priority, until nothing is left to do."""
+    """Run as the detached flusher of this cache, at the lowest priority, until nothing is left to do."""
     folder = FlushFolder(Path(cache))
     handler = RotatingFileHandler(folder.log, maxBytes=LOG_BYTES, backupCount=1, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 from penstock.units import parse_rate
 
 LARGEST_GROUP = 128
-"""Far below what the code allows: a larger group only makes rebuilding slower and more likely to fail."""
+"""The largest group, far below what the code allows: larger ones only make rebuilding slower and riskier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +131,11 @@ def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:
 
 
 def check_schemes(schemes: Sequence[Scheme]) -> None:
-    """Refuse schemes that leave some checkpoint without one, or two schemes with the same interval."""
+    """Refuse schemes if some checkpoint would have none, or if two have the same interval."""
     intervals = sorted(scheme.every for scheme in schemes)
     if not intervals or intervals[0] != 1:
         raise UsageError(
-            "One redundancy scheme must apply to every checkpoint",
+            "No redundancy scheme applies to every checkpoint",
             fix="Add one with every=1, such as Single(every=1).",
         )
     twice = {interval for interval in intervals if intervals.count(interval) > 1}
@@ -185,4 +185,4 @@ EACH: Final = Flush()
 def require_cache_for(redundancy: Scheme | Sequence[Scheme], flush: Flush | None, *, is_cached: bool) -> None:
     """Raise `UsageError` if options for caches are given without a cache: they would have no effect."""
     if not is_cached and (redundancy or flush not in (EACH, None)):
-        raise UsageError("redundancy= and flush= are of caches, and cache= is not given")
+        raise UsageError("redundancy= and flush= apply to caches, but cache= is not given")

@@ -3,7 +3,7 @@
     write     files -> storage, and a copy of their bytes -> blocks -> the members that keep parity of them
     restore   blocks of surviving members -> weighted sums -> the files of the members that lost theirs
 
-Parity does not know files: it sees the bytes of a member's files in the order in which they were written,
+Parity knows nothing of files: it sees the bytes of a member's files in the order in which they were written,
 followed by zeros. All members of a group take the same steps; in each step a member sends one block and
 receives one for each parity, so no member needs memory for more than a few blocks. Invariants: files are
 written only under the keys that were passed in; a rank whose part fails continues until the others have
@@ -244,7 +244,7 @@ class ByteFeed:
         for key, file in zip(keys, files, strict=True):
             if counts.pop(key, 0) != file.size_bytes:
                 raise StorageError(
-                    f"Parity has not seen the {file.size_bytes} bytes of {file.name} once, in their order",
+                    f"Parity has not seen the {file.size_bytes} bytes of {file.name} once each, in order",
                     uri=key,
                     fix="Write each file of a save once, from its beginning to its end.",
                 )
@@ -255,7 +255,7 @@ class ByteFeed:
 
 
 class _FedStorage(WrappedStorage):
-    """A storage that passes to a feed the bytes of new objects, and of objects that are read once."""
+    """A `Storage` that passes the bytes of new objects, and of objects that are read once, to a feed."""
 
     def __init__(self, inside: Storage, feed: ByteFeed) -> None:
         super().__init__(inside)
@@ -347,7 +347,7 @@ class Protector:
     ) -> tuple[WrittenShare, Order, tuple[RecordedFile, ...]]:
         """Write this rank's files and, in step with its group, the parity or copy that it keeps for others.
 
-        `ranks` are those of the group, and `sizes` the number of bytes that each will write. A group of one
+        `ranks` are the group's members, and `sizes` the number of bytes that each will write. A group of one
         rank is not protected.
         """
         if layout.members == 1:
@@ -432,7 +432,7 @@ class Protector:
                 self._wait(arriving, "blocks for parity", failure)
                 is_last = step % len(routes) == len(routes) - 1
                 following = free.get() if is_last and step + 1 < num_steps else sums
-                # Before others send, so that arriving blocks need no buffer in the transport.
+                # Receives begin before others send, so that arriving blocks need no buffer in the transport.
                 arriving = receive(step + 1, following) if step + 1 < num_steps else []
                 if step % len(routes):
                     # The first chunk has the largest weight, so Horner's rule gives the others theirs.

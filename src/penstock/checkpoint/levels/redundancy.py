@@ -194,7 +194,7 @@ ALIGN_BYTES: Final = 4096
 def build_layout(
     members: int, parities: int, largest_bytes: int, *, block_bytes: int = BLOCK_BYTES
 ) -> Layout:
-    """The layout for a largest member of `largest_bytes`, in equal blocks of about `block_bytes` at most."""
+    """The layout if the largest member has `largest_bytes`; equal blocks of at most about `block_bytes`."""
     chunk_bytes = -(-largest_bytes // (members - parities if parities else 1))
     rows = -(-chunk_bytes // block_bytes)
     block = -(-chunk_bytes // max(rows, 1) // ALIGN_BYTES) * ALIGN_BYTES if rows else ALIGN_BYTES
@@ -209,7 +209,7 @@ def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) ->
     """Groups of about `members` ranks. Ranks with equal `domains` fail together.
 
     Groups have nearly equal sizes, never larger than requested. They are smaller if a domain has many ranks,
-    because each of its ranks needs a group of its own. Raises `UsageError` if a group would have fewer than
+    because each of its ranks needs a different group. Raises `UsageError` if a group would have fewer than
     `smallest` members.
     """
     if members == 1:
@@ -249,7 +249,7 @@ def fit_scheme(wanted: Scheme, domains: Sequence[str]) -> tuple[Scheme, tuple[Gr
         instead = "a single copy, which survives the loss of no host"
         if scheme.losses:
             sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
-            instead = f"{scheme.name} in groups of {sizes}, of which each survives {scheme.losses} lost"
+            instead = f"{scheme.name} in groups of {sizes}, each of which survives {scheme.losses} lost"
         names = sorted(set(domains))
         shortfall = (
             f"{wanted} does not fit the failure domains of this job, {len(names)} with {len(domains)} ranks "
@@ -333,7 +333,7 @@ class GroupRecord(StoredRecord):
 def list_members(
     records: Mapping[int, GroupRecord], ranks: Collection[int] | None = None
 ) -> Iterator[tuple[GroupRecord, int]]:
-    """The group of each of `ranks` (None: all), and its place there; in the same order on all ranks."""
+    """The group of each of `ranks` (None: all), and its place in it; in the same order on all ranks."""
     for _, record in sorted(records.items()):
         for place, rank in enumerate(record.ranks):
             if ranks is None or rank in ranks:
@@ -384,9 +384,7 @@ class Assessment:
     reason: str = ""
     """The reason why the step cannot be restored from caches; empty if it can."""
     unread: str = ""
-    """If it cannot: why the step may be intact after all, because the storage of a cache failed. Otherwise
-    empty.
-    """
+    """The storage failure of a cache, if that is the reason: the step may then be intact. Otherwise empty."""
 
     @property
     def is_rebuildable(self) -> bool:

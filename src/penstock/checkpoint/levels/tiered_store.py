@@ -52,7 +52,7 @@ def open_tiered_store(
 ) -> TieredStore:
     """The step store of a run with caches in front of its durable steps. Collective.
 
-    `uri` is the URI of the durable level, or None if a storage was given: a detached process opens it again.
+    `uri` is the durable level's, which a detached process opens again; None if an open `Storage` was given.
     """
     comm = durable.comm
     level = CacheLevel(cache, comm, schemes=schemes, domain=domain)
@@ -60,13 +60,13 @@ def open_tiered_store(
     def look() -> str:
         """Refuse a cache that is the durable folder itself: old steps would disappear from both at once."""
         own, shared = find_local_root(cache), find_local_root(durable.catalog.storage)
-        # A path that cannot be examined is not the cache's folder, which could be.
+        # The cache's folder can be examined, so a path that cannot be is a different one.
         with suppress(OSError):
             if own is not None and shared is not None and own.samefile(shared):
                 raise UsageError(
                     f"The cache is the durable folder itself, {durable.uri}",
                     where=cache.uri,
-                    fix="Give a folder of the node's own as cache=, or none.",
+                    fix="Give a folder on the node's own disk as cache=, or leave it out.",
                 )
         if level.is_lead:
             level.node.claim(durable.uri)
@@ -149,7 +149,7 @@ class TieredStore(step_store.StepStore):
         *,
         is_last: bool,
     ) -> step_store.Completed:
-        """Commit a step with the scheme due for this save's number, and flush it if its turn has come."""
+        """Commit a step with the scheme due for this save's number, and flush it if its flush is due."""
         draft, step = transaction.draft, parse_step(transaction.draft.name)
         if step is None:
             return super().complete(transaction, prepared, staged, progress, is_last=is_last)

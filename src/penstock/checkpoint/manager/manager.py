@@ -106,7 +106,7 @@ class Manager:
                     fix="None keeps all steps.",
                 )
         require_cache_for(redundancy, flush, is_cached=cache is not None)
-        # Two groups: a background save must not wait for another rank's foreground call, nor the reverse.
+        # Two groups: a background save must not wait for another rank's foreground call, nor vice versa.
         self._front = make_own_group(process_group, timeout_s)
         self._back = make_own_group(process_group, timeout_s)
         self._timeout_s = timeout_s
@@ -267,7 +267,7 @@ class Manager:
         skipped with a warning and listed in `skipped_steps`; if no step is usable, every rank raises
         `StorageError` with the reasons. Every rank raises it, too, if storage fails, because the newest step
         may be intact. With `verify`, steps that are damaged anywhere or have no checksums are skipped as
-        well. `only`, `exclude`, `rename`, `strict`, `convert_dtypes`, `trust` and `progress` are those of
+        well. `only`, `exclude`, `rename`, `strict`, `convert_dtypes`, `trust` and `progress` are as in
         `pc.load`.
         """
         self.skipped_steps = ()
@@ -378,9 +378,9 @@ class Manager:
         """Wait until all ranks make the same call; raise any rank's unreported failures on all ranks."""
         if self._owner != os.getpid():
             state = (
-                "was closed" if self._owner is None else f"belongs to process {self._owner}, not to its fork,"
+                "was closed" if self._owner is None else f"belongs to process {self._owner}, not to its fork"
             )
-            raise UsageError(f"This manager {state} before {activity}", fix="Make a new Manager.")
+            raise UsageError(f"This manager {state}, so {activity} is impossible", fix="Make a new Manager.")
         if waits:
             self._in_flight.wait()
         self._in_flight.sync_and_raise(activity, self._store.unreported_failures())
@@ -519,7 +519,7 @@ class SavesInFlight:
         self._has_warned = False
 
     def add(self, handle: SaveHandle) -> None:
-        """Watch one more save. Wait if too many are pending: each has threads, and a crash loses it."""
+        """Watch one more save. Wait if too many are pending: each has threads, and a crash would lose it."""
         self.handles.append(handle)
         if len(self.handles) <= MOST_PENDING:
             return
@@ -564,8 +564,8 @@ class SavesInFlight:
                 for rank, ((other, folder), _) in enumerate(views)
             )
             raise UsageError(
-                f"The ranks make different calls: {calls}",
-                fix="Make the same calls in the same order on all ranks, and their managers of one folder.",
+                f"Ranks made different calls: {calls}",
+                fix="Make the same calls in the same order on all ranks, on managers of the same folder.",
             )
         failures = sorted(failure for _, failed in views for failure in failed)
         reported = {number for number, *_ in failures}
@@ -589,7 +589,7 @@ class SavesInFlight:
                 cause = format_cause(error)
                 with suppress(OSError, ValueError):
                     print(  # noqa: T201 - whatever becomes of the log
-                        f"penstock: step {handle.step} was not saved, and nobody asked: {cause}",
+                        f"penstock: step {handle.step} was not saved, and no call reported it: {cause}",
                         file=sys.stderr,
                     )
 

@@ -179,8 +179,8 @@ class StopConditions:
 
     `time_limit` is in seconds from now, or "slurm" for the limit of the Slurm job. The job ends early enough
     for one more step, a save that takes twice as long as the slowest one so far, and another `margin_s`, for
-    example for a flush. Every `look_s` seconds it checks whether `penstock checkpoint halt` has asked it to
-    end.
+    example for a flush. Every `look_s` seconds, the job checks whether `penstock checkpoint halt` has asked
+    it to end.
     """
 
     signals: tuple[str, ...] = ()

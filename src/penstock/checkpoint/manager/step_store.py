@@ -169,11 +169,11 @@ class RestoreSearch:
     ...     if search.has_loaded:
     ...         break
 
-    All ranks enter the block. At its end, one of three things happens on all of them: they have loaded the
+    All ranks enter the block. When it ends, one of three things happens on all of them: they have loaded the
     copy; they reject it, because the checkpoint or the storage is at fault on some rank; or they raise,
     because no other copy would help. Invariant: an older step is tried only if all copies of the newer one
-    are damaged, incomplete or gone. After a mere storage failure, restoring it would discard a newer step
-    that is intact.
+    are damaged, incomplete or gone. After a mere storage failure, restoring an older step would discard a
+    newer one that is intact.
     """
 
     def __init__(self, store: StepStore, wanted: int | None, comm: Comm) -> None:
@@ -286,7 +286,7 @@ class RestoreSearch:
                     raise StorageError(
                         f"Step {step} could not be read, and may be whole: {reasons}",
                         uri=self._store.uri,
-                        fix="Mend the storage, and start again"
+                        fix="Repair the storage, and start again"
                         + "".join(
                             f"; or give up step {step} on purpose: restore(step={each})" for each in older
                         )

@@ -139,7 +139,7 @@ def _sync_file(path: Path, rank: int) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise UsageError(
-            f"Rank {rank} asked for a path and wrote no file to it: {error.strerror}",
+            f"Rank {rank} called path() but wrote no file to it: {error.strerror}",
             where=str(path),
             fix="Write every file before the block ends, or call mark_invalid().",
         ) from error
@@ -292,7 +292,7 @@ class Restart:
                 manifest = copy.open().read_manifest()
                 if manifest.facts.get("content") != "files":
                     raise DataDamaged(
-                        "It contains a state, and no files of manager.output()",
+                        "It contains a state, but no files of manager.output()",
                         fix="manager.restore() loads it.",
                     )
                 stored = copy.localize()
@@ -364,7 +364,7 @@ def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> No
         return
     if manifest.facts.get("content") == "files":
         raise DataDamaged(
-            "It contains files that a program wrote, and no state",
+            "It contains files that a program wrote, but no state",
             where=checkpoint.uri,
             fix="manager.restart() returns their paths.",
         ) from error

@@ -387,7 +387,7 @@ def test_a_step_in_doubt_is_not_removed_because_its_cache_cannot_be_read(
     (tmp_path / "cache/.penstock-doubt-step-1").write_bytes(b"")
     with (
         cached_alone(tmp_path, FailBelow(doubted)) as manager,
-        pytest.raises(StorageError, match="Whether step-1 was committed on all nodes cannot be seen"),
+        pytest.raises(StorageError, match="Cannot determine whether step-1 was committed"),
     ):
         manager.restore(blank(0))
     with cached_alone(tmp_path) as manager:

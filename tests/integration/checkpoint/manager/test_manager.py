@@ -214,7 +214,7 @@ def test_a_fork_cannot_use_the_manager_and_leaves_its_saves_alone(tmp_path: Path
             signal.alarm(20)
             with suppress(BaseException), manager:
                 for call in (lambda: manager.save(2, state_of(2)), lambda: manager.restore(state_of(0))):
-                    with pytest.raises(UsageError, match=r"belongs to process \d+, not to its fork, before"):
+                    with pytest.raises(UsageError, match=r"belongs to process \d+, not to its fork, so"):
                         call()
                 manager.close()
                 os._exit(0)
@@ -396,7 +396,7 @@ def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(
         ({"keep": 0}, "keep must be a whole number from 1 or None, not 0"),
         ({"keep": "3"}, "keep must be a whole number from 1 or None, not '3'"),
         ({"keep_cached": 1.5}, "keep_cached must be a whole number from 1 or None, not 1.5"),
-        ({"redundancy": Single()}, "redundancy= and flush= are of caches, and cache= is not given"),
+        ({"redundancy": Single()}, "redundancy= and flush= apply to caches, but cache= is not given"),
         ({"save_policy": 3}, "Invalid save_policy=3"),
     ],
 )
@@ -528,7 +528,7 @@ def test_no_older_step_is_restored_because_a_storage_fails(
         assert text.startswith("Step 2 could not be read, and may be whole: ")
         assert os.strerror(number) in text
         assert text.endswith(
-            "Mend the storage, and start again; or give up step 2 on purpose: restore(step=1)."
+            "Repair the storage, and start again; or give up step 2 on purpose: restore(step=1)."
         )
         with pytest.raises(StorageError, match="Step 2 could not be read"):
             manager.restore(state_of(0), verify=True)

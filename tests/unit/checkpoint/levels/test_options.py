@@ -20,9 +20,9 @@ def test_the_largest_interval_that_divides_the_number_wins() -> None:
 
 
 def test_a_checkpoint_without_a_scheme_is_refused_before_it_is_saved() -> None:
-    with pytest.raises(UsageError, match="must apply to every checkpoint"):
+    with pytest.raises(UsageError, match="No redundancy scheme applies to every checkpoint"):
         check_schemes([Partner(every=4)])
-    with pytest.raises(UsageError, match="must apply to every checkpoint"):
+    with pytest.raises(UsageError, match="No redundancy scheme applies to every checkpoint"):
         check_schemes([])
     with pytest.raises(UsageError, match="Two redundancy schemes have every=4"):
         check_schemes([Single(), Partner(every=4), Xor(every=4)])
