@@ -66,14 +66,14 @@ logger = logging.getLogger(__name__)
 class LeafSelection:
     """The stored name of each selected leaf, by the leaf's name.
 
-    `left` leaves are not changed, and `unused` names in the checkpoint are not read.
+    `left` has the leaves that are not changed, `unused` the names in the checkpoint that are not read.
     """
 
     stored_names: Mapping[str, str]
     left: tuple[str, ...]
     unused: tuple[str, ...]
     missing: tuple[str, ...]
-    """Those of the `left` leaves that the checkpoint lacks."""
+    """The `left` leaves that the checkpoint lacks."""
 
 
 def select_leaves(
@@ -84,7 +84,7 @@ def select_leaves(
     rank: int,
     paths: Mapping[str, Path] = MappingProxyType({}),
 ) -> LeafSelection:
-    """Match the leaves of a state with the names in a checkpoint. `paths` has the places of those names.
+    """Match the leaves of a state with the names in a checkpoint. `paths` has the places of the latter.
 
     Raises `UsageError` if the checkpoint lacks a selected leaf, unless the choice is not strict.
     """
@@ -363,7 +363,7 @@ class Places:
     def _keys(
         self, holder: Mapping[Any, Any], steps: Collection[str | int], at: Path
     ) -> dict[str | int, Any]:
-        """Map those steps that are text in the checkpoint but of another type in the state to its keys."""
+        """Map steps that are text in the checkpoint, but not in the state, to the state's keys."""
         unknown = [step for step in steps if isinstance(step, str) and step not in holder]
         own = {str(key): key for key in holder if not isinstance(key, str)}
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
@@ -473,7 +473,7 @@ class _OptimizerState(_Part):
             # If no module in the state tells what the names mean, parameters are matched in order.
             if len(entries) != len(own) or (name_of and set(numbers) != set(own)):
                 raise UsageError(
-                    f"Group {place} of {self.key!r} has other parameters than in the checkpoint",
+                    f"Group {place} of {self.key!r} has different parameters from the checkpoint's",
                     where=f"the checkpoint has {name_some(entries)}",
                     fix=f"Build it with the groups that it was saved with, or exclude={f'{self.key}.*'!r}.",
                 )
@@ -519,7 +519,7 @@ class _NamedState(_Part):
         for place, (own, group) in enumerate(groups):
             if len(own["params"]) != len(group["params"]):
                 raise UsageError(
-                    f"The groups of {self.key!r} have other parameters than in the checkpoint",
+                    f"The groups of {self.key!r} have different parameters from the checkpoint's",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
             _require_names(self.key, place, group, own.get("param_names") or (), is_named=False)
@@ -603,14 +603,14 @@ def _require_names(
     if differing and sorted(saved) == sorted(own):
         was, now = differing[0]
         raise UsageError(
-            f"{key!r} has its parameters in another order than when it was saved: {was!r} was where"
+            f"{key!r} has its parameters in a different order than when it was saved: {was!r} was where"
             f" {now!r} is",
-            fix="Make it with its parameters in the order of the save.",
+            fix="Create it with its parameters in the order of the save.",
         )
     for was, now in differing if is_named else ():
         if bare_name(was) != bare_name(now):
             raise UsageError(
-                f"Group {place} of {key!r} has other parameters than in the checkpoint: {now!r} is where"
+                f"Group {place} of {key!r} has different parameters from the checkpoint's: {now!r} is where"
                 f" {was!r} was",
                 fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'. If only"
                 f" names are new, exclude='{key}.param_groups.*.param_names'.",
@@ -653,8 +653,8 @@ def _require_same_order(
 ) -> None:
     """Raise `UsageError` if an optimizer numbers its parameters in a different order from the saved one.
 
-    Shapes prove this if a slot has the shapes of all parameters, but not of each parameter its own. States of
-    other shapes, such as factored ones and scalars, prove nothing.
+    Shapes prove this if a slot has the shapes of all parameters, but in a different order. States of other
+    shapes, such as factored ones and scalars, prove nothing.
     """
     slots: dict[Path, list[tuple[Path, Path, int]]] = {}
     for number, parameter in parameters.items():
@@ -666,16 +666,16 @@ def _require_same_order(
         if misfits and sorted(row[0] for row in misfits) == sorted(row[1] for row in misfits):
             stored, own, number = misfits[0]
             raise UsageError(
-                f"{key!r} has its parameters in another order than when it was saved:"
+                f"{key!r} has its parameters in a different order than when it was saved:"
                 f" 'state.{number}.{'.'.join(map(str, path))}' is {list(stored)} in the checkpoint,"
                 f" parameter {number} is {list(own)} here",
-                fix="Make it with its parameters in the order of the save. Names instead of numbers, as"
+                fix="Create it with its parameters in the order of the save. Names instead of numbers, as"
                 " get_optimizer_state_dict saves them, allow any order.",
             )
 
 
 def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
-    """Give a dict of `get_optimizer_state_dict` the numbers of a raw optimizer's checkpoint for its names.
+    """Number a dict of `get_optimizer_state_dict` like a raw optimizer, to load that optimizer's checkpoint.
 
     Numbers follow the order of the parameters in the groups, as in a raw optimizer, never the order of the
     names as text. Returns None if the checkpoint has names, too.
@@ -745,7 +745,7 @@ class _EmptyPlaces:
         return set().union(*(names for _, names in self._adopting))
 
     def leave_empty(self, names: Collection[str]) -> None:
-        """Empty the dicts again that took any of these names, because the dicts of other ranks take them."""
+        """Empty again the dicts that took any of these names, because dicts of other ranks take them."""
         for adopting, adopted in self._adopting:
             if not adopted.isdisjoint(names):
                 adopting.clear()
@@ -780,9 +780,9 @@ class LoadedParts:
     """The names, in the state, of what the load has left unchanged."""
 
     def gets_copies(self, leaf: Leaf) -> bool:
-        """True if the part of `leaf` copies values from any memory.
+        """True if the leaf's part copies the values it loads, so that they may be in any memory.
 
-        `load_state_dict` of a module does not.
+        Modules are loaded in place.
         """
         part = self.parts.get(str(leaf.path[0]))
         is_copied = isinstance(part, _StatefulPart) and not isinstance(part.part, torch.nn.Module)
@@ -837,8 +837,8 @@ class LoadedParts:
         if found:
             key = self._owner(found[0])
             raise UsageError(
-                f"{name_some(found, 3)} had other values on each of the {num_saved} ranks that saved them,"
-                f" and this job has {num_ranks}",
+                f"{name_some(found, 3)} had different values on each of the {num_saved} ranks that saved"
+                f" them, and this job has {num_ranks}",
                 fix=f"Load with as many ranks, or leave them out: exclude='{key}.*'. What torch's"
                 " get_model_state_dict and get_optimizer_state_dict return can be loaded by any number.",
             )
@@ -857,14 +857,14 @@ class LoadedParts:
         """Warn of single ranks' values that a different number of ranks loses or gives to other ranks."""
         if lost := self.of_other_ranks(num_ranks):
             logger.warning(
-                "Saved by more ranks: not loaded, as they were of ranks that this job lacks: %s",
+                "Saved by more ranks: not loaded, because they belong to ranks that this job lacks: %s",
                 name_some(lost, 10),
             )
         elif num_ranks > num_saved and (own := self.of_other_ranks(1)):
             names = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in own)
             logger.warning(
-                "Saved by %d ranks: those from %d on get rank 0's values of %s, which were other ones on each"
-                " rank. Give random generators another seed there",
+                "Saved by %d ranks: ranks from %d on get rank 0's values of %s, which differed between ranks."
+                " Give random generators another seed there",
                 *(num_saved, num_saved, name_some(list(names), 10)),
             )
 

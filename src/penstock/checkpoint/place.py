@@ -49,7 +49,7 @@ class Target:
             raise UsageError(
                 f"Elements of {self.facts.name!r} share memory in the state, so they cannot be loaded",
                 where=f"size {list(self.memory.size())}, stride {list(self.memory.stride())}",
-                fix="Load into a tensor with memory of its own, for example expanded.clone().",
+                fix="Load into a tensor with its own memory, for example expanded.clone().",
             )
 
     @property
@@ -140,7 +140,7 @@ def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
         ):
             raise UsageError(
                 f"{other.facts.name!r} and {own.facts.name!r} share a part of their memory in the state",
-                fix="Load into tensors with memory of their own.",
+                fix="Load into tensors that do not share memory.",
             )
     return tied
 
@@ -150,8 +150,8 @@ def untie(
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
     """Tensors for leaves that were loaded into shared memory, and the pairs that cannot be separated.
 
-    Leaves that are `copied` when their part loads its state may have any memory; `names` are those of the
-    targets.
+    Leaves that are `copied` when their part loads its state may have any memory; `names` has the name of each
+    target.
     """
     untied, split = {}, []
     for first, second in tied:

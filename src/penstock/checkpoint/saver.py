@@ -94,10 +94,10 @@ if TYPE_CHECKING:
     import torch
 
 WAITING_BUFFER_BYTES = 128 << 20
-"""More buffers do not speed up a save that is waited for. Object storage needs some for parts in flight."""
+"""The most buffers for a save that the caller waits for. Object storage needs some for parts in flight."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
-"""If a rank's share is larger, `save_async` blocks until the rest is written."""
+"""The memory for copies. If a rank's share is larger, `save_async` blocks until the rest is written."""
 
 
 class Saver:
@@ -254,7 +254,7 @@ class PreparedTensors:
     # time.
     @paused_garbage_collection()
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        """On rank 0: the metadata and manifest of what all ranks have written."""
+        """On rank 0: return the metadata and manifest of what all ranks have written."""
         job, transforms = self.job, self.saver.transforms
         assert job is not None, "rank 0 made the plan"
         written = [

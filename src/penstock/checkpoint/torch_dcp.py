@@ -100,8 +100,8 @@ def own_rank() -> int:
 class LoadPlanner(DefaultLoadPlanner):
     """A drop-in for torch's `DefaultLoadPlanner`: `dcp.load(state, planner=pc.LoadPlanner(), ...)`.
 
-    `only`, `exclude`, `rename`, `strict` and `trust` are those of `pc.load`. After the load, `selection`
-    tells what was not loaded. Works with torch's storage readers as well as with `pc.Reader`.
+    `only`, `exclude`, `rename`, `strict` and `trust` are as in `pc.load`. After the load, `selection` tells
+    what was not loaded. Works with torch's storage readers as well as with `pc.Reader`.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path, and URIs of known storages."""
+        """Accept any path, and any URI with a known scheme."""
         return can_be_named(checkpoint_id)
 
     def _regions(self, wanted: Sequence[planning.ReadItem], tensors: Sequence[TensorFacts]) -> Regions:
@@ -585,7 +585,7 @@ class _WriteAssignment:
 
 
 _ARRIVED: dict[str, _WriteAssignment] = {}
-"""The assignment for each path that arrived last and has not been used. Planners that cache plans pass the
+"""For each path, the assignment that arrived last, until it is used. Planners that cache plans pass the
 writer an assignment of an earlier save, and drop the one that came with the current plan.
 """
 
@@ -600,7 +600,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
 
     Each rank writes `writers` files in parallel, through at most `staging_bytes` of buffers; items whose
     names begin with `separation_hint` go to separate files. With fsync=False, a power failure may destroy the
-    checkpoint. `transforms` are those of `save`. With overwrite=False, a save is refused if a checkpoint
+    checkpoint. `transforms` are as in `pc.save`. With overwrite=False, a save is refused if a checkpoint
     exists at the path. One writer can save any number of checkpoints, with `dcp.save(...,
     checkpoint_id=path)`. As with torch's own writer, `dcp.async_save` copies the state to pinned memory,
     which is kept for the next save if `cache_staged_state_dict` is set.
@@ -727,7 +727,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path, and URIs of known storages."""
+        """Accept any path, and any URI with a known scheme."""
         return can_be_named(checkpoint_id)
 
     def _uri(self) -> str:

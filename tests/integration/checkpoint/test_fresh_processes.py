@@ -458,7 +458,7 @@ def save_stages_by_name(rank: int, path: Path) -> str:
 
 def test_optimizers_that_number_other_parameters_alike_are_refused(tmp_path: Path) -> None:
     for told in on_gloo_ranks(2, save_stages_by_number, tmp_path):
-        assert "'optimizer' numbers other parameters on rank 1 than on rank 0" in told
+        assert "'optimizer' numbers different parameters on rank 1 than on rank 0" in told
     assert not (tmp_path / "all").exists()
     assert on_gloo_ranks(2, save_stages_by_name, tmp_path) == ["", ""]
 

@@ -132,7 +132,7 @@ def test_values_of_ranks_that_are_gone_or_new_are_known_by_name(caplog: pytest.L
         parts.warn_of_other_ranks(4, 4)
         assert not caplog.records
         parts.warn_of_other_ranks(4, 5)
-    assert "Saved by 4 ranks: those from 4 on get rank 0's values of part.x, seed," in caplog.text
+    assert "Saved by 4 ranks: ranks from 4 on get rank 0's values of part.x, seed," in caplog.text
 
 
 @pytest.mark.parametrize("kind", [UserDict, ChainMap])
@@ -350,7 +350,7 @@ def test_groups_of_other_parameters_are_refused() -> None:
     module, optimizer = trained()
     named: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     named["param_groups"][0]["params"] = ["0.weight", "0.bias", "1.weight", "other"]
-    with pytest.raises(UsageError, match="Group 0 of 'optim' has other parameters"):
+    with pytest.raises(UsageError, match="Group 0 of 'optim' has different parameters"):
         load({"model": module, "optim": optimizer}, {"model": module.state_dict(), "optim": named})
 
 

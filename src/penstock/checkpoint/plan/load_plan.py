@@ -617,7 +617,7 @@ def agree_on_load(
             for part, host in zip(parts, hosts, strict=True)
         ]
 
-    share = divide_on_rank0(comm, wish, divide, awaiting="what all ranks want of the checkpoint")
+    share = divide_on_rank0(comm, wish, divide, awaiting="what all ranks need from the checkpoint")
     if isinstance(share, UnreadableFile):
         raise share
     return share

@@ -3,8 +3,8 @@
     each rank: what it holds, as columns -> rank 0: `plan_job` -> each rank: what it writes
 
 `plan_job` and what it calls are pure; `JobPlanner` gathers its arguments on rank 0 and divides its result. A
-plan is kept as long as all ranks hold the same as when it was made: for each save, they only send rank 0 a
-digest each and receive one answer. Invariants: together, the ranks write every element of every tensor
+plan is kept as long as all ranks hold what they held when it was made: for each save, every rank only sends
+rank 0 a digest and receives an answer. Invariants: together, the ranks write every element of every tensor
 exactly once, or `NotCovered` names the missing ones; all ranks return a share, or all raise the same error.
 """
 
@@ -91,8 +91,8 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
 class HeldObject(NamedTuple):
     """A leaf that is not a tensor, or a tensor that is compared.
 
-    Quick to pickle, because ranks exchange many. `digest` is that of the bytes: ranks with equal digests hold
-    the same.
+    Quick to pickle, because ranks exchange many. `digest` covers the bytes: ranks with equal digests hold the
+    same.
     """
 
     name: str
@@ -334,7 +334,7 @@ def _deal(
 
 
 def rename_own_tensors(holdings: Holdings, own: frozenset[str], rank: int) -> Holdings:
-    """Give the tensors that differ on this rank names of their own, so that all of them are kept."""
+    """Rename the tensors whose values differ on this rank, so that all versions are kept."""
     if not own:
         return holdings
     renamed = tuple(
@@ -357,7 +357,7 @@ class RankObjects:
     kept.
     """
     common: tuple[str, ...]
-    """Those of the `shared` names that all ranks hold."""
+    """The `shared` names that all ranks hold."""
 
 
 def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
@@ -403,7 +403,7 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
             other, digest = numbering.setdefault(held.name, (rank, held.digest))
             if digest != held.digest:
                 raise UsageError(
-                    f"{held.name!r} numbers other parameters on rank {rank} than on rank {other}: their"
+                    f"{held.name!r} numbers different parameters on rank {rank} than on rank {other}: their"
                     " states would be mixed",
                     fix="Save get_optimizer_state_dict(model, optimizer) of torch, which names them.",
                 )

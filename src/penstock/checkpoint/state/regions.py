@@ -30,7 +30,7 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and sizes of a part of a tensor."""
 
 MOST_DIMENSIONS = 64
-"""Of a tensor: what numpy allows. Columns are as wide as the tensor with the most."""
+"""The most dimensions that numpy allows. Columns are as wide as the tensor with the most dimensions."""
 UNKNOWN = -1
 """The offset of a payload that must be read from its item's own header."""
 

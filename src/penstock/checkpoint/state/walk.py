@@ -175,7 +175,7 @@ def require_text(name: str) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"The name {name!r} holds half of a character, which is no text",
+            f"The name {name!r} contains half of a character, so it is not valid text",
             fix="Use names that can be written as UTF-8.",
         ) from error
 
@@ -232,7 +232,7 @@ def rank_object_name(name: str, rank: int) -> str:
 
 
 def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]]) -> bool:
-    """Return whether a name is that of a single rank's value, and not a state's own key of the same form.
+    """Return whether a name belongs to a single rank's value, and is not a state's own key of the same form.
 
     `paths` are the places of a checkpoint's names in the state; a single rank's value has no place of its
     own.

@@ -98,7 +98,7 @@ def convert(
 ) -> Conversion:
     """Write the checkpoint at `source` to `target`, which must not exist, in the format `to`.
 
-    `only` are patterns of names; without any, everything is converted. `tensors_only` leaves out everything
+    `only` has patterns of names; without any, everything is converted. `tensors_only` leaves out everything
     but tensors. `compress` applies zstd to the items of DCP, which then cannot be read in part. `trust`
     rebuilds objects even if that runs code from the checkpoint. The source is verified first unless
     `verified` is False. Raises `DataDamaged` if the source is damaged, and `UsageError` for parts that the

@@ -50,7 +50,7 @@ class NameComparison:
     """The type and shape of a tensor, or the value of an object."""
     different_elements: int = 0
     largest_difference: float | None = None
-    """The largest difference between numbers, as float64; None if numpy does not know the type."""
+    """The largest difference between numbers, as float64; None if numpy lacks the type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class CheckpointComparison:
 def compare(
     first: AnyPath, second: AnyPath, *, only: Sequence[str] = (), progress: Progress | None = None
 ) -> CheckpointComparison:
-    """Compare the checkpoints at two paths or URIs; `only` are patterns of names."""
+    """Compare the checkpoints at two paths or URIs; `only` has patterns of the names to compare."""
     progress = progress or Progress()
     pair = open_checkpoint(first), open_checkpoint(second)
     for checkpoint in pair:

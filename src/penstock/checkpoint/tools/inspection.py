@@ -55,7 +55,7 @@ class CheckpointState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointListing:
-    """One checkpoint of a run. `complaint` tells what is wrong with a damaged one, or who refused access."""
+    """One checkpoint of a run. `complaint` says what is wrong with a damaged one, or who refused access."""
 
     name: str
     step: int | None
@@ -92,7 +92,7 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
 
 
 def list_storage(storage: Storage) -> list[CheckpointListing]:
-    """All committed checkpoints below a storage's root, by step and name."""
+    """All committed checkpoints below the root of `storage`, by step and name."""
     checkpoints = []
     for name in open_catalog(storage).names():
         try:
@@ -274,7 +274,7 @@ class RemovedCheckpoint:
 def find_other_whole(
     checkpoints: Sequence[CheckpointListing], name: str, is_whole: Callable[[str], bool]
 ) -> str | None:
-    """A complete checkpoint other than `name`.
+    """A complete checkpoint other than `name`, or None.
 
     `is_whole` is called for the newest first, until one is complete.
     """

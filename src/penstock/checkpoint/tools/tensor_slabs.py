@@ -70,7 +70,7 @@ class SlabReader:
         num_stored = int(self._checkpoint.index.stored.regions.take(self.rows(tensor)).num_elements.sum())
         if num_stored != math.prod(facts.shape):
             raise DataDamaged(
-                f"Of {facts.name} {num_stored} elements are stored, it has {math.prod(facts.shape)}",
+                f"{num_stored} elements of {facts.name} are stored, but it has {math.prod(facts.shape)}",
                 where=self._checkpoint.uri,
             )
 

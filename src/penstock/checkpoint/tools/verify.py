@@ -353,7 +353,7 @@ def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
     if size_bytes == file.size_bytes:
         return []
     begin, end = sorted((size_bytes, file.size_bytes))
-    what = f"the file has {size_bytes} bytes, {file.size_bytes} were written"
+    what = f"the file has {size_bytes} bytes, but {file.size_bytes} were written"
     return [wrong(begin=begin, end=end, what=what)]
 
 
@@ -536,7 +536,7 @@ def _reader(source: Source, item: _Item) -> ReadRange:
 
 
 class _Counted(Progress):
-    """A progress that also records the numbers of bytes that were checked."""
+    """A `Progress` that also records the numbers of bytes that were checked."""
 
     def __init__(self, inside: Progress) -> None:
         self.amounts: list[int] = []

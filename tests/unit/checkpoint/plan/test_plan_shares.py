@@ -136,7 +136,7 @@ def test_a_number_with_two_meanings_is_refused() -> None:
         replace(held, numbering=(HeldObject(name="optimizer", size_bytes=0, digest=bytes([rank // 2])),))
         for rank, held in enumerate(shards(3))
     ]
-    with pytest.raises(UsageError, match="'optimizer' numbers other parameters on rank 2 than on rank 0"):
+    with pytest.raises(UsageError, match="'optimizer' numbers different parameters on rank 2 than on rank 0"):
         plan_shares([pack_holdings(held, {}) for held in job], SaveOptions(), 1)
 
 

@@ -103,7 +103,7 @@ def test_a_tensor_that_lacks_a_part_is_damage(tmp_path: Path) -> None:
     whole = np.arange(6, dtype=np.int16).reshape(2, 3)
     write_boxes(tmp_path / "x", whole, [((0, 0), (1, 3))])
     elements = SlabReader(open_checkpoint(tmp_path / "x"))
-    with pytest.raises(DataDamaged, match="Of x 3 elements are stored, it has 6"):
+    with pytest.raises(DataDamaged, match="3 elements of x are stored, but it has 6"):
         elements.require_whole(0)
 
 
