@@ -207,7 +207,7 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
     The load is planned for the same ranks and placements as the save; `process_group` names the ranks
     (default: all).
     """
-    from penstock.checkpoint.replicas import add_digests  # noqa: PLC0415 - loads torch
+    from penstock.checkpoint.replica_comparison import add_digests  # noqa: PLC0415 - loads torch
     from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 
     with borrowed_group(process_group) as group:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 State = Mapping[str, Any]
 
-TIMEOUT_S: Final = 1800.0
-"""The longest that a rank waits for other ranks during a save or a load, if the caller sets no limit."""
+TRANSFER_TIMEOUT_S: Final = 1800.0
+"""The longest wait for ranks that write or read a checkpoint's bytes, if the caller sets no limit."""
 Replicas = Literal["share", "compare"]
 """The treatment of regions that several ranks hold.
 
@@ -201,7 +201,7 @@ def _close_all() -> None:
         group.close()
 
 
-def make_own_group(process_group: Any = None, timeout_s: float = TIMEOUT_S) -> RankGroup:
+def make_own_group(process_group: Any = None, timeout_s: float = TRANSFER_TIMEOUT_S) -> RankGroup:
     """Make a group of the ranks of `process_group` (None: all) for work that runs while the program trains.
 
     Collective over these ranks alone. Its messages never mix with the trainer's, and no wait takes longer
@@ -210,7 +210,7 @@ def make_own_group(process_group: Any = None, timeout_s: float = TIMEOUT_S) -> R
     return make_group_of(_list_ranks(process_group), timeout_s)
 
 
-def make_group_of(ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> RankGroup:
+def make_group_of(ranks: Sequence[int], timeout_s: float = TRANSFER_TIMEOUT_S) -> RankGroup:
     """Make a group of these ranks, numbered as in the job. Collective over them alone."""
     if len(ranks) < 2:
         alone = RankGroup(SoloComm(gethostname()))
@@ -239,7 +239,7 @@ def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
         group = dist.group.WORLD if process_group is None else process_group
         has_gloo = "gloo" in str(dist.get_backend_config(process_group))
         made = RankGroup(TorchComm(gethostname(), group), group, ranks) if has_gloo else make_group_of(ranks)
-    made.comm.timeout_s = TIMEOUT_S
+    made.comm.timeout_s = TRANSFER_TIMEOUT_S
     try:
         yield made
     finally:

@@ -65,7 +65,7 @@ from penstock.checkpoint.plan.save_plan import (
     SavePlan,
     plan_files,
 )
-from penstock.checkpoint.replicas import add_digests, compare_replicas, warn_of_own_values
+from penstock.checkpoint.replica_comparison import add_digests, compare_replicas, warn_of_own_values
 from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, StoredObject, StoredRegions
 from penstock.checkpoint.state.tensors import (
     LocalState,

@@ -77,7 +77,7 @@ from penstock.checkpoint.plan.save_plan import (
     plan_files,
     plan_job,
 )
-from penstock.checkpoint.replicas import add_digests, warn_of_own_values
+from penstock.checkpoint.replica_comparison import add_digests, warn_of_own_values
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, StagedFiles, choose_pipeline_settings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses

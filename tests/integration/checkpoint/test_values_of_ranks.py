@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.replicas import add_digests
+from penstock.checkpoint.replica_comparison import add_digests
 from penstock.checkpoint.state.tensors import collect_for_save
 from penstock.errors import RankError, UsageError
 

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, can_be_named
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.engine import TIMEOUT_S, WrittenShare
+from penstock.checkpoint.engine import TRANSFER_TIMEOUT_S, WrittenShare
 from penstock.checkpoint.file_layout import (
     FileLayout,
     open_device_streams,
@@ -135,7 +135,8 @@ class HostCopy:
         if not moving:
             return self.task
         sizes = [tensor.nbytes for tensor in moving]
-        loan = _MEMORY.borrow(max(sum(round_up(size, PAGE_BYTES) for size in sizes), PAGE_BYTES), TIMEOUT_S)
+        needed_bytes = sum(round_up(size, PAGE_BYTES) for size in sizes)
+        loan = _MEMORY.borrow(max(needed_bytes, PAGE_BYTES), TRANSFER_TIMEOUT_S)
         payloads = [payload_of_tensor(tensor) for tensor in moving]
         views = copy_to_host(payloads, sizes, loan, open_device_streams(payloads))
         copies = {
@@ -269,7 +270,7 @@ def _write_files(task: WriteTask) -> WrittenShare:
     ).transformed(task.transforms)
     settings = choose_pipeline_settings(share.layouts, task.writers, task.staging_bytes)
     memory = StagingMemory(task.staging_bytes)
-    staged = StagedFiles(share, memory, settings, copies="with the writes", timeout_s=TIMEOUT_S)
+    staged = StagedFiles(share, memory, settings, copies="with the writes", timeout_s=TRANSFER_TIMEOUT_S)
     storage = open_here(task.folder, rank=task.rank)
     written = staged.write_to(prefer_direct_access(storage), lambda name: name)
     sync_names(storage, "")

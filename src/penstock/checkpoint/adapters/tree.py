@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, open_parent, write_and_commit
-from penstock.checkpoint.engine import TIMEOUT_S, LoadChoice, RankGroup, SaveCancelled, SaveChoice
+from penstock.checkpoint.engine import TRANSFER_TIMEOUT_S, LoadChoice, RankGroup, SaveCancelled, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
 from penstock.checkpoint.saver import Saver
@@ -101,7 +101,7 @@ def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None =
     # If the state is larger than the memory for copies, staging ends only while files are being written.
     future = worker.submit(finish)
     try:
-        staged.wait_staged(TIMEOUT_S)
+        staged.wait_staged(TRANSFER_TIMEOUT_S)
     except SaveCancelled:
         future.result()  # a failure has cancelled the copying: raise it, because it is the cause
         raise

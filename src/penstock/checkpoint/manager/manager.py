@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, StepCatalog, stage_on_all_ranks, step_dirname
 from penstock.checkpoint.engine import (
-    TIMEOUT_S,
+    TRANSFER_TIMEOUT_S,
     LoadChoice,
     RankSaveStats,
     Replicas,
@@ -96,7 +96,7 @@ class Manager:
         staging_bytes: int | None = None,
         replicas: Replicas = "share",
         has_pointer: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
         options: dict[str, Any] = {"keep": keep, "keep_cached": keep_cached}
         for option, number in options.items():

@@ -8,9 +8,9 @@ import torch
 import xxhash
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint import replicas
+from penstock.checkpoint import replica_comparison
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
-from penstock.checkpoint.replicas import compare_replicas, sum_bytes, sum_on_device
+from penstock.checkpoint.replica_comparison import compare_replicas, sum_bytes, sum_on_device
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalShard, LocalState
 from penstock.errors import RankError
@@ -79,7 +79,7 @@ def test_tensors_of_which_each_rank_keeps_its_own_are_not_compared() -> None:
 
 def sum_at_once(memory: torch.Tensor) -> int:
     """As on a device that sums each tensor, however small."""
-    with patch.object(replicas, "FEW_BYTES", -1):
+    with patch.object(replica_comparison, "FEW_BYTES", -1):
         return sum_on_device([memory])[0]
 
 
