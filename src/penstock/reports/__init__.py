@@ -1,6 +1,6 @@
 """Reports: findings of a run, a probe or a comparison as plain data, and the one renderer that draws them.
 
-Callers return a `Report` and draw nothing: the renderer alone knows ticks, scales, SVG and CSS.
+Callers return a `Report` and draw nothing: only the renderer deals with ticks, scales, SVG and CSS.
 
     from penstock.reports.page import write_report
     from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, Series, table_section

@@ -1,7 +1,7 @@
 """Turn charts into drawings: SVG paths grouped by look, with ticks as text next to them.
 
 A drawing is `WIDTH` units wide, and its height is in pixels. The page stretches it only horizontally, so
-texts keep their size on a phone. Looks are CSS classes: `t-TONE` for a tone, `run-N` for the hue of a run.
+text keeps its size on a phone. Looks are CSS classes: `t-TONE` for a tone, `run-N` for the hue of a run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 WIDTH: Final = 1000
 HEIGHT: Final = 104
 NUM_HUES: Final = 10
-"""The number of runs that have a hue of their own on a page; further runs share hues and differ by name."""
+"""The number of runs with distinct hues on a page; further runs share hues and differ by name."""
 _NUM_LEVELS: Final = 8
 """The number of tones in a heat map."""
 _HEADROOM: Final = 1.18
-"""Leaves room above the largest value for the texts of limits."""
+"""Leaves room above the largest value for the labels of limits."""
 _MARGIN: Final = 1.03
 """Leaves room for a line that runs along the largest value."""
 _LEAST: Final = 1.0
@@ -35,7 +35,7 @@ _MOST_POINTS: Final = 200
 _LABEL_LETTERS: Final = 12
 
 Tick = tuple[str, float]
-"""A text on an axis, and its position in percent from the left or the top."""
+"""A label on an axis, and its position in percent from the left or the top."""
 Box = tuple[float, float, float, float]
 """Left, right, top, bottom."""
 
@@ -53,14 +53,14 @@ class Drawing:
     y_ticks: Sequence[Tick] = ()
     x_title: str = ""
     marks: Sequence[tuple[str, float, float]] = ()
-    """The text of a limit, and the positions of its line and of its text in percent from the top."""
+    """The label of a limit, and the positions of its line and of the label in percent from the top."""
     legend: Mapping[str, str] = ()  # type: ignore[assignment] # a default that is never changed
     note: str = ""
     is_wide: bool = False
 
 
 def assign_hues(runs: Iterable[str]) -> dict[str, int]:
-    """Give each run a hue that follows from its name, so that it is the same on every page.
+    """Give each run a hue that is derived from its name, so that it is the same on every page.
 
     Only if an earlier run of the same page has taken that hue does a run get the next free one.
     """
@@ -255,7 +255,7 @@ def _dots(chart: Chart, look: Look, _: int) -> dict[str, Any]:
     height = row_height * len(chart.names)
     shapes = []
     if chart.interval:
-        # An interval may be narrower than a pixel, but is drawn all the same.
+        # An interval that is narrower than a pixel is drawn all the same.
         begin, end = map(across, chart.interval)
         shapes.append(("band", _boxes_path([(begin, max(end, begin + 1), 0, height)]), ""))
     for text, value in chart.limits.items():
@@ -338,7 +338,7 @@ _PLOTS: Final[Mapping[Kind, Callable[[Chart, Look, int], dict[str, Any]]]] = {
 
 
 def _intervals(one: Series) -> Iterator[tuple[float, float, float]]:
-    """Begins, ends and values. If there are no `ends`, `x` contains edges."""
+    """Yield the begin, end and value of each interval. If there are no `ends`, `x` contains edges."""
     ends = one.ends if len(one.ends) else one.x[1:]
     return zip(one.x, ends, one.y, strict=False)
 
@@ -371,7 +371,7 @@ def _value_axis(chart: Chart, values: Sequence[float]) -> tuple[Callable[[float]
 
 
 def _value_ticks(low: float, high: float, unit: str) -> list[Tick]:
-    """About four round values from `low` at the bottom to `high` at the top."""
+    """Return about four round values from `low` at the bottom to `high` at the top."""
     step, name = _readable_unit(max(high, -low), unit)
     return [
         (f"{abs(tick):,.6g} {name}".rstrip() if tick else "0", 100 * (high - tick * step) / (high - low))
@@ -402,7 +402,7 @@ def choose_ticks(low: float, high: float, num: int) -> list[float]:
 
 
 def _name_ticks(names: Sequence[str], letters: int) -> list[Tick]:
-    """Names at the centres of their places; only every second, third, ... if they would overlap."""
+    """Put names at the centres of their places, but only every second, third, ... if they would overlap."""
     every = max(-(-len(names) // 12), -(-sum(map(len, names)) // letters), 1)
     return [
         (name, 100 * (number + 0.5) / len(names)) for number, name in enumerate(names) if number % every == 0
@@ -423,7 +423,7 @@ def _format_power(power: int) -> str:
 
 
 def _spread_marks(lines: Sequence[tuple[str, float]]) -> list[tuple[str, float, float]]:
-    """Move texts of limits up if they would overlap, and down if they would leave the drawing."""
+    """Move labels of limits up if they would overlap, and down if they would leave the drawing."""
     apart = 100 * 13 / HEIGHT
     placed: list[tuple[str, float, float]] = []
     for text, percent in sorted(lines, key=lambda line: -line[1]):
@@ -441,7 +441,7 @@ def _spread_marks(lines: Sequence[tuple[str, float]]) -> list[tuple[str, float, 
 
 
 def _boxes_path(boxes: Iterable[Box]) -> str:
-    """Rectangles. Thin ones are widened so that they remain visible."""
+    """Draw rectangles. Thin ones are widened so that they remain visible."""
     return "".join(
         _rectangle(left, max(right, min(left + 1, WIDTH)), top, bottom) for left, right, top, bottom in boxes
     )
@@ -452,7 +452,7 @@ def _rectangle(left: float, right: float, top: float, bottom: float) -> str:
 
 
 def _steps_path(steps: Iterable[tuple[float, float, float]], base: float) -> str:
-    """An area over `base` from (left, right, height): adjacent steps share an edge, and gaps stay open."""
+    """Draw an area over `base` from (left, right, height): adjacent steps share an edge, gaps stay open."""
     path: list[str] = []
     end: float | None = None
     for left, right, height in steps:
@@ -468,7 +468,7 @@ def _line_path(points: Iterable[tuple[float, float]]) -> str:
 
 
 def _dots_path(points: Iterable[tuple[float, float]]) -> str:
-    """A dot at each point: a line of zero length, whose round ends stay round however the page stretches."""
+    """Draw a dot at each point: a line of no length, whose round ends stay round if the page stretches."""
     return "".join(f"M{_short(left)} {_short(top)}h0" for left, top in points)
 
 

@@ -1,6 +1,6 @@
 """Render a report as one HTML document, and write it.
 
-Jinja2 escapes every text. If the template uses a name that was not passed, rendering fails.
+Jinja2 escapes every string. If the template uses a name that was not passed, rendering fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.storage.protocol import write_object
 _LONG_TEXT: Final = 36
 """Text of at least this many characters in a table cell may wrap."""
 _LETTERS: Final = {"first": 34, "grid": 50, "wide": 100}
-"""The number of letters that fit below a chart, by how much room it has."""
+"""The number of letters that fit below a chart, for each place of a chart."""
 
 
 def is_page(path: Path) -> bool:
@@ -42,7 +42,7 @@ def require_replaceable(path: Path) -> Path:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write the page, over an earlier one. Any other file is kept, and an error is raised."""
+    """Write the page, replacing an earlier one. Any other file is kept, and an error is raised."""
     require_replaceable(path)
     text = render_report(report).encode(errors="backslashreplace")
     # Written completely or not at all, like every file in a run's folder.
@@ -84,7 +84,7 @@ def _sections_of(sections: Sequence[Section]) -> Iterator[Section]:
 
 
 def _charts_of(report: Report) -> Iterator[tuple[str, Chart]]:
-    """All charts, each with the room that it has."""
+    """Yield all charts, each with its place."""
     yield from (("first", chart) for chart in report.highlights)
     for section in _sections_of(report.sections):
         for chart in section.charts:
@@ -92,7 +92,7 @@ def _charts_of(report: Report) -> Iterator[tuple[str, Chart]]:
 
 
 def _runs_of(report: Report) -> Iterator[str]:
-    """All names that have a colour, in their order on the page."""
+    """Yield all names that have a colour, in their order on the page."""
     for _, chart in _charts_of(report):
         yield chart.run
         yield from (one.run for one in chart.series if one.run)
@@ -104,7 +104,7 @@ def _runs_of(report: Report) -> Iterator[str]:
 
 
 def _shared_legend(drawings: Sequence[Drawing]) -> Mapping[str, str]:
-    """Return one legend for all charts of a section; empty unless one chart's legend has all entries."""
+    """Return one legend for all charts of a section, or none unless one chart's legend has all entries."""
     widest = max((drawing.legend for drawing in drawings), key=len, default={})
     is_shared = len(drawings) > 1 and not any("run-" in look for look in widest.values())
     return widest if is_shared and all(one.legend.items() <= widest.items() for one in drawings) else {}

@@ -44,7 +44,7 @@ class Kind(StrEnum):
     LINES = "lines"
     """Values `y` at times `x`. If the chart has `names`, at their numbers and with dots."""
     HEAT = "heat"
-    """One row for each series: values `y` from `x` to `ends` as tones; `y_end` has the full tone."""
+    """One row for each series: values `y` from `x` to `ends` as tones; the value `y_end` is the full tone."""
     STACK = "stack"
     """One bar, whose parts are the single value of each series."""
     CUMULATIVE = "cumulative"
@@ -67,7 +67,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Values under one name. `Kind` tells which of them a chart needs."""
+    """Values under one name. `Kind` defines which of them a chart needs."""
 
     y: Values
     name: str = ""
@@ -89,7 +89,7 @@ class Chart:
     run: str
     """The name that gives the chart its colour."""
     unit: str = ""
-    """B/s, B, s and % are scaled to readable units; any other text is printed after each number."""
+    """B/s, B, s and % are scaled to readable units; any other unit is printed after each number."""
     names: Sequence[str] = ()
     x_title: str = ""
     x_end: float = 0.0
@@ -97,7 +97,7 @@ class Chart:
     y_end: float = 0.0
     y_begin: float = 0.0
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Values to compare with, by the text next to their line."""
+    """Values to compare with, by the label next to their line."""
     interval: tuple[float, float] | None = None
     """In DOTS, a range of values that is shaded."""
     note: str = ""
@@ -108,7 +108,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell that is more than its text.
+    """A cell with more than text.
 
     `value` is the length of the cell's bar in a column with bars, `link` a page next to this one or
     `#NAME` of a section, `run` the run whose colour marks the text.
@@ -168,7 +168,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A problem of a run, and its remedy. `since` tells when it began, if not at the start."""
+    """A problem of a run, and its remedy. `since` is when it began, if not at the start."""
 
     kind: str
     says: str
@@ -220,7 +220,7 @@ class Report:
 
 
 def table_section(name: str, title: str, rows: Sequence[Row], *, text: str = "", bars: str = "") -> Section:
-    """A section with a table that opens with a click."""
+    """Make a section with a table that opens with a click."""
     return Section(
         name=name,
         title=title,
@@ -241,7 +241,7 @@ def bar_chart(
     limits: Mapping[str, float] | None = None,
     note: str = "",
 ) -> Chart:
-    """A chart with one bar for each name."""
+    """Make a chart with one bar for each name."""
     return Chart(
         kind=Kind.BARS,
         title=title,

@@ -1,1 +1,1 @@
-"""Results of runs: records for programs, pages for people, and the means to follow a run."""
+"""Results of runs: records for programs, pages for people, and the live status of a run."""

@@ -27,8 +27,8 @@ from penstock.workload.spec import Workload
 class ActiveRun:
     """A run in progress, on rank 0. Leaving its `with` block without `finish` records how the run ended.
 
-    Ctrl-C is recorded as "interrupted", any error as "failed". A killed process leaves "running" behind;
-    `read_record` finds out whether the run is still active.
+    Ctrl-C is recorded as "interrupted", any error as "failed". The record of a killed process still says
+    "running"; `read_record` finds out whether the run is active.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ActiveRun:
         return cls(folder, request, now, take, history=history, run_id=run_id)
 
     def heartbeat(self) -> None:
-        """Show readers on other hosts that the run is active. Cheap enough to call every few seconds."""
+        """Show readers on other hosts that the run is active. A call every few seconds costs little."""
         os.utime(self.folder / run_folder.RUN_FILE)
 
     def show_in_folder(self, progress: Progress) -> None:
@@ -183,7 +183,7 @@ class ActiveRun:
             leave_run_page(self.folder, self._pages)
         self._progress.settle(outcome.value, why, self._exit_code)
         if self._pages is None and outcome is run_record.RunOutcome.FINISHED:
-            # Readers of DLIO's files and of submissions do not know this file, so their folders do not keep
+            # Readers of DLIO's files and of submissions do not expect this file, so their folders do not keep
             # it.
             (self.folder / run_status.STATUS_FILE).unlink(missing_ok=True)
 

@@ -34,13 +34,13 @@ _DOCUMENT: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 def judge(*, is_right: bool, is_from_memory: bool, deliveries: Sequence[IoReconciliation]) -> str:
-    """The verdict of a checkpoint run: passed, doubtful (memory may have served reads) or failed."""
+    """Return the verdict of a checkpoint run: passed, doubtful (memory may have served reads) or failed."""
     missed = any(one.verdict is ReconciliationVerdict.FAIL for one in deliveries)
     return ("doubtful" if is_from_memory or missed else "passed") if is_right else "failed"
 
 
 def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
-    """Read `checkpoints.json` in a run's folder; None if the run has no such file or did not finish.
+    """Read `checkpoints.json` in a run's folder; return None if it is missing or the run did not finish.
 
     `write` and `read` are None if nothing was written or read; the rates of `read` are None if the page cache
     may have served every read.
@@ -69,7 +69,7 @@ def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
 
 
 def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The totals of a run, without the figures of each round and stream."""
+    """Return the totals of a run, without the figures of each round and stream."""
     figures = {key: document[key] for key in _DOCUMENT}
     for name in ("write", "read"):
         if figures[name] is not None:
@@ -108,7 +108,7 @@ def write_throughput(folder: Path, rounds: Throughput) -> None:
 
 
 def read_throughput(folder: Path) -> Throughput:
-    """Read the throughput of the rounds, in order. Empty if the run did not record it."""
+    """Read the throughput of the rounds, in order; return nothing if the run did not record it."""
     path = folder / THROUGHPUT_FILE
     if not path.is_file():
         return {}

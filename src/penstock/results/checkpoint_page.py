@@ -34,9 +34,9 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 GIB: Final = 2**30
 _LATE: Final = 1.3
-"""A rank is named if its rounds take this many times as long as those of the median rank."""
+"""A rank is reported as slow if its rounds take this many times as long as the median rank's."""
 _SLOWER: Final = 0.7
-"""A drop in throughput is reported if it falls below this share of its earlier value."""
+"""A drop in throughput is reported if the throughput falls below this share of its earlier value."""
 _ONE_BUCKET_S: Final = 0.05
 _DOING: Final = {"write": "writing", "read": "reading"}
 _WORDS: Final = {"write": "written", "read": "read back"}
@@ -47,7 +47,7 @@ Round = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRun:
-    """The data that the page shows. `figures` is `checkpoints.json`.
+    """The data that the page shows. `figures` is the content of `checkpoints.json`.
 
     `rounds` has the rounds of each direction, if any. `rates` has the bytes per second of each rank in each
     interval between `edges`.
@@ -62,7 +62,7 @@ class CheckpointRun:
 
 
 def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
-    """Build the page of the run in `folder`, and further facts.
+    """Build the page for the run in `folder`; return it with facts for its table of settings.
 
     If the run did not finish, the page shows how it ended.
     """
@@ -162,7 +162,7 @@ def _no_change(run: CheckpointRun) -> str:
 
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
-    """The troubles that stand out, gravest first."""
+    """Yield the troubles that stand out, most serious first."""
     all_rounds = run.figures.get("checkpoints", ())
     wrong = sum(one["wrong_bytes"] for one in all_rounds)
     if wrong:
@@ -207,7 +207,7 @@ def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble
 
 
 def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
-    """The rank that all others wait for in most rounds."""
+    """Yield a trouble if all others wait for one rank in most rounds."""
     ends = [
         [width_s * len(sizes_bytes) for width_s, sizes_bytes in ranks]
         for (way, _), ranks in run.throughput.items()

@@ -1,11 +1,11 @@
 """The counters of a run's hosts over time, and what they show about the bytes that the run transferred.
 
-While the run lasts, they are in spools, and afterwards in one `counters.parquet`. A spool has a JSON line
-about its host, then one line for each sample, with its time and the counters that have changed since the
+While the run lasts, the counters are in spools, and afterwards in one `counters.parquet`. A spool has a JSON
+line about its host, then one line for each sample, with its time and the counters that have changed since the
 previous sample. The table has one row for each changed counter. Times are nanoseconds of the host's
-CLOCK_MONOTONIC, like those of steps and spans, and can therefore be compared with them. Invariants: neither
-writing nor gathering a spool holds all samples in memory; a counter is assumed to grow evenly between two
-samples, and not at all before the first and after the last.
+CLOCK_MONOTONIC, as in steps and spans, and can therefore be compared with these. Invariants: neither writing
+nor gathering a spool holds all samples in memory; a counter is assumed to grow evenly between two samples,
+and not at all before the first and after the last.
 """
 
 import json
@@ -48,9 +48,9 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledHost:
-    """A host whose counters are recorded, its whole drives, and one time on both of its clocks.
+    """A host whose counters are recorded, its whole drives, and one moment on both of its clocks.
 
-    `boot_id` is the machine's, "" if unknown: hosts on one machine have the same drives.
+    `boot_id` identifies the machine ("" if unknown): hosts on one machine have the same drives.
     """
 
     host: str
@@ -79,7 +79,7 @@ class CounterSpool(Spool):
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:
-    """The spool of the host whose lowest rank is `rank`."""
+    """Return the spool of the host whose lowest rank is `rank`."""
     return run_folder / FOLDER / f"{rank:06d}.jsonl"
 
 
@@ -128,7 +128,7 @@ def _make_host(*, drives: Sequence[str], **values: Any) -> SampledHost:
 
 
 def _batches(path: Path, host: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """All complete samples. If a line was cut off when its writer was killed, a warning reports it."""
+    """Yield all complete samples. If a line was cut off when its writer was killed, log a warning."""
     rows: list[tuple[int, str, int]] = []
     with path.open("rb") as file:
         file.readline()
@@ -165,7 +165,7 @@ CounterSeries = tuple[NDArray[np.int64], dict[str, Numbers]]
 
 
 def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> CounterSeries:
-    """The counters of one host's processors, disks and networks at the times of its samples.
+    """Return the counters of one host's processors, drives and networks at the times of its samples.
 
     Before a counter first appears, it counts as its first value or, with `from_zero`, as 0.
     """
@@ -188,7 +188,7 @@ def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> Co
 
 
 def host_rates(host: SampledHost, series: CounterSeries, edges_ns: Numbers) -> HostRates:
-    """One host's rates between successive edges, which are times of its CLOCK_MONOTONIC; NaN if unknown."""
+    """Return one host's rates between successive edges (times of its CLOCK_MONOTONIC); NaN if unknown."""
     moments, values = series
     growth = {name: np.diff(np.interp(edges_ns, moments, of_name)) for name, of_name in values.items()}
     spans_s = np.diff(edges_ns) / 1e9
@@ -268,8 +268,8 @@ def summarize_activity(
 # that all bytes came from the device. Storage that no counter covers is "not checked", with the reason.
 
 LEAST_SHARE: Final = 0.9
-"""If the share of bytes seen is lower, bytes came from elsewhere: devices transfer whole blocks, and networks
-add headers, so the share is otherwise near or above 1.
+"""If devices and networks moved a lower share of the bytes, the rest came from elsewhere: devices transfer
+whole blocks, and networks add headers, so the share is otherwise near or above 1.
 """
 LEAST_BYTES: Final = 1 << 20
 """Fewer bytes cannot be distinguished from a host's other reads and traffic."""
@@ -293,7 +293,7 @@ class ReconciliationVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoReconciliation:
-    """The bytes that all ranks transferred in one direction, and those of all hosts' devices and networks.
+    """The bytes that all ranks transferred in one direction, and that all hosts' devices and networks moved.
 
     `by` has the bytes of each host and device. `delivered_bytes` is None if no counter covers the storage.
     """
@@ -310,7 +310,7 @@ class IoReconciliation:
 class HostTraffic:
     """The counts of one host during the application's transfers.
 
-    `failure` is why the host could not count.
+    `failure` is the reason if the host could not count.
     """
 
     host: str

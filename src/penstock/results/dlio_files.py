@@ -41,7 +41,7 @@ PREFIXES = {SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlioOutputs:
-    """One run. `hosts` has one entry per node, rank 0's first. Dates are in UTC."""
+    """A finished run. `hosts` has one entry per node, rank 0's first. Dates are in UTC."""
 
     workload: Workload
     ranks: Sequence[RankEvents]
@@ -61,7 +61,7 @@ class DlioOutputs:
         return float(num_samples * record_bytes(dataset)) / GIB / len(self.hosts)
 
     def may_cache(self, host: HostFacts) -> int:
-        """DLIO's `potential_caching`: 1 if a host's share of the data fits into its memory, otherwise 0."""
+        """Return DLIO's `potential_caching`: 1 if a host's share of the data fits into its memory, else 0."""
         return int(self.data_gib_per_host < host.memory_bytes / GIB)
 
 
@@ -72,7 +72,7 @@ CheckpointSizes = Mapping[CheckpointKey, int]
 
 
 def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
-    """The size of each checkpoint, summed over all ranks."""
+    """Return the size of each checkpoint, summed over all ranks."""
     sizes: Counter[CheckpointKey] = Counter()
     for rank in ranks:
         for span in rank.spans_of(*PREFIXES):
@@ -83,7 +83,7 @@ def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
 def _checkpoints(
     rank: RankEvents, kind: SpanKind, sizes: CheckpointSizes
 ) -> Iterator[tuple[SpanEvent, float, float]]:
-    """The checkpoints of one rank: the span, its seconds, and all ranks' GiB divided by these seconds."""
+    """Yield each checkpoint of one rank: its span, its seconds, and all ranks' GiB divided by its seconds."""
     for span in rank.spans_of(kind):
         duration_s = (span.end_ns - span.start_ns) / 1e9
         gib = sizes[span.kind, span.epoch, span.block, span.step] / GIB
@@ -91,7 +91,7 @@ def _checkpoints(
 
 
 def dlio_date(moment: datetime) -> str:
-    """A date as DLIO writes it: ISO 8601 to the microsecond, without a time zone."""
+    """Format a date as DLIO does: ISO 8601 to the microsecond, without a time zone."""
     return moment.strftime("%Y-%m-%dT%H:%M:%S.%f")
 
 
@@ -99,7 +99,7 @@ _RULE = "[METRIC] =========================================================="
 
 
 def summary(run: DlioOutputs) -> dict[str, Any]:
-    """The content of `summary.json`. Per-host lists have one entry per node."""
+    """Return the content of `summary.json`. Per-host lists have one entry per node."""
     dataset = run.workload.dataset
     first = run.hosts[0]
     return {
@@ -124,7 +124,7 @@ def summary(run: DlioOutputs) -> dict[str, Any]:
 
 
 def metrics(run: DlioOutputs) -> dict[str, Any]:
-    """The section `metric`. Phases that did not run have no keys."""
+    """Return the section `metric`. Phases that did not run have no keys."""
     values: dict[str, Any] = {}
     for figures, prefix in ((run.train, "train"), (run.evaluation, "eval")):
         if figures is None:
@@ -144,7 +144,7 @@ def metrics(run: DlioOutputs) -> dict[str, Any]:
         }
     sizes = checkpoint_sizes(run.ranks)
     for kind, prefix in PREFIXES.items():
-        # Each checkpoint counts with the time of the slowest rank, because it is done when all ranks are.
+        # A checkpoint takes as long as its slowest rank, because it is done only when all ranks are.
         # DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes rank 0 wait for
         # them.
         slowest: dict[CheckpointKey, tuple[float, float]] = {}
@@ -166,7 +166,7 @@ def metrics(run: DlioOutputs) -> dict[str, Any]:
 
 
 def metric_lines(document: Mapping[str, Any]) -> list[str]:
-    """The lines that DLIO prints at the end of a run, and that other programs parse."""
+    """Return the lines that DLIO prints at the end of a run, and that other programs parse."""
     values = document["metric"]
     lines = [_RULE, f"[METRIC] Number of Simulated Accelerators: {document['num_accelerators']} "]
 
@@ -192,7 +192,7 @@ def metric_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def rank_output(run: DlioOutputs, rank: RankEvents) -> dict[str, Any]:
-    """The content of `R_output.json`: the times of every step, and the figures of each block."""
+    """Return the content of `R_output.json`: the times of every step, and the figures of each block."""
     host = next((host for host in run.hosts if host.host == rank.clock.host), run.hosts[0])
     epochs = {}
     for span in rank.spans_of(SpanKind.EPOCH):
@@ -224,9 +224,9 @@ def rank_output(run: DlioOutputs, rank: RankEvents) -> dict[str, Any]:
 
 
 def rank_per_epoch_stats(rank: RankEvents, sizes: CheckpointSizes) -> dict[str, Any]:
-    """The content of `R_per_epoch_stats.json`: when epochs, blocks and checkpoints began and ended.
+    """Return the content of `R_per_epoch_stats.json`: when epochs, blocks and checkpoints began and ended.
 
-    As in DLIO, durations are text, except those of checkpoints, which are numbers.
+    As in DLIO, durations are strings, except for checkpoints, where they are numbers.
     """
     clock = rank.clock
 
@@ -252,7 +252,7 @@ def rank_per_epoch_stats(rank: RankEvents, sizes: CheckpointSizes) -> dict[str, 
 
 
 def _blocks(rank: RankEvents, epoch: int) -> Iterator[tuple[str, StepPhase, StepBlock]]:
-    """An epoch's blocks, named as in DLIO: block1, block2, ..., eval."""
+    """Yield an epoch's blocks, named as in DLIO: block1, block2, ..., eval."""
     for block in rank.blocks(StepPhase.TRAIN, epoch):
         yield f"block{block.number}", StepPhase.TRAIN, block
     for block in rank.blocks(StepPhase.EVAL, epoch):
@@ -270,9 +270,9 @@ def write_dlio_files(
     subfolder: str = HYDRA_FOLDER,
     log_before: Sequence[str] = (),
 ) -> list[str]:
-    """Write all files into `folder`. Returns the `[METRIC]` lines, which are also in the log.
+    """Write all files into `folder`; return the `[METRIC]` lines, which are also in the log.
 
-    `log_before` are the log's lines about what preceded the run.
+    `log_before` has the log's lines from before the run.
     """
     document = summary(run)
     lines = metric_lines(document)
@@ -290,10 +290,10 @@ def write_dlio_files(
 def write_configuration(
     folder: Path, workload: Workload, overrides: Sequence[str], *, subfolder: str, run_folder: Path
 ) -> None:
-    """Write the configuration of a run into a sub-folder; if that is "", write nothing.
+    """Write the configuration of a run into the folder `subfolder`; if that is "", write nothing.
 
-    If `folder` is a draft, it will become `run_folder`. `overrides` are redacted, and use DLIO's names, such
-    as `++workload.dataset.num_files_train=42`.
+    If `folder` is a draft, it will become `run_folder`. `overrides` have no secrets, and use DLIO's names,
+    such as `++workload.dataset.num_files_train=42`.
     """
     if not subfolder:
         return
@@ -330,12 +330,12 @@ def write_log(folder: Path, workload: Workload, lines: Sequence[str]) -> None:
 
 
 def log_line(moment: datetime, text: str) -> str:
-    """One line of the log, with the date as DLIO writes it."""
+    """Format one line of the log, with the date as DLIO writes it."""
     return f"[OUTPUT] {dlio_date(moment)} {text}"
 
 
 def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
-    """The lines that DLIO logs while it runs, from rank 0's events. Other programs parse them."""
+    """Yield the lines that DLIO logs while it runs, from rank 0's events. Other programs parse them."""
     first = run.ranks[0]
     yield log_line(run.started, f"Running with {len(run.ranks)} process(es)")
     yield from (log_line(run.started, text) for text in run.preparation)
@@ -377,7 +377,7 @@ def _ending(what: str, num_steps: int, elapsed_ns: int) -> str:
 
 
 def _rate_lines(run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str) -> Iterator[str]:
-    """The rates as DLIO computes them: rank 0's utilization, and its throughput times the number of ranks."""
+    """Yield DLIO's lines about rates: rank 0's utilization, and its throughput times the number of ranks."""
     window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
     au_percent, samples_per_s = compat_block_rate(block, window, phase)
     yield f"{title} Accelerator Utilization [AU] (%): {au_percent:.4f}"
@@ -395,7 +395,7 @@ def _rate_lines(run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str
 
 IOSTAT_FILE: Final = "iostat.json"
 _SHORTEST: Final = 0.9
-"""Samples that follow sooner than this share of the interval are merged into the next report."""
+"""A sample that follows sooner than this share of the interval is merged into the next report."""
 _DAY: Final = "%m/%d/%y"
 _CPU: Final = ("user", "nice", "system", "iowait", "steal", "idle")
 _KINDS: Final = (

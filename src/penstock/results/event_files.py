@@ -44,7 +44,7 @@ _TYPES: Final = {_STEPS: step_events.STEP_TYPE, _SPANS: step_events.SPAN_TYPE}
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:
-    """The file of a rank's events while the run lasts. `gather_events` removes it."""
+    """Return the file of a rank's events while the run lasts. `gather_events` removes it."""
     return run_folder / FOLDER / f"{rank:06d}{_SUFFIX}"
 
 
@@ -99,7 +99,7 @@ def read_spool(path: Path) -> step_events.RankEvents:
 STEPS_FILE: Final = "steps.parquet"
 SPANS_FILE: Final = "spans.parquet"
 _ENUMS: Final[dict[str, type[IntEnum]]] = {"phase": step_events.StepPhase, "kind": step_events.SpanKind}
-"""The columns that are stored as words instead of numbers, for other readers of Parquet."""
+"""The columns that are stored as words instead of numbers, so that other programs can interpret them."""
 
 
 def gather_events(run_folder: Path, num_ranks: int) -> None:
@@ -191,7 +191,7 @@ def recompute_figures(
 ) -> PhaseFigures | None:
     """Compute a phase's figures from its events alone, even if the run has not finished.
 
-    The figures include times by rank. None if no epoch has a block that all ranks completed.
+    The figures include times by rank. Returns None if no epoch has a block that all ranks completed.
     """
     workload = read_recorded_workload(record, folder)
     return compute_phase_figures(read_events(folder), workload, phase=phase)

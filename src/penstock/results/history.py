@@ -1,6 +1,6 @@
 """The runs of a results folder: those in its history, joined with the folders on disk.
 
-The history has a line for each run that began, ended, was published or deleted.
+The history gets a line whenever a run begins, ends, is published or is deleted.
 
     PARENT/.penstock/history.jsonl
 
@@ -9,9 +9,9 @@ cannot be read are reported and skipped. A run is entered before its folder is c
 after its record is closed. `run.json` therefore decides how the run ended, and if its end cannot be entered,
 this is only logged.
 
-The disk decides where a folder is, and the history decides what happened to it; a folder without an entry and
-an entry without a folder are both listed. A removal never includes an active run, and gives the reason for
-each run that it spares.
+Where a folder is follows from the disk, and what happened to it from the history; a folder without an entry
+and an entry without a folder are both listed. A removal never includes an active run, and gives a reason for
+each selected run that it keeps.
 
     {"format": 1, "event": "ended", "run": "1a2b3c", "at": "2026-01-02T03:04:05.000000+00:00", ...}
 """
@@ -43,7 +43,7 @@ FORMAT_VERSION: Final = 1
 FOLDER: Final = ".penstock"
 FILE: Final = "history.jsonl"
 LONGEST_WAIT_S: Final = 10.0
-"""The longest wait for the lock. A process that holds it longer is stopped, or died on another host. Even
+"""The longest wait for the lock. A process that holds it longer was suspended, or died on another host. Even
 without the lock, lines are written atomically.
 """
 
@@ -109,7 +109,7 @@ class HistoryFile:
         self.path = parent / FOLDER / FILE
 
     def exists(self) -> bool:
-        """True if anything was ever recorded."""
+        """Check whether anything was ever recorded."""
         return self.path.is_file()
 
     def read(self) -> tuple[list[Entry], list[str]]:
@@ -216,9 +216,9 @@ _INCOMPLETE: Final = frozenset({"interrupted", "running", "unknown"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogedRun:
-    """One run. `id` is from its entry, otherwise its folder's name; `path` is None if the folder is gone.
+    """One run. `id` is from its entry or else its folder's name; `path` is None if the folder is gone.
 
-    `outcome` is from its record, or it is `unreadable` or `unknown`; `began` is None without an entry.
+    `outcome` is from its record, or else `unreadable` or `unknown`; `began` is None if it has no entry.
     """
 
     id: str
@@ -252,7 +252,7 @@ class _History:
         self.owners = {folder: run for run, folder in self.folders.items()}
 
     def outcome(self, run: str, what: str) -> tuple[str, str]:
-        """The outcome of a run without a record: by its last entry, or by whether its process is running."""
+        """Return the outcome of a run without a record, and why: from its last entry, or its process."""
         if (end := self.ended.get(run)) is not None:
             return end["outcome"], " ".join(filter(None, (end["why"], what)))
         try:
@@ -264,7 +264,7 @@ class _History:
 
 
 def read_catalog(parent: Path) -> tuple[list[CatalogedRun], list[str]]:
-    """The runs in `parent`, newest first, and a sentence for each damaged line of the history."""
+    """Return the runs in `parent`, newest first, and a sentence for each damaged line of the history."""
     entries, complaints = HistoryFile(parent).read()
     history = _History(entries)
     folders = {folder.name: folder for folder in run_folder.run_folders(parent)}
@@ -281,7 +281,7 @@ def read_catalog(parent: Path) -> tuple[list[CatalogedRun], list[str]]:
 
 
 def _catalog(history: _History, run: str, name: str, path: Path | None) -> CatalogedRun:
-    """The catalog's entry of one run, whose folder is `path` and is called `name`, or which has no folder."""
+    """Make the catalog's entry for a run, whose folder is `path` (None if gone) and was called `name`."""
     began, moved, summary = history.began.get(run), history.moved.get(run), None
     event = moved["event"] if moved and path is None else ""
     what = f"There is no {run_folder.RUN_FILE} in its folder."
@@ -389,7 +389,7 @@ def parse_outcomes(text: str) -> frozenset[str]:
 def parse_age(text: str, now: datetime) -> datetime:
     """Parse an age (`2w`, `7d`, `12h`) as a time before `now`, or a date as its start in UTC."""
     date = _parse_date(text)
-    # A bare number would mean seconds, which is surely not what was meant as the age of runs.
+    # A bare number would mean seconds, which nobody means as the age of runs.
     if date is None and text[-1:].isalpha():
         with suppress(UsageError, OverflowError):
             date = now - timedelta(seconds=parse_seconds(text))
@@ -405,7 +405,7 @@ def parse_age(text: str, now: datetime) -> datetime:
 def plan_removal(
     selected: Sequence[CatalogedRun], keep_last: int = 0
 ) -> tuple[list[CatalogedRun], list[tuple[CatalogedRun, str]]]:
-    """Choose the runs to remove among `selected` (newest first); each other run has a reason to stay."""
+    """Choose the runs to remove among `selected` (newest first); return them, and the others with reasons."""
     older = selected[keep_last:]
     spared = [(run, f"one of the last {keep_last}") for run in selected[:keep_last]]
     spared += [(run, "still running") for run in older if run.outcome == "running"]
@@ -429,7 +429,7 @@ def delete_runs(parent: Path, runs: Sequence[CatalogedRun]) -> None:
 
 
 def describe(run: CatalogedRun) -> dict[str, Any]:
-    """Everything known of a run besides its figures, as plain data."""
+    """Return everything known about a run except its figures, as plain data."""
     return {
         "run": run.id,
         "folder": str(run.path) if run.path else None,

@@ -53,7 +53,7 @@ def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dic
 
 
 class Spool:
-    """A file of rows while a run lasts. Written rows survive a kill, but not a power cut."""
+    """A file of rows while a run lasts. Rows survive the death of their writer, but not a power cut."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class Spool:
 def parse_spool_header(
     line: bytes, make: Callable[..., Header], *, what: str, version: int, path: Path
 ) -> Header:
-    """Pass a spool's header to `make`. Its `format` must be `version`; `what` names the spool in errors."""
+    """Pass a spool's header to `make`. Raises an error that names `what` unless its format is `version`."""
     try:
         header = json.loads(line)
         if header.pop("format") == version:

@@ -54,7 +54,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtilizationWindow:
-    """The steps that count: DLIO's number of steps, those excluded at both ends, and samples per step."""
+    """The steps that count: DLIO's number of steps, how many are excluded at each end, samples per step."""
 
     num_steps: int
     exclude_start_steps: int
@@ -182,7 +182,7 @@ def compute_phase_figures(
     phase: StepPhase = StepPhase.TRAIN,
     ceiling: float | None = None,
 ) -> PhaseFigures | None:
-    """Compute the figures of a phase; None if no epoch has a block that all ranks completed."""
+    """Compute the figures of a phase; return None if no epoch has a block that all ranks completed."""
     if not ranks:
         return None
     window = choose_window(workload, num_ranks=len(ranks), phase=phase)
@@ -225,7 +225,7 @@ def compute_phase_figures(
 
 
 def mean_and_stdev(values: Sequence[float]) -> Mean:
-    """The mean and population standard deviation of at least one value."""
+    """Return the mean and population standard deviation of at least one value."""
     mean = math.fsum(values) / len(values)
     return Mean(mean=mean, stdev=math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)))
 
@@ -256,7 +256,7 @@ def choose_window(
 
 
 def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase) -> list[EpochRate]:
-    """The rates of each epoch in which all ranks completed a block."""
+    """Return the rates of each epoch in which all ranks completed a block."""
     epochs = set.intersection(*(set(rank.epochs(phase)) for rank in ranks)) if ranks else set()
     rates = []
     for epoch in sorted(epochs):
@@ -286,7 +286,7 @@ def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: S
 def compat_rate(
     blocks: Sequence[StepBlock], window: UtilizationWindow, phase: StepPhase
 ) -> tuple[float, float]:
-    """DLIO's AU and samples per second of one rank's epoch: the mean of its blocks, weighted by steps."""
+    """Compute DLIO's AU and samples per second of a rank's epoch: the mean over its blocks by their steps."""
     num_steps = sum(len(block.steps) for block in blocks)
     rates = [(len(block.steps), *compat_block_rate(block, window, phase)) for block in blocks]
     au_percent = sum(weight * au for weight, au, _ in rates) / (num_steps or 1)
@@ -294,7 +294,7 @@ def compat_rate(
 
 
 def compat_block_rate(block: StepBlock, window: UtilizationWindow, phase: StepPhase) -> tuple[float, float]:
-    """DLIO's AU in percent and samples per second of one block of one rank."""
+    """Compute DLIO's AU in percent and samples per second of one block of one rank."""
     # Python slices, as in DLIO: a negative end counts from the back.
     first, end = window.exclude_start_steps, window.num_steps - window.exclude_end_steps
     computed = compute_ns(block.steps)
@@ -310,14 +310,14 @@ def compat_block_rate(block: StepBlock, window: UtilizationWindow, phase: StepPh
 
 
 def strict_au_percent(steps: Rows, window: UtilizationWindow) -> float | None:
-    """Compute / (compute + wait) in one rank's epoch, in percent; None if no step counts."""
+    """Return compute / (compute + wait) in one rank's epoch, in percent, or None if no step counts."""
     counted = _counted_steps(steps, window)
     computed, waited = int(compute_ns(counted).sum()), int(wait_ns(counted).sum())
     return 100 * computed / (computed + waited) if computed + waited > 0 else None
 
 
 def _counted_steps(steps: Rows, window: UtilizationWindow) -> Rows:
-    """An epoch's steps without those excluded at both ends, on which strict figures and times are based."""
+    """Return an epoch's steps without those excluded at both ends: the basis of strict figures and times."""
     return steps[window.exclude_start_steps : max(0, len(steps) - window.exclude_end_steps)]
 
 
@@ -326,7 +326,7 @@ def _join(blocks: Sequence[StepBlock]) -> Rows:
 
 
 def epoch_rows(epochs: Sequence[EpochRate]) -> list[dict[str, str]]:
-    """One row for each epoch. Samples per second are over all of the epoch's time."""
+    """Return one row for each epoch. Samples per second are over all of the epoch's time."""
     return [
         {
             "epoch": str(rate.epoch),
@@ -357,7 +357,7 @@ MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = {
 def break_down_times(
     ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase
 ) -> TimeBreakdown | None:
-    """Break down the times of a phase over all its epochs; None if no step counts."""
+    """Break down the times of a phase over all its epochs; return None if no step counts."""
     counted: dict[int, Rows] = {}
     harness_ns = 0
     for rank in ranks:
@@ -398,7 +398,7 @@ def break_down_times(
 
 
 def held_up_ns(steps: Rows) -> Nanoseconds:
-    """For each step of all ranks, the part of its barrier caused by the last rank's wait for samples.
+    """Return, for each step of all ranks, the part of its barrier caused by the last rank's wait for samples.
 
     The last rank at a barrier is the one whose wait and computation in this step took longest.
     """
@@ -423,7 +423,7 @@ def _measure(steps: Rows) -> dict[str, TimeStats]:
 
 
 def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
-    """One row for each measure of a step, over all ranks, with its fastest and slowest rank."""
+    """Return one row for each measure of a step, over all ranks, with its fastest and slowest rank."""
     rows = []
     for measure, stats in times.over_ranks.items():
         skew = times.skew[measure]
@@ -447,8 +447,8 @@ def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
 FROM_MEMORY: Final = 0.02
 """If a larger share of a data set stayed in the page cache, it was not read from storage alone."""
 HOLDING: Final = ("passed", "doubtful")
-"""The verdicts of runs that reached their utilization, even if not by storage alone. Other verdicts fail the
-command.
+"""The verdicts of runs that reached their utilization, even if not by storage alone. With any other verdict,
+the command fails.
 """
 
 
@@ -457,7 +457,7 @@ def judge(
     deliveries: Sequence[IoReconciliation],
     epochs: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The verdict of a training run: passed, doubtful, failed or no figure.
+    """Return the verdict of a training run: passed, doubtful, failed or no figure.
 
     `epochs` are the entries of the run's stages. A run whose reads partly came from memory is doubtful, or
     failed if it was too slow.
@@ -471,21 +471,21 @@ def judge(
 
 
 def resident_share(epochs: Sequence[Mapping[str, Any]]) -> float:
-    """The largest share of the data set that stayed in the page cache before an epoch."""
+    """Return the largest share of the data set that stayed in the page cache before an epoch."""
     caches = (stage.get("cache") or {} for stage in epochs)
     return float(max((cache.get("resident_share", 0.0) for cache in caches), default=0.0))
 
 
 STRAGGLER: Final = 1.5
-"""A rank is named if it waits this many times as long as the median rank."""
+"""A rank is reported as a straggler if it waits this many times as long as the median rank."""
 
 
 def find_bottleneck(
     times: TimeBreakdown, *, threshold: float, passed: bool, ceiling: float | None = None
 ) -> BottleneckVerdict:
-    """Judge a run that should compute for the share `threshold` of its time.
+    """Find the bottleneck of a run that should compute for the share `threshold` of its time.
 
-    `passed` says whether its AU sufficed. `ceiling` is the share that the same run reached on zero-cost
+    `passed` is true if its AU sufficed. `ceiling` is the share that the same run reached on zero-cost
     storage, if that was measured.
     """
     shares = times.shares

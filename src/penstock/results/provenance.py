@@ -1,6 +1,7 @@
 """Where a run's figures come from: hosts, command line, settings, versions, git state, process.
 
-They are read once, before a run starts. Invariant: secrets are replaced by `***` before anything is recorded.
+These facts are read once, before a run starts. Invariant: secrets are replaced by `***` before anything is
+recorded.
 """
 
 import importlib.metadata
@@ -24,7 +25,7 @@ PROC = Path("/proc")
 class HostFacts:
     """The facts of one host.
 
-    `cpuinfo` (of the host's last core) and `meminfo` are as the kernel prints them.
+    `cpuinfo` (of the host's last core) and `meminfo` have the kernel's names and values.
     """
 
     host: str
@@ -61,12 +62,12 @@ def read_meminfo(proc: Path = PROC) -> dict[str, str]:
 
 
 def memory_bytes(meminfo: Mapping[str, str]) -> int:
-    """The memory that the kernel manages. Raises `KeyError` if MemTotal is missing."""
+    """Return the memory that the kernel manages. Raises `KeyError` if MemTotal is missing."""
     return int(meminfo["MemTotal"].removesuffix(" kB")) * 1024
 
 
 def unique_hosts(facts: Iterable[HostFacts]) -> tuple[HostFacts, ...]:
-    """The first facts of each host, in rank order."""
+    """Return the facts of each host once, as its lowest rank gave them, in rank order."""
     by_host: dict[str, HostFacts] = {}
     for host in facts:
         by_host.setdefault(host.host, host)
@@ -74,7 +75,7 @@ def unique_hosts(facts: Iterable[HostFacts]) -> tuple[HostFacts, ...]:
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """Parse lines of `name : value`. If several cores have the same name, the last core's value wins."""
+    """Parse lines of `name : value`. If a name occurs for several cores, the last core's value counts."""
     lines = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in lines if colon}
 
@@ -117,7 +118,7 @@ class ProcessMark:
 
 
 def redact(words: Sequence[str]) -> tuple[str, ...]:
-    """A command line whose secrets are replaced by `***`: values with suspicious names, and users in URIs."""
+    """Replace the secrets in a command line by `***`: values with suspicious names, and users in URIs."""
     shown: list[str] = []
     for word in words:
         before = shown[-1] if shown else ""
@@ -127,12 +128,12 @@ def redact(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def redact_settings(environment: Environment) -> dict[str, str]:
-    """The user's own variables (`AWS_*`, `PENSTOCK_*`), with secrets replaced."""
+    """Return the user's own variables (`AWS_*`, `PENSTOCK_*`), with secrets replaced."""
     return redact_variables(user_settings(environment))
 
 
 def redact_variables(variables: Environment) -> dict[str, str]:
-    """The variables sorted by name, with secrets replaced."""
+    """Return the variables sorted by name, with secrets replaced."""
     return {
         replace_surrogates(name): _HIDDEN if _SECRET_NAME.search(name) else redact_word(value)
         for name, value in sorted(variables.items())
@@ -140,12 +141,12 @@ def redact_variables(variables: Environment) -> dict[str, str]:
 
 
 def replace_surrogates(word: str) -> str:
-    """Text from the operating system with U+FFFD for bytes that are not UTF-8, which JSON cannot hold."""
+    """Replace bytes of a system string that are not UTF-8 by U+FFFD, because JSON cannot hold them."""
     return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The versions of those packages that are installed, from their metadata: nothing is imported."""
+    """Return the versions of the installed ones among `names`, from metadata: nothing is imported."""
     versions = {}
     for name in names:
         try:
@@ -156,9 +157,9 @@ def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> GitState | None:
-    """The state of the repository around `folder`; None without a repository or git.
+    """Return the state of the repository around `folder`, or None without a repository or git.
 
-    Also None if settings of the repository might run a program, because the folder may be a stranger's.
+    Also returns None if settings of the repository might run a program, because it may be a stranger's.
     """
     settings = _git(folder, "config", "--local", "--includes", "--list", "--name-only")
     if settings is None or not all(map(_HARMLESS_SETTING.fullmatch, settings.splitlines())):
@@ -180,7 +181,7 @@ def identify_this_process() -> ProcessMark:
 
 
 def is_alive(mark: ProcessMark) -> bool | None:
-    """Check whether a process is running; None if it is on another host or in another container."""
+    """Check whether a process is running; return None if it is on another host or in another container."""
     observer = current_process()
     process = ProcessId(
         host=observer.host,
@@ -194,7 +195,7 @@ def is_alive(mark: ProcessMark) -> bool | None:
 
 
 def redact_word(word: str) -> str:
-    """The word with the values of suspicious names, users and secrets in the queries of URIs replaced."""
+    """Replace values with suspicious names in a word, and the user and secrets in the query of a URI."""
     word = replace_surrogates(word)
     name, equals, _ = word.partition("=")
     if equals and "?" not in name and _SECRET_NAME.search(name):
@@ -216,5 +217,5 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def peak_rss_bytes() -> int:
-    """The peak resident memory of this process."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

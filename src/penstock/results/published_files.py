@@ -23,7 +23,7 @@ def write_file(folder: Path, name: str, content: bytes) -> None:
 
 
 def write_text(folder: Path, name: str, text: str) -> None:
-    """Write a text with `write_file`. Undecodable bytes, as in a file's name, are escaped."""
+    """Write a string with `write_file`. Undecodable bytes, as in a file's name, are escaped."""
     write_file(folder, name, text.encode(errors="backslashreplace"))
 
 

@@ -1,7 +1,7 @@
 """Runs of Penstock and DLIO in one form, found below a folder and compared setting by setting.
 
 `penstock results` shows them. Invariants: a folder that cannot be read is named, and does not hide other
-folders; figures of runs that are not comparable are shown only together with the settings that make them so.
+folders; if runs are not comparable, their figures are shown only together with the settings that differ.
 """
 
 import math
@@ -33,7 +33,7 @@ _FREE_SECTIONS: Final = ("storage", "output", "profiling", "access", "pipe", "en
 _ASKED: Final = ("access", "pipe", "division", "scale", "is_subset", "parallelism")
 """Parts of a run's plan that the user chose and that are not in the workload."""
 _LOADER: Final = "loader"
-"""The name of the user's own loader, which such runs vary."""
+"""The name of the user's own loader, which runs with such a loader may vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ class RunSummary:
 class RunComparison:
     """Runs and their differences. `obstacles` are the differences that make the figures incomparable.
 
-    A difference has the `key` of a setting, and its `values` in each run, None for a run that does not state
-    it. A delta has the `figure`, its `values`, and its relative `changes` from the first run, if defined.
+    A difference has the `key` of a setting and its `values` in all runs, None where a run does not state it.
+    A delta has the `figure`, its `values`, and its relative `changes` from the first run, if defined.
     """
 
     runs: tuple[RunSummary, ...]
@@ -83,7 +83,7 @@ class RunComparison:
 
     @property
     def is_comparable(self) -> bool:
-        """True if the changes can be attributed to storage and settings alone."""
+        """True if differences between figures can be attributed to storage and settings alone."""
         return not self.obstacles
 
 
@@ -176,9 +176,9 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
 
 
 def _read_rates(path: Path) -> dict[str, Any]:
-    """The rates of a run that neither trains nor writes checkpoints.
+    """Read the rates of a run that neither trains nor writes checkpoints.
 
-    A probe's are the best of each operation.
+    For a probe, these are the best rates of each operation.
     """
     try:
         document = parse_json(read_document(path))
@@ -259,7 +259,7 @@ def _read_yaml(path: Path, kind: type, notes: list[str]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """The value if it is a finite number, or a text that contains one."""
+    """Return `value` as a number if it is a finite number or a string that represents one, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -281,7 +281,7 @@ def _settings(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NOTICED: Final = 0.03
-"""Smaller changes are called alike."""
+"""Figures that differ by less count as equal."""
 
 _CHARTED: Final[Mapping[str, tuple[str, float, Callable[[float], str], str, float]]] = {
     "AU": ("au_compat_percent", 1, "{:.2f} %".format, "%", 100),
@@ -290,7 +290,7 @@ _CHARTED: Final[Mapping[str, tuple[str, float, Callable[[float], str], str, floa
     "Checkpoints written": ("write_gib_per_s", 2**30, format_rate, "B/s", 0),
     "Checkpoints read back": ("read_gib_per_s", 2**30, format_rate, "B/s", 0),
 }
-"""The figures by which runs are compared, all better if larger: field, factor, text, unit, end of the axis.
+"""The figures by which runs are compared, all better if larger: field, factor, format, unit, end of the axis.
 """
 
 

@@ -53,7 +53,7 @@ _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def run_folder_name(name: str, now: datetime, run_id: str) -> str:
-    """The name of the folder for a run of workload `name` that starts at `now`."""
+    """Return the name of the folder for a run of workload `name` that starts at `now`."""
     safe_name = _UNSAFE.sub("-", name).strip("-.") or "run"
     return f"{safe_name}-{now:%Y%m%d-%H%M%S}-{run_id}"
 
@@ -67,7 +67,7 @@ def make_run_folder(folder: Path) -> Path:
 
 
 def take_run_folder(folder: Path) -> None:
-    """Prepare `folder` for a run: create it, or remove what an earlier run left in it."""
+    """Prepare `folder` for a run: create it, or remove the files that an earlier run left in it."""
     with translate_os_errors("Making the folder of this run", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / RUN_FILE).is_file():
@@ -79,12 +79,12 @@ def take_run_folder(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """True if this is the folder of a run, either Penstock's or DLIO's."""
+    """Check whether this is the folder of a run of Penstock or DLIO."""
     return (folder / RUN_FILE).is_file() or (folder / SUMMARY_FILE).is_file()
 
 
 def run_folders(parent: Path) -> list[Path]:
-    """The folders of runs directly below `parent`, by name; only `parent` itself if it is a run."""
+    """Return the folders of runs directly below `parent`, by name, or only `parent` if that is a run."""
     if is_run(parent):
         return [parent]
     if not parent.exists():

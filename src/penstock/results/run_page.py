@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 Pages = Mapping[str, Callable[[Path], Report]]
-"""Draws the page of the run in a folder, by the kind of run, for kinds defined by packages above this one."""
+"""By kind of run, a function that draws the page for the run in a folder; for kinds of packages above."""
 
 
 def draw_run(folder: Path, others: Pages) -> Report:
-    """Build the page of the run in `folder`. `ObjectNotFound` if the run has left nothing to draw."""
+    """Build the page for the run in `folder`. Raises `ObjectNotFound` if the run has left nothing to draw."""
     # Most code that uses a run's folder never draws it.
     from penstock.results.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
     from penstock.results.run_record import RunOutcome, read_record  # noqa: PLC0415

@@ -28,7 +28,7 @@ from penstock.workload.spec import Workload, read_workload, write_workload
 
 
 def workload_values(workload: Workload) -> dict[str, Any]:
-    """All values of a workload that are set, by default or explicitly."""
+    """Return all values of a workload that are set, by default or explicitly."""
 
     def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -43,7 +43,7 @@ def workload_values(workload: Workload) -> dict[str, Any]:
 FORMAT_VERSION: Final = 3
 """Incremented whenever a key is added, renamed or changes its meaning."""
 _READABLE: Final = (2, FORMAT_VERSION)
-"""The formats that can be read. Older ones only lack keys that have defaults."""
+"""The formats that can be read. The older ones only lack keys that have defaults."""
 
 LONGEST_SILENCE_S: Final = 900.0
 """A run on another host counts as interrupted once it has sent no heartbeat for this long."""
@@ -80,7 +80,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The content of `run.json`. Dates are ISO 8601 in UTC; `why` is a sentence on why a run did not finish.
+    """The content of `run.json`. Dates are ISO 8601 in UTC; `why` is the reason why a run did not finish.
 
     `workload` is the spec as requested, under DLIO's keys, without secrets and unset keys. `preflight` is
     None if no gates were checked; `deliveries` compare the bytes of devices with the application's.
@@ -116,7 +116,7 @@ class RunRecord:
 
 
 def read_recorded_workload(record: RunRecord, folder: Path) -> Workload:
-    """The recorded workload. If this version cannot read it, the error names the run's `folder`."""
+    """Return the recorded workload. If this version cannot read it, the error names the run's `folder`."""
     workload, problems = read_workload(record.workload, name=record.name, accelerator=record.accelerator)
     if workload is None:
         path, why = problems[0]
@@ -161,7 +161,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
-    """The current state of a run's record, as seen from this host `silence_s` after its last heartbeat."""
+    """Return the record with its current outcome, judged from this host `silence_s` after its heartbeat."""
     if record.outcome is not RunOutcome.RUNNING:
         return record
     alive = provenance.is_alive(record.process)

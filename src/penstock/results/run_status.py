@@ -1,4 +1,4 @@
-"""The current state of a run: rank 0 counts what it does, and shows it to people and monitoring.
+"""The current state of a run: rank 0 counts its own work, and shows the state to people and monitoring.
 
 Counting costs a few microseconds per step. One thread shows the state to every `Follower`: the display of
 this process, `status.json` in the run's folder, and `penstock-RUN.prom` for node exporter's text collector if
@@ -39,7 +39,7 @@ FORMAT_VERSION: Final = 1
 RUNNING: Final = "running"
 DIED: Final = "died"
 _COUNTED: Final = ("steps", "files", "operations", "samples")
-"""The units with which the names of phases may end. Phases in bytes are shown as shares."""
+"""The units with which the names of phases may end. Any other phase counts bytes, and is shown as a share."""
 _SHARES: Final = {
     "computing_s": "computing",
     "sample_wait_s": "waiting for samples",
@@ -84,7 +84,7 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """Read the status in a run's folder; None if there is none, or if another version wrote it."""
+    """Read the status in a run's folder; return None if there is none, or if another version wrote it."""
     try:
         document = parse_json(read_document(folder / STATUS_FILE))
         if document.get("format") != FORMAT_VERSION:
@@ -122,7 +122,7 @@ class Follower(Protocol):
         """Show the run's current state."""
 
     def close(self) -> None:
-        """Stop: nothing more will be shown."""
+        """Release what the follower holds: nothing more will be shown."""
 
 
 class StatusFile:
@@ -246,7 +246,7 @@ def format_age(seconds: float) -> str:
 
 
 def state_sentence(status: RunStatus) -> str:
-    """Describe what the run is waiting for, and how long; "" while it works."""
+    """Describe what the run is waiting for, and for how long; return "" while it works."""
     if status.outcome != RUNNING:
         return ""
     for_s = f"for {format_age(status.state_s)}"
@@ -276,7 +276,7 @@ def phase_sentence(status: RunStatus) -> str:
 
 
 def figure_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """Each kind of figure with its text: current and overall rates, and how rank 0 spent its time."""
+    """Yield each kind of figure with its text: current and overall rates, and how rank 0 spent its time."""
     for unit, total in status.totals.items():
         if unit.endswith("_s") or unit == "steps":
             continue
@@ -302,7 +302,7 @@ def left_sentence(status: RunStatus) -> str:
 
 
 def status_line(status: RunStatus) -> str:
-    """The whole status in one line, for logs."""
+    """Format the whole status in one line, for logs."""
     figures = [
         f"{name} {text.partition(', ')[0]}" for name, text in figure_lines(status) if name != "rank 0's time"
     ]
@@ -313,9 +313,9 @@ def status_line(status: RunStatus) -> str:
 # The meter
 
 NOW_S: Final = 10.0
-"""Current rates are those since the newest look that is at least this old."""
+"""Current rates count from the newest look that is at least this old."""
 RECENT_S: Final = 60.0
-"""The time left is estimated from the speed over this long."""
+"""The time left is estimated from the speed over this time."""
 NOTED_WAIT_S: Final = 2.0
 """Shorter waits are not mentioned."""
 LONGEST_GOODBYE_S: Final = 2.0
@@ -485,7 +485,7 @@ class Meter(Progress):
             self._showing.release()
 
     def status(self) -> RunStatus:
-        """The current state of the run."""
+        """Return the current state of the run."""
         now_s, wait = self._clock(), self._find_wait()
         with self._lock:
             phase, totals = self._phase, dict(self._totals)
@@ -555,9 +555,9 @@ class Meter(Progress):
 
 
 def _rates_since(looks: tuple[_Look, ...], since_s: float, now: _Look) -> dict[str, float]:
-    """The rates by unit since the newest look before `since_s`, or else the oldest.
+    """Return the rates by unit since the newest look before `since_s`, or else since the oldest.
 
-    "" stands for the phase.
+    The unit "" stands for the phase.
     """
     then = next((look for look in reversed(looks) if look[0] <= since_s), looks[0])
     elapsed_s = now[0] - then[0]

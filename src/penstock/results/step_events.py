@@ -81,7 +81,7 @@ SPAN_TYPE: Final = np.dtype([(name, "<i8") for name in SpanEvent._fields])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClock:
-    """A rank, its host, and one time on both of the host's clocks."""
+    """A rank, its host, and one moment on both of the host's clocks."""
 
     rank: int
     host: str
@@ -123,11 +123,11 @@ class RankEvents:
     spans: Rows
 
     def epochs(self, phase: StepPhase) -> list[int]:
-        """The epochs in which this rank completed a block of `phase`."""
+        """Return the epochs in which this rank completed a block of `phase`."""
         return sorted({block.epoch for block in self.spans_of(SpanKind.BLOCK) if block.phase == phase})
 
     def blocks(self, phase: StepPhase, epoch: int) -> list[StepBlock]:
-        """The completed blocks of an epoch. Steps of an interrupted block belong to none of them."""
+        """Return the completed blocks of an epoch. Steps of an interrupted block belong to none of them."""
         steps = self.steps[(self.steps["phase"] == phase) & (self.steps["epoch"] == epoch)]
         return [
             StepBlock(
@@ -141,21 +141,21 @@ class RankEvents:
         ]
 
     def spans_of(self, *kinds: SpanKind) -> Iterator[SpanEvent]:
-        """The spans of these kinds, as records."""
+        """Yield the spans of these kinds, as records."""
         for span in self.spans[np.isin(self.spans["kind"], kinds)]:
             yield SpanEvent(*span.item())
 
 
 def wait_ns(steps: Rows) -> Nanoseconds:
-    """The time that each step waited for its batch."""
+    """Return the time that each step waited for its batch."""
     return cast("Nanoseconds", steps["loaded_ns"] - steps["start_ns"])
 
 
 def compute_ns(steps: Rows) -> Nanoseconds:
-    """The time that each step computed, as measured: an overlong computation counts as computation."""
+    """Return the time that each step computed, as measured: even overlong computation is not a wait."""
     return cast("Nanoseconds", steps["computed_ns"] - steps["loaded_ns"])
 
 
 def barrier_ns(steps: Rows) -> Nanoseconds:
-    """The time that each step waited for other ranks."""
+    """Return the time that each step waited for other ranks."""
     return cast("Nanoseconds", steps["barrier_ns"] - steps["computed_ns"])

@@ -33,7 +33,7 @@ class RunSteps:
 
     @classmethod
     def of_events(cls, events: Sequence[RankEvents]) -> RunSteps | None:
-        """Place the steps of all ranks on one time axis; None if there are no steps."""
+        """Place the steps of all ranks on one time axis; return None if there are no steps."""
         ranks = [rank for rank in events if len(rank.steps)]
         if not ranks:
             return None
@@ -42,18 +42,18 @@ class RunSteps:
         return cls(ranks, origin_ns, (end_ns - origin_ns) / 1e9)
 
     def at_s(self, rank: RankEvents, moment: str) -> Numbers:
-        """One timestamp (`moment`) of all steps of a rank, in seconds."""
+        """Return one timestamp (`moment`) of all steps of a rank, in seconds."""
         at_s: Numbers = (rank.steps[moment] + (rank.clock.shift_ns - self.origin_ns)) / 1e9
         return at_s
 
     @property
     def edges(self) -> Numbers:
-        """The edges of intervals of equal length, as many as a drawing can show and the steps can fill."""
+        """The edges of equal intervals, as many as a drawing can show and the steps can fill."""
         num_steps = max(len(rank.steps) for rank in self.ranks)
         return np.linspace(0.0, max(self.end_s, 1e-6), max(2, min(MOST_BUCKETS, num_steps)) + 1)
 
     def rates(self, column: str) -> Numbers:
-        """The growth of a column per second in each interval, over all ranks' steps."""
+        """Return the growth of a column per second in each interval, over all ranks' steps."""
         edges = self.edges
         growth = [
             _growth(self.at_s(rank, "start_ns"), self.at_s(rank, "barrier_ns"), rank.steps[column], edges)
@@ -63,7 +63,7 @@ class RunSteps:
         return taken / np.diff(edges)
 
     def shares(self, begin: str, end: str) -> Numbers:
-        """For each rank, the share of each interval that it spent between two timestamps of a step."""
+        """Return, for each rank, the share of each interval spent between two timestamps of a step."""
         edges, spent = self.edges, []
         for rank in self.ranks:
             begins, ends = self.at_s(rank, begin), self.at_s(rank, end)
@@ -71,7 +71,7 @@ class RunSteps:
         return np.array(spent) / np.diff(edges)
 
     def percentiles(self, measure: Callable[[Rows], Nanoseconds]) -> tuple[Numbers, Numbers]:
-        """The middle of each interval, and two rows: p50 and p99, in seconds, of steps that ended in it."""
+        """Return the middle of each interval, and p50 and p99 in seconds of the steps that ended in it."""
         edges = self.edges
         ends = np.concatenate([self.at_s(rank, "barrier_ns") for rank in self.ranks])
         values = np.concatenate([measure(rank.steps) / 1e9 for rank in self.ranks])
@@ -82,7 +82,7 @@ class RunSteps:
 
 
 def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
-    """The parts of the amounts between edges. Each amount is spread evenly from its beginning to its end."""
+    """Return the amounts between edges. Each amount is spread evenly from its beginning to its end."""
     after = np.cumsum(amounts, dtype=np.float64)
     moments = np.column_stack([begins, ends]).ravel()
     totals = np.column_stack([after - amounts, after]).ravel()
@@ -102,7 +102,7 @@ def heat_rows(names: Sequence[str], rows: Numbers, edges: Numbers, *, tone: Tone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitShift:
-    """A change in waits: from time `at_s` and this step on, steps waited longer or shorter.
+    """A change in waits: from this step, at `at_s`, steps waited longer or shorter than before.
 
     Both waits are medians in seconds.
     """
@@ -115,14 +115,14 @@ class WaitShift:
 
 
 LEAST_STEPS: Final = 6
-"""A shorter sequence of steps says nothing about a change."""
+"""A shorter sequence of steps cannot show a change."""
 LEAST_FACTOR: Final = 1.5
 LEAST_SHARE: Final = 0.05
 """Waits that differ by less than this share of a step's time do not matter."""
 
 
 def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
-    """Find when the median wait of training steps changed for good; None if it changed hardly or not at all.
+    """Find when the median wait of training steps changed for good; return None if it hardly changed.
 
     Steps of an epoch up to number `first` do not count, because they wait for the loader to fill.
     """
@@ -134,7 +134,7 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
     begins = np.concatenate([steps.at_s(rank, "start_ns")[some] for rank, some in kept])
     ends = np.concatenate([steps.at_s(rank, "barrier_ns")[some] for rank, some in kept])
     waits = np.concatenate([wait_ns(rank.steps)[some] / 1e9 for rank, some in kept])
-    # The wait of each step is the median rank's. A rank that is slower than the others is reported
+    # The median over ranks is the wait of a step. A rank that is slower than the others is reported
     # separately, and must not look like a change.
     by_wait = np.lexsort((waits, keys))
     unique, starts, counts = np.unique(keys[by_wait], return_index=True, return_counts=True)
@@ -153,7 +153,7 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
 
 
 def best_split(values: Numbers) -> int | None:
-    """The index that best splits the values into two levels; None if there are too few values."""
+    """Return the index that best splits the values into two levels, or None if there are too few values."""
     count = len(values)
     least = max(LEAST_STEPS, count // 10)
     if count < 2 * least:

@@ -2,7 +2,7 @@
 
     run.json, stages.json, steps, counters -> series, troubles -> report
 
-Active and interrupted runs have a page of what they have completed.
+The page of an active or interrupted run covers what the run has completed.
 """
 
 import shlex
@@ -57,7 +57,7 @@ from penstock.units import format_bytes, format_count, format_rate, format_secon
 BUSY: Final = 0.85
 """Readers or processors that are busy for this share of the time count as fully used."""
 LEAST_WAIT: Final = 0.02
-"""Waits that take a smaller share of a step's time are no trouble."""
+"""Waits that take a smaller share of a step's time are not reported."""
 _HARDLY: Final = 0.01
 """A smaller share of waiting is drawn as none."""
 
@@ -89,7 +89,7 @@ class TrainingRun:
 
 
 def make_training_page(folder: Path, record: RunRecord) -> tuple[Report, dict[str, str]]:
-    """Build the page of the run in `folder`, and further facts.
+    """Build the page for the run in `folder`; return it with facts for its table of settings.
 
     Raises `ObjectNotFound` if the run has left nothing to show.
     """
@@ -196,7 +196,7 @@ _REMEDIES: Final[Mapping[Bottleneck, str]] = {
 }
 
 
-# Troubles, the gravest first: a figure that is not the storage's, then what costs the most.
+# Troubles, the most serious first: a figure that does not measure the storage, then what costs the most.
 
 
 def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:

@@ -24,10 +24,7 @@ Sleep = Callable[[float], None]
 
 
 class Gated(protocol.WrappedStorage):
-    """A storage with a `gate` before every call.
-
-    It is the base of the faults below, and of your own ones.
-    """
+    """A storage with a `gate` before every call: the base class of the faults below, and of your own."""
 
     def __init__(self, inside: protocol.Storage, gate: Gate, **own_options: str | float) -> None:
         super().__init__(inside, **own_options)
@@ -132,7 +129,7 @@ class FailAfter(Gated):
 
 
 class FailAtCall(Gated):
-    """Makes the `number`-th call of `verb` fail (EIO), counted from 1 over the whole storage.
+    """Makes the `number`-th call of `verb` fail (EIO), counted from 1 over all objects of the storage.
 
     Other calls work.
     """
@@ -194,7 +191,7 @@ class Full(protocol.WrappedStorage):
             self._free_bytes += size_bytes
 
     def size_of(self, key: str) -> int:
-        """The space that an object takes up; 0 if it does not exist."""
+        """Return the space that an object takes up; 0 if it does not exist."""
         try:
             return self.stat(key).size_bytes
         except ObjectNotFound:

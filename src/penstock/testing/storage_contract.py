@@ -72,12 +72,12 @@ AWKWARD_KEYS = (
 
 
 def arbitrary_bytes(size_bytes: int, seed: int = 1) -> bytes:
-    """Incompressible bytes, always the same for the same arguments."""
+    """Return incompressible bytes, always the same for the same arguments."""
     return np.random.default_rng(seed).bytes(size_bytes)
 
 
 def pieces_of(content: bytes, sizes: tuple[int, ...] = ODD_PIECES) -> Iterator[bytearray]:
-    """`content` cut into writable pieces whose sizes cycle through `sizes`."""
+    """Yield `content` in writable pieces whose sizes cycle through `sizes`."""
     start = turn = 0
     while start < len(content):
         size = sizes[turn % len(sizes)]
