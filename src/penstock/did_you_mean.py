@@ -14,7 +14,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = CUTOFF) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = CUTOFF, form: str = "{}") -> str:
-    """`Did you mean unet3d? `, to be put before the rest of an error's `fix`; "" if no name is similar.
+    """Return `Did you mean unet3d? ` to begin an error's `fix` with, or "" if no name is similar.
 
     `form` is the format in which the name is printed, for example `{}://`.
     """

@@ -191,9 +191,10 @@ _FORMULA: Final = re.compile(r"[=@\t\n\uff0b\uff0d\uff1d\uff20]|[+-](?![\d.]*(?:
 
 
 def csv_cell(value: object) -> object:
-    """A cell of CSV. Control characters in texts are escaped, except for line breaks.
+    """Return `value` for a CSV cell; in a string, escape control characters other than line breaks.
 
-    Texts come from files of others. Spreadsheets run one that begins like a formula, but not behind a quote.
+    Strings may come from other people's files. Spreadsheets run one that begins like a formula, unless a
+    quote precedes it.
     """
     if not isinstance(value, str):
         return value

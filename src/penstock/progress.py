@@ -1,6 +1,6 @@
 """Report the progress of long-running work to a bar on a terminal, to files, or to nothing.
 
-There are three kinds of progress in the whole project. `Progress` is what a piece of work reports, in this
+There are three kinds of progress in this project. `Progress` is what a piece of work reports, in this
 process. The status file of a run (`results.run_status`) shows it to other processes. The progress board of a
 checkpoint (`bench.checkpoint.checkpoint_rounds`) adds up the bytes that all ranks have transferred.
 """
@@ -41,7 +41,7 @@ class Progress:
         """From now on, record the progress in the run's folder, where others can follow it."""
 
     def settle(self, outcome: str, why: str, exit_code: int) -> None:
-        """End the run. Its command will exit with `exit_code`."""
+        """Report that the run has ended. Its command will exit with `exit_code`."""
 
     def expect(self, total: float, *units: str, pauses_s: float = 0.0) -> None:
         """Announce that the counts of these units together will reach `total` at the end of the run.

@@ -2,7 +2,7 @@
 
 Three steps lead from a name in the state to bytes of the checkpoint:
 
-1. `loading_into` gives each part of the state a place for everything that the checkpoint has for the part and
+1. `loading_into` gives each part of the state a place for everything that the checkpoint has for it and that
    the load takes. Without this, a fresh optimizer, whose state is still empty, or a data loader whose
    structure has changed since the save would lack places for most of it. Afterwards, each part loads what has
    arrived.
@@ -10,8 +10,8 @@ Three steps lead from a name in the state to bytes of the checkpoint:
    and a value that belonged to this rank alone takes precedence over the common one.
 3. `find_wanted` compares each leaf with what is stored under its name: shape, dtype, tensor or object.
 
-Optimizers number their parameters, torch's helpers name them: a checkpoint of either form is loaded into
-both. Invariants: a place has no value before the load; a part changes only after everything for it has
+Optimizers number their parameters, torch's helpers name them: a checkpoint of either form can be loaded into
+either. Invariants: a place has no value before the load; a part changes only after everything for it has
 arrived, and not at all if nothing for it is loaded; no parameter receives another parameter's state, as far
 as groups, names or shapes distinguish them.
 """
@@ -410,7 +410,7 @@ def set_entry(holder: Any, key: Any, value: Any) -> None:
 def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
     """True if the stored value can be loaded here.
 
-    A list of plain values is one value, which was not saved.
+    Items of a list of plain values are no places: such a list is one value.
     """
     if facts is None:
         return not isinstance(holder, list) and not isinstance(value, Mapping | list | torch.Tensor)

@@ -1,6 +1,6 @@
 """Optional capabilities of a `Storage`, each a `Supports...` protocol, and the functions that look for them.
 
-Callers ask what a storage can do and never look at its URI, so a back end from another package works like a
+Callers ask what a `Storage` can do and never look at its URI, so a back end from another package works like a
 built-in one. Invariant: visible state changes atomically, so that a crash leaves the state either before or
 after the change.
 """
@@ -69,7 +69,7 @@ class SupportsDirectAccess(Protocol):
         """The same tree past the page cache, for large files; the storage itself if that is impossible.
 
         Files are written under their final names immediately, and the names survive a power failure only
-        after `sync_names`: this is for callers with a commit of their own. Callers that only read pass the
+        after `sync_names`: this is for callers with their own commit. Callers that only read pass the
         key of a file to read, and then nothing is written to find out what the file system supports.
         """
 

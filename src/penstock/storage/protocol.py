@@ -1,9 +1,9 @@
 """The narrow waist of storage: the protocols that every back end implements and every caller uses.
 
 Everything that transfers bytes (probe, loaders, checkpoint pipeline, traces) uses only `Storage`, `Sink` and
-`Source`; wrappers (tracing, faults, rate limits) implement them around another storage. Invariants: a buffer
-that is passed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`; no key
-that passes `check_key` leads out of its root.
+`Source`; wrappers (tracing, faults, rate limits) implement them around another `Storage`. Invariants: a
+buffer that is passed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`;
+no key that passes `check_key` leads out of its root.
 """
 
 from __future__ import annotations

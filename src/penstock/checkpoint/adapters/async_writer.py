@@ -332,7 +332,7 @@ class AsyncWriter(FileSystemWriter):
             self._folder = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's
-        """All ranks, first: remove the manifest and metadata of an existing checkpoint from this folder."""
+        """On all ranks, first: remove an existing checkpoint's manifest and metadata from this folder."""
         if not is_coordinator:
             return
         storage = open_here(self._folder)
@@ -341,13 +341,13 @@ class AsyncWriter(FileSystemWriter):
                 storage.delete(name)
 
     def _unchanged(self, planned: Any) -> Any:
-        """All ranks, and the coordinator: return the plans unchanged, because each rank knows its number."""
+        """On all ranks, and the coordinator: return plans unchanged, because each rank knows its number."""
         return planned
 
     prepare_local_plan = prepare_global_plan = prepare_decentralized_global_plan = _unchanged  # type: ignore[assignment] # of any kind
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """All ranks: lay out this rank's files. Nothing is copied yet."""
+        """On all ranks: lay out this rank's files. Nothing is copied yet."""
         start_s = time.perf_counter()
         rank = own_rank()
         self._copy, self._items = None, RankItems(plan.items, planner, rank, self._options)
@@ -368,7 +368,7 @@ class AsyncWriter(FileSystemWriter):
         self._report = TaskReport()
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
-        """All ranks: a function for any process, a call that prepares its second argument, and its arguments.
+        """On all ranks: return a function for any process, a call for its second argument, and all arguments.
 
         The first two are None on a rank that has nothing to write.
         """
@@ -378,7 +378,7 @@ class AsyncWriter(FileSystemWriter):
         return write, self._copy, [task.rank, task, self._report]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """All ranks, if the caller has no process to write in: prepare, write, and return the results."""
+        """On all ranks, if the caller has no process to write in: prepare, write, and return the results."""
         self.prepare_write_data(plan, planner)
         if self._copy is not None and self._report is not None:
             task = self._copy()
@@ -388,7 +388,7 @@ class AsyncWriter(FileSystemWriter):
         return done
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
-        """All ranks, after the writing: the results, or the failure in torch's form for other ranks."""
+        """On all ranks, after writing: return the results, or the failure in torch's form for other ranks."""
         try:
             return self._finished_results()
         except PenstockError as error:
@@ -413,7 +413,7 @@ class AsyncWriter(FileSystemWriter):
         return self._items.results(outcome, self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: write the manifest and metadata once all ranks have written their files."""
+        """On the coordinator: write the manifest and metadata once all ranks have written their files."""
         seal = build_seal(metadata, results, self.storage_meta())
         storage = open_here(self._folder)
         sizes = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}

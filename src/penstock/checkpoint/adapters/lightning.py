@@ -81,7 +81,7 @@ class PenstockIO(CheckpointIO):
 
 
 class AsyncPenstockIO(PenstockIO):
-    """`PenstockIO` in the background: `fit` continues once the state is copied; later calls raise failures.
+    """`PenstockIO` in the background: `fit` continues once the state is copied; later calls raise its errors.
 
     `ModelCheckpoint` removes the older checkpoint as soon as it has requested the newer one. Here the older
     one is kept until the newer one is committed, and is not removed if that fails.
@@ -204,9 +204,9 @@ def _is_file(path: AnyPath) -> bool:
 
 
 def _set_aside(path: AnyPath) -> Path | None:
-    """Rename a file that occupies the new folder's name.
+    """Rename the file that occupies the new folder's name, if there is one.
 
-    Its new path is returned, for removal after the commit.
+    Returns its new path, for removal after the commit, or None.
     """
     if not _is_file(path):
         return None

@@ -3,7 +3,7 @@
     strategy = PenstockSaveStrategy()
     dist_checkpointing.save(sharded_state, folder, strategy, async_sharded_save=True)
 
-The format is Megatron's `torch_dist`: Megatron's strategies load what these save, and the reverse. Invariant:
+The format is Megatron's `torch_dist`: Megatron's strategies load what these save, and vice versa. Invariant:
 the tracker names an iteration only when all of its files, including `common.pt`, are durable.
 """
 
@@ -167,7 +167,7 @@ def load_iteration(
 def commit_iteration(root: AnyPath, iteration: int) -> None:
     """On rank 0 (others return at once): make Megatron's own files durable, then point the tracker to them.
 
-    To be added as the last finalize function of an asynchronous save: `request.add_finalize_fn(lambda:
+    Add it as the last finalize function of an asynchronous save: `request.add_finalize_fn(lambda:
     commit_iteration(root, iteration))`.
     """
     if dist.get_rank() != 0:

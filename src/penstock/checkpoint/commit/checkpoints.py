@@ -159,7 +159,7 @@ def can_be_named(path: AnyPath) -> bool:
 
 
 def absolute_path(path: Any) -> str:
-    """The form in which ranks compare paths.
+    """Return `path` in the form in which ranks compare paths.
 
     Values that are not paths are refused later, when they are opened.
     """
@@ -176,7 +176,7 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
 
 
 def follow_link(storage: Storage, name: str) -> tuple[Storage, str]:
-    """Follow the link if the checkpoint is one, for reading; anything else is returned unchanged.
+    """For reading: follow the link if the checkpoint is one; return anything else unchanged.
 
     A `Storage` itself never follows links out of its root.
     """

@@ -199,7 +199,7 @@ class DraftStore(ABC):
         write_object(self._notes, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def sweep(self) -> list[str]:
-        """Remove what dead saves and interrupted removals left, and return its names.
+        """Remove what dead saves and interrupted removals left, and return the names.
 
         Drafts of live saves stay.
         """
@@ -290,7 +290,7 @@ class WriterLease:
     def require_free(self) -> bool:
         """Raise `RunInUse` if another, live job has the lease; return True if it must still be taken.
 
-        For programs, too, that take or change steps without saving any.
+        Programs that take or change steps without saving any call it, too.
         """
         found = self._read()
         if found == lease_text(self._owner()):

@@ -239,8 +239,8 @@ class CheckpointSource:
     def parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:
         """Parse an object; also return a function that reads the record of a tensor inside it.
 
-        The object refers to its tensors. Runs no code and needs no torch: instances of unknown classes are
-        `Opaque`.
+        In the object, a `TensorRef` stands for each tensor. Runs no code and needs no torch: instances of
+        unknown classes are `Opaque`.
         """
         if self.archive is None:
             where = f"{self.uri}, {stored.name}"

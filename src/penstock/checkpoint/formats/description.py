@@ -465,7 +465,7 @@ def build_manifest(
     """Build the manifest of what was written: `index` as in `metadata`, `files` as reported by the ranks.
 
     Also checks that both agree: raises `DataDamaged` with the name of an item that is in `index` but in no
-    file, or the reverse.
+    file, or vice versa.
     """
     by_name = {file.name: file for file in files if len(file)}
     if missing := set(index.files) ^ set(by_name):

@@ -5,8 +5,8 @@ generators of numpy; `BytesIO`; and the program's own enums, named tuples and da
 already imported and they define no code of their own for this. The same rules are applied when an object is
 saved, to report what will need `trust`.
 
-Invariants: nothing is imported because a checkpoint names it, and no code from it runs; numpy and torch
-receive no type, position or length from a checkpoint that was not compared with the bytes that exist.
+Invariants: nothing is imported because a checkpoint names it, and no code from it runs; no type, position or
+length from a checkpoint reaches numpy or torch before it was compared with the bytes that exist.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ def list_members(
 class NodeShares:
     """The part of a step that one node's cache has; `sizes` is empty if it has not committed a share.
 
-    `records` come without their `domains`, which are long and the same in all of them; they are here once.
+    `records` come without their `domains`, which are long and the same in all of them: they are here once.
     """
 
     ranks: tuple[int, ...]

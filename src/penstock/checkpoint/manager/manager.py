@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Manager:
-    """Saves and restores the checkpoints of a run below `durable`: a path, a URI or an open storage.
+    """Saves and restores the checkpoints of a run below `durable`: a path, a URI or an open `Storage`.
 
     >>> with Manager("/pfs/run", keep=3) as manager:
     ...     step = manager.restore(state) or 0
@@ -63,7 +63,7 @@ class Manager:
 
     The newest `keep` checkpoints are kept; None keeps all. `process_group` names the ranks that save together
     (default: all ranks, or this process alone). Managers of disjoint groups can work at the same time if each
-    has a folder of its own. Creating and closing a manager is collective. No wait takes longer than
+    has its own folder. Creating and closing a manager is collective. No wait takes longer than
     `timeout_s`. With `has_pointer`, a file `latest` names the last step.
 
     Each rank writes `writers` files in parallel. `staging_bytes` limits the memory of pending saves on a rank
@@ -580,7 +580,7 @@ class SavesInFlight:
             raise RankFailed(rank, host, cause)
 
     def print_failures(self) -> None:
-        """Print failures that no call has raised to stderr, wherever the log goes.
+        """Print to stderr the failures that no call has raised, wherever the log goes.
 
         The exit code is unaffected.
         """

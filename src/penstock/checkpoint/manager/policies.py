@@ -3,7 +3,7 @@
 Policies count steps or seconds, limit the cost of saving, or weigh that cost against how often the job fails.
 They are pure: measurements go in, a yes or no comes out. A job ends on a signal, before its time limit, or at
 an operator's request: all ranks learn the reason at the same step, and the job saves once more. Invariant:
-while the cost of a save is unknown, the policies that need it ask for a save at once, so that a checkpoint
+while the cost of a save is unknown, the policies that need it request a save at once, so that a checkpoint
 exists.
 """
 
@@ -101,7 +101,7 @@ class Overhead(_Positive):
     def is_due(self, measured: SaveTiming) -> bool:
         """Return whether a save now would cost at most `percent` of the time since the last one.
 
-        The cost of earlier saves in `measured` is taken as that of the next.
+        The cost of earlier saves in `measured` is taken as the cost of the next.
         """
         return measured.blocked_s is None or measured.since_last_s * self.percent / 100 >= measured.blocked_s
 

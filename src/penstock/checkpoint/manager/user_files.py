@@ -4,7 +4,7 @@
     with manager.restart() as found:         state = torch.load(found.path(f"rank_{rank}.pt"))
 
 All ranks enter and leave a block together; inside it, each rank uses the paths it was given. Invariant: a set
-of files is committed on all ranks or on none, checksums are those of bytes read back after fsync, and
+of files is committed on all ranks or on none, checksums are computed from bytes read back after fsync, and
 `restart` returns the path of a file only after the rank that will use it has verified the file.
 """
 

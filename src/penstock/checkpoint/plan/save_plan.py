@@ -698,7 +698,7 @@ def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
         rank 0: a.x    rank 1: a.x, a.y
         ("'a'",), {"names": ["a.y"], "lacking": {"0": [0], "1": []}}
 
-    The JSON is empty if it would be too long for every rank that loads to read.
+    The JSON is empty if it would be too long, because every rank that loads reads it.
     """
     known = {each: frozenset(_unpack(each)) for each in set(packed)}
     names = [known[each] for each in packed]

@@ -336,7 +336,7 @@ BY_SAFETENSORS: Mapping[str, ElementType] = MappingProxyType(
 
 
 def element_type(name: str) -> ElementType:
-    """The type of this name, with or without the `torch.` prefix; raises `UsageError` with a similar name."""
+    """The type of this name, with or without `torch.`; raises `UsageError`, suggesting a similar name."""
     bare = name.removeprefix("torch.")
     kind = ELEMENT_TYPES.get(bare)
     if kind is None:
@@ -485,7 +485,7 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
 def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
     """The begin and end of each region on one axis, on which tensors are laid end to end.
 
-    Of each tensor, the axis takes the dimension with the most distinct offsets among the rows from `first`
+    For each tensor, the axis takes the dimension with the most distinct offsets among the rows from `first`
     on.
     """
     if not regions.num_dims:

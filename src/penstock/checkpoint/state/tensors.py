@@ -366,7 +366,7 @@ def _pieces_of_dtensor(name: str, value: Any) -> list[LocalShard]:
 def _even_offsets(value: Any, local: torch.Tensor) -> tuple[int, ...] | None:
     """The offsets of this rank's part if no dimension is sharded twice; None if torch has to compute them.
 
-    For that, torch lists the indices of all rows: twice the memory of a shard of float32 in one dimension.
+    To do so, torch lists the indices of all rows: for one-dimensional float32, twice the memory of the shard.
     """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - whoever has a DTensor has loaded it
 

@@ -234,8 +234,7 @@ def rank_object_name(name: str, rank: int) -> str:
 def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]]) -> bool:
     """Return whether a name belongs to a single rank's value, and is not a state's own key of the same form.
 
-    `paths` are the places of a checkpoint's names in the state; a single rank's value has no place of its
-    own.
+    `paths` has the places of a checkpoint's names in the state, but none for a single rank's value.
     """
     return RANK_MARK in stored_name and paths.get(stored_name, (stored_name,)) == (stored_name,)
 

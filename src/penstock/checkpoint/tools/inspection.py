@@ -1,8 +1,8 @@
 """List the checkpoints of a run, describe one, remove one. No tensor is read, except to verify what remains.
 
 Completeness is judged by metadata, manifest and file sizes; only `verify` reads everything. Invariant: one
-unreadable checkpoint does not hide the others; before a checkpoint is removed, another one was verified, and
-its name is removed atomically and durably before the first of its files.
+unreadable checkpoint does not hide the others; a checkpoint is removed only after another one was verified,
+and its name is removed atomically and durably before the first of its files.
 """
 
 from __future__ import annotations

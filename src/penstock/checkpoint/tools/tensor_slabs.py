@@ -1,6 +1,6 @@
 """Tensors as slabs (runs of elements in row-major order), read from any format and appended to a file.
 
-Invariant: the slabs of a tensor, one after another, are all of its bytes; memory is that of the buffers,
+Invariant: the slabs of a tensor, one after another, are all of its bytes; only the buffers need memory,
 however large a tensor or file is.
 """
 

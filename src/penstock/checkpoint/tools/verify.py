@@ -3,7 +3,7 @@
 Penstock's checkpoints have checksums of all their bytes; stock archives have a CRC-32 for each record, which
 torch never checks; safetensors have none. Files are read front to back in several threads, each of which
 reads a stretch (a run of segments) of one file. Invariant: bytes that were not checked are counted, and never
-reported as undamaged; bytes that cannot be read are reported as damage and do not end the scan; memory is
+reported as undamaged; bytes that cannot be read are reported as damage and do not end the scan; memory use is
 `STREAMS` blocks, however large the files are.
 """
 

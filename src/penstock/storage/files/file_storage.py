@@ -141,7 +141,7 @@ class FileStorage:
         folders: VerifiedFolders | None = None,
         keep_names: bool = True,
     ) -> None:
-        """Prepare access; nothing is opened yet. `folders` may be shared with another storage of this tree.
+        """Prepare access; nothing is opened yet. `folders` may be shared with another object for this tree.
 
         `keep_names` is described at `defer_sync`.
         """

@@ -77,7 +77,7 @@ def _sync_path(path: str | os.PathLike[str], flags: int) -> None:
 
 
 def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file, but no pipe, which would wait for a writer, and no device, which may never end.
+    """Open a regular file; refuse pipes, which would wait for a writer, and devices, which may never end.
 
     Pipes at /dev/fd/N are accepted: a shell's `<(...)` passes them to this process.
     """

@@ -1,10 +1,10 @@
 """The adapter for s3dlio (Rust, AWS SDK), which uploads from the caller's memory and copies ranges once.
 
 There is one client per process: settings that differ from the first storage's are refused, and uploads in
-parts go to its endpoint. s3dlio sends a request up to 3 times by itself (a read 9 times), which cannot be
-switched off; Penstock's attempts come on top. Listings go through obstore, because s3dlio lists names without
-sizes. Its `get_into_async` takes only whole objects and sends HEAD first, so ranges are copied. Its threads
-do not survive a fork.
+parts go to the first endpoint. s3dlio sends a request up to 3 times by itself (a read 9 times), which cannot
+be switched off; Penstock's attempts come on top. Listings go through obstore, because s3dlio lists names
+without sizes. Its `get_into_async` takes only whole objects and sends HEAD first, so ranges are copied. Its
+threads do not survive a fork.
 """
 
 import math

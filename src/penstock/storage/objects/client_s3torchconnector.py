@@ -118,7 +118,7 @@ class S3TorchClient(StreamClient):
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         """Objects under `prefix`, page by page.
 
-        The library cannot begin in the middle, so earlier pages are skipped.
+        The library cannot start a listing in the middle, so earlier pages are skipped.
         """
         pages = self._own.get().list_objects(self._bucket, prefix)
         while (page := self._timed(lambda: next(pages, None))) is not None:

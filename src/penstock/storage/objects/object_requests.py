@@ -1,7 +1,7 @@
 """Requests with retries, and the errors that their failures become.
 
-Every request of a storage goes through `RetryingRequests.call`, which picks an endpoint, sends, counts, backs
-off, and maps the last failure to a `StorageError`. Endpoints take turns, and each rank begins with a
+Every request of a `Storage` goes through `RetryingRequests.call`, which picks an endpoint, sends, counts,
+backs off, and maps the last failure to a `StorageError`. Endpoints take turns, and each rank begins with a
 different one; a retry uses the next. Invariants: a request is sent at most `attempts` times, and every
 attempt is counted; of the service's answer, only the code and a short message are passed on, never headers or
 signatures.

@@ -467,7 +467,7 @@ class ObjectSink:
     def _verify(self, stored: RemoteObject, etag: str | None) -> None:
         """Raise if the object is not the one submitted.
 
-        A damaged one is removed, but not another writer's.
+        A damaged object is removed, unless another writer made it.
         """
         if etag and stored.etag and etag != stored.etag:
             raise StorageError(
