@@ -872,7 +872,7 @@ class LoadedParts:
         """Warn of parts in which ranks had different entries, if a different number of ranks loads them."""
         if owners := {owner for name in names if (owner := self._owner(name) or name) in self.parts}:
             logger.warning(
-                "Saved by %d ranks, which had different entries in %s: what is new there gets those of all",
+                "Saved by %d ranks, which had different entries in %s: new parts get the entries of all",
                 num_saved,
                 name_some(sorted(map(repr, owners))),
             )

@@ -38,7 +38,7 @@ from penstock.transfer.reader import Part
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Memory of this rank into which a wanted region is loaded; `facts` are those of the stored tensor."""
+    """Memory of this rank into which a wanted region is loaded; `facts` describe the stored tensor."""
 
     offsets: tuple[int, ...]
     memory: torch.Tensor

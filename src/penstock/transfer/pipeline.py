@@ -356,7 +356,7 @@ class WritePipeline:
                 self._fillers = [self._workers.start(self._fill, stream) for stream in self._streams]
 
     def wait_filled(self, timeout_s: float | None = None) -> None:
-        """Return when the producer is no longer needed; raise what a thread raised."""
+        """Return when the producer is no longer needed; raise the error of a thread that failed."""
         filled = [stream.filled for stream in self._streams]
         self._workers.wait(filled, "all bytes to be copied into buffers", timeout_s)
 

@@ -104,7 +104,7 @@ for folder in (root, f"{root}/run"):
         try:
             print("done", call())
         except StorageError as error:
-            assert "is not mounted any more" in str(error), error
+            assert "is no longer mounted" in str(error), error
             print("refused")
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
     manager.save(4, state)

@@ -121,7 +121,7 @@ def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust
     try:
         return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)
     except MemoryError as error:
-        raise DataDamaged(f"The object {name} asks for more memory than there is", where=where) from error
+        raise DataDamaged(f"The object {name} needs more memory than there is", where=where) from error
     except (pickle.UnpicklingError, *_UNREADABLE) as error:
         raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
 

@@ -721,7 +721,7 @@ def read_metadata(content: bytes | bytearray | memoryview, where: str) -> Checkp
             raise
         except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
             raise DataDamaged(
-                f"Its records are not those of a checkpoint: {type(error).__name__}: {error}", where=where
+                f"Its records do not describe a checkpoint: {type(error).__name__}: {error}", where=where
             ) from error
 
 

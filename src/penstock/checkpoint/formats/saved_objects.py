@@ -450,7 +450,7 @@ def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> 
     limits = torch.iinfo(whole.dtype)
     require(
         all(type(point) is int and limits.min <= point <= limits.max for point in points),
-        "a quantized tensor has a zero point that is no element",
+        "a quantized tensor has a zero point that is not an element",
     )
     storage = whole.clone().untyped_storage()
     return rebuild_quantized(

@@ -81,7 +81,7 @@ class _Ranges:
         return self._position
 
     def read(self, size: int = -1, /) -> bytes:
-        """At most `size` bytes, fewer at the end; a damaged directory may ask for any number."""
+        """At most `size` bytes, fewer at the end; with a damaged directory, `size` may be any number."""
         remaining = max(self._size_bytes - self._position, 0)
         size = remaining if size < 0 else min(size, remaining)
         content = bytes(self._read(self._position, size))
@@ -90,7 +90,7 @@ class _Ranges:
 
 
 def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str, ZipRecord]:
-    """All records by name; raises `DataDamaged` if the archive is truncated or the file is no archive."""
+    """All records by name; raises `DataDamaged` if the archive is truncated or the file is not one."""
     if size_bytes < _SHORTEST_ARCHIVE:
         raise _not_whole("its end is missing", where)
     try:

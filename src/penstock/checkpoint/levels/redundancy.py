@@ -366,7 +366,7 @@ class NodeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """The state of a step in all caches. `lost` are the ranks that saved and whose shares no node has."""
+    """The state of a step in all caches. `lost` has the ranks that saved and whose shares no node has."""
 
     records: Mapping[int, GroupRecord] = field(default_factory=dict)
     """The records by the number of their group, without `domains`."""

@@ -161,7 +161,7 @@ class UnreadableFile(PenstockError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedLoadPlan:
-    """The plan of all ranks: three tables. The name of each column begins with that of its table.
+    """The plan of all ranks: three tables. The name of each column begins with its table's.
 
     A *unit* is a contiguous part of one item's payload, a *want* one of the distinct wanted regions. A rank
     reads a *share* of a unit; shares are sorted by file and offset. A *piece* is the intersection of a want

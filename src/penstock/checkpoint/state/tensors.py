@@ -159,7 +159,7 @@ def is_tensor(value: object) -> bool:
     """True for a value that is saved as a tensor: any strided torch tensor, sharded or not.
 
     Also true for instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, through which
-    torch's distributed checkpoints ask for chunks.
+    torch's distributed checkpoints request chunks.
     """
     if _is_a(value, _SHARDED_TENSOR):  # a ShardedTensor refuses to tell whether it is quantized
         return True
@@ -239,7 +239,7 @@ def collect_for_save(
 def _copied_buffers(part: Any) -> frozenset[str]:
     """The names of buffers that DDP takes from the first rank of its group before each forward pass.
 
-    Between two passes they differ, as BatchNorm's statistics do, and only those of the first rank are useful.
+    Between two passes they differ, as BatchNorm's statistics do, and only the first rank's are useful.
     """
     if isinstance(part, DistributedDataParallel) and part.broadcast_buffers and part.process_group.rank():
         names = {name for name, _ in part.module.named_buffers()} - set(part.parameters_to_ignore)
@@ -410,7 +410,7 @@ def _plain(name: str, value: Any) -> torch.Tensor:
         value = value.wait()
     if hasattr(type(value), "__tensor_flatten__"):
         raise UsageError(
-            f"{name!r} is a {type(value).__name__}, whose elements are those of tensors inside it",
+            f"{name!r} is a {type(value).__name__}, whose elements are in other tensors inside it",
             fix="Put those into the state: value.__tensor_flatten__() names them.",
         )
     # Such a value, for example a MaskedTensor, only looks like a tensor of its dtype.
@@ -460,7 +460,7 @@ def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
     elif parts:
         logger.warning(
             "Not all ranks have the same entries in %s, and they are too many to note whose is which: a part"
-            " that has none yet when it is loaded gets those of all ranks",
+            " that has none yet when it is loaded gets the entries of all ranks",
             name_some(parts),
         )
 
@@ -469,9 +469,9 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
     """Report once, during a save, what a load will not restore unchanged.
 
     That is: objects that need `trust`, keys that come back as text, and whatever tensors of custom classes
-    have besides their elements. Attributes of plain tensors and parameters, of which trainers set thousands,
-    are not reported. `checked` has the digests of the objects of the last save, whose pickles need no second
-    look.
+    have in addition to their elements. Attributes of plain tensors and parameters, of which trainers set
+    thousands, are not reported. `checked` has the digests of the objects of the last save, whose pickles need
+    no second look.
     """
     objects = {held.name: held.digest for held in local_state.holdings.objects}
     scalars = {leaf.name for leaf in local_state.leaves if type(leaf.value) in _SCALARS}

@@ -1,6 +1,6 @@
 """One pass over a nested state: a flat list of named leaves, each with its place and its owner.
 
-Names are those of torch's distributed checkpoints: keys joined by dots. Mappings are always entered, lists
+Names are as in torch's distributed checkpoints: keys joined by dots. Mappings are always entered, lists
 only if they contain a tensor or a mapping; everything else is a leaf. Invariant: a leaf knows its place in
 the state, so a loaded value is put back into that place.
 """

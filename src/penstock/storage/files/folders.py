@@ -143,7 +143,7 @@ class VerifiedFolders:
                 is_gone = facts.st_ino != before.st_ino and not has_files
         if is_gone:
             raise StorageError(
-                "The file system of this folder is not mounted any more",
+                "The file system of this folder is no longer mounted",
                 uri=self.uri_of(self.root),
                 fix="Mount it again, and repeat what failed.",
             )

@@ -63,7 +63,7 @@ def connect(settings: ClientSettings) -> S3TorchClient:
 
 
 class S3TorchClient(StreamClient):
-    """One endpoint. Each call runs in a thread of its own, which is abandoned if the call stalls."""
+    """One endpoint. Each call runs in a separate thread, which is abandoned if the call stalls."""
 
     read_copy = "s3torchconnector-read"
     write_copy = "s3torchconnector-write"
