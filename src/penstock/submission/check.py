@@ -1,12 +1,12 @@
 """`penstock submission check`, from a folder to verdicts: find results, read their files, apply the rules.
 
-    choose_edition   which edition's rules apply to each submitter, by what its tree looks like
+    choose_edition   which edition's rules apply to each submitter, by the layout of its tree
     search_tree      the folders that are results; only names are read
     read_results     the files of one result, parsed
     apply_rule       each rule of the edition on the parsed files
 
-A round has thousands of results, so only the files of one are in memory at a time. Invariant: an exception
-inside a rule never makes a result invalid; a rule that cannot judge yields `not checked`.
+A round has thousands of results, so only the files of one result are in memory at a time. Invariant: an
+exception inside a rule never makes a result invalid; a rule that cannot judge yields `not checked`.
 """
 
 import logging
@@ -44,7 +44,7 @@ WORST_FIRST: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedResult:
-    """One result with all its findings. What its files do not state is `None` or ""."""
+    """One result with all its findings. Facts that its files do not state are None or ""."""
 
     name: str
     edition: str
@@ -69,7 +69,7 @@ class CheckedResult:
         return f"{number} {self.accelerator}".strip()
 
     def identity(self) -> dict[str, str | int | None]:
-        """The fields that identify the result in documents and tables."""
+        """Return the fields that identify the result in documents and tables."""
         return {
             "name": self.name,
             "org": self.organisation,
@@ -81,7 +81,7 @@ class CheckedResult:
         }
 
     def row(self) -> dict[str, str]:
-        """The result in a table of verdicts."""
+        """Return the result's row in a table of verdicts."""
         throughput = self.metrics.get("train_throughput_mean_samples_per_second")
         return {
             "organisation": self.organisation,
@@ -109,7 +109,7 @@ def check(
 def read_tree(
     root: Path, edition: Edition | EditionChoice, progress: Progress | None = None
 ) -> Iterator[SubmittedResult]:
-    """Yield every result below `root` with its files, which are dropped when the next one is requested."""
+    """Yield every result below `root` with its files, which are dropped when the next result is requested."""
     progress = progress or Progress()
     locations = require_results(search_tree(root), root)
     progress.begin("results", len(locations))
@@ -156,7 +156,7 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
 
 
 def _first_stated(read: Callable[[Source], Fact], sources: Iterable[Source]) -> Fact | None:
-    """The fact as stated by the first run that states it. If other runs lack it, a rule reports them."""
+    """Return the fact from the first run that states it. If other runs lack it, a rule reports them."""
     for source in sources:
         with suppress(MissingFact):
             return read(source)
@@ -186,7 +186,7 @@ def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Fi
 def check_lone_descriptions(
     found: FoundTree, edition: Edition | EditionChoice, root: Path
 ) -> dict[str, list[Finding]]:
-    """Judge the descriptions of systems without results by their schema, which only v3.0 has."""
+    """Judge descriptions of systems that have no results, by the schema, which only v3.0 has."""
     base, judged = root.resolve(), {}
     for submitter in found.submitters:
         if edition.of(submitter.folder).rules != "v3.0":
@@ -210,7 +210,7 @@ def check_document(
 ) -> dict[str, Any]:
     """Build the document of `--json`.
 
-    `found` names the folders that are no results; `alone` has the findings on descriptions without results.
+    `found` names the folders that are not results; `alone` has the findings on descriptions without results.
     """
     return {
         "edition": edition.edition,
@@ -255,7 +255,7 @@ def exit_code(checked: Sequence[CheckedResult]) -> int:
 def group_findings(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Group findings with the same cause, the worst first.
 
-    If several files share a violation, that is one group, and so is a file that several rules cannot read.
+    A violation in several files is one group, and so is a file that several rules cannot read.
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in sorted(findings, key=lambda finding: WORST_FIRST.index(finding.verdict)):
@@ -279,7 +279,7 @@ _EXCUSES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalAssessment:
-    """The findings against a rehearsal, excused ones first; `other` has those without an excuse.
+    """The findings against a rehearsal, excused ones first; `other` has the ones without an excuse.
 
     `summary` is the assessment as a phrase.
     """
@@ -291,7 +291,7 @@ class RehearsalAssessment:
 
 
 def assess_rehearsal(findings: Iterable[Finding]) -> RehearsalAssessment | None:
-    """Assess the findings of one result; None unless the result is a rehearsal."""
+    """Assess the findings of one result; return None unless the result is a rehearsal."""
     open_verdicts = (Verdict.FAIL, Verdict.NOT_CHECKED)
     # Keep one finding for each rule and proof, however many runs it concerns.
     against = {(each.rule, each.proof): each for each in findings if each.verdict in open_verdicts}.values()

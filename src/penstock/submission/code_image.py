@@ -29,7 +29,7 @@ POINTER: Final = ".mlps-code-image"
 DIGEST_FILE: Final = ".code-hash.json"
 ALGORITHM: Final = "md5-tree-v2"
 MAX_IMAGE_BYTES: Final = 128 << 20
-"""The most bytes that all files of an image may have together; published images have a few MB."""
+"""The maximum size of all files of an image together; published images have a few MB."""
 
 EMPTY_TREE: Final = hashlib.md5(usedforsecurity=False).hexdigest()
 """The digest of no files."""
@@ -39,10 +39,10 @@ _POINTER_TEXT: Final = re.compile(rf"{ALGORITHM}:([0-9a-f]{{32}})\n?")
 
 
 def tree_digest(folder: Path) -> str:
-    """The digest of all files below `folder` that count: names and bytes, in the order of their names.
+    """Return the digest of all files below `folder` that count: names and bytes, in the order of names.
 
-    Hidden entries, tests, build outputs and links are left out, as rule 2.1.6 says. Raises `OSError` if an
-    entry is neither a file nor a folder, or if all files together are larger than any program.
+    Hidden entries, tests, build outputs and links do not count, by rule 2.1.6. Raises `OSError` if an entry
+    is neither a file nor a folder, or if all files together are larger than `MAX_IMAGE_BYTES`.
     """
     digest, tree, left_bytes = hashlib.md5(usedforsecurity=False), os.path.realpath(folder), MAX_IMAGE_BYTES
     for name in sorted(files_that_count(folder), key=os.fsencode):
@@ -72,17 +72,17 @@ def files_that_count(folder: Path) -> Iterator[str]:
 
 
 def image_name(digest: str) -> str:
-    """The name of an image's folder in the pool."""
+    """Return the name of an image's folder in the pool."""
     return f"code-{digest[:8]}"
 
 
 def pointer_text(digest: str) -> str:
-    """The text of the pointer file in a result directory."""
+    """Return the content of the pointer file in a result directory."""
     return f"{ALGORITHM}:{digest}\n"
 
 
 def parse_pointer(pointer: ParsedFile) -> str:
-    """The digest that a pointer names."""
+    """Return the digest that a pointer names."""
     text = str(pointer.value())
     match = _POINTER_TEXT.fullmatch(text)
     if match is None:

@@ -33,7 +33,7 @@ from penstock.workload.strict_yaml import parse_yaml
 EDITIONS: Final = ("v1.0", "v2.0", "v3.0", "v3.0-strict")
 AUTO: Final = "auto"
 _ONLY_V3: Final = b"usable_capacity_tib"
-"""A key that v3.0 requires in every description, and that no other edition knows."""
+"""A key that v3.0 requires in every description, and that no other edition has."""
 _MAX_DESCRIPTION_BYTES: Final = 1 << 20
 _ABSENT: Final[Any] = None
 
@@ -52,9 +52,9 @@ class RequiredFolders(_Strict):
 class SizingLimits(_Strict):
     """The size that a data set must have. `rounding` applies to a fraction of a file.
 
-    `host_memory` tells how far the list of memory in a summary can be trusted: `each` entry is right for its
-    host, or only their `sum` is right. `memory_tolerance` is the share of memory that may be missing from
-    whole GiB.
+    `host_memory` is how far a summary's list of memory can be trusted: `each` entry is right for its host, or
+    only their `sum` is right. `memory_tolerance` is the share of memory that rounding down to whole GiB may
+    leave out.
     """
 
     min_steps: int
@@ -73,7 +73,7 @@ class ParameterLists(_Strict):
     compared: tuple[str, ...]
 
     def allowed(self, division: SubmissionDivision) -> frozenset[str]:
-        """The keys that may be set in `division`, including those that the benchmark's script sets."""
+        """Return the keys that may be set in `division`, including those that the benchmark's script sets."""
         adds = self.open_adds if division is SubmissionDivision.OPEN else frozenset[str]()
         return self.tool | self.closed | adds
 
@@ -81,8 +81,8 @@ class ParameterLists(_Strict):
 class TimedTree(_Strict):
     """A tree whose runs are named by time: the names, files and counts of its folders.
 
-    Files are given as patterns. `max_pause_runs` counts in durations of a run. Hosts are considered alike up
-    to `max_ratio_of_hosts`. `memory_tolerance` is how much described and measured memory may differ.
+    Files are given as patterns. `max_pause_runs` is in durations of a run. Hosts are considered equal up to
+    `max_ratio_of_hosts`. `memory_tolerance` is how much described and measured memory may differ.
     """
 
     name_pattern: str
@@ -105,8 +105,8 @@ class TimedTree(_Strict):
 class ModelLimits(_Strict):
     """The limits for a model whose checkpoints are written: processes in CLOSED, and their unit in OPEN.
 
-    `size_gib` is the size that the edition states, `architecture_gib` the size that follows from the model's
-    own numbers.
+    `size_gib` is the size that the edition states, `architecture_gib` the size calculated from the model's
+    architecture.
     """
 
     closed_processes: int
@@ -153,7 +153,7 @@ class CacheOption(_Strict):
 
 
 class KvCacheLimits(_Strict):
-    """The requirements on key-value caches. `flags` are allowed in a command of CLOSED."""
+    """The requirements on key-value caches. `flags` are those allowed in a command in CLOSED."""
 
     options: dict[str, CacheOption]
     seed: int
@@ -176,8 +176,8 @@ class Edition(_Strict):
     """One edition. The last fields are None if it has no such tree or benchmark, and hence no rules on it.
 
     `rules` names the edition whose rules apply. `mean_tolerance` is the relative difference allowed between a
-    stated mean and the recomputed one. `is_softened` means that the edition's round let pass, with a warning,
-    what these rules forbid.
+    stated mean and the recomputed one. `is_softened` means that the edition's round accepted, with a warning,
+    some violations of these rules.
     """
 
     edition: str
@@ -220,7 +220,7 @@ def load_edition(name: str) -> Edition:
 
 
 def _read_edition(name: str) -> dict[str, Any]:
-    """Read the values of an edition. One that is `based_on` another edition states only what differs."""
+    """Read the values of an edition. An edition `based_on` another one states only the values that differ."""
     source = files("penstock.submission") / "editions" / f"{name}.yaml"
     values: dict[str, Any] = parse_yaml(source.read_text(encoding="utf-8"), source=f"{name}.yaml")
     base = values.pop("based_on", None)
@@ -272,7 +272,7 @@ def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
 
 
 def detect_edition(submitter: Submitter) -> str:
-    """Detect the edition of a submitter's tree; "" if no file indicates one."""
+    """Detect the edition of a submitter's tree; return "" if no file indicates one."""
     results, described = find_folder(submitter.folder, "results"), find_folder(submitter.folder, "systems")
     benchmarks = list_benchmarks(results) if results else frozenset[Benchmark]()
     descriptions = list_folder(described)
@@ -280,7 +280,7 @@ def detect_edition(submitter: Submitter) -> str:
         return "v3.0"
     if results and benchmarks:
         has_mark = _has_own_mark(submitter, results)
-        # Marks at the top belong to all submitters, unless some submitters have marks of their own.
+        # Marks at the top count for all submitters, unless some submitters have separate marks.
         if not has_mark and any((submitter.top / name).exists() for name in (POOL, SENTINEL)):
             others = find_submitters(submitter.top)
             has_mark = not any(_has_own_mark(each, find_folder(each.folder, "results")) for each in others)

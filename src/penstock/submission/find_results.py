@@ -42,9 +42,7 @@ _DIVISIONS: Final = {division.value: division for division in SubmissionDivision
 _BENCHMARKS: Final = {benchmark.value: benchmark for benchmark in Benchmark}
 _DESCRIPTIONS: Final = "systems"
 _NEVER_RESULTS: Final = frozenset({"code", "datagen", "datasize", "generation_logs", _DESCRIPTIONS})
-"""Copies of the benchmark's code contain test data that look like runs, and so do the logs of data
-generation.
-"""
+"""Folders whose content may look like runs: copies of the code have test data, data generation has logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class Submitter:
 
     @property
     def top(self) -> Path:
-        """The folder that holds the divisions; the submitter's own folder if no division is above it."""
+        """The folder that holds the divisions, or the submitter's own folder if no division is above it."""
         return self.folder if self.division is None else self.folder.parent.parent
 
 
@@ -173,7 +171,7 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
 
 
 def find_result_dirs(submitter: Submitter) -> list[Path]:
-    """All result directories of a submitter, in order, in a tree whose runs are named by time."""
+    """Return all result directories of a submitter, in order, in a tree whose runs are named by time."""
     results = find_folder(submitter.folder, "results")
     return [] if results is None else sorted(walk_result_dirs(results))
 
@@ -186,7 +184,7 @@ def walk_result_dirs(results: Path) -> Iterator[Path]:
 
 
 def list_benchmarks(results: Path) -> frozenset[Benchmark]:
-    """The benchmarks by which systems sort their results; empty if runs are not named by time."""
+    """Return the benchmarks that have folders in systems' results; empty if runs are not named by time."""
     return frozenset(
         benchmark
         for system in list_subfolders(results)
@@ -241,7 +239,7 @@ def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[
 
 
 def _list_models(category: Path, benchmark: Benchmark) -> list[Path]:
-    """List the folders of a benchmark's models; in vector search, an engine's folder holds its indexes."""
+    """List the folders of a benchmark's models; for vector search, these are indexes in engines' folders."""
     if benchmark is not Benchmark.VECTOR_SEARCH:
         return list_subfolders(category)
     return [
@@ -366,7 +364,7 @@ def _find_runs(folder: Path) -> tuple[Path, ...]:
             for run in list_subfolders(place, with_links=True)
             if (match := _RUN.fullmatch(run.name))
         ]
-        # Plain names come before prefixed ones: if there is a run1, old_run_1 is not a run.
+        # Plain names take precedence over prefixed ones: if there is a run1, old_run_1 is not a run.
         named = [(match, run) for match, run in matches if not match[1]] or matches
         if named:
             return tuple(run for _, run in sorted(named, key=lambda pair: (int(pair[0][2]), pair[1].name)))
@@ -382,7 +380,7 @@ def _find_runs(folder: Path) -> tuple[Path, ...]:
 
 
 def _natural_order(run: Path) -> list[tuple[int, str]]:
-    """A key by which digits compare as numbers: test2 sorts before test10."""
+    """Return a key for sorting that compares digits as numbers: test2 comes before test10."""
     parts = _NUMBERS.split(run.name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 

@@ -1,6 +1,6 @@
 """One parsed file of a submission, whose fields are read by path, and how its bytes are read within limits.
 
-Anyone may have made a file, so all code that reads a submission's files opens them here. `result_files` reads
+Files may come from anyone, so all code that reads a submission's files opens them here. `result_files` reads
 the files, and rules read their fields. Invariants: a read ends even if the name is that of a pipe or a
 device, and parsing takes bounded time and memory; no content makes reading a file fail; reading a missing or
 malformed field raises `MissingFact`, which `check` turns into `not checked`. There are no default values.
@@ -51,9 +51,9 @@ _INDENTATION: Final = " \t-?:"
 _Loader: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Parsed = tuple[Any, tuple[str, ...]]
-"""The values of a file, and the keys that one mapping has twice, of which the last counts."""
+"""The values of a file, and the keys that occur twice in one mapping, where the last value counts."""
 MAX_TEXT_BYTES: Final = 4 << 20
-"""Only the beginning of a log is read, because everything that rules need is printed there."""
+"""Only this much of a log is read, because everything that rules need is printed at its beginning."""
 NO_FILE: Final = "there is no such file"
 _PLACEHOLDER: Final = b"PRUNED BY STAFF"
 _MAX_SIMILAR: Final = 1000
@@ -75,7 +75,7 @@ class MissingFact(PenstockError):
 class ParsedFile:
     """One file: its content, or the `problem` that explains why there is none.
 
-    `remark` is a flaw that did not prevent reading. `repeated` has the keys that one mapping has twice.
+    `remark` is a flaw that did not prevent reading. `repeated` has the keys that occur twice in one mapping.
     `lines` has the line of each value in a handwritten file.
     """
 
@@ -88,7 +88,7 @@ class ParsedFile:
 
     @property
     def is_missing(self) -> bool:
-        """Check whether the file does not exist, as opposed to one that cannot be read."""
+        """Check whether the file does not exist; one that exists but cannot be read is not missing."""
         return self.problem == NO_FILE
 
     def value(self, *path: str) -> Any:
@@ -106,7 +106,7 @@ class ParsedFile:
         return here
 
     def has(self, *path: str) -> bool:
-        """Check for a value other than null at `path`. A file that cannot be read has no values."""
+        """Check whether there is a value other than null at `path`. An unreadable file has no values."""
         # Not by `value`, whose search for a similar name takes longer than the rest of a rule.
         here = None if self.problem else self.content
         for key in path:
@@ -114,7 +114,7 @@ class ParsedFile:
         return here is not None
 
     def parts(self, *path: str) -> dict[str, "ParsedFile"]:
-        """The entries of a mapping by key, or of a list by position, readable like files; otherwise empty."""
+        """Return the entries of a mapping by key, or of a list by position, as files; otherwise nothing."""
         value = self.value(*path)
         entries = (
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -122,7 +122,7 @@ class ParsedFile:
         return {str(key): ParsedFile(file=self.file, content=entry) for key, entry in entries}
 
     def number(self, *path: str) -> float:
-        """Return a finite number; text that contains one is accepted, because some real reports have it."""
+        """Return a finite number. A string that represents one is accepted, as real reports have some."""
         return self._number(self.value(*path), path)
 
     def integer(self, *path: str) -> int:
@@ -168,7 +168,7 @@ class ParsedFile:
 
 
 def relative(path: Path, base: Path) -> str:
-    """The name of a file, as findings show it."""
+    """Return the name of a file as findings show it."""
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
@@ -178,9 +178,9 @@ def read_file(path: Path, base: Path) -> ParsedFile:
 
 
 def read_named_file(path: str, file: str, tree: str) -> ParsedFile:
-    """Read a file like `read_file`, but with `file` as its known name in findings.
+    """Read a file like `read_file`, but take its name for findings from `file`.
 
-    Over thousands of files, `Path` objects are costly. Links are followed within `tree`, a real path.
+    For thousands of files, `Path` objects are costly. Links are followed within `tree`, a real path.
     """
     try:
         content, repeated = _parse(path, tree)
@@ -262,15 +262,15 @@ def read_bytes(path: str, tree: str, max_bytes: int, *, is_whole: bool = True) -
 
 
 def tree_of(path: Path, base: Path) -> str:
-    """The tree that must hold a file: the checked folder, or the file's own folder if that is outside."""
+    """Return the tree that must hold a file: the checked folder, or the file's own if the file is outside."""
     return os.path.realpath(base if path.is_relative_to(base) else path.parent)
 
 
 def parse_json(raw: bytes, *, is_lenient: bool = False) -> Parsed:
-    """Parse JSON in UTF-8; a lenient parse allows a comma before a closing bracket, as people write it."""
+    """Parse JSON in UTF-8. If lenient, allow a comma before a closing bracket, as people write it."""
     if is_lenient:
         raw = _TRAILING_COMMA.sub(lambda match: match[1] or b"", raw)
-    # Even a short text can have a value at every third byte, which would fill the memory.
+    # Even a short document can have a value at every third byte, which would fill the memory.
     text_bytes = len(raw) if raw.isascii() else 4 * len(raw)
     values_bytes = 100 * raw.count(b",") + 64 * raw.count(b"[") + 184 * raw.count(b"{")
     if text_bytes + values_bytes > _MAX_VALUES_BYTES:
@@ -300,7 +300,7 @@ def parse_json(raw: bytes, *, is_lenient: bool = False) -> Parsed:
 
 @lru_cache(maxsize=16)
 def parse_yaml(raw: bytes) -> Parsed:
-    """Parse YAML in UTF-8. Cached, because the runs of a result have equal configurations."""
+    """Parse YAML in UTF-8. Results are cached, because the runs of a result have equal configurations."""
     text = raw.decode("utf-8-sig")
     _limit_yaml(text)
     loader = _TreeLoader(text)

@@ -26,8 +26,8 @@ SUMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "aggregated_storage_throughput_tokens_per_sec": ("storage_throughput_tokens_per_sec",),
     }
 )
-"""Figures of a key-value cache's option that are summed over ranks and averaged over trials, and where a
-rank's report has them.
+"""Figures of a key-value cache's option that are summed over ranks and averaged over trials, each with its
+place in a rank's report.
 """
 LATENCY: Final = "aggregated_p95_latency_ms"
 
@@ -36,33 +36,33 @@ Interval = tuple[datetime, datetime]
 
 
 def mean(values: Collection[float]) -> float:
-    """The arithmetic mean, summed exactly."""
+    """Return the arithmetic mean, summed exactly."""
     return math.fsum(values) / len(values)
 
 
 def deviation(values: Collection[float]) -> float:
-    """The standard deviation of the population."""
+    """Return the standard deviation of the population."""
     middle = mean(values)
     return math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def samples_per_second(run_dir: ResultDir) -> float:
-    """The mean rate over the epochs of one result directory."""
+    """Return the mean rate over the epochs of one result directory."""
     return mean(run_dir.summary.numbers("metric", "train_throughput_samples_per_second"))
 
 
 def mib_per_second(run_dir: ResultDir) -> float:
-    """The mean rate in MiB/s over the epochs of one result directory, by the length of a record."""
+    """Return the mean rate in MiB/s over the epochs of one result directory, from the record length."""
     return samples_per_second(run_dir) * float(record_bytes(run_dir)) / MIB
 
 
 def utilization_percent(run_dir: ResultDir) -> float:
-    """The mean utilization over the epochs of one result directory."""
+    """Return the mean utilization over the epochs of one result directory."""
     return mean(run_dir.summary.numbers("metric", "train_au_percentage"))
 
 
 def record_bytes(run_dir: ResultDir) -> Fraction:
-    """The bytes of a sample by the configuration: the record length, or the sum of its columns (Parquet)."""
+    """Return a sample's bytes by the configuration: the record length, or for Parquet, the sum of columns."""
     config, dataset = run_dir.config, ("workload", "dataset")
     for name in ("record_length_bytes", "record_length"):
         if config.has(*dataset, name):
@@ -86,7 +86,7 @@ def record_bytes(run_dir: ResultDir) -> Fraction:
 
 
 def num_accelerators(run: ResultRun) -> int:
-    """The accelerators of a run, summed over its directories."""
+    """Return the accelerators of a run, summed over its directories."""
     return sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
 
 
@@ -99,7 +99,7 @@ OF_TRAINING: Final[Mapping[str, Callable[[ResultRun], float]]] = {
 
 
 def per_run(result: SubmittedResult, compute: Callable[[ResultRun], float]) -> dict[str, float]:
-    """A figure of each run that is not a warm-up, by the run's name."""
+    """Compute a figure of each run that is not a warm-up; return it by the run's name."""
     if not result.runs:
         raise MissingFact("there are no runs", where=result.name)
     return {run.name: compute(run) for run in result.runs if not run.is_warm_up}
@@ -110,7 +110,7 @@ def _over_runs(spread: Callable[[Collection[float]], float], name: str, result: 
 
 
 def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
-    """The seconds of each checkpoint in one rank's statistics; `prefix` is save or load."""
+    """Return the seconds of each checkpoint in one rank's statistics; `prefix` is save or load."""
     return {
         f"{epoch}.{name}": entry.number("duration")
         for epoch, entries in stats.parts().items()
@@ -120,10 +120,9 @@ def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
 
 
 def checkpoint_seconds(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, float]]:
-    """The seconds of each write (`save`) or read (`load`), in two versions.
+    """Return the seconds of each write (`save`) or read (`load`), by the first and by the slowest rank.
 
-    The first is by the first rank, as DLIO states it and the rounds publish it; the second is by the slowest
-    rank, for which all others wait.
+    DLIO states, and the rounds publish, the first rank's time; but all ranks wait for the slowest one.
     """
     if not run_dir.stats:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=run_dir.name)
@@ -135,7 +134,7 @@ def checkpoint_seconds(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float
 
 
 def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, float]]:
-    """The recomputed means of writes or reads, by the first rank and by the slowest; empty without any."""
+    """Recompute the means of writes or reads, if any, by the first rank and by the slowest."""
     seconds = checkpoint_seconds(run_dir, prefix)
     if not seconds:
         return {}
@@ -149,7 +148,7 @@ def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, 
 
 
 def _result_checkpoint_means(name: str, result: SubmittedResult) -> tuple[float, float]:
-    """The mean over the invocations that wrote or read: by their first ranks, and by their slowest ranks."""
+    """Return the mean over all invocations that wrote or read: by their first and by their slowest ranks."""
     prefix = name.partition("_")[0]
     means = [checkpoint_means(run_dir, prefix) for run_dir in result.run_dirs()]
     values = [by_name[name] for by_name in means if by_name]
@@ -183,7 +182,7 @@ For checkpoints, each figure is computed by the first ranks, as results are publ
 
 
 def recompute(result: SubmittedResult) -> dict[str, float]:
-    """All figures of a result that can be recomputed."""
+    """Return all figures of a result that can be recomputed."""
     metrics = {}
     for name, metric in METRICS.get(result.location.benchmark, {}).items():
         try:
@@ -197,7 +196,7 @@ def recompute(result: SubmittedResult) -> dict[str, float]:
 
 
 def recompute_option(ranks: tuple[RankResult, ...], option: int) -> dict[str, float]:
-    """The figures of an option: sums over ranks, averaged over trials; of latencies, the largest of all."""
+    """Recompute an option's figures: sums over ranks averaged over trials, but for latencies the largest."""
     of_option = [(trial, summary) for number, trial, _, summary in ranks if number == option]
     if not of_option:
         raise MissingFact(f"there is no file of a rank of option {option}", where="option_*/trial_*/rank_*")
@@ -213,7 +212,7 @@ def recompute_option(ranks: tuple[RankResult, ...], option: int) -> dict[str, fl
 
 
 def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
-    """Queries, seconds and queries per second over all ranks, or by the run's own totals without ranks.
+    """Return queries, seconds and queries per second over all ranks, or, without ranks, the run's totals.
 
     The time is from the first rank's start to the last rank's end.
     """
@@ -233,7 +232,7 @@ def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
 
 
 def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
-    """Each option's part of the summary of a key-value cache run, in the order of their numbers."""
+    """Return each option's part of the summary of a key-value cache run, in the order of option numbers."""
     if not isinstance(summary.value("options"), dict):
         raise MissingFact("options is no mapping", where=summary.file)
     options = {int(name): option for name, option in summary.parts("options").items() if name.isdigit()}
@@ -241,7 +240,7 @@ def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
 
 
 def read_interval(run_dir: ResultDir) -> Interval:
-    """The interval of an invocation by the tool's own marks, or without them by the benchmark's summary."""
+    """Return an invocation's interval by the tool's own marks, or else by the benchmark's summary."""
     file, begin, end = run_dir.metadata, "invocation_start_time", "invocation_end_time"
     if not (file.has(begin) and file.has(end)):
         file, begin, end = run_dir.summary, "start", "end"
@@ -252,7 +251,7 @@ def read_interval(run_dir: ResultDir) -> Interval:
 
 
 def read_time(file: ParsedFile, key: str) -> datetime:
-    """The time in a field; without a time zone it is read as UTC."""
+    """Parse the time in a field; a time without a time zone counts as UTC."""
     text = file.text(key)
     try:
         moment = datetime.fromisoformat(text)

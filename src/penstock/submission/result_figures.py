@@ -29,8 +29,8 @@ CONFIDENCE: Final = 0.95
 MAX_SCORE: Final = 3.5
 """A value with a modified z-score above this is an outlier (Iglewicz and Hoaglin, 1993)."""
 MIN_DISTANCE: Final = 0.005
-"""The least distance of an outlier, as a share of the median: among five nearly equal runs, the score alone
-would call noise an outlier.
+"""The least distance of an outlier from the median, as a share of it: by the score alone, noise among five
+nearly equal runs would count as an outlier.
 """
 MEDIAN_DEVIATION_SCALE: Final = 1.4826
 MEAN_DEVIATION_SCALE: Final = 1.2533
@@ -39,10 +39,10 @@ MEAN_DEVIATION_SCALE: Final = 1.2533
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFigure:
-    """One figure: its value in each run, or for each checkpoint, by name, and the spread of the values.
+    """One figure: its value for each run or checkpoint, by name, and the spread of the values.
 
-    `deviation` is that of the population, as reports state it. `interval` is Student's t of the sample, None
-    for fewer than two values. `outliers` has the runs whose values are outliers, each with the criterion.
+    `deviation` is the population's, as in reports. `interval` is Student's t interval of the sample, None for
+    fewer than two values. `outliers` has the runs whose values are outliers, each with the criterion.
     """
 
     name: str
@@ -74,7 +74,7 @@ def measure_figure(name: str, unit: str, values: dict[str, float]) -> ResultFigu
 
 
 def student_quantile(share: float, degrees: int) -> float:
-    """The t with P(|T| <= t) = `share`, for an integral number of degrees of freedom."""
+    """Return the t with P(|T| <= t) = `share`, for a whole number of degrees of freedom."""
     low, high = 0.0, math.pi / 2
     for _ in range(200):  # bisect the angle until there is no double between the bounds
         middle = (low + high) / 2
@@ -88,7 +88,7 @@ def student_quantile(share: float, degrees: int) -> float:
 
 
 def _share_within(angle: float, degrees: int) -> float:
-    """P(|T| <= t) as a finite sum, for the angle arctan(t / sqrt(degrees))."""
+    """Return P(|T| <= t), computed as a finite sum, for the angle arctan(t / sqrt(degrees))."""
     sine, cosine = math.sin(angle), math.cos(angle)
     is_odd = degrees % 2 == 1
     term = cosine if is_odd else 1.0
@@ -115,7 +115,7 @@ def _find_outliers(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def compute_figures(result: SubmittedResult) -> tuple[tuple[ResultFigure, ...], tuple[str, ...]]:
-    """The figures that results of this benchmark have, and a sentence for each that cannot be recomputed."""
+    """Compute the figures of a result; return them, and a sentence for each that cannot be recomputed."""
     figures: list[ResultFigure] = []
     missing: list[str] = []
     for name, unit, compute in _FIGURES[result.location.benchmark]:
@@ -135,7 +135,7 @@ def compute_figures(result: SubmittedResult) -> tuple[tuple[ResultFigure, ...], 
 def _per_checkpoint(
     result: SubmittedResult, *, prefix: str, is_bandwidth: bool, is_slowest: bool
 ) -> dict[str, float]:
-    """A figure of each checkpoint; by the slowest ranks only if these are not the first ranks."""
+    """Return a figure of each checkpoint; with `is_slowest`, nothing if the first ranks are the slowest."""
     run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
     if not run_dirs:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
@@ -157,7 +157,7 @@ def _per_checkpoint(
 
 
 def _of_option(number: int, name: str, run: ResultRun) -> float:
-    """A figure by the summary of a run, with which rules compare the ranks' files, which may be left out."""
+    """Return a figure from a run's summary, because the ranks' files, which rules compare, may be missing."""
     options = options_of(run.dirs[0].summary)
     if number not in options:
         raise MissingFact(f"there is no option {number}", where=run.dirs[0].summary.file)
@@ -165,7 +165,7 @@ def _of_option(number: int, name: str, run: ResultRun) -> float:
 
 
 def _of_search(name: str, run: ResultRun) -> float:
-    """A figure by the summary; if there is none, by the figures over all ranks."""
+    """Return a figure from the summary or, if there is none, from the figures over all ranks."""
     first = run.dirs[0]
     if name == "throughput_qps":
         return recompute_run(first.aggregate)[name]

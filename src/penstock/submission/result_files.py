@@ -67,11 +67,11 @@ RankResult = tuple[int, int, int, ParsedFile]
 class ResultDir:
     """One result directory: the output of one launcher, which in v1.0 may be one client's share of a run.
 
-    `pointer` is the text of its pointer to a code image, `record` Penstock's own `run.json`, `epochs` the
-    first rank's report of its epochs, `stats` each rank's report (for checkpoints only), `log` the output of
-    the run. In v1.0, only `epochs` exists of these, and there are no metadata. `files` has names in lower
-    case; `unlisted` is the reason if they cannot be listed. `ranks` are the reports of a key-value cache's
-    ranks; `aggregate` and `ground_truth` belong to vector search.
+    `pointer` is the pointer to a code image, `record` Penstock's own `run.json`, `epochs` the first rank's
+    report of its epochs, `stats` each rank's report (for checkpoints only), `log` the output of the run. In
+    v1.0, only `epochs` exists of these, and there are no metadata. `files` has names in lower case;
+    `unlisted` is the reason if they cannot be listed. `ranks` are the reports of a key-value cache's ranks;
+    `aggregate` and `ground_truth` belong to vector search.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ResultDir:
     ground_truth: ParsedFile = _NOT_IN_EDITION
 
     def settings(self) -> Mapping[str, str]:
-        """The command line's settings by key, without `++` and `workload.`; one key is `workload`."""
+        """Return the command line's settings by key, without `++` and `workload.`; one key is `workload`."""
         lines = self.overrides.value()
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise MissingFact("this is not a list of overrides", where=self.overrides.file)
@@ -102,7 +102,7 @@ class ResultDir:
         return {key.removeprefix("workload."): value for key, _, value in pairs}
 
     def workload(self) -> tuple[str, str]:
-        """The family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`).
+        """Return the family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`).
 
         For training, they come from the configuration. For everything else, they come from the metadata,
         because no other configuration names an accelerator.
@@ -118,7 +118,7 @@ class ResultDir:
         return family, accelerator
 
     def accelerator(self) -> str:
-        """The accelerator in the metadata; "" if there is none."""
+        """Return the accelerator in the metadata; "" if there is none."""
         for path in (("accelerator",), ("args", "accelerator_type")):
             if self.metadata.has(*path):
                 return self.metadata.text(*path).lower()
@@ -127,7 +127,7 @@ class ResultDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRun:
-    """One run of a result; figures add up over its directories. A warm-up counts in no mean."""
+    """One run of a result; figures add up over its directories. No mean includes a warm-up."""
 
     name: str
     dirs: tuple[ResultDir, ...]
@@ -137,7 +137,7 @@ class ResultRun:
 CodeImagePool = tuple[str, Mapping[str, tuple[ParsedFile, str]], frozenset[str]]
 """The name of a tree's pool, its images, and the digests to which any submitter's result directories point.
 
-Each image has its own statement, and the digest of its files ("" if they cannot be read).
+Each image comes with its own statement and the digest of its files ("" if they cannot be read).
 """
 NO_POOL: Final[CodeImagePool] = ("", {}, frozenset())
 
@@ -178,11 +178,11 @@ class SubmittedResult:
     datagen: tuple[ResultDir, ...] = ()
 
     def run_dirs(self) -> tuple[ResultDir, ...]:
-        """The result directories of all runs."""
+        """Return the result directories of all runs."""
         return tuple(directory for run in self.runs for directory in run.dirs)
 
     def all_dirs(self) -> tuple[ResultDir, ...]:
-        """The result directories of all phases."""
+        """Return the result directories of all phases."""
         return (*self.datasize, *self.datagen, *self.run_dirs())
 
 
@@ -191,7 +191,7 @@ def read_results(
 ) -> tuple[SubmittedResult, ...]:
     """Read the results of one location; file names are relative to `root`.
 
-    Runs named by time are grouped by accelerator. Each group is a result of its own, whose first
+    Runs named by time are grouped by accelerator. Each group is a separate result, whose first
     `num_warm_ups` runs are warm-ups.
     """
     base = root.resolve()
@@ -234,14 +234,14 @@ def read_results(
 
 
 def _is_error_free(summary: ParsedFile) -> bool:
-    """Check whether no rank's file is missing and no launch failed."""
+    """Check whether all ranks' files exist and all launches succeeded."""
     if summary.problem or not summary.has("options") or summary.content.get("trial_failures"):
         return False
     return not summary.has("partial_failure") or summary.value("partial_failure") is False
 
 
 def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
-    """Group runs. Those without a readable accelerator join the others if the others share one."""
+    """Group runs by accelerator. Runs whose accelerator is unreadable join the others if these share one."""
     groups: dict[str, list[ResultRun]] = {}
     for run in runs:
         try:
@@ -295,7 +295,7 @@ def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
 
 
 def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str, str], str]:
-    """The files of a folder and of its configuration folder, by their names in lower case, and a problem.
+    """Return the files of a folder and its configuration folder, by name in lower case, and any problem.
 
     Contents are read only if rules need them.
     """
@@ -316,7 +316,7 @@ def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str,
 
 
 def _read_dir(folder: Path, base: Path, benchmark: Benchmark, phase: SubmissionPhase | None) -> ResultDir:
-    """Read a result directory. Those of v1.0 have no phase."""
+    """Read a result directory. Result directories of v1.0 have no phase."""
     name, path, tree = relative(folder, base), str(folder), str(base)
     config_folder = tree_layout.CONFIG_FOLDER if phase else "configs"
     files, unlisted = _list_files(folder, config_folder, base)
@@ -403,7 +403,7 @@ def _read_aggregate(folder: Path, base: Path) -> ParsedFile:
 
 
 def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> TreeContext:
-    """Read the files and names that the submitter's results share; `pool` is that of the submitter's tree."""
+    """Read the files and names that a submitter's results share; `pool` belongs to the submitter's tree."""
     base, folder = root.resolve(), submitter.folder
     result_systems = list_subfolders(find_folder(folder, "results"))
     beside_divisions: tuple[str, ...] = ()
@@ -430,7 +430,7 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
 
 
 def find_pool(submitter: Submitter) -> Path | None:
-    """The folder of the submitter's code images: tools keep one for each tree, or for each organisation."""
+    """Find the folder of a submitter's code images: tools keep one per tree, or one per organisation."""
     top = submitter.top
     own = find_folder(top, submitter.organisation)
     candidates = [own] if own and _is_pool(own) else []

@@ -1,12 +1,13 @@
-"""The report of results: our results.json, the row of published tables, the report of v1.0, and their files.
+"""The report of results: our results.json, the row of published tables, v1.0's report, and their files.
 
     FOLDER/report.html results.csv results.json      all results
     FOLDER/RESULT/results.json results.csv           one of them, below the same path as in its tree
     FOLDER/RESULT/mlperf_storage_report.json         of v1.0
 
-Files are planned as paths and texts, then written, each in one step. Invariants: columns keep their names and
-positions, and new columns come last; a cell is filled from the files or stays empty, and has no default; in a
-submitter's tree, a file is only added or, if it is our own, replaced. Bandwidths in the row are in GiB/s.
+Files are planned as paths and contents, then written, each in one step. Invariants: columns keep their names
+and positions, and new columns come last; a cell is filled from the files or stays empty, and has no default;
+in a submitter's tree, a file is only added or, if Penstock wrote it, replaced. Bandwidths in the row are in
+GiB/s.
 """
 
 import csv
@@ -46,7 +47,7 @@ _KV_CACHE: Final = {
         ("Write B/W (GiB/s)", "write bandwidth"), ("P95 Read Latency (ms)", "largest p95 latency"),
     )
 }  # fmt: skip
-"""The columns of key-value caches, each with the figure that it shows."""
+"""The columns for key-value caches, each with the figure that it shows."""
 RESULT_COLUMNS: Final = (
     "Public ID", "Organization", "Division", "Benchmark Type", "Model", "Name", "Description", "Type",
     "Access Protocol", "Availability", "RU's", "Integrated Client Storage (TiB)", "Usable Capacity (TiB)",
@@ -59,19 +60,19 @@ RESULT_COLUMNS: Final = (
     *_KV_CACHE,
 )  # fmt: skip
 FORMAT_VERSION: Final = 1
-"""The version of our results.json; raised whenever a key is renamed or changes its meaning."""
+"""The version of our results.json, incremented whenever a key is renamed or changes its meaning."""
 CSV_FILE: Final = "results.csv"
 _ISSUE_VERDICTS: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 _SOLUTION: Final = ("system_under_test", "solution")
 
 Cell = str | int | float | None
 PlannedFile = tuple[Path, str]
-"""The path and the text of a file that is to be written."""
+"""The path and the content of a file to be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReport:
-    """One result. `path` is where its report belongs in the tree; `v1` is its report of v1.0.
+    """One result. `path` is where its report belongs in the tree; `v1` is its report in the format of v1.0.
 
     `missing` has a sentence for each figure that cannot be recomputed.
     """
@@ -112,7 +113,7 @@ def report_all(
 def result_row(
     result: SubmittedResult, checked: CheckedResult, figures: Sequence[ResultFigure]
 ) -> dict[str, Cell]:
-    """The cells of one result, by column. A cell is empty if its value is missing or differs between runs."""
+    """Return the cells of one result by column. A cell is empty if its value is missing or varies by run."""
     location, benchmark = result.location, result.location.benchmark
     means = {figure.name: figure.mean for figure in figures}
     # The model of vector search consists of the engine and the index, named like their folders.
@@ -173,13 +174,13 @@ def result_row(
 
 
 def issues(checked: CheckedResult) -> list[str]:
-    """The distinct rules that fail or cannot be checked."""
+    """Return the distinct rules that fail or cannot be checked."""
     bad = (Verdict.FAIL, Verdict.NOT_CHECKED)
     return list(dict.fromkeys(finding.rule for finding in checked.findings if finding.verdict in bad))
 
 
 def _public_id(result: SubmittedResult, checked: CheckedResult, model: str) -> str | None:
-    """The number that the round's registry gave to the result; None if files name none, or several."""
+    """Return the number of the result in the round's registry, or None if files name none or several."""
     wanted = [checked.division, checked.organisation, checked.system, result.location.benchmark.value]
     parts = {part.lower() for part in (*model.split("/"), checked.accelerator) if part}
     content = result.context.public_ids.content
@@ -194,7 +195,7 @@ def _public_id(result: SubmittedResult, checked: CheckedResult, model: str) -> s
 
 
 def _system(described: ParsedFile) -> dict[str, Cell | Callable[[], Cell]]:
-    """The cells about the system, with capacities and rack units as its description states them."""
+    """Return the cells about the system, with capacities and rack units as its description states them."""
     architecture = (*_SOLUTION, "architecture")
 
     def as_written(*path: str) -> Cell:
@@ -202,7 +203,7 @@ def _system(described: ParsedFile) -> dict[str, Cell | Callable[[], Cell]]:
         return value if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
     def kind() -> Cell:
-        """Access by several hosts, the place of the storage, and its API: `Shared remote and local file`."""
+        """Describe access by hosts, the place of the storage, and its API: `Shared remote and local file`."""
         is_shared = described.boolean(*_SOLUTION, "capabilities", "simultaneous_write")
         place = described.text(*architecture, "storage_location").replace("_", " ")
         api = described.text(*architecture, "product_API")
@@ -233,13 +234,13 @@ def _num_clients(result: SubmittedResult) -> int | None:
 
 
 def _common(values: Iterable[str]) -> str | None:
-    """The value that all runs state; None if they differ."""
+    """Return the value that all runs state, or None if their values differ."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
 
 
 def report_document(report: ResultReport) -> dict[str, Any]:
-    """Our results.json of one result."""
+    """Build our results.json of one result."""
     checked = report.checked
     return {
         "format": FORMAT_VERSION,
@@ -271,7 +272,7 @@ def report_document(report: ResultReport) -> dict[str, Any]:
 
 
 def _build_v1_report(result: SubmittedResult, checked: CheckedResult) -> dict[str, Any] | None:
-    """The report that the benchmark of v1.0 would have written; None if a field is unknown."""
+    """Build the report that the benchmark of v1.0 would have written; return None if a field is unknown."""
     try:
         runs = {run.name: _build_v1_run(run) for run in result.runs}
     except (MissingFact, ArithmeticError):  # the report says what is missing
@@ -342,17 +343,17 @@ def write_files(files: Iterable[PlannedFile]) -> list[str]:
 
 
 def format_json(content: Mapping[str, Any]) -> str:
-    """The text of a JSON file."""
+    """Return the text of a JSON file."""
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def format_rows(reports: Sequence[ResultReport]) -> str:
-    """A CSV table with a row for each result."""
+    """Return a CSV table with a row for each result."""
     return to_csv(RESULT_COLUMNS, (report.row for report in reports))
 
 
 def findings_csv(checked: Sequence[CheckedResult]) -> str:
-    """A CSV table with a row for each finding; `result` is the verdict on the whole result."""
+    """Return a CSV table with a row for each finding; `result` is the verdict on the whole result."""
     rows = (
         result.identity() | {"result": result.verdict.value, "edition": result.edition} | asdict(finding)
         for result in checked
@@ -362,7 +363,7 @@ def findings_csv(checked: Sequence[CheckedResult]) -> str:
 
 
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
-    """Rows under fixed columns, by RFC 4180. None becomes an empty cell, an unknown column raises an error.
+    """Format rows under fixed columns, by RFC 4180. None is an empty cell; an unknown column is an error.
 
     Cells are printed on terminals and opened as sheets, so they have no control characters and formulas.
     """

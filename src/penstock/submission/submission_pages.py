@@ -38,7 +38,7 @@ _GRAVITY: Final = (Validity.INVALID, Validity.NOT_CHECKED, Validity.VALID)
 def verdicts_page(
     checked: Sequence[CheckedResult], edition: str, for_the_reviewer: Sequence[str], empty: Sequence[str] = ()
 ) -> Report:
-    """The page of verdicts and all findings; `empty` names the submitters without results."""
+    """Build the page of verdicts and all findings; `empty` names the submitters without results."""
     present = {finding.verdict for result in checked for finding in result.findings}
     rows = [_verdict_row(number, result) for number, result in enumerate(checked)]
     sections = [
@@ -65,7 +65,7 @@ def _count(results: Sequence[object]) -> str:
 
 
 def _answer(checked: Sequence[CheckedResult]) -> Banner:
-    """The first answers: the gravest verdict, the rules behind it, where they fail first, and the fix."""
+    """Return the first answers: the worst verdict, the rules behind it, where they first fail, and a fix."""
     counts = Counter(result.verdict for result in checked)
     by_verdict = [f"{counts[one]} {one.value}" for one in reversed(_GRAVITY) if counts[one]]
     gravest = next((one for one in _GRAVITY if counts[one]), Validity.NOT_CHECKED)
@@ -92,7 +92,7 @@ def _verdict_row(number: int, result: CheckedResult) -> Row:
 
 
 def _verdict_section(number: int, result: CheckedResult) -> Section:
-    """The findings of one result, worst first. If several rules cannot read a file, one gives the title."""
+    """Return one result's findings, worst first. If several rules cannot read a file, one gives the title."""
     parts = []
     for group in group_findings(result.findings):
         first, times = group[0], len(group)
@@ -122,7 +122,7 @@ def _verdict_section(number: int, result: CheckedResult) -> Section:
 
 
 def figures_page(reports: Sequence[ResultReport], edition: str) -> Report:
-    """The page of all figures, and which of them scatter or are missing."""
+    """Build the page of all figures, which also shows which of them scatter or are missing."""
     outliers = [
         f"{report.checked.name}: {figure.name} of {run}"
         for report in reports
@@ -169,7 +169,7 @@ def figures_page(reports: Sequence[ResultReport], edition: str) -> Report:
 
 
 def plan_folder(folder: Path, reports: Sequence[ResultReport], edition: str) -> Iterator[tuple[Path, str]]:
-    """Plan all files of a report in a separate folder, as paths and texts."""
+    """Plan all files of a report in a separate folder, as paths and contents."""
     yield folder / "report.html", render_report(figures_page(reports, edition))
     yield folder / CSV_FILE, format_rows(reports)
     yield (
@@ -197,7 +197,7 @@ def _summary_row(report: ResultReport) -> Row:
 
 
 def figure_row(figure: ResultFigure) -> dict[str, str]:
-    """The row of a figure in the table of one result."""
+    """Return the row of a figure in the table of one result."""
     low, high = figure.interval or (None, None)
     return {
         "figure": f"{figure.name}, {figure.unit}",
@@ -211,7 +211,7 @@ def figure_row(figure: ResultFigure) -> dict[str, str]:
 
 
 def value_text(figure: ResultFigure, value: float) -> str:
-    """A value with its unit."""
+    """Format a value with its unit."""
     return f"{value:,.6g} {figure.unit}"
 
 

@@ -15,7 +15,7 @@ from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 
 
 def _unquote(value: object) -> object:
-    """Convert a number that was written as text; YAML's authors quote more than they need to."""
+    """Convert a number that was written as a string, because people quote more in YAML than they need to."""
     if not isinstance(value, str):
         return value
     for kind in (int, float):
@@ -239,7 +239,7 @@ class SchemaProblem:
 
 
 MAX_PROBLEMS = 100
-"""A file with more problems is no description, and its lines are not reported one by one."""
+"""A file with more problems is not a description, and its lines are not reported one by one."""
 
 
 def find_schema_problems(description: ParsedFile) -> list[SchemaProblem]:
@@ -277,7 +277,7 @@ _FACTS_OF_A_SERVER = frozenset({"cpu_model", "cpu_qty", "cpu_cores", "memory_cap
 
 
 def _line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int:
-    """The line of a path, or of the nearest path above it."""
+    """Return the line of a path, or of the nearest path above it."""
     while path and path not in lines:
         path = path[:-1]
     return lines.get(path, 0)
@@ -312,14 +312,14 @@ def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
 
 
 def itemized_rack_units(description: ParsedFile) -> float | None:
-    """The rack units of the product's nodes and switches; None if there are none or one states none."""
+    """Return the rack units of the product's nodes and switches, or None unless all of them state theirs."""
     units = list(_of_product(description, lambda node, body: node.number(*body, "rack_units")))
     known = [each for each in units if each is not None]
     return sum(known) if known and len(known) == len(units) else None
 
 
 def provisioned_watts(description: ParsedFile) -> float | None:
-    """The nameplate power of the product's nodes and switches, spares included; None if none is required.
+    """Return the nameplate power of the product's nodes and switches, with spares, or None if not required.
 
     Clients do not count, so storage inside clients has no figure; a rented system has no power supplies.
     """
@@ -336,7 +336,7 @@ def provisioned_watts(description: ParsedFile) -> float | None:
 def _of_product(
     description: ParsedFile, read: Callable[[ParsedFile, KeyPath], float]
 ) -> Iterator[float | None]:
-    """A figure of each kind of the product's nodes and switches, times their number; None if unknown."""
+    """Yield a figure of each kind of product node and switch times their number, or None if unknown."""
     for kind, count, body in (
         ("product_nodes", "quantity", ("chassis",)),
         ("product_switches", "unit_count", ()),

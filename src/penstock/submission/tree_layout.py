@@ -1,16 +1,16 @@
 """The names of folders and files in a tree of v2.0 or v3.0, whose runs are named by their time.
 
     TOP/code-images/code-<8 digits>/                       the program (v3.0; names in `code_image`)
-    TOP/<closed|open>/ORG/submission.yaml                  what the folder holds (v3.0)
+    TOP/<closed|open>/ORG/submission.yaml                  the contents of the folder (v3.0)
     TOP/<closed|open>/ORG/systems/SYSTEM.{yaml,pdf}
     TOP/<closed|open>/ORG/results/SYSTEM/training/MODEL/{datasize,datagen,run}/20260102_030405/
     TOP/<closed|open>/ORG/results/SYSTEM/checkpointing/MODEL/20260102_030405/
 
 Writers and checkers share these names. Invariant: a result directory is a folder that is named by a time.
 
-Folders are listed without what operating systems and editors leave behind, and looked up ignoring case,
-because real trees differ in case from what the rules say. Invariant: a folder that is a link is never
-searched, because it may lead out of the tree or back into it.
+Listings leave out files that operating systems and editors leave behind, and look-ups ignore case, because
+names in real trees differ in case from the rules. Invariant: a folder that is a link is never searched,
+because it may lead out of the tree or back into it.
 """
 
 import os
@@ -58,7 +58,7 @@ class SubmissionPhase(StrEnum):
 
 
 RUNNABLE_BENCHMARKS: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
-"""The benchmarks that Penstock itself runs; it judges all of them."""
+"""The benchmarks that Penstock itself can run; it judges the results of all benchmarks."""
 
 
 def is_result_dir_name(name: str) -> bool:
@@ -67,7 +67,7 @@ def is_result_dir_name(name: str) -> bool:
 
 
 def log_names(benchmark: Benchmark, phase: SubmissionPhase) -> tuple[str, str]:
-    """The names of the files that hold a run's standard output and standard error."""
+    """Return the names of the files that hold a run's standard output and standard error."""
     return f"{benchmark.value}_{phase.value}.stdout.log", f"{benchmark.value}_{phase.value}.stderr.log"
 
 
@@ -77,7 +77,7 @@ def is_leaving(name: str) -> bool:
 
 
 def _scan(folder: Path | None) -> list[os.DirEntry[str]]:
-    """The entries that are neither hidden nor left behind by tools, in the order of names; may be empty."""
+    """Return the entries that are neither hidden nor left behind by tools, in the order of names."""
     if folder is None:
         return []
     try:
@@ -91,25 +91,25 @@ def _scan(folder: Path | None) -> list[os.DirEntry[str]]:
 
 
 def list_folder(folder: Path | None) -> list[Path]:
-    """The entries that are neither hidden nor left behind by tools, by name; none if there is no folder."""
+    """List the entries that are neither hidden nor left behind by tools, by name; none without a folder."""
     return [Path(entry.path) for entry in _scan(folder)]
 
 
 def list_subfolders(folder: Path | None, *, with_links: bool = False) -> list[Path]:
-    """The folders among the listed entries.
+    """List the folders among the entries.
 
-    Links to folders are included `with_links`, if the folders are read rather than searched.
+    With `with_links`, links to folders are included, for folders that are read rather than searched.
     """
     return [Path(entry.path) for entry in _scan(folder) if _is_folder(entry, follows_links=with_links)]
 
 
 def list_names(folder: Path | None) -> tuple[str, ...]:
-    """The names of the listed entries; names of folders end in a slash."""
+    """Return the names of the listed entries; names of folders end in a slash."""
     return tuple(f"{entry.name}/" if _is_folder(entry) else entry.name for entry in _scan(folder))
 
 
 def list_links(folder: Path) -> list[Path]:
-    """All links below a folder, including hidden ones; a folder that cannot be listed has none."""
+    """List all links below a folder, including hidden ones; none if the folder cannot be listed."""
     found: list[Path] = []
     pending = [folder]
     while pending:
@@ -131,13 +131,13 @@ def _is_folder(entry: os.DirEntry[str], *, follows_links: bool = True) -> bool:
 
 
 def find_folder(folder: Path | None, name: str) -> Path | None:
-    """The folder called `name`, ignoring case."""
+    """Find the folder called `name`, ignoring case."""
     found = (entry for entry in _scan(folder) if entry.name.lower() == name.lower())
     return next((Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)), None)
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
-    """The file called `name`, ignoring case; an exact match is preferred."""
+    """Find the file called `name`, ignoring case; an exact match is preferred."""
     alike = [entry for entry in _scan(folder) if entry.name.lower() == name.lower()]
     found = next((entry for entry in alike if entry.name == name), alike[0] if alike else None)
     return None if found is None else Path(found.path)

@@ -42,7 +42,7 @@ BLANKS: Final[Mapping[str, tuple[str, str]]] = {
     "cpu_cores": ("cores in a node", "1"),
     "memory_capacity": ("GiB", "1"),
 }
-"""By key, for values that only the submitter knows: a hint, and what a rehearsal writes instead."""
+"""The keys whose values only the submitter knows, each with a hint and the value that a rehearsal writes."""
 _PLACEHOLDER: Final = "# placeholder: "
 _HEAD: Final = (
     "# The system under test. What is null is yours to fill in; nodes, switches, rack units and power\n"
@@ -74,12 +74,12 @@ startxref
 406
 %%EOF
 """
-"""A PDF of one page that takes the place of the picture of the system."""
+"""A PDF of one page, which a rehearsal uses as the picture of the system."""
 
 
 def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
-    """The collected facts under the schema's keys. The submitter fills in each None."""
-    # Nodes are counted by their text, because dictionaries cannot be hashed.
+    """Return the collected facts under the schema's keys. The submitter fills in each None."""
+    # Nodes are counted by their YAML, because dictionaries cannot be hashed.
     clients = Counter(_dump(_client(present.report)) for present in facts.present)
     return {
         "system_under_test": {
@@ -112,7 +112,7 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
 
 
 def initial_text(tree: Mapping[str, Any], *, is_rehearsal: bool = False) -> str:
-    """The initial text of the file, with a hint for each value to fill in, in a rehearsal a placeholder."""
+    """Return the file's initial content, with a hint, or in a rehearsal a value, for each missing value."""
     lines = []
     for line in _dump(tree).splitlines():
         key, _, value = line.strip().lstrip("- ").partition(": ")
@@ -136,7 +136,7 @@ def find_placeholders(text: str) -> tuple[str, ...]:
 def diff_description(
     written: Mapping[str, Any], collected: Mapping[str, Any], *, name: str
 ) -> tuple[str, ...]:
-    """The diff from the written to the collected values; empty if they agree.
+    """Return the diff from the written to the collected values, empty if they agree.
 
     Values that cannot be collected are ignored.
     """
@@ -205,7 +205,7 @@ def _drives(drives: Iterable[Drive]) -> list[dict[str, Any]]:
 
 
 def _overlay(written: Any, collected: Any) -> Any:
-    """The written values, with collected values in place of those that were collected."""
+    """Return the written values, each replaced by the collected value if there is one."""
     if collected is None:
         return written
     if isinstance(collected, Mapping):

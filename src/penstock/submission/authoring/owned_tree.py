@@ -1,8 +1,8 @@
 """An organisation's submission tree, and how result directories get into it.
 
-    mlperf-results.yaml            whose tree this is: a sentinel that is written once and never changed
+    mlperf-results.yaml            the owner of the tree: a sentinel that is written once and never changed
     .mlps/under-way/.../20260102_030405/               a draft: reserved, written, then published
-    .mlps/under-way/.../20260102_030405.attempt.json   who writes it; later how that ended, unless published
+    .mlps/under-way/.../20260102_030405.attempt.json   its writer; later its end, unless it was published
 
 Invariants: if two processes claim one folder at the same time, one succeeds and the other learns who owns the
 folder; a result directory with its name in the tree is complete; a run that failed leaves a draft; an attempt
@@ -158,7 +158,7 @@ def _read_owner(root: Path) -> OwnedTree | None:
 
 
 def _write_sentinel(root: Path, sentinel: _Sentinel) -> bool:
-    """Write the sentinel; False if another process was faster. Unlike a rename, a link never replaces."""
+    """Write the sentinel; return false if another process was faster. A link never replaces a file."""
     draft = f".{SENTINEL}-{secrets.token_hex(4)}"
     write_text(root, draft, yaml.safe_dump(sentinel.model_dump(exclude_defaults=True), sort_keys=False))
     with system_calls.translate_os_errors("Claiming the folder", str(root)):
@@ -172,7 +172,7 @@ def _write_sentinel(root: Path, sentinel: _Sentinel) -> bool:
 
 
 def require_plain_name(name: str, *, what: str) -> str:
-    """Return `name` if it can name a folder in the tree (rule 2.1.1)."""
+    """Return `name` if it can name a folder in the tree (rule 2.1.1); otherwise raise `UsageError`."""
     if not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
         raise UsageError(
             f"{name!r} cannot be an {what}" if what[0] in "aeiou" else f"{name!r} cannot be a {what}",
@@ -206,7 +206,7 @@ class RunSeries:
         return self.submitter / "results" / self.system / self.benchmark.value / self.model
 
     def folder_of(self, phase: SubmissionPhase) -> PurePosixPath:
-        """The folder of a phase's result directories. Checkpointing has no folders for phases."""
+        """Return the folder of a phase's result directories. Checkpointing has no folders for phases."""
         return self.folder / phase.value if self.benchmark is Benchmark.TRAINING else self.folder
 
 
@@ -238,8 +238,8 @@ class ResultDirAddress:
 def reserve_address(series: RunSeries, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
     """Reserve the address and the draft of a run that begins now, in the next second if the name exists.
 
-    Only the name is in whole seconds: if the start were rounded down, it would precede the end of the run
-    before.
+    Only the name is in whole seconds: if the start were rounded down, it would precede the end of the
+    previous run.
     """
     address = ResultDirAddress(series=series, phase=phase, started_at=now)
     while True:
@@ -306,7 +306,7 @@ class Attempt:
 
 
 class RecordedAttempt:
-    """An attempt in progress.
+    """An attempt in progress, as a context manager.
 
     Its file exists while the body runs; if the body fails, the file remains, with the reason.
     """

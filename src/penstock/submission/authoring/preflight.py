@@ -22,7 +22,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLocation:
-    """The workload with its location set, the changed keys, and the path or URI for the metadata."""
+    """A workload with its location set, the changed keys, and the path or URI for the metadata."""
 
     workload: Workload
     changes: Mapping[str, Any]
@@ -71,7 +71,7 @@ def require_none(breaches: Iterable[str], where: str) -> None:
 def training_breaches(
     edition: Edition, series: RunSeries, *, accelerator: str, num_accelerators: int, num_hosts: int, data: str
 ) -> Iterator[str]:
-    """All breaches of the edition's rules for a training result; `data` is the URI of the data set."""
+    """Yield all breaches of the edition's rules for a training result; `data` is the URI of the data set."""
     workloads = edition.min_utilization_percent
     if series.model not in workloads:
         yield describe_breach("2.1.11", series.model, f"is not one of {', '.join(workloads)}")
@@ -103,7 +103,7 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
     changed: Sequence[str],
     size_gib: float,
 ) -> list[str]:
-    """All breaches of the rules on checkpointing; `changed` has the dotted names of the keys that are set."""
+    """Return all breaches of the rules on checkpointing; `changed` has the dotted names of the keys set."""
     rules, ranks = edition.checkpoints, f"{num_processes} ranks"
     limits, subset, memory = rules.models.get(model), rules.subset, rules.accelerator_memory_gb
     if limits is None:

@@ -2,7 +2,7 @@
 
     read_series_state    what is published below the series' folder, and which attempts failed
     plan_run_sequence    what is left to run, and which finished runs no longer count
-    list_progress        the same for all series of a tree, for `penstock submission status`
+    list_progress        both for all series of a tree, for `penstock submission status`
 
 Invariants: the runs that count follow one another as the rules require. Every other run is named with the
 reason why it does not count, so that it can be set aside; a folder that cannot be read is named too.
@@ -69,7 +69,7 @@ class PublishedDir(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesState:
-    """Everything that a series has, in the order of time."""
+    """All result directories and attempts of a series, in the order of time."""
 
     datasizes: tuple[PublishedDir, ...]
     datagens: tuple[PublishedDir, ...]
@@ -135,9 +135,9 @@ def plan_run_sequence(
 ) -> RunSequence:
     """Plan the rest of a result at this time.
 
-    `request` has what all result directories share: accelerator, num_processes, num_files and data_path.
-    Raises `UsageError` if the series belongs to another result. A series with only a recorded size holds no
-    result yet, so a size that was recorded for another request is excluded.
+    `request` has the values that all result directories share: accelerator, num_processes, num_files and
+    data_path. Raises `UsageError` if the series belongs to another result. A series with only a recorded size
+    holds no result yet, so a size that was recorded for another request is excluded.
     """
     resized: tuple[PublishedDir, ...] = ()
     if not (state.datagens or state.runs):
@@ -162,7 +162,7 @@ def _differences(
 ) -> Iterator[tuple[str, object, object]]:
     """Compare a result directory with the request: yield each key whose values differ, with both values.
 
-    A series holds one result: another accelerator, number or data set needs another series.
+    A series holds one result: a different accelerator, number or data set needs another series.
     """
     is_datagen = run_dir.folder.parent.name == SubmissionPhase.DATAGEN  # any number of ranks may generate
     for what, field in (
@@ -181,8 +181,7 @@ def select_runs(
 ) -> tuple[tuple[PublishedDir, ...], tuple[tuple[PublishedDir, str], ...]]:
     """Divide runs into those that count, up to `num_runs`, and the others, each with the reason.
 
-    A complete sequence counts whenever it was made, an unfinished one only while the next run may still
-    follow.
+    A complete sequence always counts, an unfinished one only while the next run may still follow.
     """
     sequences: list[list[PublishedDir]] = [[]]  # each without a failure, a long pause or an overlap
     for run_dir in sorted(runs, key=lambda run_dir: run_dir.started_at):
@@ -219,7 +218,7 @@ def may_follow(runs: Sequence[PublishedDir], started_at: datetime, max_pause_run
 
 
 def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> list[dict[str, Any]]:
-    """The progress of all series of the tree, in order, as `submission status --json` prints it."""
+    """Return the progress of all series of the tree, in order, as `submission status --json` prints it."""
     keys = {
         (division, folder.parts[-3], benchmark, folder.name)
         for top in (tree.root, tree.root / HIDDEN / UNDER_WAY)
@@ -268,7 +267,7 @@ def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> dic
 
 
 def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
-    """The numbers of checkpoint writes and reads that the result lacks."""
+    """Return how many checkpoint writes and reads the result lacks."""
     required, runs = edition.checkpoints.num_checkpoints, state.runs
     return {
         "writes": max(0, required - sum(run_dir.num_writes for run_dir in runs)),
@@ -277,7 +276,7 @@ def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
 
 
 def missing_system_files(series: RunSeries) -> Iterator[str]:
-    """The missing files of the system's description, or the lines that need correction."""
+    """Yield the missing files of the system's description, or the lines that need correction."""
     root = series.tree.root
     path = root / series.submitter / "systems" / f"{series.system}.yaml"
     if not path.is_file():

@@ -1,10 +1,10 @@
 """Finish a result directory: add the files that checkers require besides the figures, and publish it.
 
 A run has left its figures in the draft. This module adds configuration, logs, provenance and metadata, gives
-the directory its name, and lists it in `submission.yaml`. Metadata state what was requested, on which
-machines, when, and how it ended; unknown values are left out. Provenance names the rules, the program and the
-core configuration; unknown values are written as "unknown". Invariants: metadata are written last; the
-manifest lists exactly the directories that exist.
+the directory its name, and lists it in `submission.yaml`. Metadata contain the request, the machines, the
+time, and how the run ended; unknown values are left out. Provenance names the rules, the program and the core
+configuration; unknown values are written as "unknown". Invariants: metadata are written last; the manifest
+lists exactly the directories that exist.
 """
 
 import errno
@@ -73,8 +73,8 @@ _CORE_KEYS: Final[Mapping[Benchmark, tuple[str, tuple[str, ...], tuple[str, ...]
         ("checkpoint.checkpoint_folder", "checkpoint.num_checkpoints_*"),
     ),
 }  # fmt: skip
-"""The name of the list of keys that define a workload, the keys, and exceptions; `a.*` means all keys below
-a.
+"""The keys that define a workload: the name of their list, the keys, and exceptions; `a.*` means all keys
+below a.
 """
 
 
@@ -111,8 +111,8 @@ def write_result_dir(
 ) -> Path:
     """Add to a run's draft the files that the run itself does not write, and publish it.
 
-    `logs` are the run's standard output and error. If they are missing, nothing ran, as when the size of a
-    data set is recorded: the directory then has only pointer, provenance and metadata.
+    `logs` are the run's standard output and error. Without logs, nothing ran, as when only the size of a data
+    set is recorded: the directory then has only pointer, provenance and metadata.
     """
     address, draft = facts.address, facts.address.draft
     benchmark = address.series.benchmark
@@ -124,7 +124,7 @@ def write_result_dir(
         write_json(draft, SEPARATION, separation)
     write_text(draft, POINTER, pointer_text(program.digest))
     write_json(draft, PROVENANCE, build_provenance(facts.workload, benchmark, program=program, now=now))
-    # Last, because metadata in a draft mean that its run came to its end.
+    # Metadata come last, because metadata in a draft mean that its run has ended.
     write_json(draft, f"{benchmark.value}_{address.stamp}{METADATA_SUFFIX}", build_metadata(facts))
     folder = publish(address)
     write_manifest(address.series, by=f"penstock {program.version}", now=now)
@@ -149,7 +149,7 @@ def _write_configuration(facts: RunFacts) -> None:
 
 
 def build_metadata(facts: RunFacts) -> dict[str, Any]:
-    """The content of the metadata file."""
+    """Return the content of the metadata file."""
     address, series = facts.address, facts.address.series
     memory_bytes = sum(host.memory_bytes for host in facts.hosts)
     document: dict[str, Any] = {
@@ -193,7 +193,7 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
 
 
 def _args(facts: RunFacts) -> dict[str, Any]:
-    """The arguments that the benchmark's own tool would have received."""
+    """Return the arguments that the benchmark's own tool would have received."""
     series = facts.address.series
     args: dict[str, Any] = {
         "mode": series.division.value,
@@ -222,7 +222,7 @@ def _args(facts: RunFacts) -> dict[str, Any]:
 
 
 def core_parameters(benchmark: Benchmark, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that define a workload, by dotted key."""
+    """Return the parameters that define a workload, by dotted key."""
     _, included, excluded = _CORE_KEYS[benchmark]
     flat = {dotted(path): value for path, value in flatten(parameters)}
     return {
@@ -234,14 +234,14 @@ def core_parameters(benchmark: Benchmark, parameters: Mapping[str, Any]) -> dict
 
 
 def core_config_digest(values: Mapping[str, Any]) -> str:
-    """The first 16 digits of the SHA-256 of the values as JSON; 7, 7.0 and "7" count as equal."""
+    """Return the first 16 digits of the SHA-256 of the values as JSON; 7, 7.0 and "7" count as equal."""
     plain = {key: _plain(value) for key, value in values.items()}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """Normalize a number or truth value, whether written as text or not, to one spelling."""
+    """Convert a number or truth value, even one written as a string, to a single spelling."""
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
@@ -258,7 +258,7 @@ def _plain(value: Any) -> Any:
 def build_provenance(
     workload: Workload, benchmark: Benchmark, *, program: Program, now: datetime
 ) -> dict[str, Any]:
-    """The content of `provenance.json`."""
+    """Return the content of `provenance.json`."""
     values = core_parameters(benchmark, run_record.workload_values(workload))
     library = {"name": "none"}
     if workload.storage.storage_type is StorageKind.S3:
@@ -361,7 +361,7 @@ def write_manifest(series: RunSeries, *, by: str, now: datetime) -> None:
 
 
 def _read_mapping(path: Path) -> Mapping[str, Any]:
-    """The values of a JSON file; empty if the file is missing or damaged, which the rules will report."""
+    """Read the values of a JSON file; none if it is missing or damaged, which the rules will report."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -370,7 +370,7 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
 
 
 def probe_fs_separation(data_path: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
-    """Probe with a hard link whether data and results are on different file systems; None for objects.
+    """Probe with a hard link whether data and results are on different file systems; return None for objects.
 
     Regardless of mounts and names, a link within one file system succeeds, and one across two fails.
     """

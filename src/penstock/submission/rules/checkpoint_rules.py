@@ -1,4 +1,4 @@
-"""Rules about checkpointing: what was written and read, by how many processes, and how far apart."""
+"""Rules about checkpointing: the checkpoints written and read, the processes, and the time between them."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -34,7 +34,7 @@ _SIZE: Final = ("metric", "checkpoint_size_GB")
 
 
 def _requested(run: ResultDir) -> tuple[int, int]:
-    """The requested numbers of writes and reads; older tools write -1 for none."""
+    """Return the requested numbers of writes and reads; older tools write -1 for none."""
     writes, reads = (run.metadata.integer("args", f"num_checkpoints_{way}") for way in ("write", "read"))
     return max(writes, 0), max(reads, 0)
 
@@ -55,13 +55,13 @@ def _model(case: Case) -> ModelLimits:
 
 
 def _intervals(case: Case) -> list[Interval]:
-    """The beginning and the end of each invocation, in the order of their names."""
+    """Return the beginning and the end of each invocation, in the order of their names."""
     require_runs(case.result)
     return [read_interval(run) for run in case.result.run_dirs()]
 
 
 def _gap_seconds(case: Case) -> float | None:
-    """The time between writing and reading; None unless they are two invocations."""
+    """Return the time between writing and reading, or None unless they are two invocations."""
     if len(require_runs(case.result)) != 2:
         return None
     (_, end), (begin, _) = _intervals(case)
@@ -90,7 +90,7 @@ def _judge_invocations(case: Case) -> Iterator[Finding]:
 
 
 def _judge_counts(case: Case) -> Iterator[Finding]:
-    """Yield a finding for the requested numbers, and one for what was done."""
+    """Yield a finding for the requested numbers, and one for the numbers of writes and reads done."""
     run, full = case.run, case.edition.checkpoints.num_checkpoints
     writes, reads = requested = _requested(run)
     yield pass_if(
@@ -185,7 +185,7 @@ def _judge_subset(case: Case) -> Iterator[Finding]:
 def _judge_accelerator_memory(case: Case) -> Iterator[Finding]:
     run, memory_gb = case.run, case.edition.checkpoints.accelerator_memory_gb
     named = run.accelerator() or case.edition.checkpoints.unnamed_accelerator
-    # Published metadata may name no accelerator: the smallest of the edition then gives a lower bound.
+    # Published metadata may name no accelerator: the edition's smallest one then gives a lower bound.
     accelerator = named or min(memory_gb, key=lambda name: memory_gb[name])
     each_gb, accelerators = memory_gb.get(accelerator, 0.0), num_accelerators(case)
     size, total = run.summary.number(*_SIZE), each_gb * accelerators
@@ -215,7 +215,7 @@ def _judge_accelerator_memory(case: Case) -> Iterator[Finding]:
 
 
 def _ratio_facts(case: Case) -> dict[str, Any]:
-    """The bytes written in total, and the memory of the hosts that wrote them."""
+    """Return the bytes written in total, and the memory of the hosts that wrote them."""
     written = [(run, writes) for run in case.result.run_dirs() if (writes := _requested(run)[0])]
     if not written:
         raise MissingFact("nothing was written", where=case.name)

@@ -137,14 +137,14 @@ def _judge_file_systems(case: Case) -> Iterator[Finding]:
 
 
 def _mount_point(path: str, mounts: list[str]) -> str:
-    """The longest mount point above `path`."""
+    """Return the longest mount point above `path`."""
     absolute = posixpath.normpath(posixpath.join("/", path))
     above = [mount for mount in mounts if f"{absolute}/".startswith(f"{mount.rstrip('/')}/")]
     return max(above, key=len, default="/")
 
 
 def _num_files(directory: ResultDir, case: Case) -> int:
-    """The number of files of the data set: from the metadata's summary, else from their configuration."""
+    """Return the data set's number of files from the summary in the metadata, or else the configuration."""
     metadata = directory.metadata
     if metadata.has("dataset", "num_files_train"):
         return metadata.integer("dataset", "num_files_train")
@@ -216,13 +216,13 @@ def _file_bytes(directory: ResultDir) -> int:
 
 
 def _min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> int:
-    """The number of whole files that hold `samples`, rounded as the edition says."""
+    """Return the number of whole files that hold `samples`, rounded as the edition requires."""
     exact = samples / samples_per_file
     return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
 
 
 def _each_run(judge: Callable[[ResultRun, Case], Finding]) -> Judge:
-    """Judge each run of a result.
+    """Make a function that judges each run of a result.
 
     The clients of a run read one data set, so they are judged together.
     """
@@ -259,7 +259,7 @@ def _judge_steps(run: ResultRun, case: Case) -> Finding:
 
 
 def _judge_memory(run: ResultRun, case: Case) -> Finding:
-    """Judge by the memory that the hosts have, then by the part of it that they were allowed to use."""
+    """Judge the size by the memory that the hosts have, then by the part that they were allowed to use."""
     first, edition = run.dirs[0], case.edition
     require_all_hosts(first)
     hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, edition))
@@ -298,7 +298,7 @@ def _compare_with_memory(
             f"{multiple} x {float(memory / _GIB):.6g} GiB of memory{note} / {bytes_text(length)} B / "
             f"{per_file:,} samples a file -> {needed:,} files {'<=' if holds else '>'} {files:,}"
         ),
-        # Only a reviewer can find out whether the hosts really had this much memory.
+        # Only a reviewer can find out whether the hosts really had only this much memory.
         fix=(
             "Let the reviewer confirm this amount of memory."
             if holds
@@ -329,7 +329,7 @@ def _compare_with_typed_memory(
 
 
 def _read_files(run: ResultDir) -> tuple[int, int]:
-    """The number of samples per file, and the number of files."""
+    """Return the number of samples per file, and the number of files."""
     per_file = run.summary.integer("num_samples_per_file")
     if per_file < 1:
         raise MissingFact("num_samples_per_file is not positive", where=run.summary.file)
@@ -337,7 +337,7 @@ def _read_files(run: ResultDir) -> tuple[int, int]:
 
 
 def _read_memory(summary: ParsedFile, edition: Edition) -> tuple[Fraction, ...]:
-    """Each host's memory in bytes, or the sum over all hosts if only the sum is right."""
+    """Return each host's memory in bytes, or the sum over all hosts if only the sum is right."""
     stated = summary.numbers("host_memory_GB")
     hosts = summary.integer("num_hosts")
     if edition.sizing.host_memory == "sum":
@@ -355,7 +355,7 @@ def _read_memory(summary: ParsedFile, edition: Edition) -> tuple[Fraction, ...]:
 
 
 def find_memory_limit(systems: tuple[ParsedFile, ...]) -> tuple[int, str] | None:
-    """The limit of a host's memory in bytes that the system description states, and its file."""
+    """Return the limit of a host's memory in bytes that a system description states, and its file, if any."""
     limits = {
         (int(match[1]) * _UNITS[match[2].upper()], system.file)
         for system in systems
@@ -375,7 +375,7 @@ def _strings(content: object) -> Iterator[str]:
 
 
 def _epochs(record: ParsedFile) -> list[tuple[ParsedFile, list[ParsedFile]]]:
-    """Each epoch of the plan in `run.json`, with the shares of its ranks."""
+    """Return each epoch of the plan in `run.json`, with the shares of its ranks."""
     epochs = [
         (epoch, list(epoch.parts("ranks").values())) for epoch in record.parts("plan", "epochs").values()
     ]
@@ -405,7 +405,7 @@ def _digest(share: ParsedFile, *path: str) -> int:
 
 
 def _largest_remainder(case: Case) -> int:
-    """The number of samples that the worst epoch leaves out; negative if it reads some twice."""
+    """Return the number of samples that the worst epoch leaves out; negative if it reads some twice."""
     total, epochs = _num_samples(case.run.record), _epochs(case.run.record)
     return max((total - sum(rank.integer("samples") for rank in ranks) for _, ranks in epochs), key=abs)
 
@@ -482,7 +482,7 @@ def _judge_repeated_samples(case: Case) -> Iterator[Finding]:
 
 @lru_cache(maxsize=16)
 def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) -> int:
-    """The digest of all samples, as `run.json` defines it for the plan of a training run."""
+    """Compute the digest of all samples, as `run.json` defines it for the plan of a training run."""
     if min(num_samples, item_samples, samples_per_file) < 1:
         raise MissingFact("run.json has no samples")
     per_file = -(-samples_per_file // item_samples)
@@ -499,7 +499,7 @@ def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) ->
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finisher of splitmix64."""
+    """Apply the finisher of splitmix64."""
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return words ^ words >> np.uint64(31)

@@ -1,8 +1,8 @@
 """Rules about figures: utilization, stated means, and agreement of rates, files and times.
 
-Anyone who raises a figure has to raise all figures that depend on it. Every tolerance is far wider than what
-660 published runs need. If older tools do not record a fact, a rule that needs it is not applicable rather
-than broken.
+Anyone who raises a figure has to raise all figures that depend on it. Every tolerance is far wider than 660
+published runs need. If older tools do not record a fact, a rule that needs it is not applicable rather than
+broken.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,9 +43,9 @@ from penstock.submission.rules.rule import (
 from penstock.submission.tree_layout import Benchmark
 
 _RATE_TOLERANCE: Final = 1.002
-"""The tolerated ratio to the accelerators' rate, of which published runs reach 99.998 %."""
+"""The tolerated ratio of a rate to the accelerators' maximum, of which published runs reach 99.998 %."""
 _UTILIZATION_TOLERANCE: Final = 0.5
-"""In percent; in published runs, the utilization is never below the rate's share."""
+"""In percent; in published runs, the utilization is never below the share of the maximum rate."""
 _MAX_UTILIZATION_GAP: Final = 30.0
 """In percent; in published runs at most 15.2. The time between steps counts in the rate alone."""
 _FILES_TOLERANCE: Final = 0.05
@@ -54,7 +54,7 @@ _SECONDS_TOLERANCE: Final = 1.0
 _EPOCH_SECONDS_TOLERANCE: Final = 0.5
 """An epoch's own timestamps are close, but not equal, to those from which its rate is computed."""
 _MAX_PROBLEMS: Final = 3
-"""The most problems that a proof lists: one false time shows in many records."""
+"""The most problems that a proof lists, because one wrong time shows in many records."""
 _FIRST_RANK: Final = frozenset({"per_epoch_stats.json", "0_per_epoch_stats.json"})
 _RATES: Final = ("metric", "train_throughput_samples_per_second")
 
@@ -78,7 +78,7 @@ def _compare_stated(
 ) -> Finding:
     """Compare a stated figure with the recomputed one, or with the nearest of several.
 
-    A figure that cannot be recomputed does not hide the others.
+    If a figure cannot be recomputed, the others are still compared.
     """
     try:
         recomputed = recompute()
@@ -137,7 +137,7 @@ def _judge_report_means(case: Case) -> Iterator[Finding]:
 
 
 def _maximum_rate(case: Case) -> float:
-    """The samples per second that the accelerators of a directory could compute."""
+    """Return the samples per second that the accelerators of a directory could compute at most."""
     workload, path = case.run.config, ("workload", "train", "computation_time")
     batch = workload.integer("workload", "reader", "batch_size")
     step_s = workload.number(*path, *(("mean",) if workload.has(*path, "mean") else ()))
@@ -147,7 +147,7 @@ def _maximum_rate(case: Case) -> float:
 
 
 def _epochs(case: Case) -> list[ParsedFile]:
-    """The statistics of each training epoch, in order."""
+    """Return the statistics of each training epoch, in order."""
     epochs = case.run.epochs.parts()
     return [epochs[name] for name in sorted(epochs, key=lambda name: (len(name), name))]
 
@@ -181,13 +181,13 @@ def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
         fix=""
         if case.is_warm_up
         else "Samples/s may leave out slow first steps: let the reviewer see the log.",
-        # The files do not say why: published runs whose first step took long reach 111 %.
+        # The files do not show why: published runs whose first step took long reach 111 %.
         otherwise=Verdict.NOT_APPLICABLE if case.is_warm_up else Verdict.WARNING,
     )
 
 
 def _seconds_of_blocks(epoch: ParsedFile) -> float:
-    """The time of the parts of an epoch between which checkpoints may be written."""
+    """Return the time of the parts of an epoch between which checkpoints may be written."""
     return sum(
         _seconds(block)
         for name, block in epoch.parts().items()
@@ -247,7 +247,7 @@ def _find_time_problems(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _find_wrong_duration(record: ParsedFile, *, is_part: bool) -> str:
-    """Describe the flaw of a duration, if any.
+    """Describe the flaw of a duration; return "" if there is none.
 
     The duration of an epoch leaves out the time after its last step, whereas that of a block leaves out
     nothing.
@@ -439,8 +439,8 @@ RULES: Final = (
             if it.share > it.utilization
             else "Let the reviewer see from the run's log which of the two is true."
         ),
-        # Both are divided by the same time, and no step computes for less than its time. The files do not say
-        # why a rate is lower: a program that is slow to start produces such figures too.
+        # Both are divided by the same time, and no step computes for less than its time. The files do not
+        # show why a rate is lower: a program that is slow to start also produces such figures.
         otherwise=lambda it: Verdict.FAIL if it.share > it.utilization else Verdict.WARNING,
         is_lenient_in_warm_up=True,
     ),

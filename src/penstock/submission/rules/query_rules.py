@@ -1,4 +1,4 @@
-"""Rules about key-value caches and vector search: what ran, on which ranks, and what the figures come to.
+"""Rules about key-value caches and vector search: what ran, on which ranks, and the figures.
 
 The settings of a key-value cache are read from the commands that were executed, because the settings in the
 metadata are the tool's defaults.
@@ -51,7 +51,7 @@ _RESTORE_SUMMARY: Final = "Restore the summary as the benchmark wrote it."
 
 @dataclass(frozen=True, slots=True)
 class CacheCommand:
-    """A command that the tool executed for one trial of one option; flags without values have empty texts.
+    """A command that the tool executed for one trial of one option; flags without values have the value "".
 
     `num_processes` is 0 if the launcher's command does not state it.
     """
@@ -63,7 +63,7 @@ class CacheCommand:
 
 
 def _commands(case: Case) -> tuple[CacheCommand, ...]:
-    """The commands of all trials, in the order of their execution."""
+    """Return the commands of all trials, in the order of their execution."""
     metadata = case.run.metadata
     entries = metadata.parts("command_output_files").values()
     texts = [str(entry.value("command")) for entry in entries if entry.has("command")]
@@ -93,7 +93,7 @@ def _parse_command(text: str) -> CacheCommand | None:
 
 
 def _flags(words: list[str]) -> dict[str, str]:
-    """Flags and their values: ["--seed", "42", "--quiet", "--n=3"] is {--seed: 42, --quiet: "", --n: 3}."""
+    """Parse flags: ["--seed", "42", "--quiet", "--n=3"] becomes {--seed: 42, --quiet: "", --n: 3}."""
     found: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         if word.startswith("-") and not _NUMBER.fullmatch(word):
@@ -255,7 +255,7 @@ def _judge_shared_folder(case: Case) -> Iterator[Finding]:
 
 
 def _figures(*names: str) -> Judge:
-    """Compare the figures of each option with those computed from the ranks' reports."""
+    """Make a judge that compares each option's figures with those computed from the ranks' reports."""
 
     def judge(case: Case) -> Iterator[Finding]:
         for number, option in options_of(case.run.summary).items():
@@ -395,7 +395,7 @@ def _unless_no_traffic(case: Case) -> str:
 
 
 def _vector_keys(case: Case) -> set[str]:
-    """The keys that a run of vector search set."""
+    """Return the keys that a run of vector search set."""
     return {key for _, keys in recorded_overrides(case.run.metadata) for key in keys}
 
 

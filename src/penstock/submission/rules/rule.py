@@ -1,4 +1,4 @@
-"""The row of a rule, three kinds of rows that need no function of their own, and their findings.
+"""A rule as a row of a table, three kinds of rows that need no separate function, and their findings.
 
     limit(id=..., fact=..., compare="<=", limit=..., proof=..., fix=...)
     check(id=..., facts=..., holds=..., show=..., proof=..., fix=...)
@@ -8,7 +8,7 @@
 `limit` compares one fact with one limit, `check` judges several facts together, and `nothing` passes if a
 list of problems is empty. A function may yield any findings. The tables of rows are in `*_rules.py`. Unless a
 row says otherwise, it applies to all editions, judges each training run, and compares with `==`. Invariant:
-what cannot be judged is `not checked`, with the reason, and is neither valid nor invalid.
+anything that cannot be judged is `not checked`, with the reason, and is neither valid nor invalid.
 """
 
 import math
@@ -93,7 +93,7 @@ def pass_if(
     fix: str = "",
     otherwise: Verdict = Verdict.FAIL,
 ) -> Finding:
-    """Pass if the rule is kept; otherwise return the verdict `otherwise`, with the fix."""
+    """Return a pass if the rule is kept, otherwise a finding with the verdict `otherwise` and the fix."""
     return Finding(
         verdict=Verdict.PASS if is_kept else otherwise,
         evidence=evidence,
@@ -110,12 +110,12 @@ def or_pass(findings: Iterable[Finding], *, evidence: str, proof: str) -> Iterab
 
 
 def not_applicable(evidence: str, reason: str) -> Finding:
-    """The finding of a rule that does not apply."""
+    """Return the finding of a rule that does not apply."""
     return Finding(verdict=Verdict.NOT_APPLICABLE, evidence=evidence, proof=reason)
 
 
 def not_checked(reason: MissingFact) -> Finding:
-    """The finding of a rule that lacks a fact, with the missing field and its file."""
+    """Return the finding of a rule that lacks a fact, with the missing field and its file."""
     return Finding(
         verdict=Verdict.NOT_CHECKED,
         proof=reason.what,
@@ -125,7 +125,7 @@ def not_checked(reason: MissingFact) -> Finding:
 
 
 def _usual_fix(where: str) -> str:
-    """The fix for a missing fact, depending on who writes such a file."""
+    """Return the fix for a missing fact, depending on who usually writes the file."""
     name = where.rpartition("/")[2]
     if "systems" in where.split("/"):
         return "Correct the description, which people write."
@@ -186,7 +186,7 @@ class Case:
 
     @property
     def verdict_of_round(self) -> Verdict:
-        """The verdict on a breach that the edition's round let pass with a warning."""
+        """The verdict on a breach that the edition's round accepted with a warning."""
         return Verdict.WARNING if self.edition.is_softened else Verdict.FAIL
 
 
@@ -195,7 +195,7 @@ Read = Callable[[Case], Any]
 Facts = SimpleNamespace
 """The facts of a row, and the `case`, as attributes."""
 Text = str | Callable[[Facts], str]
-"""A text that names facts ("{hosts} hosts"), or a function of them."""
+"""A string that names facts ("{hosts} hosts"), or a function of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class Rule:
 
     `unless` returns the reason why the rule does not apply to a case, or "". `judge` yields findings, or
     raises `MissingFact`; a fact that one run lacks does not hide findings on the others. If the rule
-    `is_lenient_in_warm_up`, a failure in a warm-up, which counts in no mean, is only a warning.
+    `is_lenient_in_warm_up`, a failure in a warm-up, which no mean includes, is only a warning.
     """
 
     id: str
@@ -270,7 +270,7 @@ def check(
     otherwise: Verdict | Callable[[Facts], Verdict] = Verdict.FAIL,
     **about: Any,
 ) -> Rule:
-    """Judge several facts together, once for each mapping of `facts`.
+    """Make a rule that judges several facts together, once for each mapping of `facts`.
 
     check(facts=lambda case: {"hosts": ..., "ranks": ...}, holds=lambda it: it.ranks >= it.hosts, ...)
 
@@ -307,7 +307,7 @@ def limit(
     show: tuple[Text, Text] = ("{fact}", "{limit}"),
     **row: Any,
 ) -> Rule:
-    """Compare a fact with its limit: a `check` of {fact}, {limit} and the {sign} between them."""
+    """Make a rule that compares a fact with a limit: a `check` of {fact}, {limit} and the {sign} between."""
     compares, sign_if_broken = _SIGNS[compare]
 
     def facts(case: Case) -> Mapping[str, Any]:
@@ -332,9 +332,9 @@ def nothing(
     show: tuple[Text, Text] = ("{number}", "0"),
     **row: Any,
 ) -> Rule:
-    """Pass if there are no problems: a `check` of their {number} and of the {problems} as one text.
+    """Make a rule that passes if there are no problems: a `check` of their {number} and joined {problems}.
 
-    `proof` is the text of a pass, `bad` the text of the problems ("unknown: {}").
+    `proof` is the proof of a pass, `bad` the format of the problems ("unknown: {}").
     """
 
     def facts(case: Case) -> Mapping[str, Any]:
@@ -358,7 +358,7 @@ def compare_stated(
     fix: str,
     tolerance: float,
 ) -> Finding:
-    """Pass if the stated figure equals the recomputed one within a tolerance, relative above 1."""
+    """Pass if the stated figure equals the recomputed one within a tolerance, which is relative above 1."""
     holds = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
     return pass_if(
         holds,
@@ -371,7 +371,7 @@ def compare_stated(
 
 
 def free_in_open(case: Case) -> str:
-    """Apply a rule in CLOSED only."""
+    """Return the reason why a rule does not apply in OPEN, or "" in CLOSED."""
     return "" if case.is_closed else "OPEN leaves this free"
 
 
@@ -401,7 +401,7 @@ def require_all_hosts(run: ResultDir) -> None:
 
 
 def num_hosts(run: ResultDir) -> int:
-    """The number of hosts of a run; at least one."""
+    """Return the number of hosts of a run, which is at least one."""
     count = run.summary.integer("num_hosts")
     if count < 1:
         raise MissingFact(f"num_hosts is {count}", where=run.summary.file)
@@ -409,5 +409,5 @@ def num_hosts(run: ResultDir) -> int:
 
 
 def num_accelerators(case: Case) -> int:
-    """The number of accelerators that the summary of a run states."""
+    """Return the number of accelerators that the summary of a run states."""
     return case.run.summary.integer("num_accelerators")

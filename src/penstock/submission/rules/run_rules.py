@@ -1,7 +1,7 @@
 """Rules about runs: their number, files, hosts and parameters, and facts that several files record.
 
-One program writes all files of a run, so they differ only if one was edited. A file without a record does not
-contradict any other file.
+One program writes all files of a run, so they contradict each other only if one was edited. A file that lacks
+a fact does not contradict any other file.
 """
 
 import fnmatch
@@ -130,7 +130,7 @@ _SHARED_SETTINGS: Final[Mapping[str, Callable[[ResultDir], object]]] = {
 
 
 def _shared_settings(case: Case) -> Iterator[dict[str, Any]]:
-    """Yield each setting that runs share, with its values; checkpoints have no files."""
+    """Yield each setting that runs must share, with its values; checkpointing has no number of files."""
     runs = require_runs(case.result)
     for name in ("workload", "accelerators", *(() if case.is_checkpointing else ("files", "samples a file"))):
         values = {
@@ -226,7 +226,7 @@ def _judge_host_memory(case: Case) -> Iterator[Finding]:
             otherwise=Verdict.WARNING,
         )
     if summary.has("potential_caching") and summary.has("data_size_per_host_GB"):
-        # Hosts that could hold their share of the data in memory: no rule counts them, but readers do.
+        # Which hosts could hold their share of the data in memory: no rule uses that, but readers do.
         memory_gib, share_gib = summary.numbers("host_memory_GB"), summary.number("data_size_per_host_GB")
         stated = [*summary.numbers("potential_caching")]
         # On clusters, the list of memory may have more entries than there are hosts.
@@ -277,7 +277,7 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
         file = run.metadata if case.is_checkpointing else run.overrides
         raise MissingFact(f"{name} has no known parameters", where=file.file)
     given = canonical_values(run.config.value("workload"))
-    # Compared by our own paths, because configurations spell some keys in two ways.
+    # Keys are compared by our own paths, because configurations spell some keys in two ways.
     compared = {
         key: (given.get(path, _ABSENT), reference[path])
         for key in parameters.compared
@@ -286,7 +286,7 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
     missing = [f"workload.{key}" for key, (value, _) in compared.items() if value is _ABSENT]
     if missing:
         raise MissingFact(f"there is no field {', '.join(missing)}", where=run.config.file)
-    # Numbers are compared by value (0.9 is 0.90), everything else as text.
+    # Numbers are compared by value (0.9 is 0.90), everything else as strings.
     changed = [
         f"{key} is {value!r}, not {wanted!r}"
         for key, (value, wanted) in compared.items()
@@ -304,7 +304,7 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
 
 @cache
 def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, object] | None:
-    """The values of a workload by our own paths; for a model, which has no accelerator, those of its card."""
+    """Return a workload's values by our own paths; for a model, which has no accelerator, its card's."""
     if accelerator is None:
         card = shipped_card(family)
         return None if card is None else canonical_values(card.sections)
@@ -317,7 +317,7 @@ def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, 
 
 
 def _recorded_configuration(case: Case) -> KeyPath:
-    """The key under which the metadata have the whole configuration."""
+    """Return the key under which the metadata have the whole configuration."""
     names = case.edition.timed.metadata_parameters if case.edition.rules in LATER else ()
     return next(((name,) for name in names if case.run.metadata.has(name)), ("parameters",))
 
@@ -389,7 +389,7 @@ def _short(file: ParsedFile) -> str:
 
 def _find_other_parameters(case: Case) -> Iterator[str]:
     run, parameters = case.run, case.parameters
-    # Keys that overrides.yaml has too are judged by the rule on that file.
+    # Keys that overrides.yaml also has are judged by the rule on that file.
     allowed = parameters.allowed(case.division) | run.settings().keys()
     for place, keys in recorded_overrides(run.metadata):
         if forbidden := sorted(set(keys) - allowed):
@@ -406,7 +406,7 @@ def _find_other_parameters(case: Case) -> Iterator[str]:
 
 
 def recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
-    """The keys that a run set, for each place that records them."""
+    """Yield the keys that a run set, for each place that records them."""
     words: Any = {}
     if metadata.has("override_parameters"):
         overrides = metadata.value("override_parameters")
@@ -426,12 +426,12 @@ def recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
             word.partition("=")[0] for word in parts if word.startswith("++workload.")
         ]
     for place, keys in words.items():
-        # Tools also write an empty text if nothing was set.
+        # Tools also write an empty string if nothing was set.
         yield place, [str(key).lstrip("+~").removeprefix("workload.") for key in keys if key != ""]
 
 
 def _plain(value: Any) -> Any:
-    """Return the value that is meant: metadata quote numbers and truth values."""
+    """Return the value as a number or in lower case, because metadata quote numbers and truth values."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -46,7 +46,7 @@ _AS_WRITTEN: Final = "Hand in the result directory as it was written."
 
 
 def require_description(case: Case) -> ParsedFile:
-    """The description of the result's system."""
+    """Return the description of the result's system."""
     result = case.result
     if not result.systems:
         raise MissingFact(
@@ -76,7 +76,7 @@ def _judge_top_folder(case: Case) -> Iterable[Finding]:
     context = case.result.context
     # Readers of a merged round need its own documents, and files belong to no result.
     entries = [name for name in context.beside_divisions if name.endswith("/") or not context.is_merged]
-    # If there are several submitters, none is to blame for an unknown folder.
+    # If there are several submitters, an unknown folder cannot be blamed on one of them.
     of_folder = Verdict.WARNING if context.is_merged else Verdict.FAIL
     return _judge_entries("the top of the tree", entries, case.edition.timed.beside_divisions, of_folder)
 
@@ -199,7 +199,7 @@ def _judge_description_file(case: Case) -> Iterator[Finding]:
 
 
 def _find_flaw(description: Any) -> str:
-    """The reason why no reader could use a description; "" if there is none."""
+    """Return the reason why no reader could use a description, or "" if there is none."""
     facts = list(_facts(description, ()))
     for path, value in facts:
         if "dram" in map(str.lower, path) and path[-1].lower().startswith("capacity"):
@@ -213,7 +213,7 @@ def _find_flaw(description: Any) -> str:
 
 
 def _facts(tree: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """The values that are not empty, each with the keys and list positions above it."""
+    """Yield the values that are not empty, each with the keys and list positions above it."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _facts(value, (*above, str(key)))
@@ -347,7 +347,7 @@ def _judge_provenance(case: Case) -> Iterator[Finding]:
 
 
 def _stated_edition(file: ParsedFile) -> str:
-    """The edition for which a file was made, according to the file itself; tools write both 3.0 and v3.0."""
+    """Return the edition for which a file was made, according to the file; tools write both 3.0 and v3.0."""
     return f"v{file.text('rules_edition').removeprefix('v')}"
 
 
