@@ -48,7 +48,7 @@ def install_command(*extras: str) -> str:
 def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> Unavailable | None:
     """The error that says how to install a missing module; None if no extra installs it (a defect).
 
-    Suggests `extra`, which the caller needs anyway, if it installs the module.
+    If `extra`, which the caller needs in any case, installs the module, suggests that one.
     """
     library = (error.name or "").partition(".")[0]
     if library not in EXTRAS:

@@ -74,5 +74,5 @@ class PhasesOnly(Progress):
         self._progress.begin(phase, total)
 
     def advance(self, amount: float) -> None:
-        """Pass the advance on."""
+        """Pass the progress on."""
         self._progress.advance(amount)

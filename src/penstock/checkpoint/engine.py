@@ -38,7 +38,7 @@ Replicas = Literal["share", "compare"]
 """The treatment of regions that several ranks hold.
 
 "share" lets each rank write a part of them. It assumes that DTensors and whatever DDP synchronizes are equal
-on all ranks; of other tensors that differ, each rank's own version is saved. "compare" compares all replicas
+on all ranks; if other tensors differ, each rank's own version is saved. "compare" compares all replicas
 first and refuses to save any that differ.
 """
 

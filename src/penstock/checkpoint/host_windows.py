@@ -323,7 +323,7 @@ class HostSharing(BlockViewers):
         self._sink = sink
         self._timeout_s = timeout_s
         self._seen: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """For each rank and file, the spans, in order, that this rank wants of what that rank reads."""
+        """For each rank and file, the spans, in order, that this rank needs from what that rank reads."""
         self._missing = Counter[int]()
         for number in range(plan.num_own, len(spans)):
             rank = int(plan.reader[number])

@@ -140,8 +140,8 @@ Pattern = tuple[str, str]
 def find_idle(choice: LoadChoice, names: Iterable[str], stored: Iterable[str]) -> list[Pattern]:
     """List the patterns that match none of the `names` of this rank's state.
 
-    A pattern of `exclude` that matches only `stored` names is not idle: some programs have a part that others
-    lack.
+    A pattern of `exclude` that matches only `stored` names is not idle: a program may lack a part that the
+    checkpoint has.
     """
     own = list(names)
     all_names = [*own, *stored]
@@ -383,7 +383,7 @@ class Places:
 
 
 _INTEGER = re.compile("0|[1-9][0-9]{0,4299}")
-"""Python does not convert longer integers to or from text."""
+"""An integer as text. Python does not convert longer ones."""
 
 NOTHING = object()
 """Stands for the value of a key that a dict lacks."""

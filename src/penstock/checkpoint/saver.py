@@ -316,7 +316,7 @@ class PreparedTensors:
 
 
 MOST_CHUNK_BYTES = 16 << 20
-"""Larger writes are no faster, and the last write of a file takes longer to wait for."""
+"""The largest write: larger ones are no faster, and the wait for a file's last one would be longer."""
 
 FEW_CHUNKS_BYTES = 8 << 20
 """Files smaller than this are written in two chunks."""

@@ -210,7 +210,7 @@ Wrapper = Callable[[Storage, Environment], Storage]
 """Called with a `Storage` that was just opened, and the environment that requested the wrapping."""
 
 WRAPPERS: Mapping[str, str] = MappingProxyType({TRACE: "penstock.trace.capture.traced_storage:trace_storage"})
-"""Maps a variable to `module:function` of the `Wrapper` that every storage gets if the variable is set."""
+"""Maps a variable to `module:function` of the `Wrapper` that every `Storage` gets if the variable is set."""
 
 ENTRY_POINTS = "penstock.storage"
 """The group of entry points for back ends of other packages; each is named after its scheme."""
@@ -233,7 +233,7 @@ def open_storage(
 
 
 def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
-    """Open a path or URI with this process's own environment. For libraries, whose callers pass none."""
+    """Open a path or URI with this process's environment. For libraries, whose callers do not pass one."""
     return open_storage(os.fspath(path), process_environment(), rank=rank)
 
 

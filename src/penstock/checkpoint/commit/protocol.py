@@ -75,7 +75,7 @@ WRITER_LEASE: Final = f"{HIDDEN_PREFIX}writer{LEASE_ENDING}"
 LEASE_S: Final = 900.0
 """A lease that was not renewed for this long has expired, if its process cannot be looked up from here."""
 RETRY_PAUSES_S: Final = (0.5, 2.0, 5.0)
-"""The pauses before a failing storage is tried again."""
+"""The pauses before storage that fails is tried again."""
 
 logger = logging.getLogger(__name__)
 

@@ -185,7 +185,7 @@ _FULL = 0xFFFFFFFF
 _PADDING_ID = b"FB"
 """The ID of the extra field with which torch itself pads its headers."""
 _FLAGS = 0x0808
-"""Bit 3: checksum and sizes follow the record, because those of the payload are not known earlier. Bit 11:
+"""Bit 3: checksum and sizes follow the record, because the payload's are not known earlier. Bit 11:
 UTF-8.
 """
 

@@ -127,7 +127,7 @@ class ItemChecksums:
 Fact = str | int | float | bool | None
 
 MANIFEST_VERSION: Final = 2
-"""Version 1 had no index."""
+"""The version that is written. Version 1 had no index."""
 OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
 """The beginning of every manifest; the hexadecimal checksum of all other bytes follows."""
 _HEX: Final = 2 * SUM_BYTES
@@ -812,7 +812,7 @@ def _parse(root: Any, where: str) -> CheckpointIndex:
 
 @contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would take as long as reading a million records takes."""
+    """Pause the garbage collector, which would take as long as reading a million records."""
     was_on = gc.isenabled()
     gc.disable()
     try:

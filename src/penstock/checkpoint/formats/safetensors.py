@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.formats.torch_save import ReadRange
 
 LARGEST_HEADER: Final = 100_000_000
-"""The format's own limit."""
+"""The largest header that the format allows, in bytes."""
 INDEX_NAME: Final = "model.safetensors.index.json"
 _METADATA_KEY: Final = "__metadata__"
 

@@ -190,7 +190,7 @@ _NUMPY_TYPES: Final = {
 
 
 def _plain_kind(kind: str) -> str:
-    """A name with numpy's core as it was called before numpy 2.0."""
+    """The name `kind` with numpy's core module called as before numpy 2.0."""
     return kind.replace("numpy._core.", "numpy.core.", 1)
 
 

@@ -216,7 +216,7 @@ class StopRequest(StoredRecord):
 
 
 def request_stop(storage: Storage, request: StopRequest) -> None:
-    """Write the request to end the job to its durable storage."""
+    """Write `request`, to end the job, to the job's durable storage."""
     write_object(storage, MARKER_NAME, [request.model_dump_json().encode()])
 
 

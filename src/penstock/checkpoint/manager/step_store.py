@@ -154,8 +154,8 @@ class SkippedStep:
 Fault = Literal["checkpoint", "storage", "caller", "elsewhere"]
 """The cause of a failed load.
 
-"checkpoint": it is damaged or incomplete, so an older step may work. "storage": storage or a limit of the
-process failed, so the step may be intact. "caller": no step will work. "elsewhere": another rank knows the
+"checkpoint": it is damaged or incomplete, so an older step may work. "storage": storage failed or the process
+reached a limit, so the step may be intact. "caller": no step will work. "elsewhere": another rank knows the
 cause.
 """
 

@@ -388,7 +388,7 @@ def distinct(values: Ints) -> Ints:
 
 
 def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """All integers of the ranges, one range after another: the range of each, and the integer."""
+    """All integers of the ranges, in order: for each, the number of its range, and the integer itself."""
     owner = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 SHARD_BYTES: Final = 5_000_000_000
-"""The default of Hugging Face's libraries."""
+"""The largest safetensors file by default, as in Hugging Face's libraries."""
 _HEADER_ALIGNMENT: Final = 4096
 """The header is padded with spaces, as the format allows, so that payloads begin at a page boundary."""
 

@@ -513,7 +513,7 @@ def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -
 
 
 def _reader(source: Source, item: _Item) -> ReadRange:
-    """Reads ranges of an item, most of them from its first and last pages, which are read only once."""
+    """Return a reader of ranges of an item, whose first and last pages, needed most, are read only once."""
     _, item_begin, item_bytes, name, *_ = item
     ends: dict[int, bytearray] = {}
 

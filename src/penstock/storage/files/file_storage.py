@@ -74,13 +74,13 @@ class FileOptions:
     """Options for writing files."""
 
     fsync: bool = True
-    """finish() waits until the file and its name survive a power failure."""
+    """True if `finish` waits until the file and its name survive a power failure."""
     publish: Literal["rename", "in_place"] = "rename"
     """"rename": an unfinished object is never visible. "in_place": for callers with their own commit
     protocol.
     """
     writes_in_flight: int = 1
-    """1 writes in the caller's thread; a larger number writes in that many threads for each sink."""
+    """The writes of a sink in flight at once: 1 writes in the caller's thread, more in that many threads."""
     preallocate: bool = True
     """Allocate the blocks of an object of declared size before writing, so that a full disk fails early."""
 

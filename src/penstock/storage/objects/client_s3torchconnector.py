@@ -30,7 +30,7 @@ from penstock.storage.objects.client_settings import ClientSettings, export_cred
 T = TypeVar("T")
 
 _LEAST_ATTEMPTS = 2
-"""1 would mean the runtime's own default, which is 4."""
+"""The fewest attempts that can be set: 1 would mean the runtime's own default, which is 4."""
 _STATUS = re.compile(r"response_status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|Forbidden: (\w+)")
 _PHRASES = (

@@ -39,7 +39,7 @@ class ObjectOptions:
     range_bytes: int = 8 * 1024 * 1024
     """Reads larger than this are split into ranges of this size."""
     ranges_in_flight: int = 8
-    """The number of ranges of large reads in flight at once, over all readers of one storage."""
+    """The number of ranges of large reads in flight at once, over all readers of one `Storage`."""
     endpoints: tuple[str, ...] = ()
     """URLs or templates such as `http://10.0.0.{1...8}:9000`; if empty, the environment's endpoint."""
     region: str = ""

@@ -84,7 +84,7 @@ class ObjectSource:
 
 
 SMALL_BYTES = 8 << 20
-"""Larger objects are read in ranges."""
+"""Objects larger than this are read in ranges."""
 PAGE_KEYS = 1000
 """The number of keys in one page of a listing, which is one request."""
 _CONDITION_FAILED = (409, 412)
