@@ -46,7 +46,7 @@ class DivisionOptions:
         return SubmissionDivision.OPEN if self.open else None
 
     def require_division(self) -> SubmissionDivision:
-        """The division named by the options. Raises `UsageError` if none is named."""
+        """Return the division named by the options. Raises `UsageError` if none is named."""
         if (division := self.division) is None:
             raise UsageError(
                 "A submission needs a division", where="--submission", fix="Add --closed or --open."
