@@ -268,7 +268,7 @@ def _judge_ranks(case: Case) -> Iterator[Finding]:
 RULES: Final = (
     Rule(
         id="checkpoint.invocations",
-        title="All is written and read in one invocation, or written in one and then read in another",
+        title="Checkpoints are written and read in one invocation, or written in one and read in a later one",
         **_RESULTS,
         source="2.1.23, 4.7.1; the tool's spelling of the division does not matter",
         formula="at most max_invocations; in CLOSED (10, 10), or (10, 0) and then (0, 10) without overlap",
@@ -278,7 +278,7 @@ RULES: Final = (
     ),
     Rule(
         id="checkpoint.counts",
-        title="In CLOSED ten checkpoints are written and ten read, or none; and as many as were asked for",
+        title="In CLOSED ten checkpoints are written and ten read, or none; and as many as requested",
         **_RUNS,
         source="tables 3 and 4, 4.7.1; -1 means none",
         formula="CLOSED: each number is the edition's or 0; per_epoch_stats has as many writes and reads",
@@ -326,7 +326,7 @@ RULES: Final = (
     ),
     Rule(
         id="checkpoint.remap",
-        title="A declared time to remap was spent",
+        title="The declared time to remap was spent",
         editions=NEWEST,
         benchmarks=CHECKPOINTING,
         each="result",
@@ -338,7 +338,7 @@ RULES: Final = (
     ),
     check(
         id="checkpoint.shared",
-        title="Hosts that access storage at the same time are declared to",
+        title="Simultaneous access by several hosts is declared",
         editions=NEWEST,
         benchmarks=CHECKPOINTING,
         source="4.7.4, by the keys of the description's schema",
@@ -408,7 +408,7 @@ RULES: Final = (
     ),
     Rule(
         id="checkpoint.subset",
-        title="In CLOSED a part of the ranks stands for all only where the edition allows it",
+        title="In CLOSED a subset of the ranks represents all only where the edition allows it",
         **_RUNS,
         source="4.3.5",
         formula="no subset, or the edition's model and number of accelerators",
@@ -466,7 +466,7 @@ RULES: Final = (
     ),
     Rule(
         id="checkpoint.ranks",
-        title="Every rank's statistics are there",
+        title="The statistics of every rank exist",
         **_RUNS,
         source="ours: each rank writes them, and without the slowest one no duration can be recomputed",
         formula=(

@@ -522,7 +522,7 @@ RULES: Final = (
     ),
     Rule(
         id="paths.filesystems",
-        title="Results were written to another file system than the one under test",
+        title="Results were not written to the file system under test",
         editions=LATER,
         benchmarks=EVERY,
         source="3.4.2, 4.4.2, 5.4.2, 6.4.1; the validator never asks a key-value cache for it",
@@ -536,7 +536,7 @@ RULES: Final = (
     ),
     Rule(
         id="dataset.sized",
-        title="A run has at least as many files as were sized for its data folder",
+        title="A run has at least as many files as calculated for its data folder",
         editions=NEWEST,
         source="3.1.1, 3.3.1 (DATASIZE-MISSING, DATASIZE-UNDERRUN)",
         formula="num_files of the last datasize with the run's data_dir and accelerator <= the run's",
@@ -572,7 +572,7 @@ RULES: Final = (
     ),
     Rule(
         id="sizing.steps",
-        title="The data set feeds every accelerator for enough steps an epoch",
+        title="The data set is large enough for the required steps per epoch on every accelerator",
         each="result",
         source=_SIZING_SOURCE,
         formula="files >= min_steps x batch x accelerators / samples a file, rounded as the edition says",
@@ -611,7 +611,7 @@ RULES: Final = (
     ),
     Rule(
         id="order.shuffled",
-        title="Samples come in the order that the workload asks for, which changes in each epoch",
+        title="Samples come in the order that the workload requires, which changes in each epoch",
         **_ORDER,
         formula=(
             "plan.shuffle is seed where the workload shuffles; no two epochs have the same shares, unless "
@@ -632,7 +632,7 @@ RULES: Final = (
     ),
     nothing(
         id="reads.memory",
-        title="What was read came from the storage, not from memory",
+        title="All bytes read came from the storage, not from memory",
         editions=LATER,
         benchmarks=BOTH,
         source="ours",

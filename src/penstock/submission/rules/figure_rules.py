@@ -288,7 +288,7 @@ def _find_overlaps(case: Case) -> Iterator[str]:
 RULES: Final = (
     limit(
         id="utilization.minimum",
-        title="Accelerators are kept as busy as the workload asks for",
+        title="Accelerators are kept as busy as the workload requires",
         source="v1.0 rules, workloads; 3.3.2 of later editions",
         formula="mean of train_au_percentage over the epochs >= the workload's minimum",
         passes="cosmoflow at 70.1 %",
@@ -402,7 +402,7 @@ RULES: Final = (
     ),
     limit(
         id="utilization.maximum",
-        title="Accelerators are not busy for more than all of the time",
+        title="Accelerators are busy for at most 100 % of the time",
         source="ours: the time of computation is part of the time that it is divided by",
         formula="each entry of train_au_percentage <= 100, + 0.5",
         passes="99.6 % in every epoch",
@@ -417,7 +417,7 @@ RULES: Final = (
     ),
     check(
         id="rates.utilization",
-        title="The rate of a run is the one that its utilization says",
+        title="The rate of a run agrees with its utilization",
         source="ours: accelerators that are busy for a share of the time compute that share of the samples",
         formula=(
             "share of the accelerators' rate <= mean of train_au_percentage + 0.5; more than 30 below it is "
@@ -446,7 +446,7 @@ RULES: Final = (
     ),
     check(
         id="epochs.recorded",
-        title="The statistics have every epoch that the summary has a rate of",
+        title="The statistics have every epoch for which the summary has a rate",
         source="ours: both are written by the same program, from the same epochs",
         formula="epochs of per_epoch_stats.json == entries of train_throughput_samples_per_second",
         passes="5 rates, and epochs 1 to 5",
@@ -461,7 +461,7 @@ RULES: Final = (
     ),
     Rule(
         id="rates.files",
-        title="Rate and time of each epoch come to the samples of the data set",
+        title="Rate times duration of each epoch equals the samples of the data set",
         source="ours; runs of several clients, which share the samples, are left out",
         formula=(
             "samples/s x seconds of the epoch's blocks == files x samples a file, +- 5 % and 0.5 s (else a "
@@ -474,7 +474,7 @@ RULES: Final = (
     ),
     Rule(
         id="times.recorded",
-        title="Durations are those between start and end, and all that is recorded lies within the run",
+        title="Durations agree with starts and ends, and all recorded times lie within the run",
         benchmarks=BOTH,
         source="ours: start, end and duration are written by one clock",
         formula=(

@@ -485,7 +485,7 @@ RULES: Final = (
     ),
     limit(
         id="kvcache.autoscaling",
-        title="In CLOSED nothing scales the users",
+        title="In CLOSED the number of users is not scaled automatically",
         **_CLOSED_CACHE,
         source="6.3.2.2, by the commands: the metadata have the tool's default, which its options do not use",
         formula="no command has --enable-autoscaling",
@@ -525,7 +525,7 @@ RULES: Final = (
     ),
     nothing(
         id="kvcache.isolation",
-        title="Every trial writes to a folder of its own, and every rank to its own cache",
+        title="Every trial writes to its own folder, and every rank to its own cache",
         **_CACHE,
         source="6.3.3.3",
         formula="--rank-output-base differs in all commands; --rank-cache-base is set and is none of them",
@@ -552,7 +552,7 @@ RULES: Final = (
     ),
     Rule(
         id="kvcache.bandwidth",
-        title="The bandwidths of an option are the sums of its ranks",
+        title="The bandwidths of an option are sums over its ranks",
         **_CACHE,
         source="6.3.4.1",
         formula="mean over trials of the sum over ranks of tier_storage_*_bandwidth_gbps == stated",
@@ -562,7 +562,7 @@ RULES: Final = (
     ),
     Rule(
         id="kvcache.tokens",
-        title="The tokens per second of an option are the sums of its ranks",
+        title="The tokens per second of an option are sums over its ranks",
         **_CACHE,
         source="6.3.4.2",
         formula="mean over trials of the sum over ranks of both rates of tokens == stated",
@@ -628,7 +628,7 @@ RULES: Final = (
     ),
     Rule(
         id="kvcache.gateway",
-        title="A key-value cache in objects is reached through files",
+        title="A key-value cache on object storage is accessed through files",
         **_CACHE,
         source="6.5.1, 6.5.2",
         formula=(
@@ -655,7 +655,7 @@ RULES: Final = (
     ),
     limit(
         id="vectors.runs",
-        title="An index has exactly as many runs as the edition asks for",
+        title="An index has exactly the number of runs that the edition requires",
         editions=NEWEST,
         benchmarks=(Benchmark.VECTOR_SEARCH,),
         each="result",
@@ -704,7 +704,7 @@ RULES: Final = (
     ),
     check(
         id="vectors.dimension",
-        title="The vectors that are searched have the dimension of those that were loaded",
+        title="The searched vectors have the dimension of the loaded ones",
         **_VECTORS,
         source="5.1.2",
         formula="dimension of the loading == dimension of the run == args.vector_dim",
@@ -744,7 +744,7 @@ RULES: Final = (
     ),
     check(
         id="vectors.index",
-        title="The index that is searched is the one that was built, and the folder's",
+        title="The searched index is the one that was built, and the one that names the folder",
         **_VECTORS,
         source="5.2.2",
         formula="index_type of the loading == index_type of the run == the folder's name, in any case",
@@ -828,7 +828,7 @@ RULES: Final = (
     ),
     Rule(
         id="vectors.backend",
-        title="All runs of an index used one storage",
+        title="All runs of an index used the same storage",
         **_VECTORS,
         source="5.5.1",
         formula="data_access_protocol and storage_type of the run == the first run's",
@@ -867,7 +867,7 @@ RULES: Final = (
     ),
     nothing(
         id="vectors.parameters",
-        title="In CLOSED only keys are set that the division leaves free",
+        title="In CLOSED only keys that the division leaves free are set",
         **_CLOSED_VECTORS,
         source="5.6.4",
         formula="every key of override_parameters and args.params is in the edition's list",
@@ -882,7 +882,7 @@ RULES: Final = (
     ),
     check(
         id="vectors.open",
-        title="In OPEN engine and index are known ones",
+        title="In OPEN the index is one that the edition lists",
         **_VECTORS,
         source="5.6.5, a recommendation",
         formula="the index is in one of the edition's lists (else a warning)",
@@ -902,7 +902,7 @@ RULES: Final = (
     ),
     Rule(
         id="vectors.means",
-        title="The rate of a run is the sum of its ranks",
+        title="The rate of a run is the sum over its ranks",
         **_VECTORS,
         source="ours: a stated rate is never trusted",
         formula="sum of the ranks' queries / (last end - first start) == throughput_qps, to the clock's 1e-7",

@@ -528,7 +528,7 @@ RULES: Final = (
     ),
     limit(
         id="runs.number",
-        title="A result has exactly as many runs as the edition asks for",
+        title="A result has exactly the number of runs that the edition requires",
         each="result",
         source="v1.0 rules, a result is the mean of five runs; 2.1.17: one warm-up and five",
         formula="number of runs == num_runs; in v2.0 five runs without the warm-up are a warning",
@@ -587,7 +587,7 @@ RULES: Final = (
     ),
     check(
         id="runs.same",
-        title="Workload, accelerators, files and samples a file are the same in all runs",
+        title="Workload, accelerators, files and samples per file are the same in all runs",
         benchmarks=BOTH,
         each="result",
         source="v1.0 rules, a result is the mean of runs of one configuration; 1.3 of later editions",
@@ -634,7 +634,7 @@ RULES: Final = (
     ),
     check(
         id="hosts.single",
-        title="A run on one host was started on one",
+        title="A run on one host was started on only one host",
         editions=LATER,
         source="3.3.4",
         formula="num_hosts > 1, or at most one host in the metadata's args.hosts",
@@ -664,7 +664,7 @@ RULES: Final = (
     ),
     Rule(
         id="hosts.alike",
-        title="Hosts are alike in memory and cores",
+        title="Hosts have similar memory and cores",
         editions=LATER,
         source="3.3.7, a recommendation",
         formula=(
@@ -677,7 +677,7 @@ RULES: Final = (
     ),
     Rule(
         id="hosts.memory",
-        title="The hosts' memory is what they themselves report",
+        title="The hosts' memory is what the hosts themselves report",
         benchmarks=BOTH,
         source="ours: the same program reads both from the same hosts",
         formula=(
@@ -776,7 +776,7 @@ RULES: Final = (
     ),
     nothing(
         id="report.identity",
-        title="The report is of these runs",
+        title="The report belongs to these runs",
         editions=FIRST,
         each="result",
         source="v1.0 rules, a result is what its report says of its runs",
@@ -794,7 +794,7 @@ RULES: Final = (
     ),
     Rule(
         id="files.keys",
-        title="No file gives a key twice",
+        title="No file contains a key twice",
         benchmarks=BOTH,
         each="result",
         source="ours: of two values programs read the last, and people the first",

@@ -552,7 +552,7 @@ RULES: Final = (
     ),
     nothing(
         id="structure.phases",
-        title="A training has the folders of its phases, and no others",
+        title="A training result has the folders of its phases, and no others",
         editions=LATER,
         each="result",
         source="2.1.12; in v2.0 datasize/ may be there or not, since text and tool disagree",
@@ -592,7 +592,7 @@ RULES: Final = (
     ),
     Rule(
         id="structure.system",
-        title="A system's description is there and can be read",
+        title="A system's description exists and can be read",
         editions=FIRST,
         each="result",
         source="v1.0 rules, system description (which has no fixed schema in this edition)",
@@ -648,7 +648,7 @@ RULES: Final = (
     ),
     Rule(
         id="code.pointer",
-        title="Each result directory points to a code image that is there",
+        title="Each result directory points to an existing code image",
         **_NEWEST_TREES,
         source="2.1.6, CHECK-01",
         formula=".mlps-code-image names a digest whose image is in the pool",
@@ -658,7 +658,7 @@ RULES: Final = (
     ),
     Rule(
         id="code.image",
-        title="A code image is what its digest says",
+        title="A code image matches its digest",
         **_NEWEST_TREES,
         source="2.1.6, CHECK-02",
         formula=(
@@ -699,7 +699,7 @@ RULES: Final = (
     ),
     limit(
         id="provenance.edition",
-        title="A run was made by the rules it is judged by",
+        title="A run was made under the rules by which it is judged",
         **_NEWEST_RUNS,
         source="EDN-01",
         formula="provenance.json's rules_edition == the edition; not applicable without provenance",
@@ -714,7 +714,7 @@ RULES: Final = (
     ),
     Rule(
         id="provenance.manifest",
-        title="submission.yaml lists exactly the result directories that are there",
+        title="submission.yaml lists exactly the existing result directories",
         **_NEWEST_TREES,
         source="PROV-02",
         formula=(
@@ -780,7 +780,7 @@ RULES: Final = (
     ),
     Rule(
         id=REHEARSAL_RULE,
-        title="The result is no rehearsal",
+        title="The result is not a rehearsal",
         editions=LATER,
         benchmarks=BOTH,
         each="result",
