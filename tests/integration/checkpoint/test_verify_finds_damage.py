@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import random
 import shutil
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from penstock.checkpoint.tools.verify import Verification, verify
@@ -208,6 +211,31 @@ def test_archives_of_torch_save_are_checked_record_by_record(tmp_path: Path) -> 
     whole[whole.index(torch.arange(300, dtype=torch.float32).numpy().tobytes()) + 9] ^= 1
     path.write_bytes(whole)
     assert only(verify(path)).item.startswith("model/data/")
+
+
+def test_the_headers_of_many_small_records_are_read_together(tmp_path: Path) -> None:
+    torch.save({str(number): torch.ones(1) for number in range(3000)}, tmp_path / "many.pt")
+    verify(tmp_path / "many.pt")
+    begun = psutil.Process().io_counters().read_count
+    assert verify(tmp_path / "many.pt").is_whole
+    assert psutil.Process().io_counters().read_count - begun < 1000
+
+
+def test_records_that_share_bytes_are_not_checked_once_for_each(tmp_path: Path) -> None:
+    content, file = bytes(1 << 20), io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for number in range(50):
+            archive.writestr(f"archive/data/{number:02}", content if number == 0 else b"")
+        for info in archive.infolist()[1:]:
+            # Each entry of the directory describes the first record.
+            first = archive.infolist()[0]
+            info.header_offset, info.CRC, info.file_size = first.header_offset, first.CRC, first.file_size
+            info.compress_size = first.compress_size
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    (tmp_path / "x.pt").write_bytes(file.getvalue())
+    verified = verify(tmp_path / "x.pt")
+    assert "overlaps" in verified.damage[0].what
+    assert verified.checked_bytes < 2 * len(content)
 
 
 def test_safetensors_are_not_called_checked(tmp_path: Path) -> None:

@@ -326,7 +326,9 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
         head = bytes(read(0, min(9, source.size_bytes)))
         # A safetensors header may be so long that the 8 bytes of its length begin like an archive.
         if head[:2] in (b"PK", b"\x80\x02") and len(head) >= 4 and head[8:] != b"{":
-            archive = torch_save.read_archive(read, source.size_bytes, name, uri)
+            archive = torch_save.read_archive(
+                torch_save.in_pages(read, source.size_bytes), source.size_bytes, name, uri
+            )
             return CheckpointSource(
                 uri=uri,
                 format=Format.TORCH_SAVE,

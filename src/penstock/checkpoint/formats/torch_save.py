@@ -43,6 +43,9 @@ ReadRange = Callable[[int, int], bytes | bytearray]
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 """The signature of a local header, and the lengths of the name and the extra field that follow it."""
+_LARGEST_DIRECTORY: Final = 32 << 20
+"""Enough for 350,000 tensors. A directory of that size takes seconds to read."""
+_PAGE_BYTES: Final = 1 << 16
 _SHORTEST_ARCHIVE: Final = 98
 """The size of an empty archive with a ZIP64 end, which torch always writes."""
 
@@ -84,9 +87,26 @@ class _Ranges:
         """At most `size` bytes, fewer at the end; with a damaged directory, `size` may be any number."""
         remaining = max(self._size_bytes - self._position, 0)
         size = remaining if size < 0 else min(size, remaining)
+        if size > _LARGEST_DIRECTORY:
+            raise ValueError(f"its directory has {size:,} bytes, more than {_LARGEST_DIRECTORY:,}")
         content = bytes(self._read(self._position, size))
         self._position += size
         return content
+
+
+def in_pages(read: ReadRange, size_bytes: int) -> ReadRange:
+    """Keep the page around the last range: the headers between small records then take few reads."""
+    begin, page = 0, b""
+
+    def read_range(offset: int, size: int) -> bytes:
+        nonlocal begin, page
+        end = offset + size
+        if not begin <= offset <= end <= begin + len(page):
+            begin = offset - offset % _PAGE_BYTES
+            page = bytes(read(begin, max(end, min(begin + _PAGE_BYTES, size_bytes)) - begin))
+        return page[offset - begin : end - begin]
+
+    return read_range
 
 
 def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str, ZipRecord]:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from queue import SimpleQueue
 from typing import Final, TypeVar
@@ -40,7 +41,13 @@ from penstock.checkpoint.formats.description import (
     read_manifest,
     start_checksum,
 )
-from penstock.checkpoint.formats.torch_save import ReadRange, ZipRecord, data_offset, read_directory
+from penstock.checkpoint.formats.torch_save import (
+    ReadRange,
+    ZipRecord,
+    data_offset,
+    in_pages,
+    read_directory,
+)
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError, name_some, proves_damage
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -197,8 +204,6 @@ def _check_segments(
 _MOST_NAMES: Final = 5
 """The number of items that are named among those that cannot be checked."""
 
-_END_BYTES: Final = 1 << 17
-"""More than the length of an archive's directory and the longest comment after it."""
 _DESCRIPTION_IS_DAMAGED: Final = "The data files were not checked: the file that describes them is damaged."
 
 
@@ -479,10 +484,13 @@ def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[S
 
 def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, ZipRecord]]:
     """The records of an archive in the order of their bytes, each with the offset where these begin."""
-    records = read_directory(read, size_bytes, where).values()
-    return sorted(
-        ((data_offset(read, record, where), record) for record in records), key=lambda found: found[0]
-    )
+    records = sorted(read_directory(read, size_bytes, where).values(), key=attrgetter("header_offset"))
+    found = [(data_offset(read, record, where), record) for record in records]
+    for (begin, record), (_, after) in pairwise(found):
+        # Bytes that belong to a thousand records would be checked a thousand times.
+        if begin + record.size_bytes > after.header_offset:
+            raise DataDamaged(f"{record.name} overlaps {after.name}", where=where)
+    return found
 
 
 def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -> str | None:
@@ -513,9 +521,8 @@ def _check_packed(item: _Item, bare: list[int], content: Iterator[memoryview]) -
 
 
 def _reader(source: Source, item: _Item) -> ReadRange:
-    """Return a reader of ranges of an item, whose first and last pages, needed most, are read only once."""
+    """Return a reader of ranges of an item, which reads small ones by pages."""
     _, item_begin, item_bytes, name, *_ = item
-    ends: dict[int, bytearray] = {}
 
     def fetch(offset: int, size: int) -> bytearray:
         if offset < 0 or item_begin + offset + size > source.size_bytes or offset + size > item_bytes:
@@ -524,15 +531,7 @@ def _reader(source: Source, item: _Item) -> ReadRange:
         source.read_into(item_begin + offset, memoryview(content))
         return content
 
-    def read(offset: int, size: int) -> bytearray:
-        for begin in (0, max(item_bytes - _END_BYTES, 0)):
-            if begin <= offset and offset + size <= min(begin + _END_BYTES, item_bytes):
-                if begin not in ends:
-                    ends[begin] = fetch(begin, min(_END_BYTES, item_bytes - begin))
-                return ends[begin][offset - begin : offset - begin + size]
-        return fetch(offset, size)
-
-    return read
+    return in_pages(fetch, item_bytes)
 
 
 class _Counted(Progress):

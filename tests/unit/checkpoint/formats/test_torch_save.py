@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import struct
 import zipfile
 from collections import OrderedDict
 from typing import Any
@@ -118,6 +119,13 @@ def test_no_code_runs_and_unknown_classes_are_named(tmp_path: Any) -> None:
 def test_incomplete_archives_are_damage(content: bytes) -> None:
     with pytest.raises(DataDamaged, match="here"):
         opened(content)
+
+
+def test_an_archive_of_very_many_records_is_refused_before_they_are_parsed() -> None:
+    directory_bytes = (32 << 20) + 1
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 9, 9, directory_bytes, 4, 0)
+    with pytest.raises(DataDamaged, match="its directory has 33,554,433 bytes, more than 33,554,432"):
+        opened(b"PK\3\4" + bytes(directory_bytes) + end)
 
 
 def test_files_before_the_zip_format_are_reported_as_old() -> None:
