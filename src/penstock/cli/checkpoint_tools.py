@@ -74,7 +74,7 @@ def show(
     """Show the tensors of a checkpoint: names, shapes, types, sizes, and the files that hold them.
 
     Reads torch's distributed checkpoints (written by Penstock or torch), torch.save files and safetensors. No
-    tensor is loaded and no code of the checkpoint is run: pickled objects appear by the name of their class.
+    tensor is loaded and no code of the checkpoint is run: pickled objects are shown by class name only.
 
     Examples:
 

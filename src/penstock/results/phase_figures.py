@@ -54,7 +54,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtilizationWindow:
-    """The steps that count: DLIO's number of steps, how many are excluded at each end, samples per step."""
+    """The steps that count: DLIO's number of steps, how many each end excludes, and samples per step."""
 
     num_steps: int
     exclude_start_steps: int

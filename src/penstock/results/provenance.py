@@ -141,7 +141,7 @@ def redact_variables(variables: Environment) -> dict[str, str]:
 
 
 def replace_surrogates(word: str) -> str:
-    """Replace bytes of a system string that are not UTF-8 by U+FFFD, because JSON cannot hold them."""
+    """Replace bytes that are not UTF-8 in a string from the system by U+FFFD: JSON cannot hold them."""
     return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 

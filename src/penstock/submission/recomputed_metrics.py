@@ -196,7 +196,7 @@ def recompute(result: SubmittedResult) -> dict[str, float]:
 
 
 def recompute_option(ranks: tuple[RankResult, ...], option: int) -> dict[str, float]:
-    """Recompute an option's figures: sums over ranks averaged over trials, but for latencies the largest."""
+    """Recompute an option's figures: sums over ranks averaged over trials, and the largest latency."""
     of_option = [(trial, summary) for number, trial, _, summary in ranks if number == option]
     if not of_option:
         raise MissingFact(f"there is no file of a rank of option {option}", where="option_*/trial_*/rank_*")

@@ -95,7 +95,7 @@ class ReleaseLedger:
     def issue(self, buffer: bytearray) -> Release:
         """Issue the callback for `buffer`.
 
-        It acts as an owner that refills the buffer at once, as a pipeline does.
+        The callback acts as an owner that refills the buffer at once, as a pipeline does.
         """
         number = self.num_issued
         self.num_issued += 1
