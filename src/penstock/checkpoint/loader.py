@@ -566,7 +566,7 @@ def _move(
         if context.links is not None:
             settings = settings_for_sharing(context.links, settings)
         if paths is not None:
-            # Object storage is asked for few, large ranges, whatever the size of the load.
+            # Object storage gets few, large requests, whatever the size of the load.
             settings = settings.fit(sum(span.end - span.begin for span in own_spans))
         blocks = plan_blocks(
             own_spans,

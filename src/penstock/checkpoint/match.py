@@ -493,7 +493,7 @@ class _OptimizerState(_Part):
             for text in _converted(state.get(number), self.part.state.get(parameter))
         ]
         if converted:
-            logger.warning("%r has converted what it was given: %s", self.key, name_some(converted))
+            logger.warning("%r has converted tensors that it loaded: %s", self.key, name_some(converted))
         return self.part
 
 
@@ -575,7 +575,7 @@ def _begin_optimizer(
             without.append(entry)
     # LBFGS keeps all of its state with its first parameter.
     if entries and without and not isinstance(part, torch.optim.LBFGS):
-        logger.warning("The checkpoint has no state of the parameters %s of %r", name_some(without), key)
+        logger.warning("The checkpoint has no state for the parameters %s of %r", name_some(without), key)
     # Groups may have additional options, which schedulers and newer versions of torch add.
     all_options = [
         {name: None for name, is_chosen in options.get(place, {}).items() if is_chosen}
@@ -839,8 +839,8 @@ class LoadedParts:
             raise UsageError(
                 f"{name_some(found, 3)} had different values on each of the {num_saved} ranks that saved"
                 f" them, and this job has {num_ranks}",
-                fix=f"Load with as many ranks, or leave them out: exclude='{key}.*'. What torch's"
-                " get_model_state_dict and get_optimizer_state_dict return can be loaded by any number.",
+                fix=f"Load with as many ranks, or leave them out: exclude='{key}.*'. Any number of ranks can"
+                " load what torch's get_model_state_dict and get_optimizer_state_dict return.",
             )
 
     def _is_of_parameter(self, stored_name: str) -> bool:

@@ -205,7 +205,7 @@ def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
         if sizes != facts.shape:
             ranges = (f"{begin}:{begin + extent}" for begin, extent in zip(offsets, sizes, strict=True))
             name = f"{name}[{', '.join(ranges)}]"
-        # Devices compute a different kind of sum, which never equals that of a processor.
+        # Devices compute a different kind of sum, which never equals a processor's.
         found[name if memory.is_cpu else f"{name} on devices"] = memory
     return found
 

@@ -176,7 +176,7 @@ def no_thread(error: RuntimeError) -> Unavailable:
     """The error if no thread can be started for work that must not block the caller."""
     return Unavailable(
         f"No more threads can be started: {error}",
-        fix="Raise the job's limit of threads (ulimit -u, the container's pids), or of memory (ulimit -v).",
+        fix="Raise the job's limit on threads (ulimit -u, the container's pids) or on memory (ulimit -v).",
     )
 
 

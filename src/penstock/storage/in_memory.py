@@ -167,7 +167,7 @@ class MemorySource:
         end = offset + buffer.nbytes
         if end > self.size_bytes:
             raise ShortTransfer(
-                f"{buffer.nbytes} bytes at offset {offset} reach past the end, {self.size_bytes}",
+                f"{buffer.nbytes} bytes at offset {offset} reach past the end at {self.size_bytes}",
                 uri=self._uri,
                 expected_bytes=buffer.nbytes,
                 actual_bytes=max(0, self.size_bytes - offset),

@@ -172,7 +172,7 @@ def _parse_value(name: str, text: str, hint: Any) -> object:
         hint = next(option for option in get_args(hint) if option is not types.NoneType)
     choices = get_args(hint)
     if get_origin(hint) is Literal and text not in choices:
-        raise UsageError(f"{text!r} is not a choice", fix=f"Choose one of {', '.join(choices)}.")
+        raise UsageError(f"{text!r} is not a valid choice", fix=f"Choose one of {', '.join(choices)}.")
     if get_origin(hint) is tuple:
         return tuple(part for part in text.split(",") if part)
     if hint is bool:
@@ -282,5 +282,5 @@ def find_opener(location: Location) -> Opener:
     raise UsageError(
         f"Unsupported storage scheme {scheme!r}",
         fix=f"{did_you_mean(scheme, known, form='{}://')}Known: {', '.join(known)}, or a plain path. "
-        f"Packages add schemes by entry points in the group {ENTRY_POINTS}.",
+        f"Packages can add schemes through entry points in the group {ENTRY_POINTS}.",
     )

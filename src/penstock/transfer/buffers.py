@@ -144,7 +144,7 @@ def pin_memory(memory: WarmMemory, registrar: Any = None) -> bool:
     if error:
         logger.warning(
             "CUDA error %d: %d bytes of staging memory are not pinned, so copies to and from devices take"
-            " longer. Check `ulimit -l`, or stage through less memory: staging_bytes.",
+            " longer. Check `ulimit -l`, or lower staging_bytes.",
             error,
             memory.size_bytes,
         )

@@ -435,7 +435,7 @@ def test_stateful_parts_load_after_everything_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (lambda: torch.nn.LazyLinear(2).weight, "'w' is of a lazy module and has no shape yet"),
+        (lambda: torch.nn.LazyLinear(2).weight, "'w' belongs to a lazy module and has no shape yet"),
         (
             lambda: TwoTensor(torch.ones(2), torch.ones(2)),  # type: ignore[no-untyped-call]
             "'w' is a TwoTensor, whose elements",

@@ -289,7 +289,7 @@ def test_what_an_optimizer_converts_as_it_loads_is_told(caplog: pytest.LogCaptur
     fresh.register_load_state_dict_pre_hook(convert)
     load({"optim": fresh}, {"optim": optimizer.state_dict()})
     assert fresh.state[other.weight]["inner"]["n"].dtype == torch.int64
-    assert "'optim' has converted what it was given: state.0.inner.n from torch.int32 to" in caplog.text
+    assert "'optim' has converted tensors that it loaded: state.0.inner.n from torch.int32 to" in caplog.text
 
 
 def test_floats_get_the_type_of_their_parameter_where_a_load_converts() -> None:
@@ -343,7 +343,7 @@ def test_parameter_without_saved_state_is_named(caplog: pytest.LogCaptureFixture
     _, other = fresh()
     load({"optim": other}, {"optim": saved})
     assert sorted(other.state_dict()["state"]) == [0, 1, 3]
-    assert "has no state of the parameters 2 of 'optim'" in caplog.text
+    assert "has no state for the parameters 2 of 'optim'" in caplog.text
 
 
 def test_groups_of_other_parameters_are_refused() -> None:

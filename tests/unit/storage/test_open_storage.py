@@ -39,7 +39,7 @@ def test_options_override_those_of_the_uri() -> None:
         ("direct:///x?alignment_bytes=256", "not a power of two"),
         ("direct:///x?bounce_bytes=5000", "not a multiple of alignment_bytes"),
         ("direct:///x?bounce_bytes=0", "not a multiple of alignment_bytes"),
-        ("file:///x?publish=never", "not a choice"),
+        ("file:///x?publish=never", "not a valid choice"),
         ("file:///x?alignment_bytes=4096", "Unknown option"),
     ],
 )
@@ -66,7 +66,9 @@ def test_another_packages_scheme_is_found_by_its_entry_point(monkeypatch: pytest
     other = EntryPoint("other", "nowhere:opener", uri.ENTRY_POINTS)
     monkeypatch.setattr(uri, "entry_points", EntryPoints([other, theirs]).select)
     assert isinstance(open_storage("theirs://place", {}), MemoryStorage)
-    with pytest.raises(UsageError, match=r"theirs, or a plain path\. Packages add schemes by entry points"):
+    with pytest.raises(
+        UsageError, match=r"theirs, or a plain path\. Packages can add schemes through entry points"
+    ):
         open_storage("zzzzzz://x", {})
 
 

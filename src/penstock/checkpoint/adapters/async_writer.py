@@ -306,7 +306,7 @@ class AsyncWriter(FileSystemWriter):
         require_known_transforms(transforms)
         if separation_hint is not None and writers < 2:
             raise UsageError(
-                f"separation_hint={separation_hint!r} needs files of its own, beyond writers={writers}",
+                f"separation_hint={separation_hint!r} needs more files than writers={writers} allows",
                 fix="Use at least 2 writers.",
             )
         super().__init__(folder, thread_count=writers)
@@ -403,7 +403,7 @@ class AsyncWriter(FileSystemWriter):
         self._copy = self._report = None
         if outcome is None:
             raise StorageError(
-                "The process that writes ended early, without a report",
+                "The writing process ended early, without a report",
                 uri=self._folder,
                 fix="It was killed: look for the kernel's out-of-memory killer in dmesg.",
             )

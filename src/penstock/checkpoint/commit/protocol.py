@@ -504,7 +504,7 @@ class FolderCatalog:
                 found = ((_OLD.fullmatch(folder), folder) for folder in folders.keys() - others)
                 return list({old["name"] if old else folder for old, folder in found})
         raise StorageError(
-            "Checkpoints were removed whenever they were listed",
+            "Checkpoints were removed each time while they were listed",
             uri=self._storage.uri,
             fix="Try again.",
         )
@@ -658,7 +658,7 @@ class RecordDraftStore(DraftStore):
 
     def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
         super().__init__(storage, **choices)
-        # The answer to the write has everything that is needed of the record, so no further request is made.
+        # The answer to the write has everything that is needed from the record: no further request is made.
         quick = defer_sync(storage, "names")
         self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
         self._catalog = RecordCatalog(storage)

@@ -307,7 +307,7 @@ class _Unpickler(pickle.Unpickler):
                 raise DataDamaged(
                     f"It names {module}.{name}, which no checkpoint's metadata needs",
                     where=self._where,
-                    fix="Nothing of it was run. Do not open it with torch, which would run it.",
+                    fix="None of it was run. Do not open it with torch, which would run it.",
                 )
             self._stand_ins[module, name] = type(name, (Opaque,), {"kind": f"{module}.{name}"})
         return self._stand_ins[module, name]

@@ -231,7 +231,7 @@ def require_folders(storage: Storage) -> FolderTree:
     tree = find_folder_tree(storage)
     if tree is None:
         raise UsageError(
-            "A cache must be a local folder of each node",
+            "A cache must be a local folder on each node",
             where=storage.uri,
             fix="Use a path such as /local/ssd/run.",
         )

@@ -133,7 +133,7 @@ class SaveScheduler:
 
     def __init__(self, policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> None:
         if not hasattr(policy, "is_due"):
-            raise UsageError(f"Invalid save_policy={policy!r}", fix="Give a policy, as pc.EverySteps(100).")
+            raise UsageError(f"Invalid save_policy={policy!r}", fix="Use one such as pc.EverySteps(100).")
         self._policy = policy
         self._clock = clock
         self._since_s = clock()
@@ -267,7 +267,7 @@ class GracefulStop:
             raise UsageError(
                 f"Only the main thread can handle {settings.signals[0]}",
                 where="StopConditions",
-                fix="Make the Manager in the main thread, or without signals.",
+                fix="Create the Manager in the main thread, or without signals.",
             )
         for name in settings.signals:
             number = signal.Signals[name]

@@ -284,7 +284,7 @@ class RestoreSearch:
                 if pause_s is None:
                     older = [each for each in committed if each < step][-1:]
                     raise StorageError(
-                        f"Step {step} could not be read, and may be whole: {reasons}",
+                        f"Step {step} could not be read, but may be intact: {reasons}",
                         uri=self._store.uri,
                         fix="Repair the storage, and start again"
                         + "".join(

@@ -403,8 +403,8 @@ def _plain(name: str, value: Any) -> torch.Tensor:
         )
     if is_lazy(value):
         raise UsageError(
-            f"{name!r} is of a lazy module and has no shape yet",
-            fix="Let the module see one batch first.",
+            f"{name!r} belongs to a lazy module and has no shape yet",
+            fix="Run one batch through the module first.",
         )
     if _is_a(value, _ASYNC_TENSOR):
         value = value.wait()
@@ -443,7 +443,7 @@ def _pack_leaf(leaf: Leaf) -> bytes:
     ) as error:
         raise UnpicklableValue(
             f"{leaf.name!r} cannot be saved: its {type(leaf.value).__name__} cannot be pickled ({error})",
-            fix="Keep it out of the state, or put there what it is made of.",
+            fix="Keep it out of the state, or save what it is made of instead.",
         ) from error
 
 
@@ -488,7 +488,7 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
     unknown = [name for name, kind in local_state.key_types.items() if kind == "unknown"]
     if rank == 0 and set(unknown) - warned:
         logger.warning(
-            "Keys of %s are saved as text: a part that has none yet when it is loaded gets text",
+            "Keys of %s are saved as text: a part that has no keys yet when it is loaded gets text keys",
             name_some([repr(name) for name in unknown]),
         )
     known = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, *_loaded(*_DTENSOR), *_loaded(*_ASYNC_TENSOR))

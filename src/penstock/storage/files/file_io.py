@@ -74,7 +74,7 @@ def move_whole(
         if moved < step_bytes and done < needed_bytes:
             file.counters.add(errors=1)
             raise ShortTransfer(
-                f"Only {reached} of {needed_bytes} bytes moved",
+                f"Only {reached} of {needed_bytes} bytes were transferred",
                 uri=file.uri,
                 expected_bytes=needed_bytes,
                 actual_bytes=reached,
@@ -302,7 +302,7 @@ class FileSource:
         wanted = flat(buffer)
         if offset + len(wanted) > self.size_bytes:
             raise ShortTransfer(
-                f"{len(wanted)} bytes at offset {offset} reach past the end, {self.size_bytes}",
+                f"{len(wanted)} bytes at offset {offset} reach past the end at {self.size_bytes}",
                 uri=self._file.uri,
                 expected_bytes=len(wanted),
                 actual_bytes=max(0, self.size_bytes - offset),

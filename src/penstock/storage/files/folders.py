@@ -119,7 +119,7 @@ class VerifiedFolders:
             raise ObjectNotFound(
                 "The root is not a folder",
                 uri=self.uri_of(self.root),
-                fix="Open its parent folder, and use the file's name as key.",
+                fix="Open its parent folder, and use the file's name as the key.",
             )
 
     def require_same_root(self) -> None:

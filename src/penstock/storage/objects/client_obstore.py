@@ -45,7 +45,7 @@ _FOREIGN = re.compile(
 )
 _LIST_CHUNK = 1000
 _MAX_RETRY_S = 280.0
-"""The time for object_store's own retries: it signs a request once, and signatures expire after 5 minutes."""
+"""The most time for object_store's retries: it signs a request once, and signatures expire in 5 minutes."""
 
 
 def connect(settings: ClientSettings) -> ObstoreClient:

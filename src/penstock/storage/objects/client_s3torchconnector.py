@@ -54,7 +54,7 @@ def connect(settings: ClientSettings) -> S3TorchClient:
     # Over plain http nothing is verified, so a bundle that is set for other endpoints does no harm.
     if settings.ca_bundle and settings.uses_tls:
         raise UsageError(
-            "s3torchconnector cannot take the CA bundle that AWS_CA_BUNDLE names",
+            "s3torchconnector cannot use the CA bundle that AWS_CA_BUNDLE names",
             where=settings.endpoint,
             fix="Unset AWS_CA_BUNDLE and add its authorities to the system's trust store, or use "
             "client=obstore.",

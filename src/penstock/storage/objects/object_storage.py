@@ -46,7 +46,7 @@ class ObjectSource:
         available = max(0, min(len(view), self.size_bytes - offset))
         if available < len(view):
             raise ShortTransfer(
-                f"{len(view)} bytes at {offset} reach past the end of an object of {self.size_bytes}",
+                f"{len(view)} bytes at offset {offset} reach past the end at {self.size_bytes}",
                 uri=self._uri,
                 expected_bytes=len(view),
                 actual_bytes=available,

@@ -525,7 +525,7 @@ def test_no_older_step_is_restored_because_a_storage_fails(
         with pytest.raises(StorageError) as caught:
             manager.restore(state_of(0))
         text = str(caught.value)
-        assert text.startswith("Step 2 could not be read, and may be whole: ")
+        assert text.startswith("Step 2 could not be read, but may be intact: ")
         assert os.strerror(number) in text
         assert text.endswith(
             "Repair the storage, and start again; or give up step 2 on purpose: restore(step=1)."

@@ -265,7 +265,7 @@ def test_blocks_cannot_be_set_aside_for_a_file_that_is_not_open() -> None:
 
 def test_a_transfer_of_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     storage = files(tmp_path, ShortTransfers(0))
-    with pytest.raises(ShortTransfer, match="Only 0 of 20000 bytes moved"):
+    with pytest.raises(ShortTransfer, match="Only 0 of 20000 bytes were transferred"):
         write_object(storage, "key", [CONTENT])
 
 
