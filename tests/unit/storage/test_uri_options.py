@@ -88,7 +88,7 @@ def test_a_derived_field_is_not_an_option() -> None:
         ("num_parts", "-1", "not a whole number"),
         ("timeout_s", "soon", "not a duration"),
         ("verify", "maybe", "neither true nor false"),
-        ("mode", "slow", "not a choice"),
+        ("mode", "slow", "not a valid choice"),
     ],
 )
 def test_a_bad_value_names_its_option_and_the_place(name: str, text: str, message: str) -> None:
