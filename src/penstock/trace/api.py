@@ -59,8 +59,9 @@ class EventRelation:
 class TraceRun(ExitStack):
     """Traces that stay open until `close`, or until the end of a `with` block.
 
-    `connection` is DuckDB's, on which `events` has the columns of the event schema. `accounts` have the fate
-    of every line of every file, and `losses()` returns what was lost or guessed, one line each.
+    `connection` is a DuckDB connection on which the table `events` has the columns of the event schema.
+    `accounts` record the fate of every line of every file, and `losses()` returns what was lost or guessed,
+    one line each.
     """
 
     def __init__(self, traces: AbstractContextManager[TraceSet], dimensions: Dimensions) -> None:
@@ -78,7 +79,7 @@ class TraceRun(ExitStack):
         return EventRelation(self.connection.sql(f"SELECT * FROM {name}"), name)
 
     def sql(self, query: str) -> DuckDBPyRelation:
-        """Run an SQL query over a table `events`."""
+        """Run an SQL query over the table `events`."""
         return self.connection.sql(query)
 
 
@@ -97,9 +98,9 @@ def load(
     `where` is an SQL expression over the events' columns, such as `"path LIKE '%checkpoint%' AND op =
     'write'"`; only matching events are kept in memory. `rank_pattern` is a regular expression whose first
     group is the rank in a file's name. `dask` is `local`, or the address of a Dask scheduler, whose workers
-    then read the files. If `files` is no mapping, its run is called `run`. `dimensions` are the tiers,
-    classes and phases of questions; `progress` advances with every file. Raises `UsageError` for a name that
-    matches no file.
+    then read the files. Unless `files` is a mapping, the run is called `run`. `dimensions` define the tiers,
+    file classes and phases; `progress` advances with every file. Raises `UsageError` for a name that matches
+    no file.
     """
     given = files if isinstance(files, Mapping) else {run: files}
     runs = {

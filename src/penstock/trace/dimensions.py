@@ -50,9 +50,9 @@ DEFAULT_PHASES: Final[tuple[PhaseRule, ...]] = (
 Calls that create, await and end a `process` are not I/O, although tracers list them as such. `wait` (for
 data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is not I/O, although I/O
 may be its cause; a `loop` contains all of them. In traces of PyTorch's profiler, kernels of devices and
-operators are computation, and two annotations are known: a DataLoader's wait, and a step. Other annotations
-have no phase, because they may contain anything; copies to and from a device are neither computation nor
-storage.
+operators are computation, and two annotations are recognized: a DataLoader's wait, and a step. Other
+annotations have no phase, because they may contain anything; copies to and from a device are neither
+computation nor storage.
 """
 
 
@@ -70,7 +70,7 @@ class Dimensions:
 
     tiers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     host: str = ""
-    """The host whose mount points the tiers are; they tell nothing about files on other hosts."""
+    """The host whose mount points the tiers are; they say nothing about files on other hosts."""
     file_classes: Mapping[str, str] = field(default_factory=dict)
     phases: Sequence[PhaseRule] = DEFAULT_PHASES
     phase_of: PhaseOf | None = None
@@ -130,7 +130,7 @@ def parse_tier(text: str) -> tuple[str, str]:
 
 
 def parse_mounts(mounts: str) -> dict[str, list[str]]:
-    """Make each mount point of /proc/mounts a tier, without the kernel's virtual file systems."""
+    """Make each mount point of /proc/mounts a tier, except the kernel's virtual file systems."""
     virtual = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue", "debugfs", "tracefs", "securityfs"}
     points = (line.split()[1:3] for line in mounts.splitlines() if line.count(" ") >= 2)
     return {point: [point] for point, kind in points if kind not in virtual}
@@ -146,13 +146,13 @@ def check_pattern(pattern: str) -> str:
 
 
 def sql_literal(text: str) -> str:
-    """Write a text as an SQL string literal."""
+    """Return a string as an SQL string literal."""
     escaped = text.replace("'", "''")
     return f"'{escaped}'"
 
 
 def case_sql(column: str, values: Mapping[str, int]) -> str:
-    """SQL for the number that stands for a column's text; NULL for other texts."""
+    """SQL for the number that `values` has for a column's value; NULL if it has none."""
     cases = "".join(f" WHEN {sql_literal(text)} THEN {number}" for text, number in values.items())
     return f"CASE {column}{cases} END" if cases else "NULL"
 

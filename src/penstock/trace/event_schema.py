@@ -44,7 +44,7 @@ SCHEMA: Final = pa.schema([
     pa.field("file", pa.string(), **_EXACT),  # the trace file that it was read from
 ])  # fmt: skip
 TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "args", "run", "file")
-"""Columns whose texts repeat within a file, so batches store them as dictionaries."""
+"""Columns whose values repeat within a file, so batches store them as dictionaries."""
 BATCH_SCHEMA: Final = pa.schema(
     field.with_type(pa.dictionary(pa.int32(), pa.string())) if field.name in TEXT_COLUMNS else field
     for field in SCHEMA
@@ -53,7 +53,7 @@ _BATCH_ROWS: Final = 1 << 15
 """The rows that readers of text dialects gather into one batch."""
 
 ALL_RANKS: Final = -1
-"""Stands for the process if a tracer has only sums over all ranks, as Darshan has for shared files."""
+"""Stands for the process if a tracer has only sums over all ranks, as Darshan does for shared files."""
 SUM: Final = '{"is_sum":'
 """The beginning of the arguments of an event that stands for many calls, such as those that Darshan did not
 trace.
@@ -64,7 +64,9 @@ _SAMPLES_KEPT: Final = 5
 """The number of damaged lines that a file's account shows; all are counted."""
 
 BYTE_LAYERS: Final = ("POSIX", "OBJECT")
-"""Categories whose reads and writes return bytes: system calls on files, and requests to object stores."""
+"""Categories whose reads and writes return a number of bytes: system calls on files, and requests to object
+stores.
+"""
 BYTE_MOVERS: Final = frozenset((
     "read", "pread", "readv", "preadv", "write", "pwrite", "writev", "pwritev",
     "sendfile", "copy_file_range", "splice", "recv", "send",
@@ -144,7 +146,7 @@ def refuse_lost(accounts: Sequence[FileAccount]) -> None:
     if accounts and all(account.is_without_events for account in accounts):
         raise TraceDamaged(
             f"There is not one event in {accounts[0].file}"
-            + (f" and the other {len(accounts) - 1} files" if len(accounts) > 1 else ""),
+            + (f" or the other {len(accounts) - 1} files" if len(accounts) > 1 else ""),
             fix="Name traces of DFTracer, strace, Darshan, Chrome or PyTorch's profiler.",
         )
 
@@ -158,7 +160,7 @@ class FileAccount:
     events were read and left out of the table. `announced_events` is the number that the file's writer
     counted, in the file's last event or in the file `.count` next to it; it is None without such a count.
     `missing` is how many of the announced events are not in the file. `samples` has the number, reason and
-    beginning of damaged lines. `faults` concern the file as a whole, such as a torn end; `notes` tell what
+    beginning of damaged lines. `faults` concern the file as a whole, such as a torn end; `notes` say what
     readers of answers must know about a whole file. The starts of events lie between `first_us` and
     `last_us`.
     """
@@ -278,7 +280,7 @@ _CANONICAL: Final = {
 
 
 def canonical(name: str) -> str:
-    """The operation of which `name` is a spelling; an unknown name is an operation of its own."""
+    """The operation of which `name` is a spelling, or `name` itself if it is unknown."""
     return _CANONICAL.get(name, name)
 
 

@@ -66,13 +66,14 @@ def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
 
 
 THREADS: Final = "penstock_threads"
-"""Table: run, host, pid, tid, rank, leader; `thread` and `process`, numbered over all runs; `row`, in a run.
+"""Table: run, host, pid, tid, rank, leader; `thread` and `process`, numbered over all runs; `row`, per run.
 
-A process is one rank of a host where ranks are known, else one with its workers, which read for it.
+A process is a rank of a host if ranks are known, else a process together with the workers that read for it.
 """
 CALLS: Final = "penstock_calls"
-"""Table: process, thread, kind, since_us, until_us, size_bytes; and where each event adds to a union:
-`io_from_us` to that of I/O, `compute_from_us` to that of computation, `any_from_us` to that of both."""
+"""Table: process, thread, kind, since_us, until_us, size_bytes; and the time from which each event adds to
+the union of I/O (`io_from_us`), of computation (`compute_from_us`), or of both (`any_from_us`).
+"""
 LOOP_PARTS: Final = "penstock_loop_parts"
 """The table of the steps, waits and checkpoints that a program records: thread, kind, since_us, until_us."""
 
@@ -346,12 +347,12 @@ def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_proces
         parts = [f"the {most_lanes} of {num_lanes:,} {lanes} with the most I/O"]
     if num_events > num_bars:
         gap = format_seconds(gap_us / 1e6)
-        parts.append(f"{num_events:,} events as {num_bars:,} bars: those less than {gap} apart are one")
+        parts.append(f"{num_events:,} events as {num_bars:,} bars: events less than {gap} apart share one")
     return f"{run}: {', '.join(parts)}"
 
 
 def file_offsets(axis: TimeAxis) -> Answer:
-    """Where each run reads and writes in the busiest files over time, on a grid as fine as a drawing.
+    """The offsets of reads and writes in each run's busiest files over time, as finely as a drawing shows.
 
     The busiest files of a run are those with the most bytes among calls whose offset is known.
     """

@@ -215,7 +215,7 @@ def read_trace_file(
 ) -> TraceReading:
     """Begin to read a file; `advance` is called with the number of bytes that were read from disk.
 
-    After the last batch, the account is complete, and states what is wrong with the file. Only a file that
+    After the last batch, the account is complete, and says what is wrong with the file. Only a file that
     cannot be read at all raises an error. Fewer lines than `query_lines` are parsed by Python, which changes
     only the speed.
     """
@@ -472,8 +472,8 @@ class TraceSet:
                 names = name_some([Path(name) for name in of_pid])
                 more = f", and {len(shared) - 1:,} more processes do" if len(shared) > 1 else ""
                 yield (
-                    f"Process {pid} occurs in {names}, which name no host{more}: if these are processes of"
-                    " several machines, each number counts as one process"
+                    f"Process {pid} occurs in {names}, which name no host{more}: if they are from"
+                    " several machines, processes with the same number count as one"
                 )
 
 
@@ -668,7 +668,7 @@ def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
             sentences.append(
                 f"Times of {_name_files(wrong)} look like {unit} that were read as microseconds (the first is"
                 f" of {_format_date(wrong[0][0])}): durations are wrong, too. A line of metadata time_metric"
-                " tells DFTracer's unit"
+                " gives DFTracer's unit"
             )
     groups: list[list[tuple[int, FileAccount]]] = []
     last_us = 0

@@ -35,7 +35,7 @@ def test_folder_has_json_and_text_that_begin_as_traces(
     with caplog.at_level(logging.WARNING):
         found = find_trace_files([str(tmp_path)])
     assert [path.name for path in found] == ["a.pfw", "kineto.pt.trace.json", "lines.json.gz", "listing.txt"]
-    assert "left out, because they are no traces: config.json, notes.txt" in caplog.text
+    assert "left out, because they are not traces: config.json, notes.txt" in caplog.text
 
 
 def test_our_own_export_does_not_count_beside_its_traces(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_recorders_own_converter_writes_is_found_and_read(tmp_path: Path) -
     ("content", "seems"),
     [
         (json.dumps(EVENT).encode("utf-16"), "text in UTF-16"),
-        (b"noise\n" * 10, "text of no dialect that is known"),
+        (b"noise\n" * 10, "text in no known dialect"),
         (gzip.compress(b"PK\x03\x04\1\2\n", mtime=0), "a zip archive"),
         (b"\x07\x99\xfe\n" * 10, "binary data"),
         (b"12:34:56 fsync(3) = 0 <0.000001>\n", "a listing of strace without the day"),

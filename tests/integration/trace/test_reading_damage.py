@@ -362,7 +362,7 @@ def test_a_hash_that_is_bound_anew_means_the_new_file_from_there_on(tmp_path: Pa
     rows, account = read(file)
     assert [row["path"] for row in rows] == ["/old", "/new"]
     assert account.faults == [
-        "1 hashes stand for two names: 2 events with them have the one that was explained last before them"
+        "1 hashes stand for two names: 2 events with them have the one explained last before them"
     ]
 
 

@@ -254,7 +254,7 @@ def test_calls_that_were_counted_and_not_traced_are_a_sum() -> None:
         assert (rest["name"], rest["size_bytes"], rest["dur_us"]) == ("read", 4096 - 100, 200_000)
         assert json.loads(rest["args"])["calls"] == 9
         assert account.dropped_reasons == {"impossible numbers": 1}
-        assert "1 of 10 POSIX reads and writes are in its DXT data, the others in sums" in account.notes
+        assert "1 of 10 POSIX reads and writes are in its DXT data, the others only in sums" in account.notes
         assert account.faults == []
 
 

@@ -224,8 +224,10 @@ def test_facts_behind_the_events_of_a_profile_are_told(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [event], **late}))
     ((row,), account) = read(path)
     assert (row["ts_us"], row["rank"]) == (4524, None)
-    assert "baseTimeNanoseconds stands behind the events" in account.faults[0]
-    assert account.notes == ["its rank 3 stands behind the events, which have none: put rank3 into its name"]
+    assert "baseTimeNanoseconds comes after the events" in account.faults[0]
+    assert account.notes == [
+        "its rank 3 comes after the events, which have none: put rank3 into the file's name"
+    ]
     renamed = path.rename(tmp_path / "p-rank3.json")
     ((row,), account) = read(renamed)
     assert row["rank"] == 3
@@ -251,7 +253,7 @@ def test_durations_that_whole_microseconds_lose_are_noted(tmp_path: Path) -> Non
     rows, account = read(path)
     assert sum(row["dur_us"] for row in rows) == 0
     assert account.notes == [
-        "its durations add up to 500.000 us, in whole microseconds, which all times are cut to, to 0 us"
+        "its durations add up to 500.000 us, but after all times are cut to whole microseconds, to 0 us"
     ]
 
 

@@ -262,7 +262,7 @@ def test_too_many_events_become_fewer_bars_and_the_note_says_so(monkeypatch: pyt
     drawn = sum(event["kind"] != "app" for event in events)
     assert sum(row["num_events"] for row in records(answer)) == drawn
     assert "events as" in answer.notes[0]
-    assert "apart are one" in answer.notes[0]
+    assert "apart share one" in answer.notes[0]
 
 
 def test_each_lane_keeps_a_bar_of_each_kind_however_few_are_wanted(

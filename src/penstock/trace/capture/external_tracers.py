@@ -5,7 +5,7 @@
 
 
 Invariants: the program runs with its own arguments, whether or not it can be traced; of its processes'
-environments, only their ranks are kept.
+environments, only the ranks are kept.
 """
 
 import logging
@@ -36,14 +36,14 @@ from penstock.trace.reading.trace_files import find_lines
 logger = logging.getLogger(__name__)
 
 WATCHED_CALLS = "trace=%file,%desc,?clone,?clone3,?fork,?vfork"
-"""Calls that take a file name or a descriptor: all I/O, but not memory, signals or time. Calls that create
-threads and processes are included, so that each file is known to belong to a thread or a process.
+"""Calls that take a file name or a descriptor, which cover all I/O, but not memory, signals or time. Calls
+that create threads and processes are included, so that each file is known to belong to a thread or a process.
 """
 
 BLIND_SPOTS: Mapping[str, str] = {
     "dftracer": (
         "dftracer does not see I/O inside libc (numpy's np.save and np.load, std::fstream), mapped files,"
-        " vectored reads at offsets, and what forked workers do with files that were open before;"
+        " vectored reads at offsets, or what forked workers do with files opened before the fork;"
         " --tracer strace does, except for what is read through a mapping"
     ),
     "strace": "strace does not see what is read or written through a mapped file (mmap), nor io_uring",
@@ -61,7 +61,7 @@ class RecordingPlan:
     environment: Mapping[str, str]
     """Variables added to the caller's environment."""
     is_whole: bool = True
-    """True if all files are traced, rather than those of some folders."""
+    """True if all files are traced, not only the files in some folders."""
 
 
 def plan_recording(
@@ -167,7 +167,7 @@ def record(recording: RecordingPlan) -> int:
         try:
             made.append(_note_counted_bytes(folder, pid, {"tracer": recording.tracer, **counted}))
         except PenstockError as error:
-            logger.warning("Whether the trace is complete is not noted: %s", error)
+            logger.warning("Cannot record whether the trace is complete: %s", error)
     names = _name_by_rank(made, ranks, detect_rank(environment))
     # An earlier recording may have had the same process IDs, as in containers: both are then kept apart.
     if not any((folder.parent / name).exists() for name in names.values()):
@@ -224,13 +224,13 @@ def _read_counted_bytes(pid: int) -> dict[str, int]:
 
 
 def _read_start(listing: Path) -> bytes:
-    """The time at which a listing begins; listings without calls come last."""
+    """The timestamp at which a listing begins, as a sort key that puts listings without calls last."""
     with listing.open("rb") as file:
         return file.read(20) or b"~"
 
 
 def _note_counted_bytes(folder: Path, pid: int, counted: Mapping[str, int | str]) -> Path:
-    """Write a trace with a single event of the program, which holds the bytes that the system counted."""
+    """Write a trace whose only event holds the bytes that the system counted; return its path."""
     now_ns = time.time_ns()
     lines = LineFormatter(socket.gethostname(), pid, 0)
     writer = TraceFileWriter(folder, f"trace-{socket.gethostname()}-{pid}")

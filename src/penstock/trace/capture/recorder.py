@@ -7,9 +7,9 @@
 These spans are traced if `PENSTOCK_TRACE` names a folder, or into the folder given to `tracing_to`; otherwise
 they cost one look-up. A span never changes what it wraps, and exceptions pass through.
 
-Recording takes no lock: each thread has a queue and a count of its own, in memory that survives the process.
+Recording takes no lock: each thread has its own queue and count; the count's memory survives the process.
 Four times a second, the background thread writes the queues as a segment of the trace. A forked child begins
-a trace of its own. Invariant: each event is in the trace, or the count shows that it is missing.
+its own trace. Invariant: each event is in the trace, or the count shows that it is missing.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from penstock.trace.capture.trace_writer import (
 logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.25
-"""The time that events stay in memory. A killed process loses at most the events of this time, and the count
-includes them.
+"""The time that events stay in memory. A killed process loses at most the events of one interval, which the
+count still includes.
 """
 BATCH_EVENTS: Final = 20_000
 MOST_WAITING: Final = 2_000_000
@@ -265,7 +265,8 @@ _CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
 def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
     """Trace the spans of this thread or task into `folder`; the trace is complete when the block ends.
 
-    A program of several processes gives each its `rank` of `size`, unless a launcher has set them.
+    In a program of several processes, give each its `rank` and the world `size`, unless a launcher has set
+    them.
     """
     place = _find_place(process_environment()) if rank is None else f"{rank}/{size}"
     recorder = get_recorder(str(folder), place)
@@ -310,9 +311,9 @@ def traced(
 def steps(items: Iterable[Item], name: str = "loop", *, cat: str = "step", **args: Value) -> Iterator[Item]:
     """Iterate over `items` with two spans per step, whose names begin with `name`.
 
-    `NAME.wait` is the wait for the next item, and `NAME.step`, of category `cat`, is the loop's body. A body
-    may do anything: only spans of its own tell which part of it is computation or a checkpoint. The wait that
-    ends the loop belongs to no step.
+    `NAME.wait` is the wait for the next item, and `NAME.step`, of category `cat`, is the loop's body. The
+    body may do anything: only spans inside it show which part of it is computation or a checkpoint. The wait
+    that ends the loop belongs to no step.
     """
     recorder = _CHOSEN.get() or _from_environment()
     number, began_ns = 0, clock_ns()

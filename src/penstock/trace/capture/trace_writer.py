@@ -147,7 +147,7 @@ class LineFormatter:
 
 
 COUNTED_THREADS: Final = 4096
-"""The number of threads of one process with a count of their own; further threads share the last count."""
+"""The number of threads of one process that have their own counts; further threads share the last count."""
 
 _FAST = 1
 
@@ -209,7 +209,7 @@ def _map_counts(path: Path) -> memoryview:
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:
-    """Create a new file, even for a process with an earlier one's pid, whose trace must not be changed."""
+    """Create a new file. The trace of an earlier process with the same pid is left unchanged."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -232,5 +232,5 @@ def _explain_failure(error: OSError, path: Path) -> PenstockError:
     return StorageError(
         f"A trace could not be written: {error.strerror}",
         uri=str(path),
-        fix="Trace to a folder that takes files.",
+        fix="Trace to a folder in which files can be created.",
     )

@@ -1,8 +1,8 @@
-"""A storage that traces its requests with exact bytes and offsets, even if they bypass the page cache.
+"""Traces the requests to a wrapped storage, with exact bytes and offsets, even past the page cache.
 
-It wraps a storage, so nothing is intercepted. A write is traced from its submission until the storage
-releases the buffer, so writes in flight overlap in the trace as they do in reality. Invariant: the wrapped
-storage gets exactly the calls that it would get without a trace.
+No system calls are intercepted. A write is traced from its submission until the storage releases the buffer,
+so writes in flight overlap in the trace as they do in reality. Invariant: the wrapped storage gets exactly
+the calls that it would get without a trace.
 """
 
 import threading
@@ -29,12 +29,13 @@ _CALLS: Final = {
     "create": "creat64", "open": "open64", "write": "pwrite64", "read": "pread64", "finish": "fsync",
     "close": "close", "list": "opendir", "stat": "stat", "delete": "unlink", "sync": "syncfs",
 }  # fmt: skip
-"""The operations of a storage, by the names of system calls on files, which requests for objects also use."""
+"""Storage operations and the names they are traced under: those of system calls on files, even for objects.
+"""
 Kinds = Mapping[str, EventKind]
 
 
 def storage_kinds(cat: str) -> Kinds:
-    """The kinds of events of one storage."""
+    """The event kind of each operation of one storage; `cat` is their category."""
     return {act: EventKind(name, cat, Layer.LIBC_IO) for act, name in _CALLS.items()}
 
 

@@ -60,7 +60,7 @@ def times(study: Study) -> Answer:
         rows.append([f"{tier} I/O", *_by_run(study, longest_process_sql(("run",), where=where))])
     columns = make_columns("time", *study.run_columns(Unit.MICROSECONDS))
     note = (
-        "Sums of durations, of the process where they are largest; a bare 0: the run never touched the tier."
+        "Sums of durations, from the process where they are largest; a bare 0: the run never used the tier."
     )
     title = "T1 Times, in seconds"
     return Answer(name="t1", title=title, columns=columns, rows=rows, notes=[note], missing="0")
@@ -79,7 +79,7 @@ def time_changes(study: Study, table: Answer) -> Answer:
         in_runs = [busy.get((run, tier)) for run in study.runs]
         rows.append([name, *(us / base_us - 1 if us is not None and base_us else None for us in in_runs)])
     columns = make_columns("time", *study.run_columns(Unit.SHARE))
-    note = "Of unions: the time in which any call was under way, of the process where it is longest."
+    note = "Compares unions: the time in which any call was under way, in the process where it is longest."
     title = f"T1 Change against {study.baseline}"
     return Answer(name="t1_change", title=title, columns=columns, rows=rows, notes=[note])
 
@@ -91,8 +91,8 @@ def measures(study: Study) -> Answer:
         "total_bytes", "busy_rate",
     )  # fmt: skip
     note = (
-        "Sum and union are of the process where they are largest, thread is the largest sum of one thread; "
-        "the rate is all bytes by the time in which any process of the run was busy with the tier."
+        "Sum and union are from the process where they are largest, thread is the largest sum of one thread; "
+        "the rate is all bytes divided by the time in which any process of the run was busy with the tier."
     )
     rows = [
         *_measure_rows(study, IS_IO, ("run", "tier")),
@@ -264,9 +264,8 @@ def _by_run(study: Study, sql: str) -> list[Value]:
 def file_tables(study: Study) -> tuple[Answer, Answer, Answer, Answer]:
     """T6 calls, T7 times, T8 sizes, T9 the events of the first file in order.
 
-    The files are those in the description, by base name or pattern of base names, because runs keep the same
-    files in different places. If the description names none, it is the file whose calls differ most between
-    runs.
+    The description names the files by base name, or by a pattern for it, because runs keep the same files in
+    different places. If it names none, the file whose calls differ most between runs is taken.
     """
     names: Sequence[str] = study.spec.files or [
         name
@@ -290,7 +289,7 @@ def file_tables(study: Study) -> tuple[Answer, Answer, Answer, Answer]:
         sql=f"SELECT chosen, tier, name, run, sum(dur_us)::BIGINT FROM {source} GROUP BY ALL",
     )  # fmt: skip
     sizes = pivot(
-        study, "t8", "T8 How often single files were moved by each size", unit=Unit.COUNT,
+        study, "t8", "T8 Transfers of single files by size", unit=Unit.COUNT,
         keys=("file", "tier", "name", "bytes"),
         sql=f"""SELECT chosen, tier, name, size_bytes, run, count(*) FROM {source}
                 WHERE size_bytes IS NOT NULL GROUP BY ALL""",
@@ -326,7 +325,7 @@ def find_mismatches(study: Study) -> Answer:
         for run in study.runs:
             values = sets.get(run, set())
             if column in _TRACED and bool(values) != bool(base):
-                # An empty set tells nothing about the run: its tracer does not record them.
+                # An empty set says nothing about the run: its tracer does not record these values.
                 why = f"unknown: no event of {run if base else study.baseline} has one"
                 rows.append((what, run, len(values) or None, len(base) or None, why, ""))
                 continue

@@ -1,4 +1,4 @@
-"""Checks of a study, for CI, in which a slower checkpoint fails the build.
+"""Checks of a study, for CI, where a slower checkpoint should fail the build.
 
 A check compares numbers, as in `new.ssd.union_us <= 1.1 * base.ssd.union_us` or `findings.F1 == 0`, or is a
 query whose first value must be true. Invariant: expressions are walked as syntax trees, and are never
@@ -26,7 +26,7 @@ APP: Final = "app"
 
 
 class Expectations(ComparisonSpec):
-    """A comparison's description, with checks."""
+    """The description of a comparison, with checks."""
 
     checks: Annotated[tuple[str | QueryCheck, ...], Field(min_length=1)]
 

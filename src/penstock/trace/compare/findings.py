@@ -145,8 +145,8 @@ def summed_threads(study: Study) -> list[TraceFinding]:
                 f"them for {_seconds(union_us)}: {concurrency:.1f} at a time, over {num_threads} threads."
             ),
             (
-                f"The longest single thread has {_seconds(longest_us)}, which is too little for the same "
-                "reason. Compare unions."
+                f"The longest single thread has {_seconds(longest_us)}, which leaves out the other threads. "
+                "Compare unions."
             ),
         ]
         row = [run, tier, pid, num_threads, sum_us, union_us, concurrency, longest_us]
@@ -359,7 +359,7 @@ def _compare_loops(  # noqa: PLR0917 - two loops
     ]
     says = [f"Over {num_steps:,.0f} steps, a rank of {run} spent on {'; on '.join(each)}."]
     if round(num_steps) != round(base_steps):
-        says.append(f"{study.baseline} took {base_steps:,.0f} steps; its seconds are those of as many steps.")
+        says.append(f"{study.baseline} took {base_steps:,.0f} steps; its seconds are scaled to as many.")
     if worst == _LOOP_PARTS["wait"] and here.get(_READING) and base.get(_READING):
         rate, base_rate = (loop.get(_READ_BYTES, 0.0) * 1e6 / loop[_READING] for loop in (here, base))
         says.append(
@@ -394,13 +394,13 @@ def _explain_waiting(study: Study, run: str, here: Mapping[str, float], base: Ma
     computed = [loop.get(_LOOP_PARTS["compute"], 0.0) for loop in (here, base)]
     if slower and slower[0] > _CHANGED * slower[1]:
         here_us, base_us = map(_seconds, slower)
-        return f"Reads are slower: {here_us} a call, not {base_us}, at equal sizes."
+        return f"Reads are slower: {here_us} per call of equal size, not {base_us}."
     if here.get(_READ_BYTES, 0.0) > base.get(_READ_BYTES, 0.0) * _CHANGED:
         return "There is more to read."
     if waits[0] - waits[1] > more_us / 2:
         return (
             f"No I/O was under way for {_seconds(waits[0])} of the waiting, in {study.baseline} for "
-            f"{_seconds(waits[1])}: the time goes to what follows reading, as decompression and decoding."
+            f"{_seconds(waits[1])}: the time goes to what follows reading, such as decompression or decoding."
         )
     if computed[0] * _CHANGED < computed[1]:
         return "Reads are as fast as before: there is less computation to hide them behind."
@@ -451,8 +451,8 @@ def changed_readers(study: Study) -> list[TraceFinding]:
             for name in (run, base)
         ]
         says = (
-            f"{here:.3g} threads in {readers[run][1]:.3g} processes read for a rank, in {base} {there:.3g} "
-            f"in {readers[base][1]:.3g}; reads were under way for {_seconds(rows[0][3])}, "
+            f"{here:.3g} threads in {readers[run][1]:.3g} processes read for each rank; in {base}, "
+            f"{there:.3g} in {readers[base][1]:.3g}; reads were under way for {_seconds(rows[0][3])}, "
             f"not {_seconds(rows[1][3])}."
         )
         columns = make_columns(
@@ -521,7 +521,7 @@ def unhidden_io(study: Study) -> list[TraceFinding]:
             columns=columns,
             rows=[(run, io_us, compute_us, alone_us)],
         )
-        title = f"{run}: {alone_us / io_us:.0%} of the I/O is hidden by no computation"
+        title = f"{run}: {alone_us / io_us:.0%} of the I/O is not hidden by computation"
         findings.append(
             TraceFinding("R6", Weight.COST, title, [run], says, evidence, alone_us, _FIXES["wait"])
         )
@@ -567,26 +567,26 @@ def find_all(study: Study) -> list[TraceFinding]:
 
 
 def find_in_runs(study: Study) -> list[TraceFinding]:
-    """The findings of a report, in which each run's habits, and what its loop waits for, count in full."""
+    """The findings of a report, in which each run's habits and the waits of its loop count in full."""
     rules = [*FINDING_RULES.values(), *RUN_RULES.values()]
     found = [finding for rule in rules for finding in rule(study)]
     return rank_findings(_keep_relevant(study, _leave_out_explained(found)))
 
 
 def say_left_out(study: Study) -> list[str]:
-    """A line for each run on the calls that are left out of findings: those of its start and its runtime."""
+    """A line for each run about the calls of its start-up and runtime, which findings leave out."""
     rows = study.events.ask(f"""
         SELECT run, count(*), sum(dur_us)::DOUBLE FROM {{events}} WHERE {IS_RUNTIME} GROUP BY run
         ORDER BY {study.in_order()}""")
     return [
-        f"Findings leave out the start and the runtime of {run} (modules, sockets, pipes, shared memory): "
-        f"{num_calls:,} call{'s' * (num_calls != 1)} of {_seconds(took_us)}."
+        f"Findings leave out start-up and runtime of {run} (modules, sockets, pipes, shared memory): "
+        f"{num_calls:,} call{'s' * (num_calls != 1)}, which took {_seconds(took_us)}."
         for run, num_calls, took_us in rows
     ]
 
 
 def _leave_out_explained(found: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Leave out stragglers whose time is that of slow files, because the files explain it."""
+    """Leave out findings about stragglers whose lost time slow files explain."""
     of_files = [one for one in found if one.evidence.name.endswith("_files") and one.code == "F14"]
     return [
         one
@@ -599,7 +599,7 @@ def _leave_out_explained(found: Sequence[TraceFinding]) -> list[TraceFinding]:
 
 
 def _compare_habits(study: Study, found: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Charge habits only for what exceeds the baseline's; findings of the baseline itself become notes."""
+    """Charge habits only for what exceeds the baseline; findings about the baseline itself become notes."""
     if len(study.runs) == 1:
         return list(found)
     loops = measure_loops(study)

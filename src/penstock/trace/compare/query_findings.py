@@ -20,8 +20,8 @@ Rows = Sequence[tuple[Any, ...]]
 
 _SMALL_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 4096
-"""If an offset is between pages, a file system reads the pages at both ends, and for a write reads and
-changes them.
+"""If a transfer begins or ends inside a page, a file system reads the whole page, and for a write also
+changes it.
 """
 _LARGE_BYTES: Final = 1 << 20
 """From this size on, a transfer takes the same time wherever it begins."""
@@ -30,7 +30,9 @@ _ENOUGH_FILES: Final = 10
 """Fewer files, or fewer calls, are not a habit of a program."""
 _READ_BACK_SHARE: Final = 0.5
 MEMORY_RATE: Final = 8e9
-"""Bytes per second of a single call, faster than any device of one host, for tiers without a stated rate."""
+"""A rate of single calls, in bytes per second, that no device of one host reaches; for tiers without a stated
+rate.
+"""
 _UNSERVED_SHARE: Final = 0.02
 _EXTRA_A_FILE: Final = 0.5
 _STATS_A_FILE: Final = 3
@@ -41,13 +43,13 @@ _LONG_AFTER_US: Final = 1_000_000
 _METADATA_SHARE: Final = 0.25
 _LOOKUPS: Final = "op IN ('stat', 'lstat', 'fstat', 'access')"
 _LOOKS: Final = f"({_LOOKUPS} OR op IN ('chmod', 'chown', 'utime', 'truncate', 'ftruncate', 'readlink'))"
-"""Calls that transfer no bytes, and that a closed file no longer needs; the file may be renamed or removed.
+"""Calls that transfer no bytes, and that a closed file no longer needs. Renaming and removing do not count.
 """
 _MOVES: Final = f"({IS_READ} OR {IS_WRITE} OR op IN ('sendfile', 'copy_file_range', 'splice'))"
 _SYNCS: Final = "op IN ('fsync', 'fdatasync', 'sync', 'syncfs', 'msync', 'sync_file_range')"
 _FIXES: Final = {
     "small": "Read through a larger buffer, or put many samples into one file and read blocks of it: "
-    "1 MiB a read keeps most storage busy.",
+    "1 MiB per read keeps most storage busy.",
     "scattered": "Shuffle the order of files or of large blocks instead of samples, or turn read-ahead off "
     "(posix_fadvise with POSIX_FADV_RANDOM, or O_DIRECT).",
     "unaligned": f"Begin records at multiples of {format_bytes(_PAGE_BYTES)}, or of the stripe of a parallel "
@@ -55,8 +57,8 @@ _FIXES: Final = {
 }
 _TRAITS: Final = {
     "small": "move less than 100 kB",
-    "scattered": "begin before the one before them in their file",
-    "unaligned": "begin or end between two blocks of the file system",
+    "scattered": "begin before the preceding one in the same file",
+    "unaligned": "begin or end inside a block of the file system",
 }
 """What Darshan counts about calls that it does not record one by one."""
 _IS_OPEN: Final = "op IN ('open', 'fopen')"
@@ -80,9 +82,9 @@ def _find(  # noqa: PLR0917 - what every rule has
     """A finding for each run among the query's rows, which begin with the run and end with their time.
 
     For an alarm, there is a finding for each value in the second column. `says` gives title and sentences.
-    `where` is the SQL condition of the calls in which the run lost time. `habit` tells how often a run has
+    `where` is the SQL condition of the calls in which the run lost time. `habit` says how often a run has
     this habit: it names `calls`, or a column to sum up. `{run}` in the title of the evidence stands for the
-    run, whose column is left out if `columns` lack it.
+    run; the run's column is left out unless `columns` has it.
     """
     findings: list[TraceFinding] = []
     for key, rows in _group(study, sql, 2 if weight is Weight.ALARM else 1).items():
@@ -141,7 +143,7 @@ def count_ranks(study: Study, run: str) -> int:
 
 
 def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """An SQL condition for events whose `columns` have the texts that follow the run in one of the rows."""
+    """An SQL condition for events whose `columns` equal the strings after the run in one of the rows."""
     each = (
         " AND ".join(
             f"{column} = {sql_literal(value)}" for column, value in zip(columns, row[1:], strict=False)
@@ -163,8 +165,8 @@ def extra_calls(study: Study) -> list[TraceFinding]:
             extra = [f"+{row[4] - row[5]:g} {row[3]}" for row in here if row[2] == kinds[0]]
             cost = format_seconds(sum(row[7] for row in here) / 1e6)
             sentences.append(
-                f"On {tier}, each file of {kinds[0]} takes {', '.join(extra)} calls more than in {base}; "
-                f"with the classes {', '.join(kinds)}, over all ranks, that is {cost}."
+                f"On {tier}, each file of {kinds[0]} takes more calls than in {base} ({', '.join(extra)}); "
+                f"for the classes {', '.join(kinds)}, over all ranks, these cost {cost}."
             )
         return sentences
 
@@ -199,7 +201,7 @@ def extra_calls(study: Study) -> list[TraceFinding]:
 
 
 def cache_read_by_flush(study: Study) -> list[TraceFinding]:
-    """F4: threads read back from a tier what other threads wrote to it, while those write to another tier."""
+    """F4: threads read back from a tier what others wrote to it, while another tier is being written."""
 
     def says(rows: Rows) -> Sequence[str]:
         ((run, tier, _, read_back, read_us, total, share, other),) = rows
@@ -385,7 +387,7 @@ def _typical_sql(keys: str) -> str:
 
 
 def changed_sizes(study: Study) -> list[TraceFinding]:
-    """F11: a class of files is transferred in pieces of another size than in the baseline."""
+    """F11: a class of files is transferred in pieces of a different size than in the baseline."""
     base = study.baseline
     groups = _group(
         study,
@@ -402,7 +404,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
     )
 
     def busy_us(run: str, where: str) -> float:
-        """The time for which an average rank made such calls."""
+        """The time that an average rank spent in these calls."""
         chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
         return sum(us for (us,) in union_times(study.work, ("rank_name",), chosen).values()) / num_ranks[run]
 
@@ -415,7 +417,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
         does = f"written to {tier}" if direction == "write" else f"read from {tier}"
         says = [
             (
-                f"{kind} is {does} in pieces of {format_bytes(typical)}, in {base} of "
+                f"{kind} is {does} in pieces of {format_bytes(typical)}, in {base} in pieces of "
                 f"{format_bytes(typical_base)} (half of the bytes are in larger ones): {num:,} {direction}s, "
                 f"not {num_base:,}."
             )
@@ -431,8 +433,8 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
         if lost_us > 0:
             says.append(
                 f"A rank is busy with the {direction}s of these classes for {format_seconds(lost_us / 1e6)} "
-                f"longer than in {base} for as many bytes; whether their size is the reason, only a "
-                "measurement with that size shows."
+                f"longer than in {base} for as many bytes; only a measurement with that size shows "
+                "whether size is the reason."
             )
         columns = make_columns(
             "tier", "file_class", f"num_{direction}s", "moved_bytes", "typical_bytes",
@@ -459,7 +461,7 @@ def calls_after_close(study: Study) -> list[TraceFinding]:
         latest, after = (format_seconds(us / 1e6) for us in (max(row[6] for row in rows), after_us))
         sum_us = sum(row[7] for row in rows)
         return (
-            f"{run}: files are looked at up to {latest} after their close",
+            f"{run}: files are looked at up to {latest} after they were closed",
             (
                 f"On {tier}, {num_calls:,} calls of {op} on {num_files:,} files of {kind} come {after} after "
                 "the file was closed (median)."
@@ -539,7 +541,7 @@ def small_reads(study: Study) -> list[TraceFinding]:
 def random_reads(study: Study) -> list[TraceFinding]:
     """R2: reads below a MiB that do not begin where the preceding read of their file ended.
 
-    A file that is opened again, or read again from its beginning, counts as another reading.
+    Opening a file again, or reading it again from its beginning, starts another pass over it.
     """
     return _find(
         study,
@@ -549,9 +551,9 @@ def random_reads(study: Study) -> list[TraceFinding]:
         lambda rows: (
             f"{rows[0][0]}: reads at random offsets",
             (
-                f"{rows[0][3]:,} of {rows[0][2]:,} reads below 1 MiB of {rows[0][1]} begin elsewhere than "
-                f"the read before them in the same file ended, {rows[0][4]:,} of them before it; read-ahead "
-                "fetches bytes that nobody asks for."
+                f"{rows[0][3]:,} of {rows[0][2]:,} reads below 1 MiB of {rows[0][1]} do not begin where "
+                f"the preceding read of the same file ended, {rows[0][4]:,} of them before that point; "
+                "read-ahead fetches bytes that are never requested."
             ),
         ),
         f"""
@@ -575,7 +577,7 @@ def random_reads(study: Study) -> list[TraceFinding]:
 
 
 def unaligned_transfers(study: Study) -> list[TraceFinding]:
-    """R3: reads and writes below a MiB that begin between page boundaries."""
+    """R3: reads and writes below a MiB that begin inside a page."""
     return _find(
         study,
         "R3",
@@ -584,8 +586,8 @@ def unaligned_transfers(study: Study) -> list[TraceFinding]:
         lambda rows: (
             f"{rows[0][0]}: unaligned offsets",
             (
-                f"{rows[0][4]:,} of {rows[0][3]:,} {rows[0][2]}s below 1 MiB of {rows[0][1]} begin between "
-                f"two pages of {format_bytes(_PAGE_BYTES)}: the pages at their ends are moved more than once."
+                f"{rows[0][4]:,} of {rows[0][3]:,} {rows[0][2]}s below 1 MiB of {rows[0][1]} begin inside "
+                f"a page of {format_bytes(_PAGE_BYTES)}: the pages at their ends are moved more than once."
             ),
         ),
         f"""
@@ -638,7 +640,7 @@ def metadata_time(study: Study) -> list[TraceFinding]:
 
 
 def counted_calls(study: Study) -> list[TraceFinding]:
-    """R7: calls that are small, out of order or unaligned by counters, each of which covers many calls."""
+    """R7: small, out-of-order or unaligned calls, as shown by counters, each of which covers many calls."""
     number = {
         name: argument_sql(name) for name in ("calls", "time_us", "num_ranks", "sequential", "unaligned")
     }
@@ -710,5 +712,6 @@ HABIT_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
     "R4": metadata_time,
     "R7": counted_calls,
 }
-"""How a program makes its calls. This costs time in a single run, and counts in a comparison if it differs.
+"""Rules about how a program makes its calls, which costs time in a single run, and counts in a comparison if
+it differs.
 """

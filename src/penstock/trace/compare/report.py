@@ -177,7 +177,7 @@ def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str, has_
         since=since,
         to_do=fixes[0]
         if fixes
-        else "Nothing, by these traces."
+        else "Nothing, as far as these traces show."
         if has_calls
         else "Record single calls: Darshan with DXT, or `penstock trace record`.",
         troubles=[finding.title for finding in found if finding is not dearest][:_MOST_TROUBLES],
@@ -280,13 +280,13 @@ def _draw_figures(comparison: ComparisonResult) -> list[Section]:
         Section(
             name="bandwidth",
             title="Bandwidth over time",
-            text=["On one axis for all runs of a tier: reads rise from zero, writes hang from it."],
+            text=["All runs of a tier share one axis: reads rise from zero, writes hang from it."],
             charts=bandwidth_charts(comparison.runs, comparison.table("bandwidth").records()),
         ),
         Section(
             name="sizes",
             title="Sizes of transfers",
-            text=["A bin is from its label to twice of that: how many calls, and which carry the bytes."],
+            text=["A bin extends from its label to twice that size: how many calls it has, how many bytes."],
             charts=bin_charts(comparison.runs, sizes, "from_bytes", "to_bytes", counted),
         ),
     ]  # fmt: skip
@@ -333,7 +333,7 @@ def _rate(row: Row, column: str) -> float:
 
 
 def times_of(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """The beginnings and ends of rows in seconds: of buckets by their width, otherwise by their own end."""
+    """The beginnings and ends of rows in seconds; a bucket ends after its width, other rows have an end."""
     ends = [
         row["until_us"] if "until_us" in row else row["since_start_us"] + row["bucket_us"] for row in rows
     ]

@@ -131,7 +131,7 @@ class RunReport:
 
 
 def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
-    """Make the report of a study's runs."""
+    """Make a report of the runs of a study."""
     progress = progress or Progress()
     progress.begin("drawing the report", len(_FIGURES) + 3)
     axis = figures.measure_axis(study.events, study.runs)
@@ -185,7 +185,8 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
         f"sum({NUM_CALLS})::BIGINT",
     )
     busy = {row[0]: row[1:] for row in measure_groups(events, ("run",), where=IS_IO, extra=extra)}
-    # The operation that was in progress longest in each run: its busy time, its longest call, and on what.
+    # The operation that was in progress longest in each run: its busy time, its longest call, and that call's
+    # file.
     slow: dict[str, tuple[Any, ...]] = {}
     longest_call = (
         f"max(dur_us) FILTER (WHERE {IS_CALL})",
@@ -285,14 +286,14 @@ def _say_run(row: Mapping[str, Any]) -> Iterator[str]:
     rate = f", at {format_rate(row['busy_rate'])}" if row["busy_rate"] else ""
     yield (
         f"At least one call was under way for {_seconds(row['union_us'])}, "
-        f"{_share(row['busy_share'] or 0)} of that{rate}; "
-        f"while so, {row['concurrency'] or 0:.1f} ran at a time."
+        f"{_share(row['busy_share'] or 0)} of the run{rate}; "
+        f"meanwhile, {row['concurrency'] or 0:.1f} ran at a time."
     )
     path = row["longest_call_path"]
     on = f", on {path.rsplit('/', 1)[-1]}" if path else ""
     yield (
-        f"Longest under way was {row['slowest_op']}: {_seconds(row['slowest_op_us'])}. Its longest call took "
-        f"{_seconds(row['longest_call_us'])}{on}."
+        f"The operation longest under way was {row['slowest_op']}: {_seconds(row['slowest_op_us'])}. Its "
+        f"longest call took {_seconds(row['longest_call_us'])}{on}."
     )
 
 
@@ -334,10 +335,10 @@ def _timeline(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
                 ),
             )
         )  # fmt: skip
-    loops = " The strip above has a line for each step, under it waits and checkpoints." if has_loops else ""
+    loops = " The strip above has a line for each step, below it waits and checkpoints." if has_loops else ""
     text = (
-        "Each lane is a thread, or a process. Reads and writes fill it, calls that move no data are at its "
-        f"foot, computation is behind.{loops}"
+        "Each lane is a thread or a process. Reads and writes fill it, calls that move no data are at its "
+        f"foot, and computation is in the background.{loops}"
     )
     return answer, Section(
         title="Calls by rank and thread",
@@ -369,7 +370,7 @@ def _rank_heat(study: Study, axis: TimeAxis, *, is_busy: bool) -> tuple[Answer, 
         charts.append(_heat(run, series, axis, largest, full))
     if is_busy:
         title, why_empty = "Busy time by rank and time", "No call of these traces took any time."
-        says = "the share in which at least one call was under way."
+        says = "the larger the share in which at least one call was under way, the fuller its tone."
     else:
         title, why_empty = "Bytes by rank and time", _MISSING_BYTES
         says = "the more it moved, the fuller its tone."
@@ -418,7 +419,7 @@ def _heat(run: str, series: Sequence[Series], axis: TimeAxis, largest: float, fu
 def _bandwidth(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
     answer = figures.bandwidth(axis)
     width = format_seconds(axis.bucket_us(figures.BANDWIDTH_BUCKETS) / 1e6)
-    text = f"Bytes in each {width}, on one axis for all runs of a tier: reads rise, writes hang from zero."
+    text = f"Bytes in each {width}; all runs of a tier share one axis: reads rise, writes hang from zero."
     charts = bandwidth_charts(study.runs, answer.records(), axis.span_us / 1e6)
     return answer, Section(title="Bandwidth over time", text=[text], charts=charts, why_empty=_MISSING_BYTES)
 
@@ -427,7 +428,7 @@ def _overlap(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
     answer = figures.overlap_lanes(axis)
     without = _runs_without(study, axis, "num_compute")
     missing = (
-        f"No event of {without} is computation: its name would contain `compute`; --phase names others."
+        f"No event of {without} is computation (a name that contains `compute`, or a rule of --phase)."
         if without
         else ""
     )
@@ -456,7 +457,7 @@ def _overlap(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
                 x_end=axis.span_us / 1e6,
             )
         )  # fmt: skip
-    text = f"The share of processes that compute, do both, or only I/O. {missing}".strip()
+    text = f"The share of processes that only compute, do both, or only do I/O. {missing}".strip()
     return answer, Section(title="Computation and I/O", text=[text], charts=charts, why_empty=missing)
 
 
@@ -470,12 +471,12 @@ def _runs_without(study: Study, axis: TimeAxis, wanted: str) -> str:
 def _bins(study: Study, _: TimeAxis, *, is_sizes: bool) -> tuple[Answer, Section]:
     if is_sizes:
         answer, title, why_empty = figures.size_bins(study.events), "Sizes of transfers", _MISSING_BYTES
-        text = "A bin is from its label to twice of that: how many calls, and which of them carry the bytes."
+        text = "A bin extends from its label to twice that size: how many calls it has, how many bytes."
         unit, total = "bytes", ("total_bytes", "bytes")
     else:
         answer, title = figures.latency_bins(study.events), "Durations of calls"
         why_empty = "These traces have no I/O."
-        text = "Bins begin at 1, 2 and 5 times powers of ten: how many calls, and which take the time."
+        text = "Bins begin at 1, 2 and 5 times powers of ten: how many calls each has, how much time."
         unit, total = "us", ("sum_us", "time, summed over threads")
     counted = (("num_calls", "calls"), total)
     charts = bin_charts(study.runs, answer.records(), f"from_{unit}", f"to_{unit}", counted)
@@ -485,7 +486,7 @@ def _bins(study: Study, _: TimeAxis, *, is_sizes: bool) -> tuple[Answer, Section
 def _offsets(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
     answer = figures.file_offsets(axis)
     without = _runs_without(study, axis, "num_offsets")
-    missing = f"No read or write of {without} says at which offset it was." if without else ""
+    missing = f"No read or write of {without} gives its offset." if without else ""
     charts = []
     for run, rows in by_run(study.runs, answer.records()):
         for path in dict.fromkeys(row["path"] for row in rows):
@@ -529,7 +530,7 @@ def _files(study: Study, _: TimeAxis) -> tuple[Answer, Section]:
             )
     return answer, Section(
         title="Files by bytes and time",
-        text=["Time under way is that in which at least one call on the file ran."],
+        text=["A file is under way while at least one call on it runs."],
         parts=parts,
         why_empty="No call of these traces names a file.",
     )
@@ -556,7 +557,7 @@ def _metadata(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
         title="Metadata operations over time",
         text=[f"Calls that move no data. Each cell is {width}: more calls, fuller tone."],
         charts=charts,
-        why_empty="These traces have no call that moves no data, as open and stat.",
+        why_empty="These traces have no call that moves no data, such as open or stat.",
     )
 
 

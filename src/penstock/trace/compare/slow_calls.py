@@ -52,8 +52,8 @@ class _Place:
 def slow_calls(study: Study) -> list[TraceFinding]:
     """F14: calls that take longer than usual for their kind and size: some files, since a time, everywhere.
 
-    The usual time is that of the baseline; in the baseline itself, it is the median. If only some ranks'
-    calls are slow, the ranks are stragglers (F8).
+    The usual time is the baseline's; in the baseline itself, it is the median. If only some ranks' calls are
+    slow, the ranks are stragglers (F8).
     """
     base = sql_literal(study.baseline)
     study.work.ask(f"""
@@ -108,7 +108,7 @@ def _find_slow(study: Study, run: str, kinds: Sequence[str]) -> list[TraceFindin
             says.append(
                 f"So are {others}: the storage is slower, or others use it, too."
                 if others
-                else "Calls of other kinds are not: look at how these are made before the storage."
+                else "Calls of other kinds are not: look at how these are made before suspecting the storage."
             )
         title = f"{run}: {_name(what)} {place.title}"
         findings.append(TraceFinding("F14", Weight.COST, title, [run], says, answer, lost_us))
@@ -178,8 +178,8 @@ def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | 
     fast, slow = (before, after) if is_since else (after, before)
     low, high = sorted((ratio_before, ratio_after))
     edge = (low * high) ** 0.5
-    # A few slow moments are no change: nearly all slices before it must be on one side, those after on the
-    # other.
+    # A few slow moments are no change: nearly all slices before the cut must be slow, and nearly all after it
+    # fast, or the reverse.
     num_right = sum(row[2] < edge * row[3] for row in fast) + sum(row[2] > edge * row[3] for row in slow)
     if high < _SLOW * low or high < _CHANGED or num_right < 0.8 * len(slices):
         return None
@@ -238,7 +238,7 @@ def _say_queue(study: Study, run: str, what: str) -> str:
     if num < _ENOUGH_CALLS or not mean_us or shortest_us < mean_us / 2:
         return ""
     apart = format_seconds(mean_us / 1e6)
-    return f"Those under way together end one by one, {apart} apart: a lock or a single server serves them."
+    return f"Concurrent calls end one by one, {apart} apart: a lock or a single server serializes them."
 
 
 def _mean(rows: Rows) -> str:

@@ -1,6 +1,6 @@
 """A study: the events of several runs in one relation, as `runs.yaml` describes them, and findings.
 
-Tables, mismatches and findings depend on this module alone, and not on where events come from.
+Tables, mismatches and findings depend only on this module, not on where events come from.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Study:
 
 
 def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str, unit: Unit) -> Answer:
-    """Turn rows of `keys`, run and value into a column for each run; None if a run has no such events."""
+    """Turn rows of `keys`, run and value into a column for each run; None stands for no such events."""
     cells: dict[tuple[Any, ...], dict[str, Value]] = {}
     for *key, run, value in study.events.ask(sql):
         cells.setdefault(tuple(key), {})[run] = value
@@ -92,7 +92,7 @@ def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str,
 
 
 def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
-    """SELECT `by` and the sum of durations of the process in which it is largest."""
+    """SELECT `by` and the sum of durations in the process where it is largest."""
     keys = ", ".join(by)
     return f"""
         SELECT {keys}, {of_processes("max(total)")}::BIGINT FROM (
@@ -116,7 +116,7 @@ def open_study(
 ) -> Iterator[Study]:
     """Open the runs of `spec`, whose globs are relative to `folder`; `dask` as in `open_trace_set`.
 
-    With `host`, tiers apply only to files of that host.
+    With `host`, tiers apply only to files on that host.
     """
     runs = {
         run: [str(folder / glob) for glob in ([globs] if isinstance(globs, str) else globs)]
@@ -135,7 +135,7 @@ def open_study(
 Phase = Annotated[
     PhaseRule, BeforeValidator(lambda rule: parse_phase(rule) if isinstance(rule, str) else rule)
 ]
-"""A rule as text of a document, or already parsed from the command line."""
+"""A phase rule: a string in a document, or already parsed from the command line."""
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 Rate = Annotated[float, BeforeValidator(lambda text: parse_rate(str(text)))]
 Globs = str | tuple[str, ...]
@@ -208,7 +208,7 @@ class ComparisonSpec(YamlDocument):
     phases: tuple[Phase, ...] = ()
     files: tuple[str, ...] = ()
     device_rates: dict[str, Rate] = Field(default_factory=dict)
-    """The highest rate that the devices of a tier give one host, in bytes per second."""
+    """The highest rate, in bytes per second, that one host gets from the devices of a tier."""
     where: str = ""
     checks: tuple[str | QueryCheck, ...] = ()
     """Checks for `expectations`; a comparison ignores them."""

@@ -3,7 +3,7 @@
 Each row has calls, bytes and measures of time. Three measures always stand side by side, because each alone
 misleads: the sum of durations counts parallel threads several times, the longest thread ignores the others,
 and the union does not show how many threads ran at once. Unions are exact, in whole microseconds, and never
-larger than sums. In `overlap`, `union_us`, `sum_us` and `concurrency` are those of the I/O; its overlap with
+larger than sums. In `overlap`, `union_us`, `sum_us` and `concurrency` describe the I/O; its overlap with
 computation is computed from intervals, not as a difference of totals. An event that spans several buckets of
 a timeline is divided by the time that it spent in each; it counts as an operation in the bucket where it
 began.
@@ -240,7 +240,7 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
         notes=[
             *(f"Trace of the run {run}; its results: {results}" for run, results in runs),
             *find_untraced(events),
-            "Overlaps are of intervals over all processes; `penstock trace overlap` shows them by process.",
+            "Overlaps cover the intervals of all processes; `penstock trace overlap` shows them by process.",
         ],
     )
     return answer, _functions(events)
@@ -248,7 +248,7 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
 
 _UNTRACED_SHARE: Final = 0.1
 _UNTRACED_BYTES: Final = 1 << 20
-"""The bytes that a recording may miss without a note: the loading of programs, and its tracer's own I/O."""
+"""The bytes that a recording may miss without a note, for loading programs and for the tracer's own I/O."""
 
 
 def find_untraced(events: EventsView) -> list[str]:
@@ -435,7 +435,7 @@ def ranks(events: EventsView) -> Answer:
         "bytes (its calls, where most ranks move none) explain."
     )
     notes = [note] + [
-        f"The row of process {ALL_RANKS} is what the trace has as sums of all ranks: files that they share."
+        f"The row of process {ALL_RANKS} has the files that ranks share, traced only as sums over all ranks."
     ] * any(row[2] == ALL_RANKS for row in rows)
     return Answer(name="ranks", title="Ranks", columns=columns, rows=rated_rows, notes=notes)
 
@@ -456,7 +456,7 @@ def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str = "io") -> Answer:
-    """A row for each value of `by`.
+    """The overlap of I/O with computation, in a row for each value of `by`.
 
     `of` is the phase that counts as I/O, or `all` phases except compute and waiting. If there are no events
     of the phase `io`, only the application's own spans of I/O count.
@@ -490,7 +490,7 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str 
         SELECT count(*) FROM (SELECT rank FROM {events} WHERE rank IS NOT NULL AND phase IN ('io', 'compute')
                               GROUP BY run, rank HAVING count(DISTINCT (host, pid)) > 1)""")[0]
     ):
-        notes.append("Ranks have several processes, as workers: --by rank adds their I/O to its computation.")
+        notes.append("Ranks have several processes, such as workers: --by rank adds their I/O to the rank's.")
     rows = []
     for *key, num_events, sum_us in counts:
         io_us, compute_us, either_us = busy.get(tuple(key), (0, 0, 0))

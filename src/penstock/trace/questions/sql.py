@@ -56,7 +56,7 @@ def check_query(query: str) -> None:
 
 
 def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None:
-    """Raise `UsageError` unless a text is one statement that reads. The text is parsed, but not run."""
+    """Raise `UsageError` unless `query` is one statement that reads. It is parsed, but not run."""
     try:
         statements = connection.extract_statements(query)
     except duckdb.Error as error:
@@ -95,7 +95,7 @@ def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: integral decimals become integers, what JSON cannot express becomes text."""
+    """A value as JSON can hold it: integral decimals become integers, what JSON cannot express strings."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -1,8 +1,8 @@
 """Chrome traces as one JSON document, as browsers, Perfetto and PyTorch's profiler write them.
 
 An event is an object in the array `traceEvents`, or in the array that is the whole document. Before the
-events, PyTorch's profiler (Kineto) writes what applies to all of them: the time from which theirs count, the
-host, the rank. Accounts count objects as lines. Invariants: memory is bounded; a damaged object does not
+events, PyTorch's profiler (Kineto) writes what applies to all of them: the time from which their times count,
+the host, the rank. Accounts count objects as lines. Invariants: memory is bounded; a damaged object does not
 affect those after it.
 """
 
@@ -48,7 +48,7 @@ class ChromeDocument:
         self._spans: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         self._num_open = self._num_damaged = 0
         self._is_ended = False
-        # What the text before the events tells about all of them.
+        # What the text before the events says about all of them.
         self._base_ns = 0
         self._host: str | None = None
         self._rank: int | None = None
@@ -85,13 +85,13 @@ class ChromeDocument:
         account = self._account
         if _BASE_TIME.search(rest) and not self._base_ns:
             account.faults.append(
-                "its baseTimeNanoseconds stands behind the events, so their times are not since 1970"
+                "its baseTimeNanoseconds comes after the events, so their times are not since 1970"
             )
         late = _RANK.search(rest)
         if late and self._rank is None and self._file_rank is None:
             account.notes.append(
-                f"its rank {late[1]} stands behind the events, which have none: put rank{late[1]} into its"
-                " name"
+                f"its rank {late[1]} comes after the events, which have none: put rank{late[1]} into the"
+                " file's name"
             )
         if not is_inside:
             account.faults.append("it is JSON, but has no array of events")
@@ -99,8 +99,8 @@ class ChromeDocument:
             account.faults.append("the document ends before its array of events does")
         if abs(self._sum_us - self._written_sum_us) > _ROUNDING_NOTED * self._written_sum_us:
             account.notes.append(
-                f"its durations add up to {self._written_sum_us:,.3f} us, in whole microseconds, which all"
-                f" times are cut to, to {self._sum_us:,.0f} us"
+                f"its durations add up to {self._written_sum_us:,.3f} us, but after all times are cut to"
+                f" whole microseconds, to {self._sum_us:,.0f} us"
             )
         if self._num_open:
             account.faults.append(f"{self._num_open} spans begin and never end")
@@ -151,7 +151,7 @@ class ChromeDocument:
         if phase == "E":
             opened = self._spans.get(thread)
             if not opened:
-                return ParsedLine(LineFate.DROPPED, reason="ends what never began")
+                return ParsedLine(LineFate.DROPPED, reason="ends a span that never began")
             begin = opened.pop()
             self._num_open -= 1
             try:
@@ -173,7 +173,7 @@ class ChromeDocument:
         return parsed
 
     def _place(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add to an event's row what the document's head states: its host, rank and process."""
+        """Add to an event's row what the document's head says: its host, rank and process."""
         # Chrome's traces do not explain hashes, so a hash is used unchanged.
         host = row["host"] or row["hhash"] or self._host
         placed = {**row, "host": host, "path": row["path"] or row["fhash"]}

@@ -3,8 +3,8 @@
 DXT recorded reads and writes of each rank, each of which becomes one event. Of everything else, a log has
 only sums: one event per file, rank and direction stands for all calls that have no event of their own, and
 the account says so. Bytes and times of the events add up to the counters. MPI-IO's segments have a category
-of their own, because the same bytes are recorded again as POSIX calls. Invariant: a damaged log ends another
-process, never this one (`darshan_dump.py`).
+of their own, because the same bytes are recorded again as POSIX calls. Invariant: a damaged log can end only
+the separate process that reads it (`darshan_dump.py`), never this one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _find_pid(name: str) -> int | None:
 def read_darshan_text(
     chunks: Iterable[bytes], account: FileAccount, name: str = ""
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a text, whose times are seconds since the job's start, which is in its head."""
+    """Yield the rows of a DXT text. Its times are seconds since the job's start, which its head gives."""
     start_us = path = host = own_pid = None
     num_relative = num_segments = 0
     for line in (line for chunk in chunks for line in chunk.split(b"\n")[:-1]):
@@ -70,7 +70,7 @@ def read_darshan_text(
     if not num_segments:
         account.faults.append("it has no segments: Darshan traced no reads and no writes")
     if num_relative:
-        account.faults.append(f"{num_relative} events have times since the job began: there is no start_time")
+        account.faults.append(f"{num_relative} events have times since the job began: it has no start_time")
 
 
 def _parse_segment(
@@ -137,7 +137,7 @@ _SHAPES: Final = {
     "write": {"sequential": "SEQ_WRITES", "consecutive": "CONSEC_WRITES"},
     "metadata": {"unaligned": "FILE_NOT_ALIGNED", "alignment_bytes": "FILE_ALIGNMENT"},
 }
-"""What POSIX counters tell about calls besides their number, by the names of the arguments."""
+"""What POSIX counters say about calls besides their number, by the names of the arguments."""
 _BINS: Final = (
     "0_100", "100_1K", "1K_10K", "10K_100K", "100K_1M", "1M_4M", "4M_10M", "10M_100M", "100M_1G", "1G_PLUS",
 )  # fmt: skip
@@ -154,7 +154,7 @@ _SPANS: Final = {
 }
 """The counters of the total time of calls, of the first call's beginning, and of the last call's end."""
 _UNREAD: Final = frozenset(("H5F", "H5D", "PNETCDF_FILE", "PNETCDF_VAR", "DFS", "DAOS", "BG/Q", "MDHIM"))
-"""Modules whose I/O becomes no events here."""
+"""Modules whose I/O is not turned into events."""
 
 
 def read_darshan_log(path: Path, account: FileAccount) -> Iterator[Mapping[str, Any]]:
@@ -269,19 +269,19 @@ def rows_of_log(
     if not (account.faults or num_sums or traced):
         account.faults.append("it has no I/O: Darshan recorded no file that the job read or wrote")
     account.notes += [
-        f"{number:,} of {counted[cat]:,} {cat} reads and writes are in its DXT data, the others in sums"
+        f"{number:,} of {counted[cat]:,} {cat} reads and writes are in its DXT data, the others only in sums"
         for cat, number in num_traced.items()
         if number < counted[cat]
     ]
     if num_sums:
         account.notes.append(
             f"{num_sums:,} events are sums of {num_summed:,} calls, because Darshan did not trace these one"
-            " by one: their times are right in sum, but not where they are"
+            " by one: their times are right in sum, but not their places in time"
         )
     if num_of_all:
         account.notes.append(
-            f"{num_of_all:,} of them are of files that all {num_processes:,} ranks share, and say nothing of"
-            " single ranks"
+            f"{num_of_all:,} of them are of files that all {num_processes:,} ranks share, and say nothing"
+            " about single ranks"
         )
 
 

@@ -478,7 +478,7 @@ class JsonLines:
             num_events = sum(self._num_named[named] for named in rebound)
             yield (
                 f"{len(rebound):,} hashes stand for two names: {num_events:,} events with them have the"
-                " one that was explained last before them"
+                " one explained last before them"
             )
         if self._unexplained:
             num_events = sum(self._unexplained.values())
@@ -616,9 +616,9 @@ _searching: Final = Lock()
 def find_name_in_siblings(path: Path, kind: str, value: str) -> str | None:
     """The name that files in the folder of `path` give to a hash; None if there is none, or if two differ.
 
-    A forked worker writes a file of its own, which does not repeat what its parent's file has explained.
-    Hashes of 16 digits are the same in every process; shorter ones, from early versions, mean nothing in
-    other processes.
+    A forked worker writes its own file, which does not repeat what its parent's file has explained. Hashes of
+    16 digits are the same in every process; shorter ones, from early versions, mean nothing in other
+    processes.
     """
     if _GLOBAL_HASH.fullmatch(value) is None:
         return None

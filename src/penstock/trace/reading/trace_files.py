@@ -3,9 +3,9 @@
     names, globs, folders -> `find_trace_files`
     a file -> `read_pieces`, past damaged gzip members -> `split_lines` -> whole lines, for a dialect's reader
 
-In a folder, files count by their names. JSON and text may be anything, so such a file counts only if its
-first bytes are those of a trace. Invariants: memory is bounded whatever the file's size; everything that can
-be decompressed is delivered, and the rest is reported.
+In a folder, a file's name shows whether it is a trace. JSON and text may be anything, so a JSON or text file
+counts only if its first bytes look like a trace. Invariants: memory is bounded whatever the file's size;
+everything that can be decompressed is delivered, and the rest is reported.
 """
 
 import glob
@@ -81,7 +81,7 @@ _CONTENTS: Final = tuple(
         (rb"BZh", "compressed by bzip2: decompress it"),
         (rb"\xfd7zXZ\0", "compressed by xz: decompress it"),
         (rb"PK\x03\x04", "a zip archive: unpack it"),
-        (rb"PAR1", "a Parquet file: penstock trace load makes those that it can read"),
+        (rb"PAR1", "a Parquet file that penstock trace load did not make"),
         (
             rb"SQLite format 3\0",
             f"an SQLite database, as Nsight Systems exports, without files and bytes of calls: {_RECORD}",
@@ -96,7 +96,7 @@ _CONTENTS: Final = tuple(
         ),
         (
             rb"\s*(?:\[pid +\d+\] |\d+ )?[\w.]+(?:(?:->|@)[\w.]+)?\([^\n]*\) += ",
-            f"a listing of calls without times, as of strace or ltrace: {_RECORD}",
+            f"a listing of calls without times, as strace or ltrace print it: {_RECORD}",
         ),
         (
             rb"# darshan log version",
@@ -104,7 +104,7 @@ _CONTENTS: Final = tuple(
         ),
         (rb".{257}ustar", "a tar archive: unpack it"),
         (rb"\0*\Z", "zeros only"),
-        (rb"[\t\n\r -~]+\Z", "text of no dialect that is known"),
+        (rb"[\t\n\r -~]+\Z", "text in no known dialect"),
         (
             rb"\n[^\n]{1,4}[\x08\x0a\x10\x1a\x22\x2a\x32\x40\x50\x52]",
             "a binary trace of Perfetto: convert it with traceconv json TRACE OUT.json",
@@ -190,10 +190,10 @@ def _find_matches(pattern: str) -> list[Path]:
 
 
 def _find_in_folder(folder: Path) -> list[Path]:
-    """List the traces below a folder, in order; log the files of JSON or text that turned out to be none.
+    """List the traces below a folder, in order; log the JSON or text files that turned out not to be traces.
 
-    Raises `OSError` if there are no traces and a folder cannot be read. If there are traces, such a folder is
-    left out.
+    Raises `OSError` if there are no traces and a folder cannot be read. If there are traces, an unreadable
+    folder is left out.
     """
     traces: list[Path] = []
     left_out: list[Path] = []
@@ -215,7 +215,7 @@ def _find_in_folder(folder: Path) -> list[Path]:
     for error in closed:
         logger.warning("%s: left out, because it cannot be read: %s", error.filename, error.strerror)
     if left_out:
-        logger.warning("%s: left out, because they are no traces: %s", folder, name_some(left_out))
+        logger.warning("%s: left out, because they are not traces: %s", folder, name_some(left_out))
     return sorted(traces, key=attrgetter("parts"))
 
 
@@ -268,7 +268,9 @@ _KEPT_BYTES: Final = 1 << 16
 """The bytes that are kept of an overlong line: enough to salvage an event."""
 _LARGEST_RATIO: Final = 100
 _UNPACKED_BYTES: Final = 16 << 20
-"""A file that unpacks to more than both allow is no trace, whose times differ from event to event."""
+"""A file that unpacks to more than both limits allow is not a trace: a trace's times differ from event to
+event.
+"""
 _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
 _BAD_GZIP: Any = igzip_lib.IsalError
 
@@ -308,7 +310,7 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def read_pieces(
     path: Path, report_fault: Callable[[str], None], advance: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """Yield the file's bytes, decompressed, in pieces of bounded size; of damaged members, what is left.
+    """Yield the file's bytes, decompressed, in pieces of bounded size; of damaged members, what is readable.
 
     Calls `report_fault` with each fault of the file, and `advance` with the number of bytes read.
     """

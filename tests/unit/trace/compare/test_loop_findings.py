@@ -70,7 +70,7 @@ def test_less_computation_is_named_as_what_no_longer_hides_reading() -> None:
 def test_slower_reads_are_named_as_the_cause_of_waiting() -> None:
     (finding,) = found(loop("base", wait=1), loop("new", wait=60, read=150))
     assert finding.lost_us == 590
-    assert finding.says[-1].endswith("Reads are slower: 150 us a call, not 50.0 us, at equal sizes.")
+    assert finding.says[-1].endswith("Reads are slower: 150 us per call of equal size, not 50.0 us.")
     reading = finding.evidence.records()[-1]
     assert (reading["part"], reading["here_us"], reading["base_us"]) == (
         "reading, at the same time",
@@ -161,7 +161,7 @@ def test_runs_of_other_lengths_are_compared_over_equal_steps() -> None:
     assert found(loop("base", wait=10), loop("new", wait=10, steps=20)) == []
     (finding,) = found(loop("base", wait=10), loop("new", wait=40, steps=20))
     assert finding.lost_us == 20 * 30
-    assert "base took 10 steps; its seconds are those of as many steps." in finding.says
+    assert "base took 10 steps; its seconds are scaled to as many." in finding.says
 
 
 def test_seconds_are_those_of_an_average_rank() -> None:

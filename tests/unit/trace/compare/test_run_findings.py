@@ -40,7 +40,7 @@ def test_r1_counts_small_reads_and_says_what_they_cost_and_what_helps() -> None:
         "200 of 200 reads of f.npz move less than 64 KiB, half of them 1 KiB or less; together 200 KiB."
     ]
     assert finding.lost_us == 2000
-    assert "1 MiB a read" in finding.fix
+    assert "1 MiB per read" in finding.fix
     assert found("R1", calls("pread64", 90, KIB, step=KIB)) == []
     mostly_large = calls("pread64", 120, KIB) + calls("pread64", 200, MIB)
     assert found("R1", mostly_large) == []
@@ -92,7 +92,7 @@ def test_r3_counts_transfers_that_begin_between_two_pages() -> None:
     (finding,) = found("R3", calls("pwrite64", 200, 4 * KIB, step=4 * KIB + 7))
     (row,) = finding.evidence.records()
     assert (row["direction"], row["num_unaligned"]) == ("write", 199)
-    assert "199 of 200 writes below 1 MiB of f.npz begin between two pages of 4 KiB" in finding.says[0]
+    assert "199 of 200 writes below 1 MiB of f.npz begin inside a page of 4 KiB" in finding.says[0]
     assert found("R3", calls("pwrite64", 200, 5 * KIB, step=8 * KIB)) == []
 
 

@@ -53,10 +53,10 @@ def test_the_sentences_of_one_run_say_what_moved_how_busy_and_what_was_slow() ->
     assert says == [
         "In 1.11 ms, base read 512 KiB and wrote 1000 B, with 4 calls on 2 files (2 processes on 1 host).",
         (
-            "At least one call was under way for 260 us, 23.4 % of that, at 1.88 GiB/s; "
-            "while so, 1.2 ran at a time."
+            "At least one call was under way for 260 us, 23.4 % of the run, at 1.88 GiB/s; "
+            "meanwhile, 1.2 ran at a time."
         ),
-        "Longest under way was read: 150 us. Its longest call took 100 us, on x.npz.",
+        "The operation longest under way was read: 150 us. Its longest call took 100 us, on x.npz.",
         "19.2 % of the I/O was under way while its process computed.",
     ]
 
@@ -156,5 +156,5 @@ def test_workers_compute_with_their_trainer_and_its_start_is_told_in_a_line() ->
     with small_study([*trainer, read, module], runs=["base"]) as study:
         says = report_runs(study).says
     assert says[-2] == "100.0 % of the I/O was under way while its process computed."
-    assert says[-1].startswith("Findings leave out the start and the runtime of base")
-    assert says[-1].endswith(": 1 call of 50.0 us.")
+    assert says[-1].startswith("Findings leave out start-up and runtime of base")
+    assert says[-1].endswith(": 1 call, which took 50.0 us.")

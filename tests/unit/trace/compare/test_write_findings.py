@@ -1,4 +1,4 @@
-"""F11 and F12: writes of another size than in the baseline, and calls long after a file was closed."""
+"""F11 and F12: writes of a different size than in the baseline, and calls long after a file was closed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def test_the_size_is_that_of_the_bytes_and_not_of_the_headers() -> None:
     (row,) = finding.evidence.records()
     assert (row["typical_bytes"], row["typical_base"], row["to_base"]) == (MIB, 8 * MIB, 1 / 8)
     assert finding.title == "new: smaller writes than in base"
-    assert "in pieces of 1 MiB, in base of 8 MiB" in finding.says[0]
+    assert "in pieces of 1 MiB, in base in pieces of 8 MiB" in finding.says[0]
 
 
 def test_smaller_writes_that_take_longer_cost_what_they_take_longer() -> None:
@@ -82,7 +82,7 @@ def after_close(rows: Sequence[dict[str, Any]]) -> list[TraceFinding]:
 
 def test_calls_long_after_the_close_are_found_with_the_time_that_passed() -> None:
     (finding,) = after_close(life(("stat", 24 * SECOND), ("stat", 24 * SECOND + 10), ("access", 2 * SECOND)))
-    assert finding.title == "new: files are looked at up to 24.0 s after their close"
+    assert finding.title == "new: files are looked at up to 24.0 s after they were closed"
     found = {row["op"]: row for row in finding.evidence.records()}
     assert found["stat"]["median_after_us"] == 24 * SECOND + 5
     assert (found["stat"]["num_files"], found["stat"]["num_calls"]) == (12, 24)

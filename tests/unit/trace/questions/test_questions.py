@@ -205,7 +205,7 @@ def test_sums_of_all_ranks_are_no_process_and_no_straggler(nothing: EventsView) 
     found = ranks(events)
     assert [row["to_median"] for row in found.records()] == [None, 10 / 11, 12 / 11]
     assert not any(row["is_straggler"] for row in found.records())
-    assert "sums of all ranks" in found.notes[-1]
+    assert "sums over all ranks" in found.notes[-1]
     [facts] = summary(events)[0].records()
     assert (facts["num_processes"], facts["num_threads"]) == (2, 2)
 

@@ -15,7 +15,7 @@ from penstock.trace.reading.trace_files import guess_content, is_of_recorder
         (gzip.compress(b"x", mtime=0), "compressed twice"),
         (b"PAR1\0\0", "a Parquet file"),
         (b"3.99\0\0\0\0" + (6567223).to_bytes(8, "little"), "a log of Darshan"),
-        (b"noise\n", "text of no dialect that is known"),
+        (b"noise\n", "text in no known dialect"),
         (bytes(5000), "zeros only"),
         (b"\x07\x99\xfe", "binary data"),
         (bytes(257) + b"ustar", "a tar archive"),
