@@ -1,6 +1,6 @@
 """The one module that touches environment variables; everything else receives their values as arguments.
 
-`PENSTOCK_*` and `AWS_*` are the user's settings; other variables tell which launcher started this process.
+`PENSTOCK_*` and `AWS_*` are the user's settings; other variables show which launcher started this process.
 """
 
 import os
@@ -38,7 +38,7 @@ def process_environment() -> Environment:
 
 
 def keep_working_folder_off_path() -> None:
-    """Keep Python processes that this one starts, as workers, from importing from their working folder."""
+    """Keep Python processes that this one starts (workers) from importing from their working folder."""
     os.environ["PYTHONSAFEPATH"] = "1"
 
 

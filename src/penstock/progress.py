@@ -24,7 +24,7 @@ class RunName:
 
 
 class Progress:
-    """Receives reports on a piece of work, from any thread. This class itself shows them to nobody.
+    """Receives reports on a piece of work, from any thread. This class itself ignores them.
 
     The work calls `begin` once for each phase, and `advance` as it proceeds. Rank 0 of a benchmark calls the
     other methods, so that the run can be followed from other processes; they are cheap enough to call in

@@ -31,8 +31,8 @@ class CacheEviction:
     """The bytes in memory, over all nodes, before and after evicting what is about to be read."""
 
     path: Path
-    """The way of the reads, past or through the page cache. If the kernel gives no counts, all bytes count as
-    resident.
+    """The path that reads take, past or through the page cache. If the kernel gives no counts, all bytes
+    count as resident.
     """
     before_bytes: int = 0
     resident_bytes: int = 0

@@ -1,4 +1,4 @@
-"""The kernel counters of a host during a run, and which of them cover the bytes of a storage.
+"""The kernel counters of a host during a run, and which of them cover the bytes of a storage location.
 
 They are read from `/proc` and `/sys` once a second; tests replace their root.
 

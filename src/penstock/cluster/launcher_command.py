@@ -21,12 +21,12 @@ from penstock.optional_libraries import install_command
 _RANKS_A_CORE = 8
 """The most ranks per core. Ranks wait for storage, so they may outnumber cores."""
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE_HOSTFILE")
-"""Batch systems in which a launcher without a host list spreads ranks over the allocation's machines."""
+"""Variables of batch systems in which a launcher without a host list spreads ranks over all machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A launch: the command `argv` with `environment` starts `ranks` ranks by `launcher`.
+    """A launch: the command `argv` with `environment` starts `ranks` ranks with `launcher`.
 
     All of them run on this machine if `is_local`.
     """

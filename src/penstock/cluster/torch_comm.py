@@ -206,7 +206,7 @@ def join_torchrun(environment: Environment, host: str) -> TorchComm:
     """Create the default group from torchrun's variables, unless it exists already."""
     if not dist.is_available():
         raise Unavailable(
-            "This torch was built without torch.distributed", fix="Install a torch wheel from its makers."
+            "This torch was built without torch.distributed", fix="Install an official wheel of torch."
         )
     begins_here = not dist.is_initialized()
     if begins_here:

@@ -67,7 +67,7 @@ IRREDUCIBLE: Final = Reduction()
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One object's bytes. `name` identifies the object within the seed: a number below 2**64, or a text.
+    """One object's bytes. `name` identifies the object within the seed: a number below 2**64, or a string.
 
     Any thread may use it, at any offset and length. The first one on a machine compiles a loop, which takes
     half a second; later ones load the loop from a cache. Create one before timing, and call

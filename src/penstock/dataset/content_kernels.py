@@ -1,6 +1,6 @@
 """The two loops that generate and compare content, compiled to machine code, without the GIL.
 
-`content.py` states the algorithm and is the only caller; it imports this module, and with it numba, when
+`content.py` describes the algorithm and is the only caller; it imports this module, and with it numba, when
 content is first used. Every number in a compiled body is a uint64 or a position, because numba turns a
 mixture of signed and unsigned into a float.
 """

@@ -91,7 +91,7 @@ def for_each_group(
 
 
 def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> int:
-    """Delete the manifest and those of the files that exist; return how many did. Collective. Folders stay.
+    """Delete the manifest and whichever files exist; return how many existed. Collective. Folders stay.
 
     A storage that deletes without checking, as object storage does, counts all of them.
     """

@@ -69,7 +69,7 @@ def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
         raise UsageError(
             f"There is another data set here: it differs in {', '.join(differing)}",
             where=f"{storage.uri}/{KEY}",
-            fix="Give the same workload, settings and seed, or an empty place as --data for a new one.",
+            fix="Give the same workload, settings and seed, or an empty location as --data for a new one.",
         )
     return manifest is not None
 
@@ -107,7 +107,7 @@ def write_manifest(storage: Storage, recipe: DatasetRecipe, *, complete: bool) -
 
 
 def read_manifest(storage: Storage) -> dict[str, Any] | None:
-    """The manifest at `storage`, or None.
+    """The manifest at `storage`, or None if there is none.
 
     A manifest that cannot be parsed raises an error; it is never ignored.
     """
@@ -128,7 +128,7 @@ def read_manifest(storage: Storage) -> dict[str, Any] | None:
         ) from error
     if version != _FORMAT_VERSION:
         raise StorageError(
-            f"The data set's manifest has version {version}; this penstock knows {_FORMAT_VERSION}",
+            f"The data set's manifest has version {version}; this penstock supports {_FORMAT_VERSION}",
             uri=f"{storage.uri}/{KEY}",
             fix="Use the penstock that made it, or a newer one.",
         )

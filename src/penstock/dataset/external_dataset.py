@@ -170,13 +170,13 @@ def _require_root(storage: Storage) -> None:
 def _require_enough(num_found: int, num_asked: int, where: str, *, key: str) -> None:
     if not num_found:
         raise ObjectNotFound(
-            f"There are no files of this format here; dataset.{key} asks for {num_asked:,}",
+            f"There are no files of this format here; dataset.{key} is {num_asked:,}",
             uri=where,
             fix=f"{_ADVICE}.",
         )
     if num_found < num_asked:
         raise UsageError(
-            f"{num_found:,} files were found where dataset.{key} asks for {num_asked:,}",
+            f"{num_found:,} files were found, but dataset.{key} is {num_asked:,}",
             where=where,
             fix=f"{_ADVICE}; or set dataset.{key}={num_found}.",
         )

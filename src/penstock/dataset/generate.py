@@ -83,7 +83,7 @@ def generate(
     size_bytes = expected_bytes(recipe.dataset)
     is_resumed = comm.broadcast(
         _prepare(recipe, storage, size_bytes) if comm.rank == 0 else None,
-        awaiting="rank 0 to claim the place",
+        awaiting="rank 0 to claim the location",
     )
     # If a power failure removes a name, the next attempt writes the file again, so one sync per folder
     # suffices.

@@ -70,7 +70,7 @@ class BlockTrace:
         )
 
     def with_chunks_of(self, chunk_tokens: int) -> BlockTrace:
-        """The same requests in chunks of another size, which divides the block size or is a multiple of it.
+        """The same requests in chunks whose size divides the block size or is a multiple of it.
 
         A chunk of several blocks is identified by its last block, which stands for everything before it.
         """
@@ -278,7 +278,7 @@ def generate_trace(
     seed: int = 42,
     most_input_tokens: int = _MOST_INPUT,
 ) -> BlockTrace:
-    """Generate any number of requests with the statistics of a published trace; equal seeds, equal traces.
+    """Generate requests with the statistics of a published trace; equal seeds give equal traces.
 
     Lengths, outputs and reuse are fitted to the conversation trace of Mooncake (FAST'25). Inputs are
     lognormal (median 6,909 tokens, p90 27,000, p99 80,000), and a request that continues an earlier one looks

@@ -2,9 +2,9 @@
 
 The histograms of all ranks are added up, so that a percentile covers all operations. The load time of a
 request is that of its slowest rank, from its first read to its last. Runs are comparable if the digests of
-their plans are equal. Latencies rank storages only if all runs kept equally many operations in flight,
-because on the same storage, operations wait longer when more are in flight. For runs of mlperf-v3, the
-published metrics stand next to our own, each with the order in which it ranks the storages.
+their plans are equal. Latencies rank runs only if all of them kept equally many operations in flight, because
+on the same storage, operations wait longer when more are in flight. For runs of mlperf-v3, the published
+metrics stand next to our own, each with the order in which it ranks the runs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _DIRECTIONS: Final = {"read": Op.READ, "write": Op.WRITE}
 
 
 def hits_over_time(plan: IoPlan) -> list[dict[str, Any]]:
-    """Divide the plan into parts by the workload's time: chunks requested, what each tier serves or takes."""
+    """For each part of the workload's time, the chunks requested, and what each tier serves or takes."""
     if plan.arrival_s is None or plan.chunks is None or not plan.num_requests:
         return []
     span_s = float(plan.arrival_s[-1]) or 1.0
@@ -160,7 +160,7 @@ def count_rank(operations: Operations, timed: NDArray[np.void], end_ns: int) -> 
 
 
 def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]]:
-    """Divide the run into parts by time: bytes, and the median and 95th percentile of latencies."""
+    """For each part of the run's time, the bytes, and the median and 95th percentile of latencies."""
     if not end_ns:
         return []
     total = np.sum(ranks, axis=0)
@@ -345,10 +345,10 @@ def say_doubts(document: Mapping[str, Any]) -> list[str]:
             "the storage's."
             if share <= 1
             else "Objects in memory took longer than those on storage: something else used this host, and "
-            "the ceiling is none."
+            "the ceiling does not count."
         )
     if plan["reads"]["operations"] + plan["writes"]["operations"] > document["operations_done"]:
-        texts.append("The run ended by its duration before all operations were done.")
+        texts.append("The duration of the run was over before all operations were done.")
     if has_small_objects(document):
         texts.append(
             f"Objects have {format_bytes(plan['chunk_bytes'] // plan['objects_per_chunk'])} at "
@@ -388,7 +388,7 @@ def read_cache_run(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
         raise StorageError(
-            "This run has another format", uri=str(path), fix="Read it with the version that wrote it."
+            "This run has a different format", uri=str(path), fix="Read it with the version that wrote it."
         )
     return document
 
@@ -440,12 +440,12 @@ def is_latency(name: str) -> bool:
 
 
 def latency_note(comparison: Mapping[str, Any]) -> str | None:
-    """Say why the latencies of these runs cannot rank storages; None if they can."""
+    """Say why the latencies cannot rank these runs; None if they can."""
     in_flight = comparison["in_flight"]
     if len(set(in_flight)) <= 1:
         return None
     counts = ", ".join("an unknown number of" if count is None else f"{count:,}" for count in in_flight)
-    return f"Latencies order no storages: the runs had {counts} operations in flight."
+    return f"Latencies cannot rank these runs, which had {counts} operations in flight."
 
 
 def _figures(document: Mapping[str, Any]) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""Pages of key-value caches: hits by size of the cache, a run on one storage, a comparison of storages.
+"""Pages of key-value caches: hits by size of the cache, a run on one storage system, a comparison of several.
 
 Pure: turns the documents of `penstock kvcache` into pages.
 """
@@ -34,7 +34,7 @@ _ENOUGH: Final = 0.95
 
 
 def make_simulation_page(document: Mapping[str, Any]) -> Report:
-    """The hits by size of the cache, and what each tier serves."""
+    """The page of a simulation: the hits by size of the cache, and what each tier serves."""
     rows = sorted(
         (row for row in document["rows"] if row["capacity_blocks"] is not None),
         key=lambda row: row["capacity_blocks"],
@@ -60,7 +60,7 @@ def make_simulation_page(document: Mapping[str, Any]) -> Report:
         banner=Banner(
             verdict="simulated",
             look=Look.PLAIN,
-            figure=f"{most:.1%} of all blocks hit where the cache has no limit",
+            figure=f"{most:.1%} of all blocks hit if the cache has no limit",
             limited_by=f"{document['used_once']:.1%} of different blocks are used once",
             since=(
                 f"{format_bytes(enough['capacity_bytes'])} on, more room brings less than "
@@ -68,7 +68,7 @@ def make_simulation_page(document: Mapping[str, Any]) -> Report:
                 if enough
                 else "none of these sizes is large enough for nearly all hits"
             ),
-            to_do="`penstock kvcache replay` shows what a storage makes of it.",
+            to_do="`penstock kvcache replay` measures this on storage.",
         ),
         highlights=[hits],
         sections=[
@@ -122,7 +122,7 @@ def _say_what_pays(worth: float | None, break_even: float) -> str:
 
 
 def make_run_page(document: Mapping[str, Any]) -> Report:
-    """A run on a storage: rates, latencies, break-even, and the load that it sustains."""
+    """The page of a run: rates, latencies, break-even, and the load that the storage sustains."""
     if "options" in document:
         return _make_mlperf_page(document)
     saved, misses = document["time_to_first_token"], sum(document["misses"].values())
@@ -168,7 +168,7 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
             Section(
                 name="workload",
                 title="Over the workload's time, by tier",
-                text=["As planned: which tier has the chunks that requests ask for, and what that moves."],
+                text=["As planned: which tier has the requested chunks, and how many bytes that moves."],
                 charts=planned if loads else planned[1:],
                 why_empty="This workload has no chunks.",
             ),
@@ -363,7 +363,7 @@ _RATES: Final = ("gib_per_s", "bandwidth_gbps, honest")
 
 
 def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
-    """The page of several storages: a chart for each rate and latency, and all figures with rankings."""
+    """The page of several runs: a chart for each rate and latency, and all figures with rankings."""
     runs = [f"run {index + 1}" for index in range(len(comparison["targets"]))]
     figures: Mapping[str, Mapping[str, Any]] = comparison["figures"]
     rates = {
@@ -371,7 +371,7 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
     }
     is_same = comparison["is_comparable"]
     return Report(
-        title="Storages for a key-value cache",
+        title="Storage systems for a key-value cache",
         subtitle=", ".join(
             f"{run}: {target}" for run, target in zip(runs, comparison["targets"], strict=True)
         ),
@@ -390,7 +390,7 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
             )
             or "the workload: nothing was moved",
             since="all runs executed the same operations" if is_same else "the operations differ",
-            to_do="Read the table: each figure has the order of the storages that it gives.",
+            to_do="Read the table: each figure has the order in which it ranks the runs.",
         ),
         highlights=[_compare_bars(name, runs, figure["values"]) for name, figure in rates.items()],
         sections=[

@@ -155,8 +155,8 @@ LONGEST_RUN_S: Final = 7 * 24 * 3600.0
 class CacheRequest(RunSettings):
     """A request for a run. `prefill_tokens_per_s` is the accelerator's prefill throughput.
 
-    If there is an objective, the run searches for the largest load that meets it; `users` send the plan's
-    requests.
+    If there is an objective, the run searches for the largest load that meets it; `users` is the number of
+    users who send the plan's requests.
     """
 
     plan: IoPlan
@@ -218,7 +218,7 @@ def measure_plan(
     progress: Progress,
     phase: str = "cache operations",
 ) -> CacheResult:
-    """Execute the plan like `run_plan`, but without a record of its own. Collective.
+    """Execute the plan like `run_plan`, but without a separate record. Collective.
 
     `folder` receives the counters of the hosts.
     """
@@ -351,7 +351,7 @@ def _search_load(
             limit_s = 1.1 * span_s / speedup + 20 * objective_ms / 1e3
             engine = replace(engine, duration_s=min(limit_s, engine.duration_s or limit_s))
         at_load = replace(request, engine=engine, measures_ceiling=False)
-        phase = f"load {len(results) + 1}, {speedup:.3g} times the pace" if speedup else "the most load"
+        phase = f"load {len(results) + 1}, {speedup:.3g} times the pace" if speedup else "the highest load"
         result = results[speedup] = measure_plan(
             at_load, storage, folder, comm=comm, progress=progress, phase=phase
         )
@@ -384,7 +384,7 @@ def _search_load(
 
 
 def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -> dict[str, Any] | None:
-    """Measure the harness limit: these ranks and streams on a storage that costs one copy in memory."""
+    """Measure the harness limit: these ranks and streams on storage that costs one copy in memory."""
     storage_operations = request.plan.in_storage
     if not len(storage_operations):
         return None

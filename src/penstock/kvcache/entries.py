@@ -81,7 +81,7 @@ def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_diges
 
 
 def stated_digest(footer: memoryview) -> bytes | None:
-    """The payload digest that a footer states; None if the page is not a footer, whether valid or not."""
+    """The payload digest in a footer; None if the page is not a footer, whether valid or not."""
     magic, _, _, of_payload = _FIELDS.unpack_from(footer)
     return bytes(of_payload) if magic == _MAGIC else None
 
@@ -97,8 +97,8 @@ class EntryLayout:
     """The names of entries, and whether they have a footer.
 
     `namespace` separates the entries of several workloads in one store. `parts` is the number of objects of
-    an entry, one for each worker of vLLM and LMCache: `pipeline` times the number of tensor ranks. All
-    entries lie below `folder`.
+    an entry, one for each worker of vLLM and LMCache: `pipeline` times the number of tensor-parallel ranks.
+    All entries lie below `folder`.
     """
 
     name: LayoutName = "penstock"

@@ -45,8 +45,8 @@ _LMCACHE_L2: Final = re.compile(
     r"(?P<model>[^@/]+)@0x(?P<ranks>[0-9a-f]{2,4})(?P<rank>[0-9a-f]{2})[0-9a-f]{4}"
     r"(?:@(?P<group>[0-9a-f]{1,3}))?@(?P<hash>[0-9a-f]{8,128})(?:@(?P<salt>[^@/]+))?\.data"
 )
-"""The hexadecimal number has the number of ranks, this rank, the ranks of its host, and its number among
-those.
+"""The hexadecimal number consists of the number of ranks, this rank, the number of ranks on its host, and its
+number among these.
 """
 _SLASH: Final = "-SEP-"
 _PENSTOCK: Final = re.compile(r"(?P<first>[0-9a-f]{2})/(?P<hash>[0-9a-f]{32})\.(?P<part>\d+)\.kv")
@@ -133,7 +133,7 @@ class StoredEntry:
 
 
 def find_entry(info: ObjectInfo) -> StoredEntry | None:
-    """Recognize the entry in a file by its path; None if the path has no layout's form."""
+    """Recognize the entry in a file by its path; None if the path matches no layout."""
     parts = PurePosixPath(info.key).parts
     for depth, pattern, read in (
         (4, _VLLM, _read_vllm),
@@ -275,7 +275,7 @@ def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
     if not isinstance(config, dict) or "model_name" not in config:
         return f"{CONFIG} names no model"
     is_its_own = vllm_folder(config) == info.key.split("/")[-2]
-    return config if is_its_own else f"{CONFIG} is not what the name of its folder was made of"
+    return config if is_its_own else f"{CONFIG} does not match the name of its folder"
 
 
 def _describe(
@@ -383,7 +383,7 @@ def _judge_size(entry: StoredEntry, full_bytes: int, token_bytes: float | None) 
     elif entry.tier.startswith("lmcache") and entry.header is None and size < full_bytes:
         entry.is_partial = True  # the end of a prompt, unless it is not a whole number of tokens
         if token_bytes and size % token_bytes:
-            entry.judge(EntryOutcome.TRUNCATED, f"{size:,} B are no whole number of tokens")
+            entry.judge(EntryOutcome.TRUNCATED, f"{size:,} B are not a whole number of tokens")
 
 
 def _judge_content(storage: Storage, entry: StoredEntry, *, verifies: bool) -> None:
@@ -402,11 +402,11 @@ def _judge_content(storage: Storage, entry: StoredEntry, *, verifies: bool) -> N
 
 
 def _judge_own(source: Source, entry: StoredEntry, *, verifies: bool) -> None:
-    """Judge one of our own entries by its footer, which states everything."""
+    """Judge one of our own entries by its footer, which has all the facts."""
     footer = memoryview(bytearray(FOOTER_BYTES))
     payload_bytes = source.size_bytes - FOOTER_BYTES
     if payload_bytes < 1:
-        entry.judge(EntryOutcome.TRUNCATED, "it is shorter than what ends an entry")
+        entry.judge(EntryOutcome.TRUNCATED, "it is shorter than an entry's footer")
         return
     source.read_into(payload_bytes, footer)
     stated = entries.stated_digest(footer)
@@ -421,10 +421,10 @@ def _judge_own(source: Source, entry: StoredEntry, *, verifies: bool) -> None:
     names = ["/".join(parts[start:]) for start in range(len(parts) - 1)]
     judged = [entries.judge_footer(footer, name, payload_bytes, digest) for name in names]
     if judged[-1] is EntryOutcome.FLIPPED and stated is None:
-        entry.judge(EntryOutcome.TRUNCATED, "it does not end as entries do")
+        entry.judge(EntryOutcome.TRUNCATED, "it does not end with a footer")
     elif EntryOutcome.DONE not in judged:
         outcome = EntryOutcome.FLIPPED if EntryOutcome.FLIPPED in judged else judged[-1]
-        entry.judge(outcome, "the page at its end does not agree with it")
+        entry.judge(outcome, "its footer does not match it")
 
 
 def _read_header(storage: Storage, entry: StoredEntry) -> None:

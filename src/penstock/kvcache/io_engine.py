@@ -1,10 +1,10 @@
-"""Executes planned operations on a storage: N streams, objects in chunks, two chunks of memory per stream.
+"""Executes planned operations on storage: N streams, objects in chunks, two chunks of memory per stream.
 
 Operations begin in the plan's order, and each waits for earlier operations on the same object, so that
 streams cannot reorder operations that depend on each other. A stream is the right to have an object in
 flight. If objects are large and fit into a chunk, two workers share each stream: while one worker's object is
 in flight, the other generates or verifies the content of its own. A measured time covers only what the
-storage took. Data counts only after it has been verified; anything else is a miss with a name.
+storage took. Data counts only after it has been verified; anything else is a miss of a named kind.
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ def _honest_option(results: Sequence[TrialResult]) -> dict[str, Any]:
             name: {"theirs": theirs[name], "honest": value, "why": _WHY[name]}
             for name, value in honest.items()
         },
-        "kind": "storage" if read_bytes and written_bytes else "no traffic of storage in one direction",
+        "kind": "storage" if read_bytes and written_bytes else "no storage traffic in one direction",
         "elapsed_s": _ratio(elapsed_s, len({result.trial for result in results})),
         "misses": sum(result.misses for result in results),
         "read_ms": reads.document(),
@@ -386,7 +386,7 @@ _WHY: Final[Mapping[str, str]] = {
     "aggregated_write_bandwidth_gbps": _RATE_WHY,
     "aggregated_avg_throughput_tokens_per_sec": "all tokens over the time of the slowest rank",
     "aggregated_storage_throughput_tokens_per_sec": (
-        "tokens a second of time, not of summed waiting: that sum grows with every thread that waits"
+        "tokens per second of elapsed time; summed waiting grows with every thread that waits"
     ),
     "aggregated_p95_latency_ms": (
         "from a request's first byte to its last, pooled; not its summed waiting, the largest of all ranks"
@@ -399,7 +399,7 @@ _WHY: Final[Mapping[str, str]] = {
 def trial_command(
     settings: OptionSettings, *, trial: int, ranks: int, output: Path, cache: str, base_seed: int
 ) -> str:
-    """The command of one trial, in the words of the tool, with only those options that the edition allows."""
+    """The command of one trial, as for the tool, with only those options that the edition allows."""
     option = settings.option
     values = {
         "rank-output-base": f"{output}/option_{settings.number}/trial_{trial}",

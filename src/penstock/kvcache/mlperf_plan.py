@@ -1,8 +1,8 @@
 """The workload of MLPerf Storage v3.0's key-value cache benchmark, as a plan: users, queue, tiers, evictions.
 
-Users of three kinds send requests at their own pace. A worker takes the request of the highest level first,
-reads the entries of earlier turns, writes the request's own entry, and reads that entry once for every 32
-tokens of the answer. All of it happens in virtual time on a storage of a stated speed, so the same seed gives
+Users of three kinds send requests at their own pace. A worker takes the request with the highest priority
+first, reads the entries of earlier turns, writes the request's own entry, and reads that entry once for every
+32 tokens of the answer. All of it happens in virtual time on storage of a given speed, so the same seed gives
 the same operations.
 """
 

@@ -1,6 +1,6 @@
-"""The closed options of MLPerf Storage v3.0's key-value cache benchmark, each in its trials, on all ranks.
+"""Runs all trials of the closed options of MLPerf Storage v3.0's key-value cache benchmark on all ranks.
 
-As in the tool, every rank has users and a cache of its own, seeded by its number. Everything they do is
+As in the tool, every rank has its own users and cache, seeded by the rank's number. Everything they do is
 planned first. Collective: every rank calls `run_mlperf` and gets the same document.
 """
 
@@ -177,7 +177,7 @@ def _run_options(
 
 
 def _metadata(request: MlperfRequest, leaf: Path, began: str, *, hosts: int, ranks: int) -> dict[str, Any]:
-    """The metadata of the run in the words of the tool."""
+    """The metadata of the run in the tool's terms."""
     first = request.settings(request.options[0], 0)
     commands = [
         mlperf_files.trial_command(
@@ -211,7 +211,7 @@ def _metadata(request: MlperfRequest, leaf: Path, began: str, *, hosts: int, ran
         "exit_status": 0,
         "verification": None,
         "executed_command": " ".join(request.command),
-        "about_commands": "command_output_files name each trial in the words of mlpstorage's tool",
+        "about_commands": "command_output_files name each trial in the terms of mlpstorage's tool",
         "command_output_files": [{"command": command} for command in commands],
         "args": {
             "cache_dir": request.cache,

@@ -36,14 +36,14 @@ class KvModel:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise UsageError(
-                f"Unknown data type {self.dtype!r} of a cache",
+                f"Unknown data type of a cache: {self.dtype!r}",
                 where=self.name,
                 fix=f"Choose from: {', '.join(DTYPE_BYTES)}.",
             )
         for field in ("layers", "heads", "kv_heads", "head_dim"):
             if getattr(self, field) < 1:
                 raise UsageError(
-                    f"{field} of a model is below 1", where=self.name, fix="Give a number above 0."
+                    f"The model's {field} is below 1", where=self.name, fix="Give a number above 0."
                 )
 
     @property
@@ -123,7 +123,7 @@ def _read_config(path: Path) -> KvModel:
     except (OSError, ValueError) as error:
         raise UsageError(f"Cannot read this model: {error}", where=str(path)) from error
     if not isinstance(config, dict):
-        raise UsageError("This is no model's configuration", where=str(path), fix="Give its config.json.")
+        raise UsageError("This is not a model's configuration", where=str(path), fix="Give its config.json.")
     heads = _number(config, "num_attention_heads", path)
     latent_dims = 0
     if config.get("kv_lora_rank"):
@@ -145,7 +145,7 @@ def _number(config: Mapping[str, Any], key: str, path: Path, otherwise: int | No
     value = config.get(key) or otherwise
     if not isinstance(value, int) or not (otherwise != 0) <= value < 1 << 40:
         raise UsageError(
-            f"{key} is {value!r}, which is no number of a model", where=str(path), fix=f"Set {key} in it."
+            f"{key} is {value!r}, not a number in its range", where=str(path), fix=f"Set {key} in it."
         )
     return value
 

@@ -52,7 +52,7 @@ def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: i
     ids = request.get("hash_ids")
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
         raise UsageError(
-            f"hash_ids is {shorten(ids)}, not a list of whole numbers or texts",
+            f"hash_ids is {shorten(ids)}, not a list of whole numbers or strings",
             where=f"{where}: hash_ids",
             fix="Give the ids of the request's blocks, in order.",
         )
@@ -72,9 +72,9 @@ def _read_request(request: Mapping[str, Any], line: int, where: str, *, scope: i
 
 
 def _state_block_tokens(stated: set[int], holder: Mapping[str, Any], name: str, where: str) -> None:
-    """Add the block size that a line states; all lines of a trace must state the same size."""
+    """Add the block size that a line gives; all lines of a trace must give the same size."""
     if (tokens := whole_number(holder, (name,), where)) < 1:
-        raise UsageError(f"{name} is 0", where=f"{where}: {name}", fix="Give the tokens of a block.")
+        raise UsageError(f"{name} is 0", where=f"{where}: {name}", fix="Give the number of tokens per block.")
     stated.add(tokens)
     if len(stated) > 1:
         raise UsageError(
@@ -92,16 +92,16 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, str, A
                 yield number, where, parse_json(line)
         except ValueError as error:
             raise UsageError(
-                f"This line is no JSON: {error}",
+                f"This line is not JSON: {error}",
                 where=where,
-                fix="Repair or remove the line; one object a line.",
+                fix="Repair or remove the line; write one object per line.",
             ) from error
 
 
 def _read_object(found: Any, line: int, where: str, stated: set[int]) -> Iterator[_Request]:
     """The requests of one line: a request itself, a record of Dynamo's, or one of Weka's conversations."""
     if not isinstance(found, dict):
-        raise UsageError("This line is no JSON object", where=where, fix="Write one object a line.")
+        raise UsageError("This line is not a JSON object", where=where, fix="Write one object per line.")
     event = found["event"] if isinstance(found.get("event"), dict) else found
     if str(event.get("schema", "")).startswith("dynamo."):
         request = event.get("request")
@@ -136,7 +136,7 @@ def _read_turns(turns: Sequence[Any], line: int, where: str, *, after_s: float) 
     for number, turn in enumerate(turns, start=1):
         at = f"{where} {number}"
         if not isinstance(turn, dict):
-            raise UsageError("This is no JSON object", where=at, fix="Give requests as objects.")
+            raise UsageError("This is not a JSON object", where=at, fix="Give requests as objects.")
         began_s, inner = time_value(turn, ("t",), at), turn.get("requests")
         if isinstance(inner, list):
             # Some producers count a subagent's times from the subagent's beginning, others from the
@@ -230,7 +230,7 @@ def _note_counts(rows: Sequence[_Request], inputs: Integers, counts: Integers, t
     if not any((counts == count_blocks(inputs, tokens)).all() for count_blocks in _COUNTS):
         off = np.flatnonzero(counts != -(-inputs // tokens))
         notes.append(
-            f"{len(off):,} of {len(counts):,} requests have another number of blocks than they take in "
+            f"{len(off):,} of {len(counts):,} requests list a different number of blocks than they take in "
             f"blocks of {tokens}: lines {name_some([rows[index].line for index in off.tolist()])}. "
             "Their blocks count as they are listed."
         )
@@ -248,14 +248,14 @@ def _note_unchained(ids: Integers, counts: Integers) -> list[str]:
     if not several:
         return []
     text = (
-        f"{several:,} of {num_unique:,} ids stand after different blocks, so they do not stand for what is "
+        f"{several:,} of {num_unique:,} ids follow different blocks, so they do not stand for what is "
         "before them. They count as listed; --format bailian tells them apart (its times are in seconds)."
     )
     return [text]
 
 
 def _number_ids(hash_ids: Sequence[Sequence[Any]]) -> Integers:
-    """Number ids densely that already stand for everything before them."""
+    """Number densely ids that already stand for everything before them."""
     flat = list(chain.from_iterable(hash_ids))
     if set(map(type, flat)) <= {int}:
         try:
@@ -325,7 +325,7 @@ def read_trace(path: Path, *, kind: str = "auto", block_tokens: int | None = Non
                 block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
                 rows = list(_conversation_rows(found, block_tokens))
                 notes.append(
-                    f"Tokens are characters / {_CHARACTERS_PER_TOKEN}; requests have no times: 1 a second."
+                    f"Tokens are characters / {_CHARACTERS_PER_TOKEN}; requests have no times: 1 per second."
                 )
             else:
                 units_per_s = 1 if chosen == "bailian" else 1000
@@ -334,7 +334,7 @@ def read_trace(path: Path, *, kind: str = "auto", block_tokens: int | None = Non
                 ]
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"This is no text: {error.reason} at byte {error.start}", where=str(path), fix="Unpack it first."
+            f"This is not text: {error.reason} at byte {error.start}", where=str(path), fix="Unpack it first."
         ) from error
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise UsageError(f"Cannot read this trace: {error}", where=str(path)) from error
@@ -398,7 +398,7 @@ def _detect_format(path: Path, beginning: str) -> str:
     if not text:
         raise UsageError("This trace is empty", where=str(path), fix="Give a file with requests.")
     raise UsageError(
-        "This file is no trace of a known format",
+        "This file is not a trace in a known format",
         where=str(path),
         fix=f"Give lines of JSON with hash_ids, or name the format: {', '.join(FORMATS[1:])}.",
     )
@@ -416,7 +416,7 @@ def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
         document = parse_json(first + file.read())
     except ValueError as error:
         if first.lstrip().startswith("["):
-            raise UsageError(f"This file is no JSON: {error}", where=str(path)) from error
+            raise UsageError(f"This file is not JSON: {error}", where=str(path)) from error
         return None  # reading line by line finds the line that is wrong
     return document if isinstance(document, list) else [document]
 
@@ -483,7 +483,9 @@ def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:
     turns = conversation.get("conversations") if isinstance(conversation, dict) else None
     if not isinstance(turns, list):
         raise UsageError(
-            "conversations is no list", where=f"{where}: conversations", fix="Give turns with from and value."
+            "conversations is not a list",
+            where=f"{where}: conversations",
+            fix="Give turns with from and value.",
         )
     context = 0
     for number, turn in enumerate(turns):

@@ -1,4 +1,4 @@
-"""Find how many accelerators a storage can feed: double their number until a run fails, then bisect.
+"""Find how many accelerators a storage location can feed: double their number until a run fails, then bisect.
 
 Each try is a complete run with its own folder of results. Invariant: the run with the answer passed, and a
 run with one more accelerator failed or would exceed the limit. The only assumption is that utilization falls
@@ -129,7 +129,7 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
 
 
 def verdict_columns(one: SweepRun) -> dict[str, str]:
-    """The columns that tell whether a run passed, whether its storage kept up, and what limited it."""
+    """The columns that show whether a run passed, whether its storage kept up, and what limited it."""
     return {
         "AU reached": "yes" if one.meets_threshold else "no",
         "fed by storage": "yes" if one.is_fed else "no",
@@ -138,20 +138,20 @@ def verdict_columns(one: SweepRun) -> dict[str, str]:
 
 
 def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage: str) -> Report:
-    """Make the page of all tries, each of which has a page of its own."""
+    """Make the page of all tries, each of which has its own page."""
     tries = sorted(tries, key=_accelerators)
     _, limit = sum_up(fed, tries)
     names = [str(one.accelerators) for one in tries]
     failed = next((one for one in tries if not one.meets_threshold), None)
     return Report(
-        title=f"How many accelerators of {workload} {storage} feeds",
+        title=f"Accelerators of {workload} that {storage} feeds",
         subtitle=f"{len(tries)} runs, from {names[0]} to {names[-1]} accelerators",
         banner=Banner(
             verdict="passed" if fed else "failed",
             look=Look.GOOD if fed else Look.BAD,
             figure=say_answer(fed, tries),
             limited_by="nothing up to there" if failed is None else limit or "not known",
-            since="every run reached the utilization that is asked"
+            since="every run reached the required utilization"
             if failed is None
             else f"{failed.accelerators} accelerators: AU {failed.au_compat:.1f} %",
             to_do=(
@@ -174,7 +174,7 @@ def make_sweep_page(fed: int, tries: Sequence[SweepRun], workload: str, storage:
             ),
             Chart(
                 kind=Kind.LINES,
-                title="Samples a second by accelerators",
+                title="Samples per second by accelerators",
                 run=storage,
                 names=names,
                 series=[Series(y=[one.samples_per_s for one in tries])],

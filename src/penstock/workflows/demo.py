@@ -223,7 +223,7 @@ def say_training(tour: Tour) -> str:
     each = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(1)).bytes_per_accelerator_per_s
     return (
         f"A small {tour.training.workload} computed {train.au_compat_percent.mean:.1f} % of the time "
-        f"({_ASKED:.0f} % asked{above}); the whole one takes {format_rate(float(each))} for each accelerator."
+        f"({_ASKED:.0f} % required{above}); the full one needs {format_rate(float(each))} per accelerator."
     )
 
 
@@ -239,7 +239,7 @@ def say_checkpoints(tour: Tour) -> str:
     return (
         f"{format_bytes(size)} of {model} are durable in {durable} ({rates[0]:.2f} of "
         f"{limits['write']:.2f} GiB/s seen) and back, verified, in {back} ({rates[1]:.2f} of "
-        f"{limits['read']:.2f} GiB/s), by {format_bytes(tour.checkpoints.total_bytes)} of it."
+        f"{limits['read']:.2f} GiB/s), scaled up from {format_bytes(tour.checkpoints.total_bytes)}."
     )
 
 
@@ -265,7 +265,7 @@ def say_what_helps(tour: Tour) -> str:
     needed = max(count * each * float(forecast.threshold), rate)
     helps = f"Read bandwidth: {format_rate(needed)} would feed {count} H100 of unet3d."
     if not train.meets_threshold:
-        return f"{helps} The small training waited, too: its page says for what."
+        return f"{helps} The small training run waited, too: its page says for what."
     return helps
 
 

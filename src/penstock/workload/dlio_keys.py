@@ -43,7 +43,7 @@ ALIASES: Final[Mapping[KeyPath, KeyPath]] = {
         }
     ).items()
 }
-"""Other names that DLIO's files use, old or misplaced, for keys that Penstock knows."""
+"""Other names, old or misplaced, that DLIO's files use for keys that Penstock supports."""
 
 _ALIAS_REMARKS: Final = {
     "record_length": "DLIO reads only the key with _bytes and ignores this one; here both mean the same",
@@ -65,11 +65,11 @@ UNSET_BY_MINUS_ONE: Final[frozenset[KeyPath]] = frozenset(
 """Keys for which DLIO writes -1 to leave them unset."""
 
 _LISTS: Final[set[KeyPath]] = {("storage", "endpoint_uris"), ("profiling", "iostat_devices")}
-"""Keys that also accept a single text for a list of one."""
+"""Keys that also accept a single string for a list of one."""
 
-_RANKS_DIFFER = "each rank begins with another endpoint in any case"
+_RANKS_DIFFER = "each rank begins with a different endpoint in any case"
 _IN_TURN = "requests take the endpoints in turn"
-_S3DLIO = "this tunes the inside of another reader; penstock's own takes prefetch_window and max_outstanding"
+_S3DLIO = "this tunes internals of another reader; penstock's own takes prefetch_window and max_outstanding"
 _LOG_LEVEL = "it selects a log level; give --debug to the command"
 _HARNESS_LIMIT = "every run measures its harness limit on zero-cost storage"
 
@@ -209,7 +209,7 @@ def canonical_values(tree: object) -> dict[KeyPath, Any]:
 def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[str], list[tuple[KeyPath, str]]]:
     """Remove settings that have no effect here; return remarks, and why others are refused, by path.
 
-    Remarks also tell where DLIO treats a remaining value differently.
+    Remarks also say where DLIO treats a remaining value differently.
     """
     settings = stack.settings
     remarks: list[str] = []

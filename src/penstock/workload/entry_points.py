@@ -38,7 +38,7 @@ def load_extension(kind: Extension, name: str, *, where: str, own: tuple[str, ..
         raise UsageError(
             f"No {kind.name.lower().replace('_', ' ')} is called {name!r}",
             where=where,
-            fix=f"There are: {names}. Others come with packages that have entry points in {kind.value}.",
+            fix=f"Available: {names}. Others come with packages that have entry points in {kind.value}.",
         )
     try:
         return offered[name].load()

@@ -93,7 +93,7 @@ class Shuffle(Choice):
 
 
 class LoaderKind(Choice):
-    """The data loader that a workload asks for."""
+    """The data loader that a workload names."""
 
     TENSORFLOW = "tensorflow"
     PYTORCH = "pytorch"

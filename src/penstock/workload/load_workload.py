@@ -53,7 +53,7 @@ def load(
     """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
     A file `NAME.yaml` in `config_dir`, or in its folder `workload`, takes precedence over a shipped one.
-    Names that only DLIO uses are known as well; `prefers_dlio` decides about those that mean a different
+    Names that only DLIO uses are recognized as well; `prefers_dlio` decides about those that mean a different
     workload here. A data set needs no accelerator: `is_data_set` loads the values that all accelerators
     share.
     """
@@ -151,7 +151,7 @@ def _choose_member(name: str, accelerator: str) -> tuple[str, str]:
         )
     if chosen and chosen not in variants:
         known_ones = ", ".join(variants) or "none: it is the same for all"
-        raise UsageError(f"{family} is not known for {chosen!r}", fix=f"Its accelerators: {known_ones}.")
+        raise UsageError(f"There is no {family} for {chosen!r}", fix=f"Its accelerators: {known_ones}.")
     return family, chosen or next(iter(variants), "")
 
 
@@ -194,7 +194,7 @@ def _load_layers(
         raise UsageError("\n  ".join((f"{source}: {len(lines)} values are not understood:", *lines)))
     row_bytes = parquet_row_bytes(workload.dataset)
     if row_bytes not in (None, workload.dataset.record_length_bytes) and _LENGTH in stack.settings:
-        remarks.append(f"{dotted(_LENGTH)}: the columns make rows of {row_bytes} B, and they count")
+        remarks.append(f"{dotted(_LENGTH)}: the columns make rows of {row_bytes} B, which count instead")
     return LoadedWorkload(workload=workload, remarks=tuple(remarks))
 
 
@@ -216,7 +216,7 @@ def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterato
         stack.add_layer({_DEVIATION: scaled}, source=length.source)
         yield (
             f"{dotted(_DEVIATION)}: scaled with the mean, from {deviation.value} to {scaled} bytes; "
-            "set it to have another"
+            "set it for a different one"
         )
 
 
@@ -230,7 +230,7 @@ def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:
         why = "is 0, which fits workflow.evaluation=false only; 1 evaluates after every epoch"
         yield ("evaluation", "epochs_between_evals"), why
     if workload.checkpoint.mode is CheckpointMode.SUBSET and model.parallelism.data is None:
-        why = "is 'subset', which needs model.parallelism.data: of how many replicas it is a subset"
+        why = "is 'subset', which needs model.parallelism.data: the number of replicas that it is a subset of"
         yield ("checkpoint", "mode"), why
     names = [column.name for column in dataset.parquet.columns]
     for twice in sorted({name for name in names if names.count(name) > 1}):
@@ -259,7 +259,7 @@ def suggest_key(path: KeyPath) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointModel:
-    """A model with the workload that asks for its checkpoints.
+    """A model with the workload that configures its checkpoints.
 
     `num_ranks` is the number of ranks for which it is laid out, None if any number will do; `files` is empty
     unless the layout is known file by file.

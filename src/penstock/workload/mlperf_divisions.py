@@ -99,7 +99,7 @@ def require_allowed(division: SubmissionDivision, changed: Iterable[KeyPath], *,
         raise UsageError(
             "; ".join(breaches),
             where=f"--{division.value}",
-            fix=f"Leave these out. Free to choose are: {free}.",
+            fix=f"Leave these out. You may change: {free}.",
         )
 
 

@@ -136,7 +136,7 @@ def read_seconds(value: Any) -> Any:
 
 
 def read_element_type(name: str) -> str:
-    """Return `name` if numpy knows it or it is one of Parquet's own types."""
+    """Return `name` if numpy supports it or it is one of Parquet's own types."""
     import numpy as np  # noqa: PLC0415 - only element types need it
 
     if name in _BYTE_TYPES:
@@ -178,7 +178,7 @@ def read_duration(value: Any) -> Duration:
     wrong += [f"{key} is not one of its values" for key in sorted(given.keys() - known.keys())]
     if wrong:
         raise UsageError(
-            f"A {law.value} time is given wrongly: {', '.join(wrong)}",
+            f"A {law.value} time is invalid: {', '.join(wrong)}",
             fix=f"It takes {', '.join(sorted(known))}.",
         )
     values = {known[key]: _non_negative(key, entry) for key, entry in given.items()}

@@ -1,9 +1,9 @@
 """The settings of a workload: values by path, in layers, and the text with which a command line sets them.
 
-File, catalog and overrides become layers; a later layer wins, and every value knows its source. Overrides are
-`dataset.num_files_train=42`, or a command line of DLIO's. The grammar of their values is the part of Hydra's
-that DLIO's users write: words, numbers, quoted text, [lists] and {mappings}. `spec` defines what a path
-means.
+File, catalog and overrides become layers; a later layer wins, and every value records its source. Overrides
+are `dataset.num_files_train=42`, or a command line of DLIO's. The grammar of their values is the part of
+Hydra's that DLIO's users write: words, numbers, quoted text, [lists] and {mappings}. `spec` defines what a
+path means.
 """
 
 import re
@@ -110,7 +110,7 @@ class Override:
     source: str
 
     def tree(self) -> dict[str, Any]:
-        """The path as nested mappings, with the value at their end."""
+        """The path as nested mappings, with the value innermost."""
         tree = self.value
         for step in reversed(self.path):
             tree = {step: tree}
@@ -196,7 +196,7 @@ def parse_value(text: str, *, source: str) -> Any:
             "several values, separated by commas", "Write a list as [a,b], or quote the text."
         )
     if scanner.peek():
-        raise scanner.error(f"text after its end: {scanner.text[scanner.at :]!r}", "Quote the whole value.")
+        raise scanner.error(f"text after the value: {scanner.text[scanner.at :]!r}", "Quote the whole value.")
     return value
 
 
@@ -244,7 +244,7 @@ class _Scanner:
             return self._quoted()
         text = self._bare(ends)
         if not text and ends != _OUTERMOST:
-            raise self.error("an empty value", "Write '' for an empty text.")
+            raise self.error("an empty value", "Write '' for an empty string.")
         return _primitive(text)
 
     def _elements(self, opening: str) -> Iterator[Any]:

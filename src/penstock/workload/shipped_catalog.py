@@ -85,7 +85,7 @@ def cards() -> Mapping[str, ModelCard]:
 
 
 def shipped_card(name: str) -> ModelCard | None:
-    """The card with this name or alias, or None."""
+    """The card with this name or alias, or None if there is none."""
     return cards().get(name) or next((card for card in cards().values() if name in card.aliases), None)
 
 
@@ -104,7 +104,7 @@ def read_card(tree: Mapping[str, Any], *, name: str, source: str) -> ModelCard:
         raise UsageError(
             f"{place} is not understood: {first['msg']}",
             where=source,
-            fix=f"A rule of files has: {', '.join(FileRule.model_fields)}."
+            fix=f"A rule of files has the keys {', '.join(FileRule.model_fields)}."
             if is_rule
             else "See `penstock docs checkpointing`.",
         ) from error

@@ -99,7 +99,7 @@ def make_sizing_request(
     hosts = tuple(host_memory_bytes)
     if num_accelerators < 1 or not hosts or min(hosts) < 1:
         raise UsageError(
-            f"{num_accelerators} accelerators on hosts of {list(hosts)} bytes make no cluster",
+            f"{num_accelerators} accelerators on hosts of {list(hosts)} bytes are not a cluster",
             fix="Give at least one accelerator, and the memory of at least one host.",
         )
     return DatasetSizingRequest(
@@ -140,7 +140,7 @@ def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
     ]
     if per_file > 1:
         proof.append(
-            f"files: {min_samples:,} samples / {per_file:,} samples a file = "
+            f"files: {min_samples:,} samples / {per_file:,} samples per file = "
             f"{quotient_text(Fraction(min_samples, per_file))} -> {min_files:,} files"
         )
     rate = None
@@ -212,7 +212,7 @@ def forecast_accelerators(workload: Workload, bandwidth_bytes_per_s: Fraction) -
     computation_s = Fraction(str(workload.train.computation_time.expected_s))
     threshold = Fraction(str(workload.metric.au))
     if bandwidth_bytes_per_s <= 0:
-        raise UsageError("The bandwidth is nothing", fix="Give a rate, for example 40GiB/s.")
+        raise UsageError("The bandwidth must be above 0", fix="Give a rate, for example 40GiB/s.")
     if computation_s == 0:
         raise UsageError("Without computation no bandwidth is ever enough", fix="Set train.computation_time.")
     if threshold == 0:

@@ -391,7 +391,7 @@ def _describe(error: Any) -> tuple[KeyPath, str]:
     if error["type"] == "unexpected_keyword_argument":
         return path, ""
     if error["type"] == "dataclass_type":
-        return path, f"is {error['input']!r}, but it is a section of keys"
+        return path, f"is {error['input']!r}, but it must be a section of keys"
     if error["type"] == "missing":
         return path, "is missing"
     cause = error.get("ctx", {}).get("error")

@@ -59,7 +59,7 @@ def parse_yaml(
     except (yaml.YAMLError, ValueError) as error:  # numbers of thousands of digits, dates of no calendar
         raise UsageError(f"Not YAML: {str(error).splitlines()[0]}", where=source) from error
     except RecursionError as error:
-        raise UsageError("Not YAML that can be read: it is nested too deeply", where=source) from error
+        raise UsageError("This YAML cannot be read: it is nested too deeply", where=source) from error
     if not isinstance(tree, dict):
         raise UsageError(
             f"{kind} is a mapping of sections, not {tree!r:.60}",

@@ -78,7 +78,7 @@ def test_slow_creation_and_a_first_phase_are_noted() -> None:
     )
     slow = replace(write, elapsed_s=5.2, drain_s=0.2, create_s=1.5, intervals=series)
     created, phases = notes_on_rates([slow])
-    assert created.startswith("memory write, 1 x 1 MiB: to create files and reserve their space took 1.50 s")
+    assert created.startswith("memory write, 1 x 1 MiB: creating files and reserving their space took 1.50 s")
     assert phases == "memory write, 1 x 1 MiB: the first 2 s were another phase: 2 GiB/s, then 512 MiB/s."
     steady = replace(write, elapsed_s=5.0, drain_s=0.0, create_s=0.1, intervals=series[20:50])
     assert list(notes_on_rates([steady])) == []

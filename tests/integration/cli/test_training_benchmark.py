@@ -140,11 +140,11 @@ def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--loader", "magic"), "No loader is called 'magic' (--loader). There are: native, pytorch."),
+        (("--loader", "magic"), "No loader is called 'magic' (--loader). Available: native, pytorch."),
         (("--check", "half"), "Invalid value 'half' (--check). Choose from: off, sample, full."),
         (("--closed",), "reader.batch_size must stay as it is in the closed division (rule 3.6.2)"),
         (("--division", "halve"), "Invalid value 'halve' (--division). Choose from: rotate, drop, pad"),
-        (("--set", "dataset.num_files_train=99"), "has 28 files where dataset.num_files_train asks for 99"),
+        (("--set", "dataset.num_files_train=99"), "has 28 files, but dataset.num_files_train is 99"),
         (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),
     ],
 )
@@ -158,7 +158,7 @@ def test_unsupported_requests_are_reported_and_recorded(place: Path) -> None:
     profiled = ("--set", "workflow.profiling=true", "--set", "profiling.profiler=tensorboard")
     result = run(place, *profiled, "--json")
     assert result.returncode == 0, result.stderr
-    assert "tensorboard is not started; iostat is what a run records" in result.stderr
+    assert "tensorboard is not started; a run records only iostat figures" in result.stderr
     record = json.loads((Path(json.loads(result.stdout)["results_dir"]) / "run.json").read_text())
     assert any("profiling" in remark for remark in record["remarks"])
 

@@ -63,7 +63,7 @@ def test_subfolders_are_found_by_dlios_names_and_by_any_other(tmp_path: Path, fo
 
 def test_fewer_files_than_asked_for_are_an_error_that_says_how_many(tmp_path: Path, scratch: Path) -> None:
     put(tmp_path / "data", "train/a.npz", "train/b.npz")
-    with pytest.raises(UsageError, match=r"2 files were found.*asks for 3.*num_files_train=2"):
+    with pytest.raises(UsageError, match=r"2 files were found.* is 3.*num_files_train=2"):
         found(tmp_path / "data", Dataset(format=DataFormat.NPZ, num_files_train=3))
     assert not list(scratch.iterdir())
 

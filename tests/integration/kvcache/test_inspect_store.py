@@ -88,7 +88,7 @@ def test_what_is_wrong_in_a_store_of_vllm_is_named(tmp_path: Path) -> None:
     assert (series["blocks"], series["usable_blocks"]) == (6, 1)
     assert (document["unfinished"]["objects"], document["unknown"]["examples"]) == (1, ["notes.txt"])
     next(tmp_path.glob("*/config.json")).write_text(json.dumps(CONFIG | {"tp_size": 4}))
-    assert "not what the name" in inspected(tmp_path)["series"][0]["config_problem"]
+    assert "does not match the name" in inspected(tmp_path)["series"][0]["config_problem"]
 
 
 def test_stores_of_lmcache_have_short_ends_of_prompts_and_headers(tmp_path: Path) -> None:

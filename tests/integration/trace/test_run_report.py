@@ -122,7 +122,7 @@ def test_tiers_and_phases_of_the_command_line_are_in_the_figures(
     )
     assert {row["tier"] for row in made["figures"]["bandwidth"]["rows"]} == {"pfs"}
     assert made["figures"]["overlap"]["rows"] == []
-    assert "--phase names others" in made["figures"]["overlap"]["why_empty"]
+    assert "a rule of --phase" in made["figures"]["overlap"]["why_empty"]
 
 
 def test_lost_lines_are_on_the_page_and_an_error_with_strict(

@@ -77,7 +77,7 @@ def test_the_first_screen_answers_in_figures(seen: Tour) -> None:
     found = read_banner(seen.report)
     assert found["Passed?"] in ("passed", "too slow", "failed")
     assert "H100 of unet3d" in found["How much"]
-    assert "of the time (90 % asked" in found["Training"]
+    assert "of the time (90 % required" in found["Training"]
     assert "of llama3-8b are durable in " in found["Checkpoints"]
     assert found["Limited by"].startswith("training: ")
     assert found["Since"].startswith("the start")

@@ -140,7 +140,7 @@ def test_requests_may_list_full_blocks_alone_and_no_length_of_the_answer(tmp_pat
 
 def test_ids_that_follow_different_blocks_are_noted(tmp_path: Path) -> None:
     [note] = read_trace(written(tmp_path, line(blocks=(1, 3)), line(1, blocks=(2, 3)))).notes
-    assert "1 of 3 ids stand after different blocks" in note
+    assert "1 of 3 ids follow different blocks" in note
 
 
 def dynamo(timestamp: int, hashes: list[int], **more: Any) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def test_packed_files_that_are_not_read_name_what_unpacks_them(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("wrong", "place", "what"),
     [
-        pytest.param('{"timestamp": 1,', "trace.jsonl:2", "no JSON", id="cut"),
-        pytest.param("[1]", "trace.jsonl:2", "no JSON object", id="list"),
+        pytest.param('{"timestamp": 1,', "trace.jsonl:2", "not JSON", id="cut"),
+        pytest.param("[1]", "trace.jsonl:2", "not a JSON object", id="list"),
         pytest.param(line(blocks=(1.5,)), "trace.jsonl:2: hash_ids", "hash_ids is [1.5]", id="ids"),  # type: ignore[arg-type]
         pytest.param(line(tokens=-1), "trace.jsonl:2: input_length", "input_length is -1", id="negative"),
         pytest.param(line(timestamp=float("nan")), "trace.jsonl:2: timestamp", "is nan", id="time"),

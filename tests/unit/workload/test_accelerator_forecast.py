@@ -85,8 +85,8 @@ def test_a_threshold_barely_missed_is_not_rounded_up_to_it() -> None:
 @pytest.mark.parametrize(
     ("change", "bandwidth", "said"),
     [
-        ("none", 0, "bandwidth is nothing"),
-        ("none", -1, "bandwidth is nothing"),
+        ("none", 0, "bandwidth must be above 0"),
+        ("none", -1, "bandwidth must be above 0"),
         ("no computation", 1, "no bandwidth is ever enough"),
         ("no threshold", 1, "any number passes"),
     ],

@@ -77,8 +77,8 @@ def test_an_only_accelerator_need_not_be_named() -> None:
     ("name", "accelerator", "said"),
     [
         ("unet3d", "", "Choose one: --accelerator v100, a100, h100, b200."),
-        ("unet3d", "mi355", "unet3d is not known for 'mi355'. Its accelerators: v100, a100, h100, b200."),
-        ("unet3d_mi355", "", "unet3d is not known for 'mi355'"),
+        ("unet3d", "mi355", "There is no unet3d for 'mi355'. Its accelerators: v100, a100, h100, b200."),
+        ("unet3d_mi355", "", "There is no unet3d for 'mi355'"),
         (
             "unet3d_h100",
             "a100",

@@ -181,7 +181,7 @@ def test_the_demand_of_an_accelerator_is_the_known_one(name: str, gib_per_s: flo
 
 @pytest.mark.parametrize(("accelerators", "memory"), [(0, (GIB,)), (1, ()), (1, (GIB, 0))])
 def test_no_cluster_is_refused(accelerators: int, memory: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="make no cluster"):
+    with pytest.raises(UsageError, match="are not a cluster"):
         make_sizing_request(
             load("unet3d_h100").workload, num_accelerators=accelerators, host_memory_bytes=memory
         )

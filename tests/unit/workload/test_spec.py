@@ -162,7 +162,7 @@ def test_switches_have_the_usual_spellings(written: Any) -> None:
         ({"dataset": {"file_prefix": 3}}, ("dataset", "file_prefix"), "valid string"),
         ({"metric": {"au": 90}}, ("metric", "au"), "less than or equal to 1"),
         ({"train": {"computation_time": "soon"}}, ("train", "computation_time"), "'soon'"),
-        ({"train": 5}, ("train",), "is 5, but it is a section of keys"),
+        ({"train": 5}, ("train",), "is 5, but it must be a section of keys"),
         (
             {"dataset": {"parquet": {"columns": [{"dtype": "int8"}]}}},
             ("dataset", "parquet", "columns", "0", "name"),

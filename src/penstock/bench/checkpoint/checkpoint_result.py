@@ -1,6 +1,6 @@
 """The result of a checkpoint benchmark: each round, the totals of all writes and of all reads, as plain data.
 
-Pure. The rate of reads that may have come from the page cache has a name of its own and does not count in the
+Pure. The rate of reads that may have come from the page cache has a separate name and does not count in the
 throughput; a wrong byte fails the run however fast it was.
 """
 
@@ -29,7 +29,7 @@ EPOCH: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRound:
-    """One checkpoint that all ranks together write or read: the `number`-th of its direction."""
+    """One checkpoint that all ranks together write or read; `number` counts those of its direction."""
 
     direction: Direction
     number: int
@@ -85,7 +85,7 @@ def total_direction(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
     Times are sums over the rounds, each as long as its slowest rank took. `gib_per_s` is the bytes of cold
     rounds divided by their time; `mean_gib_per_s` is the mean of the checkpoints' own rates, which is what
     MLPerf Storage publishes. Both are None if memory may have served every read. "Content" stands for
-    generating it, or verifying it.
+    generating or verifying the bytes.
     """
     if not rounds:
         return None
@@ -166,7 +166,7 @@ _STREAM_SUMS: Final = (
 
 
 def find_bottleneck(rounds: Sequence[RoundFigures]) -> str:
-    """The bottleneck of these rounds, writes and reads, for the largest part of their time.
+    """The bottleneck that limited these rounds, writes and reads together, for most of their time.
 
     Reads from memory say nothing about storage, so they count only if there is nothing else.
     """

@@ -3,7 +3,7 @@
 All writes come before all reads, as in MLPerf Storage and DLIO. In a round, which is collective, all ranks
 write or read one checkpoint through the engine's pipeline. A round that fails on one rank fails on all of
 them, and a failed write leaves no files behind. Content follows from the seed and the object's key, so
-nothing needs to be stored for verifying it.
+nothing needs to be stored to verify it.
 """
 
 import logging
@@ -65,7 +65,7 @@ class ProgressBoard:
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                # Ranks on all hosts share the file without a lock, because each has a slot of its own.
+                # Ranks on all hosts share the file without a lock, because each has its own slot.
                 os.pwrite(descriptor, moved_bytes.to_bytes(_SLOT_BYTES, "little"), self._rank * _SLOT_BYTES)
             finally:
                 os.close(descriptor)
@@ -156,7 +156,7 @@ class RoundProgress(Progress):
             self._progress.enter("working")
 
     def pause(self, pause_s: float) -> None:
-        """Wait between two checkpoints, as the job that they stand for would compute meanwhile."""
+        """Wait between two checkpoints, while the emulated job would compute."""
         if self._is_first and pause_s:
             self._progress.begin(f"waiting {format_seconds(pause_s)} before the next checkpoint", 0)
             self._progress.enter("computing")

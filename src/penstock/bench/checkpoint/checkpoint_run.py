@@ -81,7 +81,7 @@ class MarkedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMarker:
-    """The marker: the content of a folder.
+    """The marker, which says what a folder of checkpoints contains.
 
     `run_folder` has the results of the run that last wrote the marker.
     """
@@ -135,7 +135,7 @@ def prepare_folder(
     num_writes, num_reads = section.num_checkpoints_write, section.num_checkpoints_read
     if num_writes + num_reads == 0:
         raise UsageError(
-            "Nothing is to be written or read",
+            "There is nothing to write or read",
             fix="Give --writes or --reads (checkpoint.num_checkpoints_write, num_checkpoints_read).",
         )
     keeps = not num_writes or (request.resumes and marker is not None)
@@ -168,7 +168,7 @@ def _require_same_settings(marker: CheckpointMarker, request: CheckpointRequest,
         raise UsageError(
             f"The checkpoints here were written with other settings: {'; '.join(differences)}",
             where=uri,
-            fix="Ask for the same model, ranks and scale, or write them again with --writes.",
+            fix="Use the same model, ranks and scale, or write them again with --writes.",
         )
     if marker.content_version != CONTENT_VERSION:
         raise UsageError(

@@ -45,7 +45,7 @@ def read_objects(
     origin_ns: int | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Read all of `planned`, and verify with `verify` as much as the settings ask for.
+    """Read all of `planned`, and verify with `verify` as much as the settings require.
 
     The arguments are those of `write_objects`. Wrong bytes raise no error: the measurement lists them, and
     none of the bytes of their chunk counts as verified.

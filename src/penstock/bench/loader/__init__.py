@@ -1,4 +1,4 @@
-"""Loaders feed a rank with batches: native threads, torch's DataLoader, or a loader from an extension."""
+"""Loaders feed batches to a rank: native threads, torch's DataLoader, or a loader from an extension."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ OpenStorage = Callable[[], "Storage"]
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One range of one object, up to its end if `size_bytes` is None.
+    """One range of one object, up to the object's end if `size_bytes` is None.
 
     `expected_bytes` is the object's size.
     """
@@ -40,7 +40,7 @@ class ReadRequest:
 class BlockRequest:
     """Samples of one file, decoded when all their ranges have been read.
 
-    `survey` is the result of a survey.
+    `survey` is what looking into the file found.
     """
 
     reads: tuple[ReadRequest, ...]

@@ -274,7 +274,7 @@ class _PendingBatch:
             self._changed.wait_for(lambda: self._missing == 0)
 
     def cancel(self) -> None:
-        """Begin nothing more."""
+        """Begin no further work."""
         self._is_cancelled = True
 
     def _take(self) -> _Work | None:

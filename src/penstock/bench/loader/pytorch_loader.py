@@ -78,7 +78,7 @@ class PytorchOptions:
         if reopen is None:
             raise UsageError(
                 "Nothing tells the pytorch loader's workers how to open storage",
-                fix="Give the request's `reopen`: a picklable call that opens the storage again.",
+                fix="Give the request's `reopen`: a picklable function that opens the storage again.",
             )
         return PytorchLoader(reopen, self, decoder)
 
@@ -190,7 +190,7 @@ class PytorchLoader:
 
     @contextmanager
     def _explained_deaths(self) -> Iterator[None]:
-        """Name the worker that died when torch notices it, by an error of its own or by a broken pipe."""
+        """Name the worker that died when torch notices a death, by its own error or by a broken pipe."""
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
@@ -209,7 +209,7 @@ class PytorchLoader:
                 causes.append(f"process {worker.pid} {cause}")
             raise Unavailable(
                 f"A worker of the pytorch loader died: {', '.join(causes)}",
-                fix="The system's log tells why. Most are killed for want of memory, or by SIGBUS where "
+                fix="The system's log says why. Most are killed when memory runs out, or by SIGBUS if "
                 "/dev/shm is too small: use fewer workers (reader.read_threads) or a smaller prefetch.",
             ) from error
 
@@ -226,7 +226,7 @@ class _Requests:
 class _Arrival(NamedTuple):
     """A worker's answer.
 
-    An error is sent as an item, because torch would raise one of its type with a different text.
+    An error is sent as an item, because torch would raise an error of the same type with a different message.
     """
 
     worker: int
@@ -369,7 +369,7 @@ def _start_worker(start: ProcessStart, rank_pid: int, _worker: int) -> None:
 def _end_with_the_rank(rank_pid: int) -> None:
     """Wait until the rank ends, then end this process.
 
-    Torch watches the parent process instead. That is the fork server for some workers, and init for a worker
+    Torch watches the parent process instead, which is the fork server for some workers, and init for a worker
     that started too late.
     """
     try:

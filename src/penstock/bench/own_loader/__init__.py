@@ -28,7 +28,7 @@ def measure_loader(
 
     `step` is the seconds that each step computes, or a function that is called with the batch. `data` is the
     URI of the data that the loader reads; it is evicted from the page cache before each epoch. `trials` are
-    changes such as `workers=8`. The result's `stages.waits` divides the waits by their causes.
+    changes such as `workers=8`. The result's `stages.waits` divides the waiting time among its causes.
     """
     # Workers import the package but need none of this.
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader  # noqa: PLC0415

@@ -6,7 +6,7 @@ fetch, so the probe replaces `fetch` of torch's two fetchers and restores it at 
 yields what it would without the watch, and its data set, samples and functions are the user's own.
 
 `ProcessWatch` reads the kernel's figures of the loader's processes: bytes read, memory, and how busy their
-threads are. Nothing more can be known of a loader other than torch's. One thread reads /proc from time to
+threads are. Nothing more can be known about a loader other than torch's. One thread reads /proc from time to
 time, and spends at most a thousandth of the time on it.
 """
 
@@ -77,7 +77,7 @@ def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]
 
 
 def find_descendants() -> list[int]:
-    """The children and further descendants of this process, without those that serve `multiprocessing`."""
+    """The children and further descendants of this process, except those that serve `multiprocessing`."""
     found: list[int] = []
     unseen = [(os.getpid(), False)]
     while unseen:
@@ -109,8 +109,8 @@ class ProcessWatch:
         workers = ("worker_rss_bytes", "workers_rss_bytes", "workers_shared_bytes")
         self.memory: dict[str, int] = dict.fromkeys((*workers, "shm_used_bytes", "shm_total_bytes"), 0)
         self.num_workers = 0
-        """The largest number of processes present in two successive looks: a helper that reads one sample is
-        none.
+        """The largest number of processes present in two successive looks: a helper that reads one sample
+        does not count.
         """
         self._waited_ns = waited_ns
         self._strangers = frozenset(find_descendants())

@@ -245,7 +245,7 @@ class _Measurement:
         self.samples_per_s = loop.samples / (elapsed_ns / 1e9) if elapsed_ns else 0.0
         if not found.batches:
             raise UsageError(
-                "The loader gave no batch",
+                "The loader returned no batch",
                 where=request.loader.name,
                 fix="Check its data and its sampler.",
             )
@@ -271,7 +271,7 @@ class _Measurement:
         return _emulated_step(times)
 
     def _evict(self) -> CacheEviction | None:
-        """Evict from the page cache what the loader reads, once a host; None if the user did not name it."""
+        """Evict what the loader reads from the page cache, once per host; None if it was not named."""
         data, comm = self.request.data, self.comm
         if data is None or not capabilities.uses_page_cache(data):
             return None

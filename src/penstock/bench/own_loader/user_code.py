@@ -63,7 +63,7 @@ def load_user_code(text: str, *, where: str) -> Callable[..., Any]:
         functions = inspect.getmembers(sys.modules[module_name], inspect.isfunction)
         offered = [key for key, _ in functions if not key.startswith("_")]
         raise UsageError(
-            f"{module_name} has nothing to call that is named {name}",
+            f"{module_name} has no callable named {name}",
             where=where,
             fix=f"It has the functions {name_some(offered, 8)}." if offered else "Define a function.",
         )
@@ -84,9 +84,9 @@ def call_with_known(function: Callable[..., Any], known: Mapping[str, Any], *, w
     ]
     if unknown:
         raise UsageError(
-            f"The factory must be called with {', '.join(unknown)}, which nothing here knows",
+            f"The factory requires arguments that Penstock does not pass: {', '.join(unknown)}",
             where=where,
-            fix=f"Give defaults; what is passed by name are {', '.join(known)}.",
+            fix=f"Give them defaults; Penstock passes by name {', '.join(known)}.",
         )
     named = {one.name for one in parameters if one.kind in by_name}
     return function(**{name: value for name, value in known.items() if takes_all or name in named})
@@ -155,7 +155,7 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 class SampleCounter:
     """Counts the samples of a loader's batches, by the array that contained them in the first batch.
 
-    `batch_size` is the loader's own, if it has one: it tells a pair of arrays from two samples.
+    `batch_size` is the loader's own, if it has one: it distinguishes a pair of arrays from two samples.
     """
 
     def __init__(self, batch_size: int | None = None) -> None:

@@ -60,7 +60,7 @@ class Fetch(NamedTuple):
 class Delivery(NamedTuple):
     """A batch that was requested and delivered: fetch `row` among the `rows` of its worker.
 
-    The worker was starting since `began_ns`; 0 if it was already running.
+    The worker had been starting since `began_ns`, which is 0 if it was already running.
     """
 
     asked_ns: int

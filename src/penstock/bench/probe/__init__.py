@@ -1,4 +1,4 @@
-"""Measure the limits of a storage: plan the steps, time each, sum up over ranks, clean up."""
+"""Measure the limits of a storage location: plan the steps, time each, sum up over ranks, clean up."""
 
 from penstock.bench.probe.probe_run import (
     ProbeMeasurement,

@@ -1,8 +1,8 @@
 """Loads at a fixed rate: when operations are due, whether storage kept up, and the next rate to try. Pure.
 
 Operations are due on an even schedule, whatever the storage does, and their latency counts from the moment
-they are due. If a storage stalls, all operations that fall due meanwhile have to wait, and each of these
-waits is counted (no coordinated omission).
+they are due. If storage stalls, all operations that fall due meanwhile have to wait, and each of these waits
+is counted (no coordinated omission).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WARM_SHARE: Final = 0.2
 _ROUNDS: Final = 5
 RULE: Final = (
     f"the highest rate at which operations fall behind by less than {MOST_GROWTH:.0%} of the time and p99 is "
-    f"at most {MOST_SLOWDOWN:g} times that of light load, both without what this host was late"
+    f"at most {MOST_SLOWDOWN:g} times that of light load, both not counting this host's own delay"
 )
 
 
@@ -278,7 +278,7 @@ def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float 
 
 
 def find_steady_state(rounds: Sequence[float]) -> tuple[bool, int, float, float]:
-    """Test for a steady state: whether there is one, its first round, and the rates from then on and before.
+    """Return whether there is a steady state, its first round, and the rates from then on and before.
 
     This is the test of SNIA's performance test specification, on the last five rounds, all equally long:
     their range must be at most 20 % of their mean, and a line fitted to them may rise or fall by at most 10 %

@@ -1,4 +1,4 @@
-"""Load one storage from start to knee: first a closed loop at full speed, then rates on a schedule.
+"""Load one storage location up to its knee: first a closed loop at full speed, then rates on a schedule.
 
 Collective: all ranks offer their share of each rate at the same time, and choose the next rate from the same
 figures. The closed loop comes first and lasts until the storage is in a steady state, so that caches and
@@ -138,7 +138,7 @@ def measure_load(
     if place.mode == "direct" and load.block_bytes % _SECTOR_BYTES:
         # The kernel's own message would be "Invalid argument", and nothing more.
         raise UsageError(
-            f"Operations of {load.block_bytes} bytes cannot pass the page cache",
+            f"Operations of {load.block_bytes} bytes cannot bypass the page cache",
             where=place.storage.uri,
             fix=f"Use --request {round_up(load.block_bytes, PAGE_BYTES)}, or probe file:// instead.",
         )
@@ -224,7 +224,7 @@ def _fill(
             StreamTask(storage=place.storage, step=step, key=key, blocks=blocks, gate=gate, progress=progress)
         )
 
-    run_together(1, fill, comm=comm, what="writing what a load reads")
+    run_together(1, fill, comm=comm, what="writing the data that a load reads")
     return num_blocks * step_bytes
 
 

@@ -131,7 +131,7 @@ def _run(call: MetadataCall, names: Sequence[_Calls], created: Sequence[int], co
             listed = act(0)
             if listed != limit:
                 raise StorageError(
-                    f"A listing has {listed} of {limit} files", fix="Look at what else removes them."
+                    f"A listing has {listed} of {limit} files", fix="Find out what else removes files there."
                 )
             end_ns = time.monotonic_ns()
             return start_ns, end_ns, limit, [end_ns - start_ns]

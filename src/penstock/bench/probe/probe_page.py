@@ -34,7 +34,7 @@ def make_probe_page(result: ProbeResult) -> Report:
         title=f"What {result.uri} can do",
         subtitle=(
             f"probed from {', '.join(result.hosts)} with {result.ranks} rank{'s' * (result.ranks > 1)}, "
-            f"up to {format_bytes(result.size_bytes)} a measurement{_say_place(result)}. {HUGE_PAGES}"
+            f"up to {format_bytes(result.size_bytes)} per measurement{_say_place(result)}. {HUGE_PAGES}"
         ),
         banner=_banner(result),
         highlights=first,
@@ -116,9 +116,9 @@ def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
 def read_rate(result: ProbeResult, workload: Workload) -> tuple[float, str]:
     """The bytes per second that a workload can expect, and the measurement that shows it.
 
-    Samples that are small files of their own are read in random order, as random reads are; all others as
-    sequential reads. If neither was measured, the knee counts, with only the reads of a mixed load. 0 if
-    nothing is known.
+    The rate of random reads counts for samples in separate small files, that of sequential reads for all
+    others. If neither was measured, the knee counts, with only the reads of a mixed load. 0 if nothing is
+    known.
     """
     dataset = workload.dataset
     reads = _of(result, "read")
@@ -306,7 +306,7 @@ def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
         else "the storage: even light load was too much",
         since=(
             f"light load of {light.offered_per_s:,.0f} a second has a p99 of {light.p99_ms:.2f} ms "
-            f"({light.storage_p99_ms:.2f} ms without what this host was late); "
+            f"({light.storage_p99_ms:.2f} ms not counting this host's own delay); "
             f"{load.depth} in flight all the time reach {most.operations_per_s:,.0f} a second, "
             f"p99 {most.p99_ms:.2f} ms"
         ),
@@ -332,7 +332,7 @@ def metadata_banner(rates: Sequence[MetadataRate], notes: Sequence[str]) -> Bann
         figure=f"files a second: {figure}",
         limited_by=f"{slowest.op}, at most {slowest.files_per_s:,.0f} files a second",
         since=f"{slowest.threads} threads; a p99 of {slowest.p99_ms:.2f} ms",
-        to_do="Compare with the files that a job creates or opens a second; larger files need fewer.",
+        to_do="Compare with the files that a job creates or opens per second; larger files need fewer.",
         troubles=list(notes),
     )
 

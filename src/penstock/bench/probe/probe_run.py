@@ -325,7 +325,7 @@ def _probe_location(
 def _measure_all(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> Iterator[ProbeMeasurement]:
-    """Measure every step. The first also runs once before, uncounted: memory not used lately is slow.
+    """Measure every step. The first runs once beforehand, uncounted: memory not used lately is slow.
 
     The files of the uncounted run are removed at once, so that the timed write gets the same memory, now
     warm.
@@ -362,7 +362,7 @@ def _measure_repeatedly(
 def _calibrate(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> tuple[int, bool]:
-    """Estimate by a short write, which also warms up, what one stream per rank transfers in `max_seconds`.
+    """Estimate what one stream per rank transfers in `max_seconds` by a short write, which also warms up.
 
     Also return whether the written files stay in memory even after they are evicted.
     """
@@ -391,8 +391,8 @@ def notes_on_rates(measurements: Sequence[ProbeMeasurement]) -> Iterator[str]:
     slowest = max(measurements, key=lambda measured: measured.create_s, default=None)
     if slowest is not None and slowest.create_s > max(_NOTED_S, _NOTED_SHARE * slowest.elapsed_s):
         yield (
-            f"{_name(slowest)}: to create files and reserve their space took {slowest.create_s:.2f} s before "
-            f"the {slowest.elapsed_s:.2f} s of writing, and is not in the rate."
+            f"{_name(slowest)}: creating files and reserving their space took {slowest.create_s:.2f} s "
+            f"before the {slowest.elapsed_s:.2f} s of writing, and is not in the rate."
         )
     for measured in measurements:
         if measured.op not in ("read", "write"):

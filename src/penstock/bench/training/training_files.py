@@ -136,9 +136,9 @@ def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any])
     for name in ("num_files_train", "num_files_eval"):
         if stored[name] < (num_files := getattr(dataset, name)):
             raise UsageError(
-                f"The data set has {stored[name]:,} files where dataset.{name} asks for {num_files:,}",
+                f"The data set has {stored[name]:,} files, but dataset.{name} is {num_files:,}",
                 where=storage.uri,
-                fix=f"Generate all of them into an empty place, or set dataset.{name}={stored[name]}.",
+                fix=f"Generate all of them into an empty location, or set dataset.{name}={stored[name]}.",
             )
     existing = DatasetRecipe(
         dataset=replace(
@@ -168,11 +168,11 @@ def explained_absence(files: TrainingFiles) -> Iterator[None]:
             source = "dataset.skip_listing" if files.recipe is None else "the manifest"
             looks = f"one in {interval:,}" if interval else "none"
             why = (
-                f"Its name follows from {source}, and of such names a run looks up {looks} beforehand "
+                f"Its name follows from {source}, and a run looks up {looks} of these names beforehand "
                 "(dataset.listing_validation_interval). Generate the data set again, which writes what is "
                 "missing, or correct dataset.num_files_train, num_subfolders_train and file_prefix"
             )
-            why += "." if files.recipe else "; dataset.skip_listing=false lists the files that are there."
+            why += "." if files.recipe else "; dataset.skip_listing=false lists the files that exist."
         raise ObjectNotFound("A file of the data set is missing", uri=error.uri, fix=why) from error
 
 
@@ -181,7 +181,7 @@ _LOOKED_UP_TOGETHER: Final = 1024
 
 
 def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> tuple[int, float]:
-    """Look up the files that `listing_validation_interval` asks for; `ObjectNotFound` if any is missing.
+    """Look up the files that `listing_validation_interval` selects; `ObjectNotFound` if any is missing.
 
     Collective. Returns the number of files looked up over all ranks, and the time. Nothing is looked up if
     the interval is 0, or if the run has just listed its files. A file whose index is missing counts as

@@ -434,7 +434,7 @@ def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
     steps = comm.reduce(num_steps, "min", awaiting=f"all ranks to count their {what} samples")
     if steps < 1:
         raise UsageError(
-            f"Some rank has fewer samples than a batch of {order.sharding.batch_size}: "
+            f"A rank has fewer samples than a batch of {order.sharding.batch_size}: "
             f"{what} would have no step",
             fix="Use more files, fewer ranks or smaller batches.",
         )
@@ -451,7 +451,7 @@ def preview_order(
     if not 0 <= rank < num_ranks or epoch < 1 or head < 0:
         raise UsageError(
             f"There is no rank {rank} of {num_ranks} in epoch {epoch}",
-            fix="Ranks count from 0 to one less than there are, epochs from 1.",
+            fix="Ranks are numbered from 0, epochs from 1.",
         )
     names = training_files(workload.dataset)
     if not len(names):

@@ -95,7 +95,7 @@ def list_unsupported(workload: Workload) -> Sequence[str]:
     remarks = []
     if workload.workflow.profiling and profiling.profiler is not enums.Profiler.IOSTAT:
         remarks.append(
-            f"workflow.profiling: {profiling.profiler} is not started; iostat is what a run records"
+            f"workflow.profiling: {profiling.profiler} is not started; a run records only iostat figures"
         )
     if not workload.reader.drop_page_cache:
         remarks.append("reader.drop_page_cache is off: reads may come from memory instead of storage")

@@ -201,7 +201,7 @@ def collect_from_hosts(
     collected_at: str,
     allow_partial: bool = False,
 ) -> ClusterFacts:
-    """The facts of all `hosts` from their answers, as `query_hosts` yields them.
+    """Combine the answers of all `hosts`, as `query_hosts` yields them, into the facts of the cluster.
 
     Raises `HostsAbsent` if some hosts did not report, unless `allow_partial` is set.
     """

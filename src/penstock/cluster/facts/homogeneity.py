@@ -109,7 +109,7 @@ def _identity(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
     duplicates = [names for boot_id, names in by_boot.items() if boot_id is not None and len(names) > 1]
     if duplicates:
         found = "; ".join(f"{', '.join(names)} are one machine" for names in duplicates)
-        fix = "Name each machine once; else sums over hosts count it several times."
+        fix = "Name each machine once; otherwise, sums over hosts count it several times."
         return HomogeneityCheck("identity", "fail", found, fix)
     return _pass("identity", by_boot, "every name is a different machine")
 

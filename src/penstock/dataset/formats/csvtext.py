@@ -63,7 +63,7 @@ class CsvFormat(fp.ReadWhole):
         text = fp.read_range(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
         digits = np.frombuffer(text, dtype=np.uint8).reshape(-1, width)[:, prefix:-1]
         if ((digits < _ZERO) | (digits > _ZERO + 9)).any():
-            raise fp.make_damage_error(plan, "it has other characters than digits where its numbers are")
+            raise fp.make_damage_error(plan, "it has characters other than digits where its numbers are")
         numbers = np.zeros(len(digits), dtype=np.uint64)
         for column in digits.T:
             numbers = numbers * np.uint64(10) + (column - _ZERO)

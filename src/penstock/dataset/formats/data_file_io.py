@@ -115,7 +115,7 @@ def _first_wrong_byte(
     if planned is not None and actual > planned:
         name = plan.parts[part].key(plan.name)
         raise ShortTransfer(
-            f"{name} has {actual} bytes, and {planned} belong there",
+            f"{name} has {actual} bytes instead of {planned}",
             uri=name,
             expected_bytes=planned,
             actual_bytes=actual,
@@ -160,7 +160,7 @@ def _describe(kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content:
 def _first_wrong_sample(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
-    """The first sample that decodes to something else than expected."""
+    """The first sample that decodes to something other than expected."""
     with closing(storage.open(plan.name)) as source:
         survey = kind.survey(plan, source)
         for start in range(0, plan.num_samples, plan.block_samples):

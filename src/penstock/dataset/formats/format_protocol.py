@@ -60,8 +60,8 @@ class FilePart:
 class FilePlan:
     """One data file before it exists. Its samples have `sample_bytes` each, and decode to `dims` of `dtype`.
 
-    `block_samples` consecutive samples are read together: an order shuffles blocks, then samples within
-    reach.
+    `block_samples` consecutive samples are read together: shuffling reorders blocks, then samples within a
+    window.
     """
 
     name: str
@@ -107,7 +107,7 @@ COMPUTED = FileSurvey()  # for formats whose layout is computed: there is nothin
 class FileFormat(ABC):
     """A kind of data file for one data set and seed.
 
-    Pure except for `survey`; any thread may call anything.
+    Pure except for `survey`; any thread may call any method.
     """
 
     compressions: ClassVar[tuple[Compression, ...]] = ()

@@ -166,7 +166,7 @@ class Hdf5Format(fp.FileFormat):
         if len(asked) == len(shape):
             return asked
         raise UsageError(
-            f"{list(asked)} are dimensions of another array than the samples', {list(shape[1:])}",
+            f"{list(asked)} does not fit the dimensions of the samples, {list(shape[1:])}",
             where="dataset.hdf5",
             fix=f"chunk_dims and max_shape have {len(shape) - 1} numbers for a sample, or one more in front.",
         )

@@ -51,7 +51,7 @@ class ImageFormat(fp.ReadWhole):
             raise UsageError(
                 f"A {name} file cannot have {float(record_bytes(dataset)):g} bytes",
                 where="dataset.record_length_bytes",
-                fix=f"Ask for {self.smallest_bytes} to {self.largest_bytes} bytes.",
+                fix=f"Choose a size from {self.smallest_bytes} to {self.largest_bytes} bytes.",
             )
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
@@ -99,7 +99,7 @@ def _pixels(plan: fp.FilePlan, text: memoryview) -> fp.Sample:
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         raise fp.make_damage_error(plan, str(error)) from error
     if pixels.shape != plan.dims:
-        raise fp.make_damage_error(plan, f"its image is {pixels.shape}, and {plan.dims} was planned")
+        raise fp.make_damage_error(plan, f"its image is {pixels.shape} instead of {plan.dims}")
     return pixels[np.newaxis]
 
 
@@ -166,7 +166,7 @@ class JpegFormat(ImageFormat):
 
 @lru_cache(maxsize=4096)
 def fit_jpeg(size_bytes: int) -> tuple[int, int, int]:
-    """The units across and down of the image of about 4:3 that leaves least to comments, and what it leaves.
+    """The units across and down of the 4:3 image that leaves the fewest bytes to comments, and how many.
 
     The number of units across is even. The rest is either nothing or large enough for the head of a comment.
     """
@@ -284,7 +284,7 @@ class PngFormat(ImageFormat):
 
 @lru_cache(maxsize=4096)
 def fit_png(size_bytes: int) -> tuple[int, int, int]:
-    """The width and height of the nearly square image that leaves least to fill up, and how much it leaves.
+    """The width and height of the nearly square image that leaves the fewest bytes to fill up, and how many.
 
     The rest is either nothing or large enough for a chunk.
     """

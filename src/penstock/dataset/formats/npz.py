@@ -57,7 +57,7 @@ class StackedFormat(fp.ReadWhole):
 
 
 class NpyFormat(StackedFormat):
-    """`numpy.load` returns an array of (rows, columns, samples)."""
+    """Files from which `numpy.load` returns an array of (rows, columns, samples)."""
 
     def _content_offset(self, plan: fp.FilePlan) -> int:
         return len(stacked_header(plan))
@@ -192,7 +192,7 @@ def _members(plan: fp.FilePlan) -> tuple[Member, Member]:
 
 
 class NpzFormat(StackedFormat):
-    """`numpy.load` returns `x` and `y`; stored without compression."""
+    """Files without compression, from which `numpy.load` returns `x` and `y`."""
 
     def _content_offset(self, plan: fp.FilePlan) -> int:
         samples, _ = _members(plan)
@@ -243,7 +243,7 @@ class CompressedNpzFormat(StackedFormat):
         return plan.num_samples, (fp.FilePart(size_bytes=None),)
 
     def survey(self, _plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
-        """Find the size, which an open file knows without a read."""
+        """Find the size, which takes no read from an open file."""
         return fp.FileSurvey(blocks=((fp.RangeRead(offset=0, size_bytes=source.size_bytes),),))
 
     def reads(self, _plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
@@ -281,7 +281,7 @@ class CompressedNpzFormat(StackedFormat):
         except (zipfile.BadZipFile, zlib.error, EOFError, *_UNPACKING) as error:
             raise fp.make_damage_error(plan, str(error)) from error
         if text[: len(head)] != head or text.nbytes != len(head) + plan.num_samples * plan.sample_bytes:
-            raise fp.make_damage_error(plan, "its array has another shape than planned")
+            raise fp.make_damage_error(plan, "its array has a different shape than planned")
         return unstack(plan, text[len(head) :], samples)
 
 

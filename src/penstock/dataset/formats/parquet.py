@@ -93,9 +93,7 @@ class ColumnType:
         if self.dtype in _TEXT_TYPES:
             offsets = np.frombuffer(chunk.buffers()[1], dtype=np.int64)[chunk.offset :][: len(chunk) + 1]
             if (np.diff(offsets) != self.row_bytes).any():
-                raise ValueError(
-                    f"column {self.name} has values of other lengths than {self.row_bytes} bytes"
-                )
+                raise ValueError(f"column {self.name} has values that are not {self.row_bytes} bytes long")
             text = np.frombuffer(chunk.buffers()[2], dtype=np.uint8)
             return text[int(offsets[0]) : int(offsets[-1])]
         if pa.types.is_fixed_size_binary(self.kind):
@@ -245,7 +243,7 @@ class ParquetFormat(fp.FileFormat):
         wanted = [column[before : before + len(samples)] for column in rows]
         if any(len(column) != len(samples) for column in wanted):
             raise fp.make_damage_error(
-                plan, f"row groups {first} to {last} have other numbers of rows than planned"
+                plan, f"row groups {first} to {last} do not have the planned numbers of rows"
             )
         return np.concatenate(wanted, axis=1)
 
@@ -280,7 +278,7 @@ class ParquetFormat(fp.FileFormat):
         for path, levels in _levels(stored).items():
             if ours.get(path, levels) != levels:
                 raise fp.make_damage_error(
-                    plan, f"its schema gives column {path} other levels than it was written with"
+                    plan, f"its schema gives column {path} levels that it was not written with"
                 )
 
     def _columns_of(self, plan: fp.FilePlan) -> tuple[ColumnType, ...]:

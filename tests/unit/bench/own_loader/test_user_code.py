@@ -69,7 +69,7 @@ def test_factory_gets_the_arguments_it_declares() -> None:
 
 
 def test_factory_that_needs_something_unknown_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="called with path"):
+    with pytest.raises(UsageError, match="does not pass: path"):
         call_with_known(lambda path, rank: (path, rank), KNOWN, where="x")
 
 

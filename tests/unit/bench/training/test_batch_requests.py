@@ -328,7 +328,7 @@ def test_fewer_files_than_lie_there_may_be_asked_for_and_no_more() -> None:
     assert [key for number in (0, 2, 4) for key in files.keys_of(StepPhase.TRAIN, number)] == [
         f"train/img_{number}_of_8.npz" for number in (0, 2, 4)
     ]
-    with pytest.raises(UsageError, match=r"has 8 files where .* asks for 9"):
+    with pytest.raises(UsageError, match=r"has 8 files, but .* is 9"):
         open_files(replace(asked, num_files_train=9), stage.storage, seed=9, evaluates=False)
 
 

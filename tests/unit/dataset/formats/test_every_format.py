@@ -209,7 +209,7 @@ def test_a_file_with_a_byte_too_many_is_noticed(dataset: Dataset) -> None:
         assert wrong is not None
         assert wrong.what.startswith(f"byte {len(whole)}: ")
     else:
-        with pytest.raises(ShortTransfer, match="belong there"):
+        with pytest.raises(ShortTransfer, match="instead of"):
             verify_file(kind, plan, storage, content)
 
 

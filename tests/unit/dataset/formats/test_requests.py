@@ -86,7 +86,7 @@ def test_records_that_cannot_be_cut_into_datasets_are_refused() -> None:
 
 def test_chunks_of_another_rank_are_refused() -> None:
     dataset = Dataset(format=DataFormat.HDF5, record_dims=(5, 4), hdf5=Hdf5(chunk_dims=(4,)))
-    with pytest.raises(UsageError, match="another array"):
+    with pytest.raises(UsageError, match="does not fit the dimensions"):
         open_format(dataset, 1).plan(0, "x")
 
 
