@@ -251,7 +251,7 @@ def _judge_steps(run: ResultRun, case: Case) -> Finding:
         limit=f"{needed:,} files",
         proof=(
             f"{steps} steps x {batch:,} samples x {accelerators:,} accelerators / "
-            f"{per_file:,} samples a file = {quotient_text(samples / per_file)} -> "
+            f"{per_file:,} samples per file = {quotient_text(samples / per_file)} -> "
             f"{needed:,} files {'<=' if files >= needed else '>'} {files:,}"
         ),
         fix=f"Generate at least {needed:,} files and repeat the runs.",
@@ -296,7 +296,7 @@ def _compare_with_memory(
         limit=f"{needed:,} files",
         proof=(
             f"{multiple} x {float(memory / _GIB):.6g} GiB of memory{note} / {bytes_text(length)} B / "
-            f"{per_file:,} samples a file -> {needed:,} files {'<=' if holds else '>'} {files:,}"
+            f"{per_file:,} samples per file -> {needed:,} files {'<=' if holds else '>'} {files:,}"
         ),
         # Only a reviewer can find out whether the hosts really had only this much memory.
         fix=(
@@ -559,7 +559,7 @@ RULES: Final = (
         title="At least as many bytes were generated as a run reads",
         editions=LATER,
         source="3.2.1",
-        formula="files x samples a file x bytes a sample of the data generation >= the run's",
+        formula="files x samples per file x bytes per sample of the data generation >= the run's",
         passes="the same files, samples and bytes",
         fails="generated with a record length of 1",
         fact=lambda case: _num_files(require_datagen(case), case) * _file_bytes(require_datagen(case)),
@@ -575,7 +575,7 @@ RULES: Final = (
         title="The data set is large enough for the required steps per epoch on every accelerator",
         each="result",
         source=_SIZING_SOURCE,
-        formula="files >= min_steps x batch x accelerators / samples a file, rounded as the edition says",
+        formula="files >= min_steps x batch x accelerators / samples per file, rounded as the edition says",
         passes="unet3d, batch 7, 2 accelerators: 7,000 files (500 x 7 x 2)",
         fails="the same with 6,999 files",
         judge=_each_run(_judge_steps),
@@ -586,7 +586,7 @@ RULES: Final = (
         each="result",
         source=_SIZING_SOURCE,
         formula=(
-            "files >= memory_multiple x sum of the hosts' memory / record length / samples a file, rounded "
+            "files >= memory_multiple x sum of the hosts' memory / record length / samples per file, rounded "
             "as the edition says; enough for the memory that the system description leaves (a cgroup's "
             "memory.max), or for whole GiB within the edition's tolerance, is a warning"
         ),

@@ -464,7 +464,7 @@ RULES: Final = (
         title="Rate times duration of each epoch equals the samples of the data set",
         source="ours; runs of several clients, which share the samples, are left out",
         formula=(
-            "samples/s x seconds of the epoch's blocks == files x samples a file, +- 5 % and 0.5 s (else a "
+            "samples/s x seconds of the epoch's blocks == files x samples per file, +- 5 % and 0.5 s (else a "
             "warning); not in a warm-up"
         ),
         passes="28,000 files in 85 s at 329.4 samples/s",

@@ -124,7 +124,7 @@ def _judge_workload(case: Case) -> Iterator[Finding]:
 _SHARED_SETTINGS: Final[Mapping[str, Callable[[ResultDir], object]]] = {
     "workload": lambda run: "_".join(run.workload()),
     "files": lambda run: run.summary.integer("num_files_train"),
-    "samples a file": lambda run: run.summary.integer("num_samples_per_file"),
+    "samples per file": lambda run: run.summary.integer("num_samples_per_file"),
 }
 """Settings that all directories of all runs must share."""
 
@@ -132,7 +132,11 @@ _SHARED_SETTINGS: Final[Mapping[str, Callable[[ResultDir], object]]] = {
 def _shared_settings(case: Case) -> Iterator[dict[str, Any]]:
     """Yield each setting that runs must share, with its values; checkpointing has no number of files."""
     runs = require_runs(case.result)
-    for name in ("workload", "accelerators", *(() if case.is_checkpointing else ("files", "samples a file"))):
+    for name in (
+        "workload",
+        "accelerators",
+        *(() if case.is_checkpointing else ("files", "samples per file")),
+    ):
         values = {
             run.name: str(num_accelerators_of(run))
             if name == "accelerators"
@@ -332,7 +336,7 @@ def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
             (run.metadata, (*parameters, "dataset", key)),
             (run.metadata, ("override_parameters", f"dataset.{key}")),
         ]
-        for name, key in (("files", "num_files_train"), ("samples a file", "num_samples_per_file"))
+        for name, key in (("files", "num_files_train"), ("samples per file", "num_samples_per_file"))
     }
     recorded["epochs"] = [
         (run.summary, ("epochs",)),
@@ -669,7 +673,7 @@ RULES: Final = (
         source="3.3.7, a recommendation",
         formula=(
             "largest / smallest of host_memory_GB and of host_cpu_count <= the edition's ratio (else "
-            "warning); lists without one entry a host are replaced by the metadata's hosts"
+            "warning); lists without one entry per host are replaced by the metadata's hosts"
         ),
         passes="hosts of 256 and 256 GiB",
         fails="hosts of 256 and 512 GiB (a warning)",
@@ -767,7 +771,7 @@ RULES: Final = (
         title="Configuration, command line and metadata have the numbers of the summary",
         source="ours: one program writes all of them",
         formula=(
-            "files, samples a file, epochs, accelerators and model are the same everywhere; another number "
+            "files, samples per file, epochs, accelerators and model are the same everywhere; another number "
             "of files in overrides.yaml alone is a warning"
         ),
         passes="28,000 files in summary.json, config.yaml, overrides.yaml and the metadata",
@@ -781,7 +785,7 @@ RULES: Final = (
         each="result",
         source="v1.0 rules, a result is what its report says of its runs",
         formula=(
-            "model, accelerator, accelerators, files, samples a file and number of runs are those of the "
+            "model, accelerator, accelerators, files, samples per file and number of runs are those of the "
             "runs; so are the rates, in any order"
         ),
         passes='"train_num_accelerators": "10", runs on 10 accelerators',
