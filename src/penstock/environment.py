@@ -33,7 +33,7 @@ PROGRESS_COLUMNS = "PENSTOCK_PROGRESS_COLUMNS"
 
 
 def process_environment() -> Environment:
-    """A copy of this process's variables. Call this in entry points and pass the result on."""
+    """Return a copy of this process's variables. Call this in entry points and pass the result on."""
     return dict(os.environ)
 
 
@@ -43,12 +43,12 @@ def keep_working_folder_off_path() -> None:
 
 
 def untraced(environment: Environment) -> Environment:
-    """The variables without the one that switches traces on."""
+    """Return the variables without the one that switches traces on."""
     return {name: value for name, value in environment.items() if name != TRACE}
 
 
 def user_settings(environment: Environment) -> dict[str, str]:
-    """The variables that the user set for this request, not for this machine or launch."""
+    """Return the variables that the user set for this request, not for this machine or launch."""
     of_launch = {CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, TRACE_RANK}
     return {
         name: value

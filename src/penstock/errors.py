@@ -109,7 +109,7 @@ class DataDamaged(StorageError):
 
 
 def proves_damage(error: BaseException) -> bool:
-    """True if `error` proves that stored data is damaged or missing; otherwise, it may be intact."""
+    """Return True if `error` proves that stored data is damaged or missing; otherwise, it may be intact."""
     return isinstance(error, DataDamaged | ObjectNotFound)
 
 
@@ -169,7 +169,7 @@ class WaitTimeout(RankError, TimeoutError):
 
 
 def name_some(names: Sequence[object], limit: int = 3, *, separator: str = ", ") -> str:
-    """The first names of a list that may be too long for a message: `a, b, c and 4 more`."""
+    """Return the first names of a list that may be too long for a message: `a, b, c and 4 more`."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return separator.join(map(str, names[:limit])) + more
 

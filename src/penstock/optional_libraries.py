@@ -41,12 +41,12 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def install_command(*extras: str) -> str:
-    """The command that installs some extras, such as `pip install 'penstock-io[trace]'`."""
+    """Return the command that installs some extras, such as `pip install 'penstock-io[trace]'`."""
     return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'" if extras else f"pip install {DISTRIBUTION}"
 
 
 def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> Unavailable | None:
-    """The error that says how to install a missing module; None if no extra installs it (a defect).
+    """Return the error that says how to install a missing module, or None if no extra installs it (a defect).
 
     If `extra`, which the caller needs in any case, installs the module, suggests that one.
     """

@@ -65,7 +65,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _exact_product(number: str, scale: int) -> Fraction | None:
-    """The exact product, so that 9007199254740993B keeps all its digits; None for absurd exponents."""
+    """Return the exact product, so that 9007199254740993B keeps all its digits; None for absurd exponents."""
     _, _, exponent = number.lower().partition("e")
     return Fraction(number) * scale if abs(int(exponent or 0)) < 40 else None
 
@@ -141,7 +141,7 @@ def _format_subminute(elapsed_s: float) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """A number with its noun: `1 file`, `2 files`."""
+    """Return a number with its noun: `1 file`, `2 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 

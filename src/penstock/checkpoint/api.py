@@ -283,7 +283,7 @@ def _list_writes(shared: save_plan.RankRegions, element_bytes: Ints) -> list[Pla
 
 
 def _ranges(write: PlannedWrite) -> str:
-    """The written region in numpy's slice notation: `[0:512, :]`."""
+    """Return the written region in numpy's slice notation: `[0:512, :]`."""
     if not write.shape:
         return "its one element"
     slices = [

@@ -77,7 +77,7 @@ Payload = HostPayload | TorchPayload
 
 
 def payload_of_bytes(content: bytes) -> Payload:
-    """The payload of a packed object."""
+    """Return the payload of a packed object."""
     return HostPayload(np.frombuffer(content, dtype=np.uint8))
 
 
@@ -315,7 +315,7 @@ class LayoutFiller(DeferringProducer):
             self._sums[planned.key].add(buffer)
 
     def sums(self, name: str) -> bytes:
-        """The checksums of a file's items, once the whole file has been filled and settled."""
+        """Return the checksums of a file's items, once the whole file has been filled and settled."""
         return self._sums[name].all()
 
     def _copy(self, name: str, begin: int, block: memoryview) -> None:

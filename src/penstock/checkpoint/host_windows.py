@@ -74,7 +74,7 @@ _PEER_CREDENTIALS: Final = struct.Struct("<iII")
 
 
 def count_streams(settings: ReadSettings, num_ranks: int) -> int:
-    """The number of streams of each rank.
+    """Return the number of streams of each rank.
 
     All ranks of a host together have twice as many as one rank alone would have.
     """
@@ -169,7 +169,7 @@ class HostLinks:
     links: Mapping[int, HostLink]
 
     def places(self) -> list[memoryview]:
-        """The parts of the window, one for each block."""
+        """Return the parts of the window, one for each block."""
         starts = range(0, len(self.window.view), self.block_bytes)
         return [self.window.view[start : start + self.block_bytes] for start in starts]
 
@@ -275,7 +275,7 @@ def _make_window(num_ranks: int, settings: ReadSettings, read_bytes: int) -> tup
     room, streams = SHARED_BYTES // num_ranks, count_streams(settings, num_ranks)
 
     def divide(most_bytes: int, num_blocks: int) -> tuple[int, int]:
-        """The number of blocks and their size."""
+        """Return the number of blocks and their size."""
         size = min(settings.fit(read_bytes).block_bytes, most_bytes, room // num_blocks)
         size -= size % PAGE_BYTES
         return max(1, min(num_blocks, -(-read_bytes // size))), size
@@ -297,7 +297,7 @@ _SHOWN, _RETURNED, _GAVE_UP = range(3)
 
 
 def settings_for_sharing(links: HostLinks, settings: ReadSettings) -> ReadSettings:
-    """Settings for reads that are shown to the ranks of this host: blocks fit into windows."""
+    """Return settings for reads that are shown to the ranks of this host: blocks fit into windows."""
     streams = count_streams(settings, len(links.links) + 1)
     return ReadSettings(streams=streams, block_bytes=links.block_bytes)
 

@@ -480,7 +480,7 @@ def require_lengths(checkpoint: CheckpointSource, items: ByteItemIndex, wanted: 
 
 
 def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:
-    """True if two regions have the same elements according to the checkpoint's own checksums."""
+    """Return True if two regions have the same elements according to the checkpoint's own checksums."""
     wanted = requests.regions
     places = [wanted.offsets[row].tolist() + wanted.sizes[row].tolist() for row in (first, second)]
     if checkpoint.index.sums is None or places[0] != places[1]:
@@ -669,7 +669,7 @@ def _find_whole_items(
 def _plan_spans(
     plan: LoadPlan, file: Ints, begin: Ints, end: Ints, whole_items: dict[int, ChecksummedItem]
 ) -> list[Span]:
-    """The bytes that each read needs: its payload and, if the item is to be verified, its envelope."""
+    """Return the bytes that each read needs: its payload and, if the item is to be verified, its envelope."""
     spans = []
     rows = plan.row.tolist()
     neighbours = zip(rows, [-1, *rows][:-1], [*rows, -1][1:], strict=True)

@@ -126,7 +126,7 @@ def apply_rename(name: str, rename: Mapping[str, str]) -> str:
 
 
 def asked_name(name: str, choice: LoadChoice) -> str | None:
-    """The checkpoint's name for `name` in the state; None if it is not to be loaded."""
+    """Return the checkpoint's name for `name` in the state, or None if it is not to be loaded."""
     is_skipped = (choice.only is not None and not matches_pattern(name, choice.only)) or (
         choice.exclude is not None and matches_pattern(name, choice.exclude)
     )
@@ -219,7 +219,7 @@ class StoredNames:
         self.names = tuple(self._facts)
 
     def prefix(self, key: str) -> str:
-        """The prefix, in the checkpoint, of the names that belong to the part `key` of the state."""
+        """Return the prefix, in the checkpoint, of the names that belong to the part `key` of the state."""
         return apply_rename(f"{key}.", self._rename)
 
     def lacks(self, prefix: str) -> bool:
@@ -227,15 +227,15 @@ class StoredNames:
         return any(name.startswith(prefix) for name in self._lacking)
 
     def is_of_one_rank(self, name: str) -> bool:
-        """True if the value belonged to one rank alone."""
+        """Return True if the value belonged to one rank alone."""
         return is_of_one_rank(name, self._paths)
 
     def is_of_others(self, name: str) -> bool:
-        """True if the name is a single rank's own value, or an entry that only other ranks had."""
+        """Return True if the name is a single rank's own value, or an entry that only other ranks had."""
         return name in self._lacking or self.is_of_one_rank(name)
 
     def facts(self, name: str) -> TensorFacts | Skipped | None:
-        """The facts of what is stored under `name` for this rank; SKIPPED if nothing is."""
+        """Return the facts of what is stored under `name` for this rank; SKIPPED if nothing is."""
         if name in self._lacking:
             return SKIPPED
         own = rank_object_name(name, self._rank)
@@ -286,7 +286,7 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
 
 
 def new_place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
-    """A place to load into: None for an object, memory for a tensor.
+    """Return a place to load into: None for an object, memory for a tensor.
 
     The memory is like that of the `parameter` if the shape is the same.
     """
@@ -408,7 +408,7 @@ def set_entry(holder: Any, key: Any, value: Any) -> None:
 
 
 def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
-    """True if the stored value can be loaded here.
+    """Return True if the stored value can be loaded here.
 
     Items of a list of plain values are no places: such a list is one value.
     """
@@ -780,7 +780,7 @@ class LoadedParts:
     """The names, in the state, of what the load has left unchanged."""
 
     def gets_copies(self, leaf: Leaf) -> bool:
-        """True if the leaf's part copies the values it loads, so that they may be in any memory.
+        """Return True if the leaf's part copies the values it loads, so that they may be in any memory.
 
         Modules are loaded in place.
         """
@@ -789,13 +789,13 @@ class LoadedParts:
         return is_copied and type(leaf.value) is torch.Tensor
 
     def is_left(self, key: str) -> bool:
-        """True if a part has leaves but none of them was filled."""
+        """Return True if a part has leaves but none of them was filled."""
         begin = f"{key}."
         has_left = any(name.startswith(begin) for name in self.left)
         return has_left and not any(name.startswith(begin) for name in self.filled)
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
-        """The `unused` names in the checkpoint that are below these parts and selected."""
+        """Return the `unused` names in the checkpoint that are below these parts and selected."""
         owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
         found = [name for name, own in owned if own is not None and self.stored.asked(own) is not None]
         # A dict that was empty on some ranks only is taken together with what other ranks had in it.
@@ -812,7 +812,7 @@ class LoadedParts:
         return None if key is None else f"{key}.{stored_name[len(self.prefixes[key]) :]}"
 
     def is_whole(self, stored_name: str) -> bool:
-        """True if a name belongs to a part that is loaded as a whole.
+        """Return True if a name belongs to a part that is loaded as a whole.
 
         Any other dict selects what it needs.
         """
@@ -878,7 +878,7 @@ class LoadedParts:
             )
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
-        """The names of values that belonged to ranks with numbers from `num_ranks` on."""
+        """Return the names of values that belonged to ranks with numbers from `num_ranks` on."""
         marked = filter(self.stored.is_of_one_rank, self.stored.names)
         return [
             f"{name}{mark}{rank}"
@@ -1013,7 +1013,7 @@ def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -
 def find_wanted(
     local_state: LocalState, selection: LeafSelection, index: CheckpointIndex, *, converts: bool
 ) -> tuple[Regions, list[tuple[str, LocalShard]], dict[str, int]]:
-    """The stored regions that this rank needs, the leaf and shard for each, and the objects by leaf.
+    """Return the stored regions that this rank needs, the leaf and shard for each, and the objects by leaf.
 
     Raises `UsageError` if state and checkpoint do not match; `converts` allows dtypes to differ.
     """

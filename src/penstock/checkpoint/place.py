@@ -148,7 +148,7 @@ def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
 def untie(
     targets: Sequence[Target], names: Sequence[str], tied: Iterable[tuple[int, int]], copied: Container[str]
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
-    """Tensors for leaves that were loaded into shared memory, and the pairs that cannot be separated.
+    """Return tensors for leaves that were loaded into shared memory, and the pairs that cannot be separated.
 
     Leaves that are `copied` when their part loads its state may have any memory; `names` has the name of each
     target.
@@ -170,7 +170,7 @@ def untie(
 
 
 def _overlaps_itself(memory: torch.Tensor) -> bool:
-    """True if two elements may have the same address, as in expanded tensors and sliding windows."""
+    """Return True if two elements may have the same address, as in expanded tensors and sliding windows."""
     reach = 0
     # Starting with the innermost dimension, each step must lead beyond all elements so far.
     for stride, size in sorted(zip(memory.stride(), memory.size(), strict=True)):
@@ -197,7 +197,7 @@ def cut_region(memory: ByteArray, element_bytes: int, outer: Region, inner: Regi
 
 
 def list_regions(regions: Regions, tensors: Sequence[TensorFacts]) -> list[Region]:
-    """The offsets and sizes of each region, without padding."""
+    """Return the offsets and sizes of each region, without padding."""
     columns = (regions.tensor, regions.offsets, regions.sizes)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     ranks = [len(facts.shape) for facts in tensors]
@@ -295,7 +295,7 @@ class Destinations:
             share.memory = None
 
     def _memory(self, share: _Share) -> ByteArray:
-        """The memory of a tensor that takes the whole share, or else a buffer."""
+        """Return the memory of a tensor that takes the whole share, or else a buffer."""
         with self._lock:
             for row in share.local if share.memory is None else ():
                 target, region = self._local[row]

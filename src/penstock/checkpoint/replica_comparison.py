@@ -67,7 +67,7 @@ def add_digests(
 
 
 def is_expected_to_differ(leaf: Leaf) -> bool:
-    """True for tensors of data loaders and the like, and for states of random generators."""
+    """Return True for tensors of data loaders and the like, and for states of random generators."""
     value = leaf.value
     is_generator = value.dtype == torch.uint8 and value.dim() == 1 and value.nbytes <= FEW_BYTES
     return leaf.owner in (Owner.STATEFUL, Owner.EXTRA) or is_generator
@@ -192,7 +192,7 @@ def _name_groups(groups: Sequence[Sequence[int]]) -> str:
 
 
 def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
-    """The memory of each region, by a name that includes the bounds, such as `w[0:4, 0:8]`."""
+    """Return the memory of each region, by a name that includes the bounds, such as `w[0:4, 0:8]`."""
     holdings = state.holdings
     apart = {held.name for held in holdings.compared}
     found: dict[str, torch.Tensor] = {}
@@ -211,7 +211,7 @@ def _regions_of(state: LocalState) -> dict[str, torch.Tensor]:
 
 
 def sum_tensors(memories: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sum of each tensor's elements, by name."""
+    """Return the sum of each tensor's elements, by name."""
     sums: dict[str, int] = {}
     apart: dict[torch.device, list[str]] = {}
     with torch.no_grad():
@@ -226,7 +226,7 @@ def sum_tensors(memories: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def sum_bytes(memory: torch.Tensor) -> int:
-    """The XXH3-64 of a tensor's elements in main memory, in row-major order."""
+    """Return the XXH3-64 of a tensor's elements in main memory, in row-major order."""
     return xxhash.xxh3_64_intdigest(_content_of(memory).numpy().data)
 
 
@@ -254,7 +254,7 @@ def _content_of(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _weigh(content: torch.Tensor) -> torch.Tensor:
-    """The weighted sums of `NUM_WORDS` words at a time."""
+    """Return the weighted sums of `NUM_WORDS` words at a time."""
     words = torch.nn.functional.pad(content, (0, -content.numel() % 4)).view(torch.int32)
     places = torch.arange(min(NUM_WORDS, words.numel()), dtype=torch.int64, device=words.device)
     weights = (places * 0x9E3779B97F4A7C1 ^ (places >> 7)) * 2 + 1

@@ -337,7 +337,7 @@ class SaveShare:
     plan_s: float = 0.0
 
     def transformed(self, transforms: Sequence[str]) -> SaveShare:
-        """The same share with each item transformed, as in `("stream.zstd/1",)`."""
+        """Return the same share with each item transformed, as in `("stream.zstd/1",)`."""
         if not transforms:
             return self
         packed = [pack_file(layout, self.payloads[layout.name], transforms) for layout in self.layouts]

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
 
 def own_rank() -> int:
-    """The rank of this process; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -289,7 +289,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int) -> list[planning.WriteItem]:
-    """One rank's part of the plan in the form of torch's write items."""
+    """Return one rank's part of the plan in the form of torch's write items."""
     items = [
         planning.WriteItem(MetadataIndex(placed.stored_name), planning.WriteItemType.BYTE_IO)
         for placed in objects
@@ -518,7 +518,7 @@ class RankItems:
         return made
 
     def results(self, share: WrittenShare, transforms: Sequence[str] = ()) -> list[WriteResult]:
-        """One result for each item, and one with the share itself."""
+        """Return one result for each item, and one with the share itself."""
         results: list[WriteResult] = []
         for bucket, file in zip(self._plan.buckets, share.files, strict=True):
             indices = [MetadataIndex(placed.name) for placed in bucket.objects]
@@ -722,7 +722,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         transaction.commit(lambda: build_seal(metadata, results, meta))
 
     def storage_meta(self) -> StorageMeta:
-        """The storage metadata for torch's planners and `.metadata`."""
+        """Return the storage metadata for torch's planners and `.metadata`."""
         return StorageMeta(checkpoint_id=os.fspath(self.checkpoint_id), save_id=self.save_id)
 
     @classmethod

@@ -32,7 +32,7 @@ def aligned_buffer(size_bytes: int) -> memoryview:
 
 
 def round_up(number: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `number`."""
+    """Return the smallest multiple of `step` that is at least `number`."""
     return -(-number // step) * step
 
 
@@ -44,7 +44,7 @@ def flat(buffer: memoryview) -> memoryview:
 
 
 def address_of(buffer: memoryview) -> int:
-    """The memory address of `buffer`."""
+    """Return the memory address of `buffer`."""
     if not buffer.nbytes:
         return 0
     return cast("int", np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])

@@ -28,7 +28,7 @@ class SupportsLocalPaths(Protocol):
     """True if reads and writes go through this machine's page cache."""
 
     def local_path(self, key: str) -> str:
-        """The path of the object's file; raises `ObjectNotFound` if the file's folder is missing."""
+        """Return the path of the object's file; raise `ObjectNotFound` if the file's folder is missing."""
 
 
 @runtime_checkable
@@ -85,7 +85,7 @@ class SupportsDeferredSync(Protocol):
     """
 
     def deferring(self, what: Deferred) -> Storage:
-        """The same tree without the work `what`; see `defer_sync`."""
+        """Return the same tree without the work `what`; see `defer_sync`."""
 
 
 SpanValue = int | float | str
@@ -100,38 +100,38 @@ Arguments = ParamSpec("Arguments")
 
 
 def unwrap(storage: Storage) -> Storage:
-    """The storage inside all wrappers."""
+    """Return the storage inside all wrappers."""
     while isinstance(storage, WrappedStorage):
         storage = storage.inside
     return storage
 
 
 def find_local_paths(storage: Storage) -> SupportsLocalPaths | None:
-    """The storage inside all wrappers if its objects are local files; otherwise None."""
+    """Return the storage inside all wrappers if its objects are local files; otherwise None."""
     inside = unwrap(storage)
     return inside if isinstance(inside, SupportsLocalPaths) else None
 
 
 def find_local_root(storage: Storage) -> Path | None:
-    """The root folder of a storage of local files, wrapped or not; None for any other storage."""
+    """Return the root folder of a storage of local files, wrapped or not; None for any other storage."""
     paths = find_local_paths(storage)
     return None if paths is None else Path(paths.local_root)
 
 
 def uses_page_cache(storage: Storage) -> bool:
-    """True if reads may be served from this machine's page cache."""
+    """Return True if reads may be served from this machine's page cache."""
     paths = find_local_paths(storage)
     return paths is not None and paths.uses_page_cache
 
 
 def find_folder_tree(storage: Storage) -> FolderTree | None:
-    """The folders of a storage on a file system, wrapped or not; None for any other storage."""
+    """Return the folders of a storage on a file system, wrapped or not; None for any other storage."""
     inside = unwrap(storage)
     return inside.tree if isinstance(inside, SupportsFolders) else None
 
 
 def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Storage:
-    """The best access to the same tree for large files that stay invisible until they are committed.
+    """Return the best access to the same tree for large files that stay invisible until they are committed.
 
     With `reads`, the key of one of the files, the result is for reading only, and nothing is written.
     """
@@ -139,7 +139,7 @@ def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Stora
 
 
 def defer_sync(storage: Storage, what: Deferred) -> Storage:
-    """The same storage, without part of the work that makes each finished object durable.
+    """Return the same storage, without part of the work that makes each finished object durable.
 
     With "names", an object's bytes are durable, and its name survives once the rank that wrote it has called
     `sync_names`. With "all", nothing is durable, which suits notes to other running processes. Object storage
@@ -173,7 +173,7 @@ def submit_or_run(
 
 
 def no_thread(error: RuntimeError) -> Unavailable:
-    """The error if no thread can be started for work that must not block the caller."""
+    """Return the error if no thread can be started for work that must not block the caller."""
     return Unavailable(
         f"No more threads can be started: {error}",
         fix="Raise the job's limit on threads (ulimit -u, the container's pids) or on memory (ulimit -v).",

@@ -53,7 +53,7 @@ class MemoryStorage:
         return MemorySource(self._find(key)[1], f"{self.uri}/{key}", self.counters)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below `prefix` that exist when iteration begins."""
+        """Yield all objects below `prefix` that exist when iteration begins."""
         folder = check_prefix(prefix, self.uri)
         start = f"{folder}/" if folder else ""
         with self._lock:

@@ -32,21 +32,21 @@ class ProcessId:
 
     @classmethod
     def of_lease(cls, text: bytes | bytearray) -> ProcessId | None:
-        """The owner named in a lease; None if the lease cannot be parsed."""
+        """Return the owner named in a lease, or None if the lease cannot be parsed."""
         try:
             return cls(**json.loads(bytes(text))["owner"])
         except (ValueError, TypeError, KeyError):
             return None
 
     def has_ended(self, *, observer: ProcessId) -> bool | None:
-        """True if this process has ended; None if `observer` cannot know."""
+        """Return True if this process has ended, or None if `observer` cannot know."""
         if not self.kernel or (self.kernel, self.numbering) != (observer.kernel, observer.numbering):
             return None
         return _read_start_ticks(self.pid) != self.started
 
 
 def current_process() -> ProcessId:
-    """The calling process. Without boot IDs, no other process can determine that it has ended."""
+    """Return the calling process. Without boot IDs, no other process can determine that it has ended."""
     return _identify(os.getpid(), _BOOT_ID)
 
 
@@ -79,7 +79,7 @@ def _identify(pid: int, boot_id: Path) -> ProcessId:
 
 
 def pid_exists(pid: int) -> bool:
-    """True if a process with this PID runs in this PID namespace."""
+    """Return True if a process with this PID runs in this PID namespace."""
     return _read_start_ticks(pid) is not None
 
 

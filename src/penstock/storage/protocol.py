@@ -97,7 +97,7 @@ class Storage(Protocol):
         """Open the object `key` for ranged reads; raise `ObjectNotFound` if there is none."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below the folder `prefix` ("": all): an unordered stream, in bounded memory.
+        """Return all objects below the folder `prefix` ("": all): an unordered stream, in bounded memory.
 
         A missing folder counts as empty, because object storage cannot tell the two apart. A missing root may
         raise `ObjectNotFound`, because a mistyped path should not look like an empty storage.
@@ -160,7 +160,7 @@ class Counters:
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "_lock"}
 
     def snapshot(self) -> Self:
-        """A consistent copy, to subtract from or to record."""
+        """Return a consistent copy, to subtract from or to record."""
         with self._lock:
             return type(self)(**{name: count.__class__(count) for name, count in self._counts().items()})
 
@@ -175,7 +175,7 @@ class Counters:
         return type(self)(**{name: count - getattr(other, name) for name, count in self._counts().items()})
 
     def record(self) -> dict[str, int | dict[str, int]]:
-        """All counts as plain data, for the record of a run."""
+        """Return all counts as plain data, for the record of a run."""
         counts = self._counts().items()
         return {name: dict(count) if isinstance(count, Counter) else count for name, count in counts}
 
@@ -267,7 +267,7 @@ class SupportsWholeReads(Protocol):
     """A `Storage` that gets a small object and its description in one request."""
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
-        """The object and its description; raises `ObjectNotFound` if there is none."""
+        """Return the object and its description; raise `ObjectNotFound` if there is none."""
 
 
 @runtime_checkable
@@ -314,7 +314,7 @@ def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
 
 
 def read_object(storage: Storage, key: str) -> bytearray:
-    """All bytes of one object, in new memory; raises `ObjectNotFound` if there is none."""
+    """Return all bytes of one object, in new memory; raise `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):
         return storage.read_whole(key)[1]
     with closing(storage.open(key)) as source:
@@ -324,7 +324,7 @@ def read_object(storage: Storage, key: str) -> bytearray:
 
 
 def exists(storage: Storage, key: str) -> bool:
-    """True if the object exists now. Any failure other than its absence is raised."""
+    """Return True if the object exists now. Any failure other than its absence is raised."""
     try:
         storage.stat(key)
     except ObjectNotFound:

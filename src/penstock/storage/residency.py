@@ -122,7 +122,7 @@ def measure_residency(file: FileSource, counters: Mapping[Method, PageCounter] =
 
 
 def _residency(num_pages: int, size_bytes: int, method: Method) -> Residency:
-    """The residency of a file with `num_pages` resident pages."""
+    """Return the residency of a file with `num_pages` resident pages."""
     resident_bytes = min(size_bytes, num_pages * mmap.PAGESIZE)
     return Residency(resident_bytes=resident_bytes, total_bytes=size_bytes, method=method)
 
@@ -130,7 +130,7 @@ def _residency(num_pages: int, size_bytes: int, method: Method) -> Residency:
 def _count_pages(
     descriptor: int, size_bytes: int, counters: Mapping[Method, PageCounter]
 ) -> tuple[int, int, Method]:
-    """The resident pages, those of them that may be unwritten, and the method that counted them."""
+    """Return the resident pages, those of them that may be unwritten, and the method that counted them."""
     if size_bytes == 0:
         return 0, 0, "cachestat"
     for method, count in counters.items():
@@ -151,7 +151,7 @@ RESIDENT_SHARE = 0.99
 
 
 def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
-    """True if these files can be read from this machine's page cache alone, judging by a few of them.
+    """Return True if these files can be read from this machine's page cache alone, judging by a few of them.
 
     False if that cannot be known, or if `storage` reads past the page cache.
     """

@@ -59,7 +59,7 @@ class Location:
         return f"{self.uri}?{query}" if query else self.uri
 
     def with_options(self, /, **options: str) -> Location:
-        """The same place with more options, which replace existing ones of the same names."""
+        """Return the same place with more options, which replace existing ones of the same names."""
         return Location(self.scheme, self.root, {**self.options, **options})
 
     def split_name(self) -> tuple[Location, str] | None:
@@ -71,12 +71,12 @@ class Location:
 
 
 def is_plain_path(text: str) -> bool:
-    """True if `text` is a path rather than a URI with a scheme."""
+    """Return True if `text` is a path rather than a URI with a scheme."""
     return "://" not in text
 
 
 def parse_uri(text: str) -> Location:
-    """The location that `text` names: a URI with a known or unknown scheme, or a plain path.
+    """Return the location that `text` names: a URI with a known or unknown scheme, or a plain path.
 
     `file://` and `direct://` are followed by an absolute path, `s3://` and similar schemes by a bucket.
     Schemes of other packages may have either: three slashes, as in `pfs:///scratch`, begin an absolute path.
@@ -167,7 +167,7 @@ def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
 
 
 def _parse_value(name: str, text: str, hint: Any) -> object:
-    """The value of `text` for a field of this name and type."""
+    """Return the value of `text` for a field of this name and type."""
     if isinstance(hint, types.UnionType):
         hint = next(option for option in get_args(hint) if option is not types.NoneType)
     choices = get_args(hint)
@@ -238,7 +238,7 @@ def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
 
 
 def find_local_paths_at(uri: str, environment: Environment | None = None) -> SupportsLocalPaths | None:
-    """The storage at `uri`; None if its objects are not local files, or it is unavailable here.
+    """Return the storage at `uri`, or None if its objects are not local files, or it is unavailable here.
 
     Opening transfers no bytes. The caller that opens the storage for use reports why it is unavailable.
     """
@@ -247,7 +247,7 @@ def find_local_paths_at(uri: str, environment: Environment | None = None) -> Sup
 
 
 def has_option(uri: str, name: str, environment: Environment | None = None) -> bool:
-    """True if the storage at `uri` has an option of this name, such as `fsync`."""
+    """Return True if the storage at `uri` has an option of this name, such as `fsync`."""
     storage = _open_untraced(uri, environment)
     return storage is not None and name in storage.options
 
@@ -260,7 +260,7 @@ def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
 
 
 def find_opener(location: Location) -> Opener:
-    """The function that opens this scheme's storage; raises `UsageError` if no package has one."""
+    """Return the function that opens this scheme's storage; raise `UsageError` if no package has one."""
     scheme = location.scheme
     opener: Opener
     if scheme in SCHEMES:

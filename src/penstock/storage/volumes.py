@@ -40,6 +40,6 @@ def nearest_folder(path: Path) -> Path:
 
 
 def read_volume_id(folder: Path) -> str:
-    """An identity of the file system of `folder`, the same on all hosts for a shared file system."""
+    """Return an identity of the file system of `folder`, the same on all hosts for a shared file system."""
     facts = os.statvfs(folder)
     return f"{facts.f_fsid}:{facts.f_blocks}"

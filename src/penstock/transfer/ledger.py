@@ -181,7 +181,7 @@ class Timestamps:
         self._counters = [(each, each.snapshot()) for each in counters]
 
     def chunks(self, number: int) -> range:
-        """The chunk numbers of an object."""
+        """Return the chunk numbers of an object."""
         return range(self._first_chunk[number], self._first_chunk[number + 1])
 
     def measure(
@@ -262,7 +262,7 @@ class Timestamps:
 
 
 def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-    """The time in which at least one span was in progress; empty and negative spans do not count."""
+    """Return the time in which at least one span was in progress; empty and negative spans do not count."""
     lasting = ends > begins
     order = np.argsort(begins[lasting], kind="stable")
     starts, stops = begins[lasting][order], ends[lasting][order]
@@ -323,7 +323,7 @@ class PipelineFigures:
     counters: Counters
 
     def record(self) -> dict[str, object]:
-        """All figures as plain data, for the results of a run."""
+        """Return all figures as plain data, for the results of a run."""
         plain: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
         plain["streams"] = [asdict(stream) for stream in self.streams]
         plain["counters"] = self.counters.record()

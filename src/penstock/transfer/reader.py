@@ -68,7 +68,7 @@ class ReadSettings:
         return replace(self, streams=streams, block_bytes=min(self.block_bytes, fitting))
 
     def for_cached(self, num_ranks: int) -> ReadSettings:
-        """Settings for copies out of the page cache by `num_ranks` ranks of a host.
+        """Return settings for copies out of the page cache by `num_ranks` ranks of a host.
 
         Such copies take processor time, so there is at most one thread for each processor. Ranks share the
         processors unless each has its own.

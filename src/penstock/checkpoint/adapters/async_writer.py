@@ -215,7 +215,7 @@ class TaskReport:
         os.pwrite(self._file, len(content).to_bytes(8, "little"), 0)
 
     def read(self) -> WrittenShare | PenstockError | None:
-        """The stored outcome, or None."""
+        """Return the stored outcome, or None."""
         size_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
         content = os.pread(self._file, size_bytes, 8)
         outcome: WrittenShare | PenstockError | None = None
@@ -422,7 +422,7 @@ class AsyncWriter(FileSystemWriter):
         write_object(storage, METADATA_NAME, [seal.metadata])
 
     def storage_meta(self) -> StorageMeta:
-        """The part of `.metadata` that describes this save."""
+        """Return the part of `.metadata` that describes this save."""
         return StorageMeta(checkpoint_id=self._folder, save_id=self.save_id)
 
     @classmethod

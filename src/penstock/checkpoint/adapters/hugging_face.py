@@ -187,7 +187,7 @@ def _state_of_accelerator(accelerator: Any) -> dict[str, Any]:
 def _state_of(
     models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any
 ) -> dict[str, Any]:
-    """The state to save or to restore into. As a side effect, every optimizer's state is created."""
+    """Return the state to save or to restore into. As a side effect, every optimizer's state is created."""
     if len(optimizers) > len(models):
         raise UsageError(
             f"There are {len(optimizers)} optimizers for {len(models)} models",

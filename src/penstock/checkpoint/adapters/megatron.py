@@ -133,7 +133,7 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
 
 
 def iteration_folder(root: AnyPath, iteration: int) -> str:
-    """The folder in which Megatron keeps the checkpoint of an iteration."""
+    """Return the folder in which Megatron keeps the checkpoint of an iteration."""
     return f"{os.fspath(root).rstrip('/')}/iter_{iteration:07d}"
 
 
@@ -181,7 +181,7 @@ def commit_iteration(root: AnyPath, iteration: int) -> None:
 
 
 def latest_iteration(root: AnyPath) -> int | None:
-    """The iteration that the tracker names; None if there is no tracker. Not collective."""
+    """Return the iteration that the tracker names, or None if there is no tracker. Not collective."""
     storage = open_here(root)
     if not exists(storage, TRACKER_NAME):
         return None

@@ -33,7 +33,7 @@ Path = tuple[Any, ...]
 
 
 def split(state: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Path]]:
-    """The tree of a state, its tensors by name, and the position of each in the tree.
+    """Return the tree of a state, its tensors by name, and the position of each in the tree.
 
     In the tree, None replaces each tensor, and containers are copies. Containers other than dict, list and
     tuple remain objects.

@@ -129,7 +129,7 @@ class CheckpointRef:
 
 
 def split_path(path: AnyPath) -> tuple[str, str]:
-    """The URI of a checkpoint's parent folder, with its options, and the checkpoint's name."""
+    """Return the URI of a checkpoint's parent folder, with its options, and the checkpoint's name."""
     if not isinstance(path, str | os.PathLike):
         raise UsageError(
             f"The path is a {type(path).__name__}, not a path or URI",
@@ -170,7 +170,7 @@ def absolute_path(path: Any) -> str:
 
 
 def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
-    """The storage of a checkpoint's parent folder, and the checkpoint's name in it."""
+    """Return the storage of a checkpoint's parent folder, and the checkpoint's name in it."""
     above, name = split_path(path)
     return open_here(above, rank=rank), name
 
@@ -211,7 +211,7 @@ def step_dirname(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step after which a folder is named; None for other names."""
+    """Return the step after which a folder is named; None for other names."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -225,7 +225,7 @@ class StepCatalog:
         self._has_pointer = has_pointer
 
     def committed(self) -> list[int]:
-        """All committed steps, in ascending order."""
+        """Return all committed steps, in ascending order."""
         steps = (parse_step(name) for name in self._catalog.names())
         return sorted(step for step in steps if step is not None)
 
@@ -246,7 +246,7 @@ class StepCatalog:
             )
 
     def find(self, step: int) -> CheckpointRef:
-        """The checkpoint of a step; raises `ObjectNotFound` if the step is not committed."""
+        """Return the checkpoint of a step; raise `ObjectNotFound` if the step is not committed."""
         storage, name = follow_link(self.storage, step_dirname(step))
         return CheckpointRef(storage, open_catalog(storage).find(name))
 
@@ -293,7 +293,7 @@ def local_path(storage: Storage, key: str) -> Path:
 
 
 def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
-    """The steps to remove so that the newest `keep` remain, oldest first; None keeps all.
+    """Return the steps to remove so that the newest `keep` remain, oldest first; None keeps all.
 
     If none of them is complete, the newest complete step before them is kept as well: a run never loses its
     last usable checkpoint. `is_whole` is called for the newest steps first, and no more often than necessary.
@@ -416,7 +416,7 @@ def sweep_dead_saves(drafts: DraftStore, storage: Storage) -> None:
 
 
 def open_draft_store(storage: Storage) -> DraftStore:
-    """The commit protocol for this storage: renamed folders, or records."""
+    """Return the commit protocol for this storage: renamed folders, or records."""
     if (tree := find_folder_tree(storage)) is not None:
         return FolderDraftStore(storage, tree)
     return RecordDraftStore(storage, require_conditional_writes(storage))

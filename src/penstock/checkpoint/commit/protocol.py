@@ -132,7 +132,7 @@ class Draft:
 
 
 def name_draft(name: str, save_id: str) -> Draft:
-    """The draft of a save on a file system. Each rank can name it without asking others."""
+    """Return the draft of a save on a file system. Each rank can name it without asking others."""
     return Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
 
 
@@ -246,7 +246,7 @@ class DraftStore(ABC):
 
 
 def lease_text(owner: ProcessId) -> bytes:
-    """The content of a lease file: the process that owns an unfinished save."""
+    """Return the content of a lease file: the process that owns an unfinished save."""
     return json.dumps({"lease_version": 1, "owner": asdict(owner)}).encode()
 
 
@@ -490,7 +490,7 @@ class FolderCatalog:
         self._is_step = is_step
 
     def names(self) -> list[str]:
-        """The names of all committed checkpoints, in no particular order."""
+        """Return the names of all committed checkpoints, in no particular order."""
         for _ in range(_NUM_LISTINGS):
             folders = self._visible_folders()
             others = {
@@ -522,7 +522,7 @@ class FolderCatalog:
         }
 
     def find(self, name: str) -> Committed:
-        """The committed checkpoint of this name; raises `ObjectNotFound` if there is none.
+        """Return the committed checkpoint of this name; raise `ObjectNotFound` if there is none.
 
         It may be the older checkpoint that an interrupted replacement left renamed.
         """
@@ -566,7 +566,7 @@ class FolderCatalog:
 
 
 def overtaken(uri: str, name: str) -> AlreadyThere:
-    """The error for a save whose name another save has taken since it began."""
+    """Return the error for a save whose name another save has taken since it began."""
     return AlreadyThere(
         f"Another save committed {name} first; this one was given up",
         uri=f"{uri}/{name}",
@@ -587,7 +587,7 @@ def is_written_once(storage: Storage, folder: str) -> bool:
 
 
 def read_identity(storage: Storage, folder: str) -> bytes:
-    """Bytes that identify the checkpoint in a folder; empty if there is none."""
+    """Return bytes that identify the checkpoint in a folder; empty if there is none."""
     below = f"{folder}/" if folder else ""
     with suppress(ObjectNotFound), closing(storage.open(below + MANIFEST_NAME)) as source:
         head = bytearray(min(IDENTITY_BYTES, source.size_bytes))
@@ -779,13 +779,13 @@ class RecordCatalog:
         self._storage = storage
 
     def names(self) -> list[str]:
-        """All names with a record, or with metadata directly below them."""
+        """Return all names with a record, or with metadata directly below them."""
         ends = (RECORD_NAME, METADATA_NAME)
         keys = (info.key.rpartition("/") for info in self._storage.list())
         return sorted({name for name, _, last in keys if name and "/" not in name and last in ends})
 
     def find(self, name: str) -> Committed:
-        """The save to which the record of this name refers, or a checkpoint of another program."""
+        """Return the save to which the record of this name refers, or a checkpoint of another program."""
         committed = self.find_if_any(name)
         if committed is not None:
             return committed
@@ -794,7 +794,7 @@ class RecordCatalog:
         return foreign
 
     def find_if_any(self, name: str) -> Committed | None:
-        """The save to which the record of this name refers; None if there is no record."""
+        """Return the save to which the record of this name refers, or None if there is no record."""
         key = f"{name}/{RECORD_NAME}"
         try:
             info, text = read_described(self._storage, key)
@@ -854,7 +854,7 @@ class _Record(StoredRecord):
 
 
 def _group_by_save(objects: Iterable[ObjectInfo]) -> dict[str, list[ObjectInfo]]:
-    """The objects of each save, by the folder to which it writes."""
+    """Return the objects of each save, by the folder to which it writes."""
     saves: dict[str, list[ObjectInfo]] = {}
     for info in objects:
         if save := _SAVE.fullmatch(info.key):

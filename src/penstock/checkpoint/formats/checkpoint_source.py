@@ -174,11 +174,11 @@ class CheckpointSource:
             raise
 
     def key(self, file_name: str) -> str:
-        """The key, in `storage`, of one of the checkpoint's files."""
+        """Return the key, in `storage`, of one of the checkpoint's files."""
         return _key(self.folder, file_name)
 
     def storage_of_files(self, tried: int = 0) -> Storage:
-        """The best `Storage` for reading the checkpoint's files, possibly past the page cache.
+        """Return the best `Storage` for reading the checkpoint's files, possibly past the page cache.
 
         `tried` is the number of a file that this process can open.
         """
@@ -187,7 +187,7 @@ class CheckpointSource:
         return prefer_direct_access(self.storage, reads=self.key(self.index.files[tried]))
 
     def shape(self, row: int) -> tuple[int, ...]:
-        """The shape of one stored region."""
+        """Return the shape of one stored region."""
         regions = self.index.stored.regions
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
@@ -202,7 +202,7 @@ class CheckpointSource:
         return payload_in(head, int(stored.item_bytes[row]), dtype, self.shape(row))
 
     def tensor_bytes(self, row: int, item: Bytes) -> memoryview:
-        """The elements of a row's region in row-major order, from its whole item. For packed items."""
+        """Return the elements of a row's region in row-major order, from its whole item. For packed items."""
         if self.archive is not None:
             return torch_save.row_major(self.archive.strided[row], memoryview(item))
         dtype = self.index.tensors[int(self.index.stored.regions.tensor[row])].dtype
@@ -210,7 +210,7 @@ class CheckpointSource:
         return tensor_bytes(item, dtype, self.shape(row), transforms=transforms, where=self.where(row))
 
     def where(self, row: int) -> str:
-        """A row's item in the form used by messages: file, tensor and range."""
+        """Return a row's item in the form used by messages: file, tensor and range."""
         stored = self.index.stored
         begin = int(stored.item_offset[row])
         file = self.index.files[int(stored.file[row])]
@@ -225,7 +225,7 @@ class CheckpointSource:
         return item
 
     def value(self, stored: StoredObject, *, trust: bool = False, item: Bytes | None = None) -> Any:
-        """An object as it was saved, from its `item`, which is read if that is None.
+        """Return an object as it was saved, from its `item`, which is read if that is None.
 
         Without `trust`, raises `UsageError` for an object whose unpickling could run code.
         """
@@ -269,7 +269,7 @@ def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
 
 
 def checkpoint_uri(storage: Storage, name: str) -> str:
-    """A checkpoint's URI in the form used by messages."""
+    """Return a checkpoint's URI in the form used by messages."""
     return f"{storage.uri}{name}" if storage.uri.endswith("/") else f"{storage.uri}/{name}"
 
 
@@ -389,7 +389,7 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
 
 
 def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
-    """The error for a folder without a checkpoint.
+    """Return the error for a folder without a checkpoint.
 
     If the folder does not exist, the error names checkpoints next to it.
     """
@@ -460,7 +460,7 @@ def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSourc
         return checkpoint
 
     def find(source: Source, row: int) -> int:
-        """The position of a payload in its file; `UNKNOWN` if only the whole item tells."""
+        """Return the position of a payload in its file; `UNKNOWN` if only the whole item tells."""
         begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
         head = bytearray(min(HEAD_BYTES, size))
         source.read_into(begin, memoryview(head))

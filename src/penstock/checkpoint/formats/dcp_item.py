@@ -136,7 +136,7 @@ _SCALAR: Final = re.compile(rb"\x80\x02(?:[N\x88\x89]|K.|M..|J.{4}|\x8a.+|G.{8}|
 
 
 def _pickled_scalar(item: bytes) -> bytes | None:
-    """The pickle in an item if torch saved a single scalar, or None.
+    """Return the pickle in an item if torch saved a single scalar, or None.
 
     Avoids reading an archive, which takes a while.
     """
@@ -167,7 +167,7 @@ def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, w
 
 
 def object_bytes(value: Any) -> bytes:
-    """The item for an object, in the form that stock torch reads."""
+    """Return the item for an object, in the form that stock torch reads."""
     import torch  # noqa: PLC0415 - other tools than loads and saves do without it
 
     item = io.BytesIO()
@@ -204,20 +204,20 @@ def begin_record(name: str, offset: int, *, align: int = 1) -> bytes:
 
 
 def end_record(size_bytes: int, crc32: int = 0) -> bytes:
-    """The descriptor that follows a record's bytes."""
+    """Return the descriptor that follows a record's bytes."""
     sizes = "QQ" if size_bytes >= _FULL else "II"
     return struct.pack(f"<II{sizes}", 0x08074B50, crc32, size_bytes, size_bytes)
 
 
 def small_record(name: str, content: bytes, offset: int) -> tuple[bytes, ZipRecord]:
-    """A complete record, including its checksum, and its entry for the directory."""
+    """Return a complete record, including its checksum, and its entry for the directory."""
     crc32 = zlib.crc32(content)
     body = begin_record(name, offset) + content + end_record(len(content), crc32)
     return body, ZipRecord(name, offset, len(content), crc32)
 
 
 def directory(records: Sequence[ZipRecord], offset: int) -> bytes:
-    """The central directory of an archive, which begins at `offset`, and the end of the archive."""
+    """Return the central directory of an archive, which begins at `offset`, and the end of the archive."""
     entries = bytearray()
     for record in records:
         encoded = record.name.encode()
@@ -263,7 +263,7 @@ class Envelope:
 
 @lru_cache(maxsize=65536)
 def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
-    """The envelope of a contiguous tensor of this element type and shape."""
+    """Return the envelope of a contiguous tensor of this element type and shape."""
     kind = element_type(dtype)
     payload_bytes = math.prod(shape) * kind.size_bytes
     prefix, records = b"", []
@@ -292,7 +292,7 @@ def item_start(position: int, around: Envelope) -> int:
 
 
 def tensor_pickle(kind: ElementType, shape: Sequence[int]) -> bytes:
-    """The pickle of one contiguous tensor in record 0, byte for byte as torch writes it."""
+    """Return the pickle of one contiguous tensor in record 0, byte for byte as torch writes it."""
     pickled = io.BytesIO()
     ArchivePickler(pickled, protocol=2).dump(TensorStub(kind, tuple(shape), "0"))
     return pickled.getvalue()
@@ -331,7 +331,7 @@ class ArchivePickler(pickle.Pickler):
     """Refers to records by their IDs."""
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """The reference to a record for its stand-in; None for everything else."""
+        """Return the reference to a record for its stand-in; None for everything else."""
         return obj.pid if isinstance(obj, _RecordStub) else None
 
 
@@ -343,7 +343,7 @@ _SIGNATURE: Final = b"PK\x03\x04"
 
 
 def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -> int | None:
-    """The offset of the payload in an item, from the item's first `HEAD_BYTES`.
+    """Return the offset of the payload in an item, from the item's first `HEAD_BYTES`.
 
     None if only `tensor_bytes` with the whole item can tell: the elements are in another order, the writer
     was big-endian, or the archive's layout differs from torch's.
@@ -363,7 +363,7 @@ def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -
 
 
 def _records_in(head: bytes) -> Iterator[tuple[bytes, int]]:
-    """The names of an archive's first records, and the offsets of their contents."""
+    """Yield the names of an archive's first records, and the offsets of their contents."""
     at = 0
     while head.startswith(_SIGNATURE, at) and len(head) >= at + _LOCAL.size:
         *_, name_bytes, extra_bytes = _LOCAL.unpack_from(head, at)

@@ -72,7 +72,7 @@ start_checksum = xxhash.xxh3_128
 
 
 def checksum_of(*buffers: Bytes) -> bytes:
-    """The checksum of `buffers`, one after another."""
+    """Return the checksum of `buffers`, one after another."""
     total = start_checksum()
     for buffer in buffers:
         total.update(buffer)
@@ -113,7 +113,7 @@ class ItemChecksums:
             self._finish_item()
 
     def all(self) -> bytes:
-        """All checksums, once the whole file has been added."""
+        """Return all checksums, once the whole file has been added."""
         while len(self._done) < len(self._ends):
             # Empty items at the end of a file receive no bytes that would finish them.
             self._finish_item()
@@ -189,7 +189,7 @@ class Manifest:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The content of the manifest file, including its own checksum."""
+    """Return the content of the manifest file, including its own checksum."""
     index = manifest.index
     document: dict[str, Any] = {
         "version": MANIFEST_VERSION,
@@ -239,7 +239,7 @@ def _inside(tensor: Ints, tensors: Sequence[TensorFacts], width: int) -> NDArray
 
 
 def _all_transforms(index: CheckpointIndex) -> set[Transforms]:
-    """The distinct transforms of items: a single entry, unless other programs wrote the items."""
+    """Return the distinct transforms of items: a single entry, unless other programs wrote the items."""
     of_rows = set(index.transforms) if index.transforms else {()} if len(index.stored) else set()
     return of_rows | {held.transforms for held in index.objects}
 
@@ -582,7 +582,7 @@ _FORGET_EVERY: Final = 1000
 
 
 def metadata_bytes(index: CheckpointIndex) -> bytes:
-    """The content of the `.metadata` that describes `index` to torch."""
+    """Return the content of the `.metadata` that describes `index` to torch."""
     content, num_items = io.BytesIO(), 0
     # Protocol 3 numbers what it memoizes, so that numbers can be reused: see `_Streamed`.
     pickler = pickle.Pickler(content, protocol=3)
@@ -625,7 +625,7 @@ def torch_metadata(
     make_list: Callable[[Iterable[Any]], Any] = list,
     make_dict: Callable[[Iterable[tuple[Any, Any]]], Any] = dict,
 ) -> Metadata:
-    """The description of `index` for torch's planners and its `.metadata`."""
+    """Return the description of `index` for torch's planners and its `.metadata`."""
     import torch  # noqa: PLC0415 - only writers have it loaded
     from torch.distributed.checkpoint import metadata as records  # noqa: PLC0415 - takes half a second
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415 - likewise
@@ -636,7 +636,7 @@ def torch_metadata(
     size = torch.Size
 
     def parts(number: int) -> Iterator[tuple[Any, ...]]:
-        """The row, offsets, sizes, file, and position in the file of each part of a tensor."""
+        """Return the row, offsets, sizes, file, and position in the file of each part of a tensor."""
         rows, dims = order[begins[number] : begins[number + 1]], len(index.tensors[number].shape)
         regions = stored.regions.offsets[rows, :dims], stored.regions.sizes[rows, :dims]
         places = stored.file[rows], stored.item_offset[rows], stored.item_bytes[rows]

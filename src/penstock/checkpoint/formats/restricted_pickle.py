@@ -219,7 +219,7 @@ _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def parts_of(value: object) -> tuple[Any, ...]:
-    """The values directly inside a value of an archive."""
+    """Return the values directly inside a value of an archive."""
     if type(value) in _LEAVES:
         return ()
     match value:
@@ -271,7 +271,7 @@ class _Unpickler(pickle.Unpickler):
         self._is_archive = is_archive
 
     def read(self) -> Any:
-        """The pickle's value. Whatever else the unpickler raises becomes `DataDamaged`, too."""
+        """Return the pickle's value. Whatever else the unpickler raises becomes `DataDamaged`, too."""
         try:
             value = self.load()
             if self._is_archive:
@@ -297,7 +297,7 @@ class _Unpickler(pickle.Unpickler):
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name; never the named object itself."""
+        """Return the stand-in for a name; never the named object itself."""
         if self._is_archive:
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if module == "torch" and (name in ELEMENT_TYPES or name in QUANTIZED):
@@ -313,7 +313,7 @@ class _Unpickler(pickle.Unpickler):
         return self._stand_ins[module, name]
 
     def _copying(self) -> StandIns:
-        """Stand-ins that copy their arguments: in total, no more bytes than the pickle has."""
+        """Return stand-ins that copy their arguments: in total, no more bytes than the pickle has."""
 
         def spend(part: Any, *kinds: type) -> Any:
             require(type(part) in kinds, f"it is made of a {type(part).__name__}")
@@ -336,7 +336,7 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def persistent_load(self, pid: Any) -> StorageRef:
-        """The record of the archive to which a pickle refers."""
+        """Return the record of the archive to which a pickle refers."""
         if not self._is_archive:
             raise DataDamaged("It refers to something outside of itself", where=self._where)
         match pid:
@@ -420,7 +420,7 @@ def _rebuild_parameter(data: Any, needs_gradient: Any = True, *_: Any) -> Any:  
 
 
 def _inner_class(outer: Any, name: str) -> type:
-    """A stand-in for a class that was defined inside another one, which pickles look up by name."""
+    """Return a stand-in for a class that was defined inside another one, which pickles look up by name."""
     kind = f"{outer.kind}.{name}"[:_LONGEST_PATH]
     return type(name[:_LONGEST_PATH], (Opaque,), {"kind": kind})
 

@@ -54,7 +54,7 @@ StoredTensor = tuple[TensorFacts, int]
 
 
 def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTensor]:
-    """The tensors of one file, in the order of their payloads."""
+    """Return the tensors of one file, in the order of their payloads."""
     if size_bytes < 8:
         raise _damaged("it has no header", where)
     header_bytes = int.from_bytes(read(0, 8), "little")
@@ -123,7 +123,7 @@ def _describe(of_what: str, value: Any, wanted: str) -> str:
 
 
 def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:
-    """The index of a checkpoint of several files. A tensor in two files counts as damage."""
+    """Return the index of a checkpoint of several files. A tensor in two files counts as damage."""
     tensors = [stored for _, of_file in files for stored in of_file]
     facts = tuple(facts for facts, _ in tensors)
     names: set[str] = set()
@@ -146,7 +146,7 @@ def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str)
 
 
 def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
-    """The file of each tensor, by name, from a Hugging Face index."""
+    """Return the file of each tensor, by name, from a Hugging Face index."""
     try:
         document: Any = json.loads(content)
     except (ValueError, RecursionError) as error:

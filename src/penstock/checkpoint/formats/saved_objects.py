@@ -41,7 +41,7 @@ _MOST_ENTROPY = 1024
 
 
 def names_beyond_data(value: object) -> list[str]:
-    """The classes and functions in an archive's value for which a load needs `trust`."""
+    """Return the classes and functions in an archive's value for which a load needs `trust`."""
     beyond = set()
     for found in inside(value):
         if isinstance(found, Opaque) or (isinstance(found, type) and issubclass(found, Opaque)):
@@ -190,7 +190,7 @@ _NUMPY_TYPES: Final = {
 
 
 def _plain_kind(kind: str) -> str:
-    """The name `kind` with numpy's core module called as before numpy 2.0."""
+    """Return the name `kind` with numpy's core module called as before numpy 2.0."""
     return kind.replace("numpy._core.", "numpy.core.", 1)
 
 
@@ -201,7 +201,7 @@ def _known(kind: str) -> Any:
 
 
 def _find_data(name: str) -> Any:
-    """The class or function to which a pickle's name refers, if it is data; None for anything else."""
+    """Return the class or function to which a pickle's name refers, if it is data; None for anything else."""
     if name in _NUMPY_TYPES:
         return _NUMPY_TYPES[name]
     if _plain_kind(name) in _MAKERS:
@@ -283,7 +283,7 @@ _UNIT: Final = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
 
 
 def _dtype(arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
-    """A numpy type, created by numpy from its description: no flag, offset or size is set directly."""
+    """Return a numpy type, created by numpy from its description: no flag, offset or size is set directly."""
     code: object = arguments[0]
     if not isinstance(code, str) or _TYPE_CODE.fullmatch(code) is None:
         raise ValueError(f"numpy has no type {code!r}")
@@ -401,7 +401,7 @@ def _random_state(arguments: tuple[Any, ...], state: Any) -> np.random.RandomSta
 
 
 def _sparse(arguments: tuple[Any, ...], _: Any) -> Any:
-    """A sparse tensor. torch itself checks its indices against its size."""
+    """Return a sparse tensor. torch itself checks its indices against its size."""
     import torch  # noqa: PLC0415 - as above
 
     layout, parts = arguments

@@ -110,7 +110,7 @@ def in_pages(read: ReadRange, size_bytes: int) -> ReadRange:
 
 
 def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str, ZipRecord]:
-    """All records by name; raises `DataDamaged` if the archive is truncated or the file is not one."""
+    """Return all records by name; raise `DataDamaged` if the archive is truncated or the file is not one."""
     if size_bytes < _SHORTEST_ARCHIVE:
         raise _not_whole("its end is missing", where)
     try:
@@ -173,7 +173,7 @@ class TorchSaveArchive:
     """The offset and size of every tensor's record, by key."""
 
     def record(self, read: ReadRange, tensor: TensorRef) -> bytearray:
-        """The whole record of a tensor inside an object."""
+        """Return the whole record of a tensor inside an object."""
         return bytearray(read(*self.records[tensor.storage.key]))
 
 
@@ -192,7 +192,7 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
     root = pickles[0].removesuffix("data.pkl")
 
     def find(name: str) -> tuple[int, int]:
-        """The offset in the file and the size of a record's bytes; the record must be uncompressed."""
+        """Return the offset in the file and the size of a record's bytes; the record must be uncompressed."""
         record = records.get(root + name)
         if record is None or not record.is_stored:
             raise DataDamaged(f"Its record {name} is missing or compressed", where=where)
@@ -270,7 +270,7 @@ def is_row_major(tensor: TensorRef) -> bool:
 
 
 def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
-    """A copy of a tensor's elements in row-major order, from its whole record."""
+    """Return a copy of a tensor's elements in row-major order, from its whole record."""
     width = element_type(tensor.dtype).size_bytes
     elements = np.frombuffer(record, dtype=np.dtype((np.void, width)))[tensor.offset :]
     strides = tuple(stride * width for stride in tensor.strides)
@@ -303,7 +303,7 @@ def is_plain(value: object) -> bool:
 
 
 def with_elements(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
-    """A value with each tensor in it replaced by (type, shape, bytes)."""
+    """Return a value with each tensor in it replaced by (type, shape, bytes)."""
     if isinstance(value, TensorRef):
         return value.dtype, value.shape, bytes(row_major(value, memoryview(record(value))))
     if isinstance(value, QuantizedRef):
@@ -316,7 +316,7 @@ def with_elements(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
 
 
 def inside(value: object) -> Iterator[object]:
-    """A value and all values inside it, each once."""
+    """Yield a value and all values inside it, each once."""
     found, known = [value], {id(value)}
     while found:
         held = found.pop()

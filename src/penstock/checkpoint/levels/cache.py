@@ -107,15 +107,15 @@ class NodeCache:
         """Lists the names of the steps of which this node has committed a share, in no particular order."""
 
     def steps(self) -> list[int]:
-        """The numbers of the steps of which this node has committed a share, in ascending order."""
+        """Return the numbers of the steps of which this node has committed a share, in ascending order."""
         return sorted(step for name in self.names() if (step := parse_step(name)) is not None)
 
     def find(self, name: str) -> CheckpointRef:
-        """The node's share of a step; raises `ObjectNotFound` if it has none."""
+        """Return the node's share of a step; raise `ObjectNotFound` if it has none."""
         return CheckpointRef(self.storage, self._catalog.find(name))
 
     def seal(self, name: str) -> Seal | None:
-        """The manifest and metadata of the whole step; None unless this node has both undamaged."""
+        """Return the manifest and metadata of the whole step; None unless this node has both undamaged."""
         try:
             return self.find(name).read_seal()[1]
         except (StorageError, Unavailable) as error:
@@ -125,7 +125,7 @@ class NodeCache:
             return None
 
     def shares(self, name: str) -> NodeShares:
-        """The files and records of a step that this node has, in the form that `assess` takes."""
+        """Return the files and records of a step that this node has, in the form that `assess` takes."""
         unread = ""
         try:
             share = self.find(name)
@@ -197,7 +197,7 @@ class NodeCache:
         self.drafts.publish(draft, replace(seal, sizes=sizes))
 
     def unconfirmed(self) -> set[str]:
-        """The steps that this node has committed without knowing whether all other nodes did."""
+        """Return the steps that this node has committed without knowing whether all other nodes did."""
         notes = {entry.name.removeprefix(DOUBT_PREFIX) for entry in self._tree.entries(prefix=DOUBT_PREFIX)}
         return notes & set(self.names())
 
@@ -227,7 +227,7 @@ class NodeCache:
 
 
 def require_folders(storage: Storage) -> FolderTree:
-    """The folders of a cache; raises `UsageError` if the storage is not a file system."""
+    """Return the folders of a cache; raise `UsageError` if the storage is not a file system."""
     tree = find_folder_tree(storage)
     if tree is None:
         raise UsageError(
@@ -376,7 +376,7 @@ class CacheLevel:
         return tuple(stats for _, _, stats in reports)
 
     def names(self) -> list[str]:
-        """The names of all cached steps, in no particular order.
+        """Return the names of all cached steps, in no particular order.
 
         If a crash prevented a step from being committed on all nodes, the step counts if it can be restored
         from what exists, and is removed otherwise.
@@ -414,7 +414,7 @@ class CacheLevel:
         )
 
     def find_damaged(self, name: str, assessment: Assessment) -> dict[int, str]:
-        """The ranks that saved the step and whose files differ from their checksums or cannot be read.
+        """Return the ranks that saved the step and whose files differ from their checksums or cannot be read.
 
         The value for each rank is the reason why its files may be intact after all, or "" if they certainly
         are damaged. If the manifest of a node is damaged, all of its shares count as damaged.
@@ -548,7 +548,7 @@ class CacheLevel:
             run_on_all_ranks(self.comm, commit, awaiting=f"all nodes to commit {name}")
 
     def _fetch_seal(self, name: str, assessment: Assessment) -> Seal:
-        """The manifest and metadata of a step, from the first node that has them undamaged.
+        """Return the manifest and metadata of a step, from the first node that has them undamaged.
 
         If no node has them, raises `DataDamaged`, or `StorageError` if a node's could not be read. A node
         whose manifest is lost still contributes its share to a rebuild, so even the first node may lack the

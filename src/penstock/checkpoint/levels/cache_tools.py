@@ -79,7 +79,7 @@ class LevelsOverview(BaseModel):
 
 
 def require_cache_folder(path: str) -> Path:
-    """The folder of a cache; raises `ObjectNotFound` if it does not exist."""
+    """Return the folder of a cache; raise `ObjectNotFound` if it does not exist."""
     paths = find_local_paths_at(path)
     if paths is None:
         raise UsageError(

@@ -144,7 +144,7 @@ def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> t
 
 
 def efficiency(strategy: Strategy, interval_s: float) -> float:
-    """The share of useful time, to first order in failures: each costs half a period and a recovery.
+    """Return the share of useful time, to first order in failures: each costs half a period and a recovery.
 
     A failure that only every k-th checkpoint survives costs half of k periods, plus the time until a
     checkpoint survives it.
@@ -158,7 +158,7 @@ def efficiency(strategy: Strategy, interval_s: float) -> float:
 
 
 def best_interval_s(strategy: Strategy) -> float:
-    """The interval with the highest efficiency. With a single kind of failure, it is Daly's."""
+    """Return the interval with the highest efficiency. With a single kind of failure, it is Daly's."""
     rate = sum(failure.every / failure.mtbf_s for failure in strategy.failures)
     guess = max(daly_interval_s(strategy.blocked_s, 1 / rate), 1e-3)
     candidates = [guess * 2 ** (step / 16) for step in range(-64, 65)]
@@ -168,7 +168,7 @@ def best_interval_s(strategy: Strategy) -> float:
 def simulate(
     strategy: Strategy, interval_s: float, *, random: np.random.Generator, num_failures: int = NUM_FAILURES
 ) -> float:
-    """The share of useful time in a simulation of random failures, one after another."""
+    """Return the share of useful time in a simulation of random failures, one after another."""
     period_s = interval_s + strategy.blocked_s
     rates = [1 / failure.mtbf_s for failure in strategy.failures]
     waits = random.exponential(1 / sum(rates), num_failures)
@@ -186,7 +186,7 @@ def simulate(
 
 
 def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generator) -> Prediction:
-    """The efficiency of one strategy at one interval, by formula and by simulation."""
+    """Return the efficiency of one strategy at one interval, by formula and by simulation."""
     return Prediction(
         strategy=strategy,
         interval_s=interval_s,

@@ -142,7 +142,7 @@ class FlushFolder:
         write_durably(self._note(step), note.model_dump_json().encode())
 
     def noted_steps(self) -> list[int]:
-        """The steps with a note. They stay in the cache, even if the note cannot be parsed."""
+        """Return the steps with a note. They stay in the cache, even if the note cannot be parsed."""
         try:
             # Not with glob, to which a folder that cannot be listed looks empty.
             with translate_os_errors("Listing", str(self.path)):
@@ -153,7 +153,7 @@ class FlushFolder:
         return [step for step in found if step is not None]
 
     def notes(self) -> dict[int, FlushNote]:
-        """The notes of the steps that are to become durable, newest first.
+        """Return the notes of the steps that are to become durable, newest first.
 
         Notes that cannot be parsed are logged.
         """
@@ -205,14 +205,14 @@ class FlushFolder:
             unfinished.replace(self.path / "progress.json")
 
     def progress(self) -> FlushProgress:
-        """The last report of the flusher."""
+        """Return the last report of the flusher."""
         try:
             return FlushProgress.model_validate_json((self.path / "progress.json").read_bytes())
         except (FileNotFoundError, ValidationError):
             return FlushProgress()
 
     def states(self) -> dict[int, FlushState]:
-        """The state of each step that is to become durable."""
+        """Return the state of each step that is to become durable."""
         known = self.progress().states
         return {step: known.get(step, FlushState()) for step in reversed(self.notes())}
 
@@ -499,7 +499,7 @@ class _SharedDraft:
         write_object(self._durable, self._draft.folder + protocol.LEASE_ENDING, [protocol.lease_text(nobody)])
 
     def sizes(self) -> dict[str, int]:
-        """The complete files and their sizes."""
+        """Return the complete files and their sizes."""
         if self._tree is not None:
             return {entry.name: entry.size_bytes for entry in self._tree.entries(self._draft.folder)}
         objects = self._durable.list(self._draft.folder)

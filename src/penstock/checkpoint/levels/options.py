@@ -43,7 +43,7 @@ class Scheme:
             )
 
     def substitutes(self) -> Iterator[Scheme]:
-        """The schemes to use if this one does not fit, best first.
+        """Yield the schemes to use if this one does not fit, best first.
 
         First larger groups that survive as many losses per group as this scheme, then single parity, then a
         single copy.
@@ -120,7 +120,7 @@ class Partner(Scheme):
 
 
 def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:
-    """The scheme of checkpoint `number` (from 1): the one with the largest `every` that divides it."""
+    """Return the scheme of checkpoint `number` (from 1): the one with the largest `every` that divides it."""
     fitting = [scheme for scheme in schemes if number % scheme.every == 0]
     if not fitting:
         raise UsageError(

@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 def parity_file_name(rank: int) -> str:
-    """The name of the file with the parity or copy that a rank keeps for its group."""
+    """Return the name of the file with the parity or copy that a rank keeps for its group."""
     return f"parity-{rank}.bin"
 
 
@@ -73,7 +73,7 @@ def parity_file_name(rank: int) -> str:
 
 
 def _list_extents(sizes: Sequence[int], order: Order) -> list[tuple[int, int, int]]:
-    """The extents of files in the order of their bytes: number of the file, offset in it, length."""
+    """Return the extents of files in the order of their bytes: number of the file, offset in it, length."""
     offsets, extents = [0] * len(sizes), []
     for number, length in order or enumerate(sizes):
         if length:
@@ -236,7 +236,7 @@ class ByteFeed:
         self._free.put(None)
 
     def order_of(self, files: Sequence[WrittenFile], keys: Sequence[str]) -> Order:
-        """The order in which the bytes of `files` came; raises `StorageError` unless each came once."""
+        """Return the order in which the bytes of `files` came; raise `StorageError` unless each came once."""
         numbers = {key: number for number, key in enumerate(keys)}
         counts: Counter[str] = Counter()
         for key, length in self._extents:
@@ -550,7 +550,7 @@ class Protector:
 
 
 def _parts_of_share(record: GroupRecord, place: int) -> list[tuple[tuple[RecordedFile, ...], Order]]:
-    """The files of a member with their order, then what the member keeps for its group."""
+    """Return the files of a member with their order, then what the member keeps for its group."""
     member = record.members[place]
     return [(member.files, member.order), (record.kept[place : place + 1], ())]
 

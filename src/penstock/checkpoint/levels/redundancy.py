@@ -56,13 +56,13 @@ def _powers() -> tuple[list[int], list[int]]:
 
 
 def multiply(left: int, right: int) -> int:
-    """The product of two elements of the field."""
+    """Return the product of two elements of the field."""
     powers, logarithms = _powers()
     return powers[logarithms[left] + logarithms[right]] if left and right else 0
 
 
 def inverse(element: int) -> int:
-    """The element whose product with `element` is 1."""
+    """Return the element whose product with `element` is 1."""
     if element == 0:
         raise ZeroDivisionError("zero has no inverse in a field")
     powers, logarithms = _powers()
@@ -98,7 +98,7 @@ def add_scaled(total: memoryview, piece: memoryview, factor: int) -> None:
 
 @cache
 def _multiples(factor: int) -> NDArray[np.uint16]:
-    """The product of `factor` with every pair of bytes: 128 KiB, which stay in the L2 cache."""
+    """Return the product of `factor` with every pair of bytes: 128 KiB, which stay in the L2 cache."""
     single = np.array([multiply(factor, element) for element in range(256)], np.uint16)
     return np.asarray(single[np.newaxis, :] | single[:, np.newaxis] << 8).reshape(-1)
 
@@ -123,7 +123,7 @@ class Layout:
         return self.members - self.parities if self.parities else 1
 
     def blocks(self, total_bytes: int | None = None) -> Iterator[tuple[int, int]]:
-        """The start and length of each block of a chunk, or of `total_bytes`."""
+        """Yield the start and length of each block of a chunk, or of `total_bytes`."""
         total_bytes = self.chunk_bytes if total_bytes is None else total_bytes
         for start in range(0, total_bytes, self.block_bytes):
             yield start, min(self.block_bytes, total_bytes - start)
@@ -133,11 +133,11 @@ class Layout:
         return start * self.num_chunks + chunk * length
 
     def stripe_of(self, member: int, chunk: int) -> int:
-        """The stripe to which a chunk of a member belongs."""
+        """Return the stripe to which a chunk of a member belongs."""
         return (member - self.parities - chunk) % self.members
 
     def kept_stripes(self, member: int) -> list[int]:
-        """The stripes whose parity a member keeps: first the plain, then the weighted one."""
+        """Return the stripes whose parity a member keeps: first the plain, then the weighted one."""
         return [member, (member - 1) % self.members][: self.parities]
 
     def locate(self, member: int, stripe: int, start: int, length: int) -> tuple[bool, int]:
@@ -206,7 +206,7 @@ Group = tuple[int, ...]
 
 
 def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) -> tuple[Group, ...]:
-    """Groups of about `members` ranks. Ranks with equal `domains` fail together.
+    """Return groups of about `members` ranks. Ranks with equal `domains` fail together.
 
     Groups have nearly equal sizes, never larger than requested. They are smaller if a domain has many ranks,
     because each of its ranks needs a different group. Raises `UsageError` if a group would have fewer than
@@ -333,7 +333,7 @@ class GroupRecord(StoredRecord):
 def list_members(
     records: Mapping[int, GroupRecord], ranks: Collection[int] | None = None
 ) -> Iterator[tuple[GroupRecord, int]]:
-    """The group of each of `ranks` (None: all), and its place in it; in the same order on all ranks."""
+    """Yield the group of each of `ranks` (None: all), and its place in it; in the same order on all ranks."""
     for _, record in sorted(records.items()):
         for place, rank in enumerate(record.ranks):
             if ranks is None or rank in ranks:
@@ -392,7 +392,7 @@ class Assessment:
         return bool(self.lost) and not self.reason
 
     def files_of(self, rank: int) -> tuple[RecordedFile, ...]:
-        """The files that a rank wrote, and what it keeps for its group."""
+        """Return the files that a rank wrote, and what it keeps for its group."""
         return next((record.stored_files(place) for record, place in list_members(self.records, [rank])), ())
 
 
@@ -411,7 +411,7 @@ def assess(nodes: Sequence[NodeShares], *, damaged: Collection[int] = ()) -> Ass
 
 
 def find_complete_shares(node: NodeShares, records: Mapping[int, GroupRecord]) -> frozenset[int]:
-    """The ranks whose files and parity are all in this cache, judging by names and sizes."""
+    """Return the ranks whose files and parity are all in this cache, judging by names and sizes."""
     return frozenset(
         record.ranks[place]
         for record, place in list_members(records)
@@ -420,7 +420,7 @@ def find_complete_shares(node: NodeShares, records: Mapping[int, GroupRecord]) -
 
 
 def choose_home_rank(rank: int, num_saved: int, num_present: int) -> int:
-    """The rank that now needs what `rank` saved.
+    """Return the rank that now needs what `rank` saved.
 
     It is the same rank or, if the number of ranks has changed, the one at the proportional position.
     """

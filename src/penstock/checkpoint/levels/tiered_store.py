@@ -178,7 +178,7 @@ class TieredStore(step_store.StepStore):
         return sorted(cached.union(run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)))
 
     def copies(self, step: int) -> Iterator[step_store.StepCopy | StorageError]:
-        """The caches' copy, rebuilt if files are lost or damaged; then the durable one."""
+        """Yield the caches' copy, rebuilt if files are lost or damaged; then the durable one."""
         name = step_dirname(step)
         found = self.cache.assess(name)
         is_cached = bool(found.records or found.unread)

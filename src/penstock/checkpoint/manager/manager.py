@@ -148,11 +148,11 @@ class Manager:
         """Steps that the last `restore` could not load, newest first."""
 
     def steps(self) -> list[int]:
-        """All committed steps, in ascending order. Not collective."""
+        """Return all committed steps, in ascending order. Not collective."""
         return self._store.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Not collective."""
+        """Return the newest committed step, or None. Not collective."""
         return max(self.steps(), default=None)
 
     @property
@@ -412,7 +412,7 @@ class SaveReport:
         return sum(stats.payload_bytes for stats in self.ranks)
 
     def format_line(self, rank: int) -> str:
-        """The statistics of one `rank` as a line for the log."""
+        """Return the statistics of one `rank` as a line for the log."""
         return f"step {self.step}, rank {rank}: {self.ranks[rank]}"
 
 
@@ -482,7 +482,7 @@ class SaveHandle:
             raise WaitTimeout(f"step {self.step} to be committed", timeout_s or 0.0) from error
 
     def unreported_error(self) -> BaseException | None:
-        """The error of a failed save if no call has raised it yet; otherwise None."""
+        """Return the error of a failed save if no call has raised it yet; otherwise None."""
         return None if self.is_reported or not self._future.done() else self._future.exception()
 
     def commit(self, report: SaveReport) -> None:

@@ -221,7 +221,7 @@ def request_stop(storage: Storage, request: StopRequest) -> None:
 
 
 def find_stop_request(storage: Storage) -> StopRequest | None:
-    """The pending request to end the job, or None."""
+    """Return the pending request to end the job, or None."""
     fix = "`penstock checkpoint halt RUN --cancel` removes it."
     try:
         return StopRequest.read(storage, MARKER_NAME, what="The stop request", fix=fix)
@@ -274,7 +274,7 @@ class GracefulStop:
             self._former_handlers[number] = signal.signal(number, self._note_signal)
 
     def find_reason(self) -> str:
-        """The reason for which this rank would end the job now, or "". Called once per step."""
+        """Return the reason for which this rank would end the job now, or "". Called once per step."""
         now_s = self._clock()
         self._longest_step_s = max(self._longest_step_s, now_s - self._last_call_s)
         self._last_call_s = now_s

@@ -77,7 +77,7 @@ class StepStore:
         self.lease = WriterLease(catalog.storage)
 
     def steps(self) -> list[int]:
-        """The committed steps that this rank can see, in ascending order."""
+        """Return the committed steps that this rank can see, in ascending order."""
         return self.catalog.committed()
 
     def open(self, name: str) -> SaveTransaction:
@@ -108,7 +108,7 @@ class StepStore:
         return uri, stats, apply_retention(self.catalog, step, self.keep)
 
     def candidates(self) -> list[int]:
-        """The committed steps that any rank can see, in ascending order."""
+        """Return the committed steps that any rank can see, in ascending order."""
 
         def list_steps() -> list[int]:
             committed = self.catalog.committed()
@@ -120,7 +120,7 @@ class StepStore:
         return run_on_rank0(self.comm, list_steps, awaiting="rank 0 to list the steps")
 
     def copies(self, step: int) -> Iterator[StepCopy | StorageError]:
-        """The copies of a step, fastest first.
+        """Yield the copies of a step, fastest first.
 
         An error in place of a copy is the reason why a level has none.
         """
@@ -348,7 +348,7 @@ def warn_of_newer_steps(store: StepStore, step: int) -> None:
 
 
 def start_lasting_worker(name: str, at_end: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
-    """A pool of one thread that finishes its work before the program ends, and then calls `at_end`.
+    """Return a pool of one thread that finishes its work before the program ends, and then calls `at_end`.
 
     When Python begins to exit, it stops all thread pools; a pending save could then start none of its threads
     and would be lost. Exit callbacks run in reverse order of registration, and thread pools registered theirs

@@ -79,7 +79,7 @@ class _WrittenFiles(FinishedFiles):
         self._comm = comm
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:
-        """The total size of the files. A missing file counts as empty here; `write_to` refuses it."""
+        """Return the total size of the files. A missing file counts as empty here; `write_to` refuses it."""
         paths = [local_path(storage, key_of(name)) for name in self._names]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
@@ -154,7 +154,7 @@ def _sync_file(path: Path, rank: int) -> int:
 
 
 def parse_writer_rank(manifest: Manifest, file: ManifestFile) -> int:
-    """The rank that wrote `file`, one of the program's own files."""
+    """Return the rank that wrote `file`, one of the program's own files."""
     return int(manifest.names[int(file.item_name[0])].removeprefix("rank "))
 
 
@@ -311,7 +311,7 @@ class Restart:
         search.require_any()
 
     def path(self, file_name: str) -> Path:
-        """The path of a file; raises `ObjectNotFound` if the step or this node does not have it."""
+        """Return the path of a file; raise `ObjectNotFound` if the step or this node does not have it."""
         if self.step is None:
             raise UsageError("No step was ever committed", fix="Check `found.step` first: it is None.")
         stored, homes = self._stored, self._homes

@@ -113,7 +113,7 @@ class LoadRequests:
 def request_items(
     wanted: Regions, objects: Mapping[str, int], index: CheckpointIndex, item_index: ByteItemIndex
 ) -> LoadRequests:
-    """The requests for these regions, and for these objects by leaf name."""
+    """Return the requests for these regions, and for these objects by leaf name."""
     wants, rows, common = find_overlaps(wanted, index.stored.regions.take(item_index.packed_rows))
     first_object = len(index.tensors) + len(item_index.packed_rows)
     packed = [len(index.tensors) + row for row in rows.tolist()]
@@ -332,7 +332,7 @@ def _running_bytes(group: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def payload_starts(inner: Regions, outer: Regions) -> Ints:
-    """The offset, in elements, of each inner region in the row-major payload of its outer region."""
+    """Return the offset, in elements, of each inner region in the row-major payload of its outer region."""
     width = max(inner.num_dims, outer.num_dims)
     inner, outer = inner.widened(width), outer.widened(width)
     strides = np.ones((len(outer), width), dtype=np.int64)
@@ -342,7 +342,7 @@ def payload_starts(inner: Regions, outer: Regions) -> Ints:
 
 
 def _hulls(regions: Regions, outer: Regions) -> Regions:
-    """The smallest regions around `regions` that are contiguous in the payload of `outer`."""
+    """Return the smallest regions around `regions` that are contiguous in the payload of `outer`."""
     width = outer.num_dims
     regions = regions.widened(width)
     offsets, sizes = regions.offsets.copy(), regions.sizes.copy()

@@ -211,7 +211,7 @@ def merge_holdings(holdings: Sequence[Holdings]) -> RankRegions:
 def _disagreement(
     one: TensorFacts | HeldObject, one_rank: int, other: TensorFacts | HeldObject, other_rank: int
 ) -> UsageError:
-    """The error for ranks that give one name different dtypes or shapes, or a tensor and an object."""
+    """Return the error for ranks that give one name different dtypes or shapes, or a tensor and an object."""
     kinds = [
         f"{held.dtype} {list(held.shape)}" if isinstance(held, TensorFacts) else "not a tensor"
         for held in (one, other)
@@ -665,7 +665,7 @@ def unpack_share(share: RankShare, holdings: Holdings, rank: int) -> RankShare:
 
 
 def summarize(share: RankShare, holdings: Holdings) -> bytes:
-    """The plan's number, and digests of what must still be equal on all ranks, and on some."""
+    """Return the plan's number, and digests of what must still be equal on all ranks, and on some."""
     digests = {each.name: each.digest for each in (*holdings.objects, *holdings.compared)}
     digests |= {f"{each.name}\0": each.digest for each in holdings.numbering}
     sums = (
@@ -676,7 +676,7 @@ def summarize(share: RankShare, holdings: Holdings) -> bytes:
 
 
 def _digest_holdings(holdings: Holdings, options: SaveOptions) -> bytes:
-    """A digest that is equal for holdings that differ at most in the contents of objects."""
+    """Return a digest that is equal for holdings that differ at most in the contents of objects."""
     rows = (
         f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.element_bytes}\0" for facts in holdings.tensors
     )
@@ -693,7 +693,7 @@ def _digest_holdings(holdings: Holdings, options: SaveOptions) -> bytes:
 
 
 def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
-    """The parts of the state whose entries differ between ranks, and which rank lacks which, as JSON.
+    """Return the parts of the state whose entries differ between ranks, and which rank lacks which, as JSON.
 
         rank 0: a.x    rank 1: a.x, a.y
         ("'a'",), {"names": ["a.y"], "lacking": {"0": [0], "1": []}}

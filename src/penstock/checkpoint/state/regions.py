@@ -106,7 +106,7 @@ class Regions:
         return Regions(self.tensor, offsets, sizes)
 
     def region(self, row: int, num_dims: int) -> Region:
-        """The offsets and sizes of one region, of a tensor with `num_dims` dimensions."""
+        """Return the offsets and sizes of one region, of a tensor with `num_dims` dimensions."""
         return (
             tuple(self.offsets[row, :num_dims].tolist()),
             tuple(self.sizes[row, :num_dims].tolist()),
@@ -134,7 +134,7 @@ class Regions:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], padding: int, *, least_width: int = 0) -> Ints:
-    """A table of `rows`, with `padding` to the right of shorter ones."""
+    """Return a table of `rows`, with `padding` to the right of shorter ones."""
     length = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     width = max(int(length.max(initial=0)), least_width)
     table = np.full((len(rows), width), padding, dtype=np.int64)
@@ -143,12 +143,12 @@ def pad_rows(rows: Sequence[Sequence[int]], padding: int, *, least_width: int = 
 
 
 def element_sizes(tensors: Sequence[TensorFacts]) -> Ints:
-    """The size of one element, by tensor number."""
+    """Return the size of one element, by tensor number."""
     return np.array([tensor.element_bytes for tensor in tensors], dtype=np.int64)
 
 
 def whole_regions(tensors: Sequence[TensorFacts]) -> Regions:
-    """One region for each tensor, which covers it completely."""
+    """Return one region for each tensor, which covers it completely."""
     return Regions.from_rows(
         [(number, (0,) * len(facts.shape), facts.shape) for number, facts in enumerate(tensors)]
     )
@@ -252,7 +252,7 @@ def check_index(index: CheckpointIndex, where: str) -> None:
 
 
 def rows_outside(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
-    """The rows of regions that are not within their tensor."""
+    """Return the rows of regions that are not within their tensor."""
     shapes = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
     regions = regions.widened(shapes.shape[1])
     is_outside = regions.offsets + regions.sizes > shapes[regions.tensor]
@@ -346,7 +346,7 @@ def element_type(name: str) -> ElementType:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a row-major tensor; computed as torch does if a dimension is 0."""
+    """Return the strides, in elements, of a row-major tensor; computed as torch does if a dimension is 0."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
@@ -355,7 +355,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def region_table(regions: Regions) -> Ints:
-    """The regions as rows of one table."""
+    """Return the regions as rows of one table."""
     return np.concatenate([regions.tensor[:, None], regions.offsets, regions.sizes], axis=1)
 
 
@@ -377,7 +377,7 @@ def group_equal_rows(table: Ints) -> tuple[Ints, Ints]:
 
 
 def distinct(values: Ints) -> Ints:
-    """The distinct numbers, in ascending order.
+    """Return the distinct numbers, in ascending order.
 
     `np.unique` hashes them, which takes ten times as long for millions.
     """
@@ -419,7 +419,7 @@ class RankSets:
 
 
 def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
-    """The set of ranks of each group, from (group, rank) pairs in any order; repeats are allowed.
+    """Return the set of ranks of each group, from (group, rank) pairs in any order; repeats are allowed.
 
     Every group must have a pair. Sets are numbered in the order of the first groups that have them.
     """
@@ -483,7 +483,7 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
 
 
 def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
-    """The begin and end of each region on one axis, on which tensors are laid end to end.
+    """Return the begin and end of each region on one axis, on which tensors are laid end to end.
 
     For each tensor, the axis takes the dimension with the most distinct offsets among the rows from `first`
     on.
@@ -506,7 +506,7 @@ def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
 
 
 def find_rows(regions: Regions, element_bytes: Ints) -> tuple[Ints, Ints, Ints]:
-    """The rows by which regions can be cut, along their first dimension that is longer than 1.
+    """Return the rows by which regions can be cut, along their first dimension that is longer than 1.
 
     Returns this dimension, the number of rows and the size of a row in bytes; a region of one element is one
     row.
@@ -519,7 +519,7 @@ def find_rows(regions: Regions, element_bytes: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
-    """Rows `begin` to `end` of each region, counted along its dimension `dim` from its own offset."""
+    """Return rows `begin` to `end` of each region, counted along its dimension `dim` from its own offset."""
     if not regions.num_dims:
         return regions
     offsets, sizes = regions.offsets.copy(), regions.sizes.copy()

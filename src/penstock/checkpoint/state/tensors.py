@@ -62,12 +62,12 @@ class LocalState:
     """The type of the keys of a dict, by the dict's name: see `walk`."""
 
     def facts(self) -> dict[str, str]:
-        """The facts for the manifest about the keys of dicts; empty if there are none."""
+        """Return the facts for the manifest about the keys of dicts; empty if there are none."""
         known = {name: kind for name, kind in self.key_types.items() if kind != "unknown"}
         return {KEY_TYPES: json.dumps(known)} if known else {}
 
     def entries(self) -> frozenset[str]:
-        """The names for which a load may create places that this rank did not have.
+        """Return the names for which a load may create places that this rank did not have.
 
         Modules and the options of optimizers know their own names, as stages of pipelines do, so theirs are
         left out. So are tensors of plain dicts, which are often a model's: if another rank had None instead,
@@ -85,7 +85,7 @@ class LocalState:
         )
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The memory of a region, which must be inside one of the shards of tensor `name`."""
+        """Return the memory of a region, which must be inside one of the shards of tensor `name`."""
         for shard in self.shards[name]:
             if shard.offsets == offsets and shard.sizes == sizes:
                 return shard.memory
@@ -99,12 +99,12 @@ class LocalState:
 
 
 def contiguous_bytes(memory: torch.Tensor) -> ByteArray:
-    """The bytes of contiguous host memory of any dtype."""
+    """Return the bytes of contiguous host memory of any dtype."""
     return flatten_bytes(memory).numpy()
 
 
 def flatten_bytes(memory: torch.Tensor) -> torch.Tensor:
-    """The bytes of contiguous memory of any dtype, on any device."""
+    """Return the bytes of contiguous memory of any dtype, on any device."""
     if memory.numel() < 2:
         # The memory is contiguous whatever its strides say, but viewing it as another dtype needs a stride of
         # 1.
@@ -136,7 +136,7 @@ _ASYNC_TENSOR = ("torch.distributed._functional_collectives", "AsyncCollectiveTe
 
 
 def _loaded(module: str, name: str) -> tuple[type, ...]:
-    """A class of torch in a tuple, which is empty if the class's module is not loaded.
+    """Return a class of torch in a tuple, which is empty if the class's module is not loaded.
 
     Loading the module takes half a second, and unless it is loaded, no value can have the class.
     """
@@ -156,7 +156,7 @@ def _is_class_of(kind: Any, module: str, name: str) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """True for a value that is saved as a tensor: any strided torch tensor, sharded or not.
+    """Return True for a value that is saved as a tensor: any strided torch tensor, sharded or not.
 
     Also true for instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, through which
     torch's distributed checkpoints request chunks.
@@ -179,7 +179,7 @@ def has_placements(value: object) -> bool:
 
 
 def owner_of(part: Any) -> Owner:
-    """The owner of the leaves in one part of a state."""
+    """Return the owner of the leaves in one part of a state."""
     if isinstance(part, torch.nn.Module):
         return Owner.MODULE
     if isinstance(part, torch.optim.Optimizer):
@@ -191,7 +191,7 @@ def owner_of(part: Any) -> Owner:
 
 
 def collect_for_load(state: Mapping[str, Any]) -> LocalState:
-    """The part of `state` that this rank holds, for a load into it."""
+    """Return the part of `state` that this rank holds, for a load into it."""
     leaves, _ = walk(state, is_tensor)
     return _collect(leaves, {}, is_saved=False)
 
@@ -237,7 +237,7 @@ def collect_for_save(
 
 
 def _copied_buffers(part: Any) -> frozenset[str]:
-    """The names of buffers that DDP takes from the first rank of its group before each forward pass.
+    """Return the names of buffers that DDP takes from the first rank of its group before each forward pass.
 
     Between two passes they differ, as BatchNorm's statistics do, and only the first rank's are useful.
     """
@@ -275,7 +275,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without its wrappers."""
+    """Return a parameter's name without its wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -330,7 +330,7 @@ def local_shards(name: str, value: Any) -> list[LocalShard]:
 
 
 def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
-    """The size of each dimension of the state's device mesh, outermost first; empty without a mesh.
+    """Return the size of each dimension of the state's device mesh, outermost first; empty without a mesh.
 
     Of several meshes, the one with the most dimensions is taken, because the others are parts of it.
     """

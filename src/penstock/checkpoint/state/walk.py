@@ -47,7 +47,7 @@ class Owner(Enum):
     STATEFUL = "any other object with a state"
 
     def keeps_structure(self, path: Path) -> bool:
-        """True if the structure at `path` is recorded: empty mappings, and the types of keys."""
+        """Return True if the structure at `path` is recorded: empty mappings, and the types of keys."""
         if self is Owner.OPTIMIZER:
             # An optimizer knows its parameters and options, but not what it keeps for each parameter.
             return len(path) > 3 and path[1] == "state"
@@ -160,7 +160,7 @@ def _key_type(keys: list[Any]) -> str:
 
 
 def literal_key(text: str) -> Any:
-    """The key whose Python literal is this text, or else the text itself."""
+    """Return the key whose Python literal is this text, or else the text itself."""
     try:
         key = ast.literal_eval(text)
         hash(key)
@@ -198,7 +198,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
-    """True if a part of a state has both methods.
+    """Return True if a part of a state has both methods.
 
     `isinstance` with the protocol takes fifty times as long.
     """
@@ -206,7 +206,7 @@ def is_stateful(part: object) -> TypeGuard[Stateful]:
 
 
 def names_lacking(fact: str) -> dict[int, frozenset[str]]:
-    """The names that each rank lacked when the fact `OWN_ENTRIES` was written."""
+    """Return the names that each rank lacked when the fact `OWN_ENTRIES` was written."""
     if not fact:
         return {}
     noted = json.loads(fact)
@@ -217,7 +217,7 @@ def names_lacking(fact: str) -> dict[int, frozenset[str]]:
 
 
 def matches_pattern(name: str, patterns: NamePatterns) -> bool:
-    """True if at least one of the patterns matches `name`, case-sensitively."""
+    """Return True if at least one of the patterns matches `name`, case-sensitively."""
     all_patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in all_patterns)
 
@@ -227,7 +227,7 @@ RANK_MARK = "@rank"
 
 
 def rank_object_name(name: str, rank: int) -> str:
-    """The stored name of `rank`'s object if that differs from the common one."""
+    """Return the stored name of `rank`'s object if that differs from the common one."""
     return f"{name}{RANK_MARK}{rank}"
 
 
@@ -258,7 +258,7 @@ def find_leaf_name(stored_name: str, held: Container[str]) -> str:
 
 
 def find_stored_name(name: str, rank: int, stored: Container[str]) -> str | None:
-    """The stored name of `rank`'s object for the leaf `name`; None if there is none."""
+    """Return the stored name of `rank`'s object for the leaf `name`, or None if there is none."""
     own = rank_object_name(name, rank)
     if own in stored:
         return own

@@ -244,7 +244,7 @@ def plan_shards(
 
 
 def build_header(tensors: Sequence[TensorFacts]) -> bytes:
-    """The header of a file whose payloads follow in this order, preceded by its length."""
+    """Return the header of a file whose payloads follow in this order, preceded by its length."""
     document: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for facts in tensors:
@@ -365,7 +365,7 @@ def write_dcp(
 
 
 def _paths(checkpoint: CheckpointSource, names: Sequence[str]) -> Mapping[str, tuple[str | int, ...]]:
-    """The path of each name, in the order of the state: stock readers build whole states from them."""
+    """Return the path of each name, in the order of the state: stock readers build whole states from them."""
     paths = checkpoint.index.paths
     order = {name: position for position, name in enumerate(paths)}
     ordered = sorted(names, key=lambda name: order.get(name, len(order)))

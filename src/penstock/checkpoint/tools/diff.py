@@ -120,7 +120,7 @@ def compare(
 def _read_both(
     facts: TensorFacts, one: tuple[SlabReader, int], other: tuple[SlabReader, int], view: memoryview
 ) -> tuple[int, float | None]:
-    """The number of elements that differ, and the largest difference between numbers."""
+    """Return the number of elements that differ, and the largest difference between numbers."""
     for reader, number in (one, other):
         reader.require_whole(number)
     num_different, largest = 0, None
@@ -157,7 +157,7 @@ def count_differences(
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any] | None:
-    """The elements as numbers that can be subtracted; None for types that numpy lacks."""
+    """Return the elements as numbers that can be subtracted; None for types that numpy lacks."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype.startswith(("float8", "float4", "bits")) or dtype == "complex32":
@@ -204,7 +204,7 @@ def _compare_all_objects(
 
 
 def format_value(value: object) -> str:
-    """A value in a few words: the value itself if it is short and plain."""
+    """Return a value in a few words: the value itself if it is short and plain."""
     try:
         text = repr(value)
     except ValueError:

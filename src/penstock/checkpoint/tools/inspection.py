@@ -92,7 +92,7 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
 
 
 def list_storage(storage: Storage) -> list[CheckpointListing]:
-    """All committed checkpoints below the root of `storage`, by step and name."""
+    """Return all committed checkpoints below the root of `storage`, by step and name."""
     checkpoints = []
     for name in open_catalog(storage).names():
         try:
@@ -248,7 +248,7 @@ _LARGEST_READ = 1 << 16
 
 
 def _read_value(source: CheckpointSource, stored: StoredObject) -> str:
-    """A value as text, if it is small and can be parsed without running code from the checkpoint."""
+    """Return a value as text, if it is small and can be parsed without running code from the checkpoint."""
     if stored.size_bytes > _LARGEST_READ and source.archive is None:
         return ""
     try:
@@ -274,7 +274,7 @@ class RemovedCheckpoint:
 def find_other_whole(
     checkpoints: Sequence[CheckpointListing], name: str, is_whole: Callable[[str], bool]
 ) -> str | None:
-    """A complete checkpoint other than `name`, or None.
+    """Return a complete checkpoint other than `name`, or None.
 
     `is_whole` is called for the newest first, until one is complete.
     """

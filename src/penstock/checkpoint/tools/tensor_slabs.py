@@ -61,7 +61,7 @@ class SlabReader:
         self._first = np.searchsorted(tensor[self._order], np.arange(len(checkpoint.index.tensors) + 1))
 
     def rows(self, tensor: int) -> Ints:
-        """The rows of a tensor's stored regions."""
+        """Return the rows of a tensor's stored regions."""
         return np.asarray(self._order[self._first[tensor] : self._first[tensor + 1]])
 
     def require_whole(self, tensor: int) -> None:
@@ -201,7 +201,7 @@ class Appender:
             self._advance(num_bytes)
 
     def slabs_of(self, reader: SlabReader, tensor: int, facts: TensorFacts) -> Pieces:
-        """All elements of one tensor as pieces for `copy`."""
+        """Return all elements of one tensor as pieces for `copy`."""
         reader.require_whole(tensor)
         for slab, num_bytes in cut_into_slabs(facts.shape, facts.element_bytes, self._buffer_bytes):
             yield num_bytes, partial(reader.read_slab, tensor, slab)

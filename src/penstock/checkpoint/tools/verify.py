@@ -266,7 +266,7 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
 
 
 def _of_one_file(uri: str, format_: str, damage: Damage) -> Verification:
-    """The result if the file that describes the others is damaged: nothing else can be checked."""
+    """Return the result if the file that describes the others is damaged: nothing else can be checked."""
     return Verification(
         uri=uri,
         format=format_,
@@ -333,7 +333,7 @@ def require_undamaged(damage: Sequence[Damage], uri: str) -> None:
 
 
 def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[int, list[Damage]]:
-    """The number of bytes that could be read, and what is wrong with them."""
+    """Return the number of bytes that could be read, and what is wrong with them."""
     wrong = partial(Damage, file=METADATA_NAME, begin=0, end=manifest.metadata_bytes, item="")
     try:
         content = read_object(storage, f"{folder}/{METADATA_NAME}")
@@ -363,7 +363,7 @@ def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
 
 
 def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
-    """All bytes of a file in order: items, and the gaps between them."""
+    """Yield all bytes of a file in order: items, and the gaps between them."""
     at = 0
     columns = (file.item_offset.tolist(), file.item_bytes.tolist(), file.item_name.tolist())
     for row, (offset, size, name) in enumerate(zip(*columns, strict=True)):

@@ -60,12 +60,12 @@ _UNFINISHED = re.compile(r"\.penstock-[0-9a-f]{16}\.unfinished")
 
 
 def unfinished_name() -> str:
-    """A new name for an object that must not be visible yet."""
+    """Return a new name for an object that must not be visible yet."""
     return f".penstock-{secrets.token_hex(8)}.unfinished"
 
 
 def is_unfinished(name: str) -> bool:
-    """True if the name is one that only unfinished objects have."""
+    """Return True if the name is one that only unfinished objects have."""
     return name.startswith(".penstock-") and _UNFINISHED.fullmatch(name) is not None
 
 
@@ -122,7 +122,7 @@ def open_files(location: Location, _environment: Environment, _rank: int) -> Fil
 
 
 def open_local(folder: str | os.PathLike[str]) -> FileStorage:
-    """Files below a local folder with the default options. For Penstock's own records."""
+    """Return files below a local folder with the default options. For Penstock's own records."""
     return FileStorage(Location("file", os.path.abspath(folder)), FileOptions())
 
 
@@ -266,7 +266,7 @@ class FileStorage:
         return self._others["direct"]
 
     def deferring(self, what: Deferred) -> FileStorage:
-        """The same tree, but the caller itself syncs names, or everything."""
+        """Return the same tree, but the caller itself syncs names, or everything."""
         if what not in self._others:
             options = self._options if what == "names" else replace(self._options, fsync=False)
             self._others[what] = self._like_this(options)
@@ -389,7 +389,7 @@ class FileStorage:
         return self._calls.open(self._folders.resolve(path), flags, 0o666)
 
     def _stat_entry(self, entry: os.DirEntry[str]) -> os.stat_result | None:
-        """The status of an object; None if it no longer exists.
+        """Return the status of an object, or None if it no longer exists.
 
         Raises `AccessRefused` for a link that leads out.
         """
@@ -445,7 +445,7 @@ def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> in
 
 
 def unfinished_objects(storage: Storage) -> Iterator[tuple[str, FolderEntry]]:
-    """The name and entry of each unfinished object, of live and of dead writers."""
+    """Yield the name and entry of each unfinished object, of live and of dead writers."""
     tree = capabilities.find_folder_tree(storage)
     pending = [""] if tree is not None else []
     while tree is not None and pending:

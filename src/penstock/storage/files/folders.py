@@ -44,11 +44,11 @@ class VerifiedFolders:
         """The status of the root when it was first used."""
 
     def uri_of(self, path: str) -> str:
-        """The URI of a path, for errors."""
+        """Return the URI of a path, for errors."""
         return f"{self._scheme}://{path}"
 
     def existing(self, folder: str) -> str:
-        """The path of an existing folder inside the root."""
+        """Return the path of an existing folder inside the root."""
         path = f"{self._below_root}{folder}" if folder else self.root
         # Without the lock: a dict lookup is atomic, and a path that is missed is merely checked again.
         if path not in self._known:
@@ -58,7 +58,7 @@ class VerifiedFolders:
         return path
 
     def ready(self, folder: str, *, keep_names: bool) -> str:
-        """The path of a folder inside the root, which is created together with its missing parents.
+        """Return the path of a folder inside the root, which is created together with its missing parents.
 
         With `keep_names`, the names survive a power failure.
         """
@@ -220,7 +220,7 @@ class VerifiedFolders:
 
 
 def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
-    """The open listing of a folder; an empty list if it is gone or is not a folder."""
+    """Return the open listing of a folder, or an empty list if it is gone or is not a folder."""
     try:
         return [calls.scandir(path)]
     except (FileNotFoundError, NotADirectoryError):
@@ -270,7 +270,7 @@ class FolderTree:
             self._folders.sync_folder(os.path.dirname(path))
 
     def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
-        """The names directly in a folder that begin with `prefix`, including unfinished objects.
+        """Yield the names directly in a folder that begin with `prefix`, including unfinished objects.
 
         Empty if the folder does not exist; entries that vanish in the meantime are left out.
         """

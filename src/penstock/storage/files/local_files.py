@@ -92,7 +92,7 @@ def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_document(path: Path) -> bytes:
-    """The content of a small file; raises `OSError` if it cannot be read or is too large."""
+    """Return the content of a small file; raise `OSError` if it cannot be read or is too large."""
     with open_to_read(path) as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -101,7 +101,7 @@ def read_document(path: Path) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON document; raises `ValueError` if it is invalid or nested too deeply."""
+    """Return the value of a JSON document; raise `ValueError` if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -28,7 +28,7 @@ from penstock.errors import (
 
 @cache
 def libc() -> ctypes.CDLL:
-    """The C library, loaded so that `raise_on_failure` can read errno."""
+    """Return the C library, loaded so that `raise_on_failure` can read errno."""
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -177,7 +177,7 @@ def translate_os_errors(doing: str, uri: str) -> Iterator[None]:
 
 
 def map_name_clash(error: OSError, uri: str) -> StorageError:
-    """The error for a name that cannot be created because an object or a folder has it."""
+    """Return the error for a name that cannot be created because an object or a folder has it."""
     if error.errno not in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
         return map_os_error(error, "Creating", uri)
     return StorageError(

@@ -99,7 +99,7 @@ class RemoteObject:
 
 
 def bare_etag(etag: str | None) -> str | None:
-    """An ETag without its quotes; None for an empty one."""
+    """Return an ETag without its quotes; None for an empty one."""
     return (etag or "").strip('"') or None
 
 
@@ -136,7 +136,7 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        """Objects whose keys begin with `prefix` and come after `after`, page by page."""
+        """Return objects whose keys begin with `prefix` and come after `after`, page by page."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -232,7 +232,7 @@ class PerProcess(Generic[T]):
         """
 
     def get(self) -> T:
-        """The object of the calling process; a forked child creates it at the first call."""
+        """Return the object of the calling process; a forked child creates it at the first call."""
         pid = os.getpid()
         if pid not in self._made:
             self._made[pid] = self._make()

@@ -135,7 +135,7 @@ class ObstoreClient(StreamClient):
         return found, content
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        """Objects under `prefix`; obstore requests the next page when the current one is used up."""
+        """Yield objects under `prefix`; obstore requests the next page when the current one is used up."""
         for page in obstore.list(self._store, prefix or None, offset=after or None, chunk_size=_LIST_CHUNK):
             yield from map(_remote, page)
 

@@ -139,7 +139,7 @@ class S3dlioClient(StreamClient):
         copy_bytes(buffer, content)
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        """Objects under `prefix`, through obstore."""
+        """Yield objects under `prefix`, through obstore."""
         with attempt(self._lister):
             yield from self._lister.list(prefix, after)
 

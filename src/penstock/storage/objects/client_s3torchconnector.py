@@ -116,7 +116,7 @@ class S3TorchClient(StreamClient):
             buffer = buffer[len(chunk) :]
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        """Objects under `prefix`, page by page.
+        """Yield objects under `prefix`, page by page.
 
         The library cannot start a listing in the middle, so earlier pages are skipped.
         """

@@ -98,7 +98,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 
 def resolve_settings(location: Location, environment: Environment) -> tuple[ClientSettings, ...]:
-    """The settings for each endpoint; the environment provides what `location` leaves open."""
+    """Return the settings for each endpoint; the environment provides what `location` leaves open."""
     options = parse_options(ObjectOptions, location.options, where=location.uri)
     bucket = location.root.partition("/")[0]
     if location.scheme == "s3" and not _BUCKET.fullmatch(bucket):

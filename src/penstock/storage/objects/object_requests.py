@@ -44,7 +44,7 @@ _TRUST_FIX = (
 
 
 def _explain_connection(failure: RequestFailed, endpoint: str) -> tuple[type[StorageError], str, str]:
-    """The class of the error, what happened, and the fix."""
+    """Return the class of the error, what happened, and the fix."""
     logs = "Look at the logs of the service and the proxies for"
     match failure.kind:
         case "timeout":
@@ -117,7 +117,7 @@ class RetryingRequests:
         self._jitter = random.Random()  # noqa: S311 - spreads retries, guards nothing
 
     def next_client(self) -> ObjectClient:
-        """The client of the endpoint whose turn it is."""
+        """Return the client of the endpoint whose turn it is."""
         return self.clients[next(self._turns) % len(self.clients)]
 
     def call(self, verb: str, uri: str, action: Callable[[ObjectClient], T], *, wanted_bytes: int = 0) -> T:
@@ -164,7 +164,7 @@ class RetryingRequests:
         *,
         wanted_bytes: int = 0,
     ) -> StorageError:
-        """The error for a failure that is final."""
+        """Return the error for a failure that is final."""
         if failure.kind in ("answer", "foreign"):
             kind, what, fix = _explain_answer(failure, uri, self._bucket)
         else:

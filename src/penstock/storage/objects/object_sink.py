@@ -41,7 +41,7 @@ MAX_PARTS: Final = 10_000
 
 
 def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: int | None) -> int:
-    """The part size for an object whose first buffer has `first_buffer_bytes`; `size_bytes` if known.
+    """Return the part size for an object whose first buffer has `first_buffer_bytes`; `size_bytes` if known.
 
     By default, this is the larger of `target_bytes` and the smallest size with which the object has at most
     10,000 parts. If the buffer has between half that size and twice that size (exclusive), parts are as large
@@ -106,7 +106,7 @@ class PartCutter:
         self._filled_bytes = 0
 
     def cut(self, view: memoryview, shared: SharedRelease, *, ends_object: bool) -> Iterator[Part]:
-        """The parts that `view` completes; `ends_object` promises that `view` is the last buffer."""
+        """Yield the parts that `view` completes; `ends_object` promises that `view` is the last buffer."""
         while view:
             if self._filled_bytes == 0 and (len(view) >= self.part_bytes or ends_object):
                 yield view[: self.part_bytes], shared.hold()
@@ -127,7 +127,7 @@ class PartCutter:
                 yield from self.rest()
 
     def rest(self) -> Iterator[Part]:
-        """The gathered bytes as the last part of the object; no part if there are none."""
+        """Yield the gathered bytes as the last part of the object; no part if there are none."""
         if self._filling is not None:
             part = self._filling[: self._filled_bytes], partial(self._free.put, self._filling)
             self._filling, self._filled_bytes = None, 0
