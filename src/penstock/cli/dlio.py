@@ -37,7 +37,7 @@ DEFAULT_WORKLOAD: Final = "default"
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
 LONGEST_WAIT_S: Final = 3600.0
-"""The longest wait for other ranks. DLIO has no option for it, so it must cover the slowest generation."""
+"""The longest wait for other ranks. DLIO has no option for it, so it must allow for slow data generation."""
 
 _USUAL_THREADS: Final = 4
 

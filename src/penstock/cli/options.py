@@ -102,7 +102,7 @@ def flag(name: str, text: str) -> bool:
 
 
 def switch(name: str, text: str) -> bool | None:
-    """Declare a pair of flags, `--name/--no-name`; None if neither is given."""
+    """Declare a pair of flags, `--name/--no-name`, whose value is None if neither is given."""
     return _field((f"{name}/--no-{name[2:]}",), text)  # type: ignore[no-any-return]
 
 

@@ -56,7 +56,7 @@ def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterato
 
 
 def find_page(results_dir: str) -> Path | None:
-    """Find the page in the folder of a run; None if there is none."""
+    """Return the page in the folder of a run, or None if there is none."""
     page = Path(results_dir) / PAGE_FILE
     return page if page.is_file() else None
 

@@ -70,7 +70,7 @@ def format_entry(entry: Entry) -> bytes:
 
 
 def parse_entry(line: bytes) -> Entry:
-    """Parse the entry of a line; `ValueError` names what is wrong with it."""
+    """Parse the entry in a line. Raises `ValueError`, which says what is wrong with it."""
     document: Any = json.loads(line.decode())
     version = document.pop("format", None) if isinstance(document, dict) else None
     if version != FORMAT_VERSION:

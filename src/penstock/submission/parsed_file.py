@@ -122,7 +122,7 @@ class ParsedFile:
         return {str(key): ParsedFile(file=self.file, content=entry) for key, entry in entries}
 
     def number(self, *path: str) -> float:
-        """Return a finite number. A string that represents one is accepted, as real reports have some."""
+        """Return a finite number, even from a string, because some real reports quote numbers."""
         return self._number(self.value(*path), path)
 
     def integer(self, *path: str) -> int:

@@ -118,7 +118,7 @@ class ResultDir:
         return family, accelerator
 
     def accelerator(self) -> str:
-        """Return the accelerator in the metadata; "" if there is none."""
+        """Return the accelerator in the metadata, or "" if there is none."""
         for path in (("accelerator",), ("args", "accelerator_type")):
             if self.metadata.has(*path):
                 return self.metadata.text(*path).lower()

@@ -1,4 +1,4 @@
-"""Rules about checkpointing: the checkpoints written and read, the processes, and the time between them."""
+"""Rules about checkpointing: what was written and read, by how many processes, and the gap in between."""
 
 from collections.abc import Iterator
 from typing import Any, Final
