@@ -3,18 +3,16 @@
 The commit protocol (temporary file, fsync, rename) is the file storage's.
 """
 
-import io
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
+from penstock.storage.files import local_files, system_calls
 from penstock.storage.files.file_storage import open_local
-from penstock.storage.protocol import Sink, write_object
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from penstock.storage.protocol import write_object
 
 
 def write_file(folder: Path, name: str, content: bytes) -> None:
@@ -36,28 +34,12 @@ def write_json(folder: Path, name: str, document: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def publishing(folder: Path, name: str) -> Iterator[io.RawIOBase]:
+def publishing(folder: Path, name: str) -> Iterator[IO[bytes]]:
     """Open a file that becomes `folder/name` when the block ends; if the block fails, nothing remains."""
-    sink = open_local(folder).create(name)
-    with ExitStack() as undo:
-        undo.callback(sink.abort)
-        yield _SinkFile(sink)
-        sink.finish()
-        undo.pop_all()
-
-
-class _SinkFile(io.RawIOBase):
-    """A sink as a file object, for libraries that write to one."""
-
-    def __init__(self, sink: Sink) -> None:
-        super().__init__()
-        self._sink = sink
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: "ReadableBuffer", /) -> int:
-        view = memoryview(content).cast("B")
-        if view.nbytes:
-            self._sink.submit(view)
-        return view.nbytes
+    target, draft = folder / name, folder / f".{name}.{os.getpid()}"
+    with system_calls.translate_os_errors("Writing", str(target)), ExitStack() as undo:
+        folder.mkdir(parents=True, exist_ok=True)
+        undo.callback(draft.unlink, missing_ok=True)
+        with local_files.open_draft(draft) as file:
+            yield file
+        local_files.replace_durably(draft, target)
