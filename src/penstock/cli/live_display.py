@@ -46,7 +46,7 @@ def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) 
     return LiveFigures(console) if shows_figures else Bars(console)
 
 
-class Lines:
+class Lines(Follower):
     """Prints one line on stderr from time to time, for logs."""
 
     interval_s = LINE_INTERVAL_S
@@ -61,11 +61,8 @@ class Lines:
             elapsed = format_age(status.written_at_s - status.started_at_s)
             print(printable(f"[{elapsed}] {status_line(status)}"), file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Do nothing: printed lines stay."""
 
-
-class Bars:
+class Bars(Follower):
     """A progress bar of the current phase: share, time spent, time left. It is erased at the end."""
 
     interval_s = 0.2
@@ -97,10 +94,8 @@ class Bars:
         self._display.stop()
 
 
-class LiveFigures:
+class LiveFigures(Follower):
     """Live figures: lines that are redrawn every second, and erased at the end."""
-
-    interval_s = 1.0
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from socket import gethostname
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from penstock import __version__
 from penstock.errors import UsageError
@@ -108,34 +108,27 @@ def _replace_file(path: Path, content: str) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-class Follower(Protocol):
-    """Shows a run to someone.
+class Follower:
+    """Shows a run to someone. The meter calls `show` every `interval_s`, and once more when the run ends."""
 
-    The meter calls `show` every `interval_s`, and once more when the run has ended.
-    """
-
-    @property
-    def interval_s(self) -> float:
-        """The seconds between two calls of `show`."""
+    interval_s = 1.0
 
     def show(self, status: RunStatus) -> None:
         """Show the run's current state."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release what the follower holds: nothing more will be shown."""
 
 
-class StatusFile:
+class StatusFile(Follower):
     """Writes the status of a run into its folder."""
-
-    interval_s = 1.0
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / STATUS_FILE
         self._is_closed = False
 
     def show(self, status: RunStatus) -> None:
-        """Replace the file."""
         if not self._is_closed:
             # On one line, because json takes five times as long to indent.
             _replace_file(self._path, json.dumps(asdict(status)) + "\n")
@@ -214,7 +207,7 @@ def format_metrics(status: RunStatus) -> str:
     return "\n".join(lines) + "\n"
 
 
-class TextCollectorFile:
+class TextCollectorFile(Follower):
     """Keeps `DIR/penstock-RUN.prom` up to date. Its last state stays until `KEPT_S` have passed."""
 
     interval_s = FILE_INTERVAL_S
@@ -233,11 +226,7 @@ class TextCollectorFile:
                     old.unlink()
 
     def show(self, status: RunStatus) -> None:
-        """Replace the file atomically."""
         _replace_file(self._folder / f"penstock-{status.run}.prom", format_metrics(status))
-
-    def close(self) -> None:
-        """Leave the file with its last state."""
 
 
 def format_age(seconds: float) -> str:
@@ -375,7 +364,6 @@ class Meter(Progress):
         self._thread = threading.Thread(target=self._follow, name="penstock-status", daemon=True)
 
     def begin(self, phase: str, total: float) -> None:
-        """Begin a phase."""
         now_s = self._clock()
         with self._lock:
             for unit in self._phase.counted:
@@ -414,7 +402,6 @@ class Meter(Progress):
         self._expected = (total, units, pauses_s)
 
     def remark(self, text: str) -> None:
-        """Show a sentence about the current state."""
         self._remark = text
 
     def attach(self, run: RunName) -> None:
@@ -485,7 +472,6 @@ class Meter(Progress):
             self._showing.release()
 
     def status(self) -> RunStatus:
-        """Return the current state of the run."""
         now_s, wait = self._clock(), self._find_wait()
         with self._lock:
             phase, totals = self._phase, dict(self._totals)

@@ -13,6 +13,7 @@ from penstock.progress import RunName
 from penstock.results import run_status
 from penstock.results.run_status import (
     STATUS_FILE,
+    Follower,
     Meter,
     RunStatus,
     StatusFile,
@@ -32,7 +33,7 @@ class Clock:
         return self.now_s
 
 
-class Seen:
+class Seen(Follower):
     """A follower that keeps what it was shown."""
 
     interval_s = 0.01
