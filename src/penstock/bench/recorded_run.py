@@ -74,7 +74,7 @@ class RunSettings:
     run_folder: Path | None = None
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
-    facts_of: provenance.ReadHostFacts = provenance.read_host
+    facts_of: Callable[[str], provenance.HostFacts] = provenance.read_host
     inspection: PreflightResult | None = None
     pages: Pages = field(default_factory=dict)
 

@@ -92,7 +92,6 @@ _COLUMNS: Final = {
 
 
 def write_throughput(folder: Path, rounds: Throughput) -> None:
-    """Publish the throughput of a run's rounds."""
     rows = [
         (direction, step, rank, number * width_s, width_s, size_bytes)
         for (direction, step), ranks in rounds.items()

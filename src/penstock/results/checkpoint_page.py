@@ -139,6 +139,10 @@ def _banner(run: CheckpointRun) -> Banner:
     if full_bytes != size_bytes and rates:
         full = " and ".join(format_seconds(full_bytes / GIB / rate) for rate in rates)
         figure += f". All {format_bytes(full_bytes)} of it at this rate: {full}"
+    of_rounds = {name: [one["gib_per_s"] for one in rounds] for name, rounds in run.rounds.items() if rounds}
+    spans = (
+        f"{_DOING[name]} at {min(each):.2f} to {max(each):.2f} GiB/s" for name, each in of_rounds.items()
+    )
     target = str(run.figures["target"])
     more = (
         f"Compare with the storage's limits: `penstock storage probe {shlex.quote(target)}`; more --streams"
@@ -149,16 +153,12 @@ def _banner(run: CheckpointRun) -> Banner:
         look={"passed": Look.GOOD, "failed": Look.BAD}.get(verdict, Look.DOUBT),
         figure=figure,
         limited_by=" ".join(limits),
-        since=next((trouble.since for trouble in troubles if trouble.since), _no_change(run)),
+        since=next(
+            filter(None, (trouble.since for trouble in troubles)), f"no lasting change: {', '.join(spans)}"
+        ),
         to_do=troubles[0].to_do if troubles else more,
         troubles=[trouble.says for trouble in troubles],
     )
-
-
-def _no_change(run: CheckpointRun) -> str:
-    rates = {name: [one["gib_per_s"] for one in rounds] for name, rounds in run.rounds.items() if rounds}
-    spans = (f"{_DOING[name]} at {min(each):.2f} to {max(each):.2f} GiB/s" for name, each in rates.items())
-    return f"no lasting change: {', '.join(spans)}"
 
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:

@@ -23,13 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.cluster.host_counters import CounterCoverage, CounterSample, HostHardware
 from penstock.errors import ObjectNotFound
-from penstock.results.parquet_tables import (
-    WORDS,
-    Spool,
-    open_table,
-    parse_spool_header,
-    publishing_table,
-)
+from penstock.results.parquet_tables import WORDS, Spool, open_table, publishing_table, read_spool_header
 from penstock.results.step_events import RankEvents, SpanKind
 from penstock.units import format_bytes
 
@@ -56,7 +50,7 @@ class SampledHost:
     host: str
     rank: int
     boot_id: str
-    drives: tuple[str, ...]
+    drives: Sequence[str]
     interval_s: float
     wall_ns: int
     monotonic_ns: int
@@ -104,7 +98,7 @@ def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
     path = run_folder / COUNTERS_FILE
     if path.exists():
         file, header = open_table(path, "counters", FORMAT_VERSION)
-        return [_make_host(**host) for host in header["hosts"]], file.read()
+        return [SampledHost(**host) for host in header["hosts"]], file.read()
     paths = sorted((run_folder / FOLDER).glob("*.jsonl"))
     if not paths:
         raise ObjectNotFound("This run has no sampled counters", uri=str(run_folder))
@@ -118,13 +112,7 @@ def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
 
 
 def _read_host(path: Path) -> SampledHost:
-    with path.open("rb") as file:
-        line = file.readline()
-    return parse_spool_header(line, _make_host, what="counters", version=FORMAT_VERSION, path=path)
-
-
-def _make_host(*, drives: Sequence[str], **values: Any) -> SampledHost:
-    return SampledHost(drives=tuple(drives), **values)
+    return read_spool_header(path, SampledHost, what="counters", version=FORMAT_VERSION)
 
 
 def _batches(path: Path, host: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -72,7 +72,6 @@ CheckpointSizes = Mapping[CheckpointKey, int]
 
 
 def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
-    """Return the size of each checkpoint, summed over all ranks."""
     sizes: Counter[CheckpointKey] = Counter()
     for rank in ranks:
         for span in rank.spans_of(*PREFIXES):

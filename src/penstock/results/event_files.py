@@ -23,13 +23,7 @@ import pyarrow as pa
 
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results import step_events
-from penstock.results.parquet_tables import (
-    WORDS,
-    Spool,
-    open_table,
-    parse_spool_header,
-    publishing_table,
-)
+from penstock.results.parquet_tables import WORDS, Spool, open_table, publishing_table, read_spool_header
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.run_record import RunRecord, read_recorded_workload
 
@@ -64,10 +58,8 @@ class SpoolWriter(Spool):
 
 
 def _read_clock(path: Path) -> step_events.RankClock:
-    """Read the header of a spool, without its rows."""
-    with path.open("rb") as file:
-        line, version = file.readline(), step_events.FORMAT_VERSION
-    return parse_spool_header(line, step_events.RankClock, what="step events", version=version, path=path)
+    version = step_events.FORMAT_VERSION
+    return read_spool_header(path, step_events.RankClock, what="step events", version=version)
 
 
 def read_spool(path: Path) -> step_events.RankEvents:
@@ -77,12 +69,10 @@ def read_spool(path: Path) -> step_events.RankEvents:
     position = 0
     while len(content) - position >= _FRAME.size:
         magic, kind, num_rows, checksum = _FRAME.unpack_from(content, position)
+        if magic != _MAGIC or kind not in _TYPES:
+            break
         begin = position + _FRAME.size
-        end = (
-            begin + num_rows * _TYPES[kind].itemsize
-            if magic == _MAGIC and kind in _TYPES
-            else len(content) + 1
-        )
+        end = begin + num_rows * _TYPES[kind].itemsize
         if end > len(content) or zlib.crc32(content[begin:end]) != checksum:
             break
         frames[kind].append(np.frombuffer(content, _TYPES[kind], num_rows, begin))

@@ -65,7 +65,6 @@ _KEYS: Final[Mapping[str, Mapping[str, type]]] = {
 
 
 def format_entry(entry: Entry) -> bytes:
-    """Return the entry as one line."""
     return json.dumps({"format": FORMAT_VERSION, **entry}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -109,7 +108,6 @@ class HistoryFile:
         self.path = parent / FOLDER / FILE
 
     def exists(self) -> bool:
-        """Check whether anything was ever recorded."""
         return self.path.is_file()
 
     def read(self) -> tuple[list[Entry], list[str]]:

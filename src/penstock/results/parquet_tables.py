@@ -61,7 +61,6 @@ class Spool:
         self.write(json.dumps(header).encode() + b"\n")
 
     def write(self, content: bytes) -> None:
-        """Write all of `content`."""
         rest = memoryview(content)
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -79,10 +78,10 @@ class Spool:
         self.close()
 
 
-def parse_spool_header(
-    line: bytes, make: Callable[..., Header], *, what: str, version: int, path: Path
-) -> Header:
+def read_spool_header(path: Path, make: Callable[..., Header], *, what: str, version: int) -> Header:
     """Pass a spool's header to `make`. Raises an error that names `what` unless its format is `version`."""
+    with path.open("rb") as file:
+        line = file.readline()
     try:
         header = json.loads(line)
         if header.pop("format") == version:

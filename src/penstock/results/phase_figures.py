@@ -424,21 +424,18 @@ def _measure(steps: Rows) -> dict[str, TimeStats]:
 
 def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
     """Return one row for each measure of a step, over all ranks, with its fastest and slowest rank."""
-    rows = []
-    for measure, stats in times.over_ranks.items():
-        skew = times.skew[measure]
-        rows.append(
-            {
-                "a step": measure,
-                "p50": format_seconds(stats.p50_s),
-                "p90": format_seconds(stats.p90_s),
-                "p99": format_seconds(stats.p99_s),
-                "max": format_seconds(stats.max_s),
-                "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
-                "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
-            }
-        )
-    return rows
+    return [
+        {
+            "a step": measure,
+            "p50": format_seconds(stats.p50_s),
+            "p90": format_seconds(stats.p90_s),
+            "p99": format_seconds(stats.p99_s),
+            "max": format_seconds(stats.max_s),
+            "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
+            "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
+        }
+        for (measure, stats), skew in zip(times.over_ranks.items(), times.skew.values(), strict=True)
+    ]
 
 
 # The verdict and the bottleneck

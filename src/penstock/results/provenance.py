@@ -10,7 +10,7 @@ import platform
 import re
 import resource
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,10 +37,6 @@ class HostFacts:
     meminfo: Mapping[str, str]
 
 
-ReadHostFacts = Callable[[str], HostFacts]
-"""Reads the facts of the machine that it runs on. The argument is the job's name for this machine."""
-
-
 def read_host(host: str, *, proc: Path = PROC) -> HostFacts:
     """Read the facts of this machine, which the job calls `host`."""
     meminfo = read_meminfo(proc)
@@ -57,7 +53,6 @@ def read_host(host: str, *, proc: Path = PROC) -> HostFacts:
 
 
 def read_meminfo(proc: Path = PROC) -> dict[str, str]:
-    """Read `/proc/meminfo`."""
     return parse_pairs((proc / "meminfo").read_text(encoding="utf-8"))
 
 
@@ -170,7 +165,6 @@ def git_state(folder: Path) -> GitState | None:
 
 
 def identify_this_process() -> ProcessMark:
-    """Identify the calling process."""
     process = current_process()
     return ProcessMark(
         boot_id=process.kernel,
@@ -217,5 +211,4 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

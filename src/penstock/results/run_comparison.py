@@ -53,13 +53,13 @@ class RunSummary:
     outcome: str
     why: str
     au_compat_percent: float | None
-    au_strict_percent: float | None
+    au_strict_percent: float | None = None
     samples_per_s_compat: float | None
-    samples_per_s_strict: float | None
+    samples_per_s_strict: float | None = None
     io_compat_mib_per_s: float | None
-    read_bytes: int | None
-    read_bytes_per_s: float | None
-    bottleneck: str | None
+    read_bytes: int | None = None
+    read_bytes_per_s: float | None = None
+    bottleneck: str | None = None
     write_gib_per_s: float | None = None
     read_gib_per_s: float | None = None
     settings: Mapping[str, Any]
@@ -235,13 +235,8 @@ def _summarize_dlio(folder: Path) -> RunSummary:
         outcome="finished" if ended else "unknown",
         why="" if ended else "Its summary has no end.",
         au_compat_percent=_number(metric.get("train_au_mean_percentage")),
-        au_strict_percent=None,
         samples_per_s_compat=_number(metric.get("train_throughput_mean_samples_per_second")),
-        samples_per_s_strict=None,
         io_compat_mib_per_s=_number(metric.get("train_io_mean_MB_per_second")),
-        read_bytes=None,
-        read_bytes_per_s=None,
-        bottleneck=None,
         write_gib_per_s=_number(metric.get("save_checkpoint_io_mean_GB_per_second")),
         read_gib_per_s=_number(metric.get("load_checkpoint_io_mean_GB_per_second")),
         settings=_settings(workload),

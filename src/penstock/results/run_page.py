@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, Unavailable
+from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, Unavailable, name_some
 from penstock.reports.page import write_report
 from penstock.reports.report import Look, Report, table_section
 from penstock.results.run_folder import CHECKPOINTS_FILE, PAGE_FILE
@@ -53,9 +53,7 @@ def draw_run(folder: Path, others: Pages) -> Report:
     if record.why:
         why = f"The run is {record.outcome}: {record.why}"
         banner = replace(banner, troubles=[why, *banner.troubles])
-    hosts = ", ".join(host.host for host in record.hosts[:3]) + (
-        f" and {len(record.hosts) - 3} more" if len(record.hosts) > 3 else ""
-    )
+    hosts = name_some([host.host for host in record.hosts])
     workload = "_".join(filter(None, (record.name, record.accelerator)))
     subtitle = (
         f"{workload}, {format_count(record.ranks, 'rank')} on {hosts or 'unknown hosts'}, "

@@ -128,7 +128,6 @@ def read_recorded_workload(record: RunRecord, folder: Path) -> Workload:
 
 
 def format_record(record: RunRecord) -> bytes:
-    """Format the record as the text of `run.json`."""
     return _adapter().dump_json(record, indent=2) + b"\n"
 
 

@@ -147,7 +147,6 @@ class RankEvents:
 
 
 def wait_ns(steps: Rows) -> Nanoseconds:
-    """Return the time that each step waited for its batch."""
     return cast("Nanoseconds", steps["loaded_ns"] - steps["start_ns"])
 
 

@@ -423,15 +423,11 @@ def _latencies(run: TrainingRun) -> Iterator[Chart]:
         note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
     )
     steps = np.concatenate([rank.steps for rank in run.steps.ranks])
-    series = []
-    tones: list[tuple[str, Tone, Numbers]] = [
-        ("wait", "light", wait_ns(steps) / 1e9),
-        ("read", "dark", steps["read_ns"] / 1e9),
+    series = [
+        Series(name="wait", y=wait_ns(steps) / 1e9, tone="light"),
+        Series(name="read", y=steps["read_ns"] / 1e9, tone="dark"),
     ]
-    for name, tone, values in tones:
-        if values.any():
-            series.append(Series(name=name, y=values, tone=tone))
-    if series:
+    if series := [each for each in series if np.any(each.y)]:
         yield Chart(
             kind=Kind.CUMULATIVE,
             title="Share of steps by their duration",

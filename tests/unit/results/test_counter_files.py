@@ -24,7 +24,7 @@ SAMPLES = st.lists(st.dictionaries(NAMES, st.integers(0, 2**62)), max_size=5)
 def host(rank: int) -> SampledHost:
     name = f"node{rank}"
     return SampledHost(
-        host=name, rank=rank, boot_id="", drives=("vda",), interval_s=1.0, wall_ns=5, monotonic_ns=7
+        host=name, rank=rank, boot_id="", drives=["vda"], interval_s=1.0, wall_ns=5, monotonic_ns=7
     )
 
 
