@@ -24,7 +24,7 @@ from penstock.kvcache.entries import EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
 from penstock.kvcache.mlperf_plan import LEVELS, OptionSettings
 from penstock.results import published_files
-from penstock.submission.recomputed_metrics import SUMS
+from penstock.submission.result_figures import SUMS
 
 _TARGETS_MS: Final[Mapping[str, float]] = {"interactive": 50, "responsive": 100, "batch": 1000}
 _LARGEST: Final[Mapping[str, tuple[str, ...]]] = {

@@ -22,7 +22,7 @@ from penstock.submission import result_files
 from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import FoundTree, Submitter, require_results, search_tree
 from penstock.submission.parsed_file import MissingFact, read_description, relative
-from penstock.submission.recomputed_metrics import num_accelerators, recompute
+from penstock.submission.result_figures import num_accelerators, recompute
 from penstock.submission.result_files import NO_POOL, CodeImagePool, ResultDir, SubmittedResult
 from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import Finding, Rule, Validity, Verdict, combine, not_checked
@@ -33,13 +33,7 @@ from penstock.units import format_number
 Source = TypeVar("Source")
 Fact = TypeVar("Fact")
 logger = logging.getLogger(__name__)
-WORST_FIRST: Final = (
-    Verdict.FAIL,
-    Verdict.NOT_CHECKED,
-    Verdict.WARNING,
-    Verdict.PASS,
-    Verdict.NOT_APPLICABLE,
-)
+WORST_FIRST: Final = tuple(Verdict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +53,6 @@ class CheckedResult:
 
     @property
     def verdict(self) -> Validity:
-        """The outcome of all findings."""
         return combine(self.findings)
 
     @property
@@ -131,7 +124,6 @@ def read_tree(
 
 
 def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule] = RULES) -> CheckedResult:
-    """Apply all rules to one result."""
     location = result.location
     named = _first_stated(ResultDir.workload, result.run_dirs())
     workload, accelerator = named or (location.model.lower(), "")
@@ -168,8 +160,6 @@ def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Fi
     findings: list[Finding] = []
     try:
         findings.extend(rule.findings(result, edition))
-    except MissingFact as reason:
-        findings.append(not_checked(reason))
     except Exception as defect:
         logger.warning("rule %s failed on %s", rule.id, result.name, exc_info=True)
         findings.append(

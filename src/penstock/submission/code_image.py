@@ -7,12 +7,12 @@ pool only when it is complete, and is hashed again before anything points to it.
 
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Final
 from penstock.errors import DataDamaged
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.submission.parsed_file import MissingFact, ParsedFile, read_bytes
+from penstock.submission.parsed_file import MissingFact, ParsedFile, read_bytes, read_file
 
 POOL: Final = "code-images"
 POOL_MARK: Final = ".mlps-image-pool"
@@ -72,13 +72,12 @@ def files_that_count(folder: Path) -> Iterator[str]:
 
 
 def image_name(digest: str) -> str:
-    """Return the name of an image's folder in the pool."""
     return f"code-{digest[:8]}"
 
 
 def pointer_text(digest: str) -> str:
-    """Return the content of the pointer file in a result directory."""
-    return f"{ALGORITHM}:{digest}\n"
+    """Return the text by which pointers and other files name an image."""
+    return f"{ALGORITHM}:{digest}"
 
 
 def parse_pointer(pointer: ParsedFile) -> str:
@@ -149,10 +148,9 @@ def capture(program: Program, root: Path, *, now: datetime) -> str:
 
 def _require_sound(image: Path, digest: str) -> None:
     """Verify an image, whose files are not fsynced: a power cut may leave some of them torn."""
-    try:
-        stated = json.loads((image / DIGEST_FILE).read_text(encoding="utf-8"))["hash"]
-    except (OSError, ValueError, LookupError, TypeError):
-        stated = "nothing"
+    stated = "nothing"
+    with suppress(MissingFact):
+        stated = read_file(image / DIGEST_FILE, image).value("hash")
     actual = tree_digest(image)
     if not stated == actual == digest:
         raise DataDamaged(

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.errors import Unavailable, UsageError
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
 from penstock.submission.find_results import Submitter, find_submitters, list_benchmarks, walk_result_dirs
+from penstock.submission.parsed_file import MAX_YAML_BYTES, read_bytes
 from penstock.submission.tree_layout import (
     MANIFEST,
     PROVENANCE,
@@ -34,19 +35,11 @@ EDITIONS: Final = ("v1.0", "v2.0", "v3.0", "v3.0-strict")
 AUTO: Final = "auto"
 _ONLY_V3: Final = b"usable_capacity_tib"
 """A key that v3.0 requires in every description, and that no other edition has."""
-_MAX_DESCRIPTION_BYTES: Final = 1 << 20
 _ABSENT: Final[Any] = None
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RequiredFolders(_Strict):
-    """The folders that a submitter must have, and those that a submitter should have."""
-
-    required: tuple[str, ...]
-    expected: tuple[str, ...]
 
 
 class SizingLimits(_Strict):
@@ -115,15 +108,11 @@ class ModelLimits(_Strict):
     architecture_gib: float
 
 
-class SubsetLimits(_Strict):
-    """The models whose ranks a subset may represent in CLOSED, and its number of accelerators."""
-
-    models: frozenset[str]
-    num_accelerators: int
-
-
 class CheckpointLimits(_Strict):
-    """The requirements on checkpointing."""
+    """The requirements on checkpointing.
+
+    In CLOSED, `subset_accelerators` ranks may represent all ranks of the models in `subset_models`.
+    """
 
     models: dict[str, ModelLimits]
     num_checkpoints: int
@@ -134,7 +123,8 @@ class CheckpointLimits(_Strict):
     min_per_host: int
     accelerator_memory_gb: dict[str, float]
     unnamed_accelerator: str = ""
-    subset: SubsetLimits
+    subset_models: frozenset[str]
+    subset_accelerators: int
     min_remap_share: float
     size_tolerance: float
     parameters: ParameterLists
@@ -177,7 +167,8 @@ class Edition(_Strict):
 
     `rules` names the edition whose rules apply. `mean_tolerance` is the relative difference allowed between a
     stated mean and the recomputed one. `is_softened` means that the edition's round accepted, with a warning,
-    some violations of these rules.
+    some violations of these rules. A submitter must have the required folders, and should have the expected
+    ones.
     """
 
     edition: str
@@ -186,7 +177,8 @@ class Edition(_Strict):
     num_runs: int
     num_warm_ups: int = 0
     lacks_warm_ups: bool = False
-    folders: RequiredFolders
+    required_folders: tuple[str, ...]
+    expected_folders: tuple[str, ...]
     run_files: tuple[str, ...]
     sizing: SizingLimits
     mean_tolerance: float
@@ -210,7 +202,6 @@ class Edition(_Strict):
 
 @cache
 def load_edition(name: str) -> Edition:
-    """Load the edition called `name`."""
     if name not in EDITIONS:
         raise UsageError(f"There is no edition {name!r}", fix=f"Known are: {', '.join(EDITIONS)}.")
     try:
@@ -290,11 +281,9 @@ def detect_edition(submitter: Submitter) -> str:
 
 
 def _is_only_v3(description: Path) -> bool:
+    is_yaml = description.suffix.lower() in (".yaml", ".yml")
     try:
-        if description.suffix.lower() not in (".yaml", ".yml") or not description.is_file():
-            return False
-        with description.open("rb") as stream:
-            return _ONLY_V3 in stream.read(_MAX_DESCRIPTION_BYTES)
+        return is_yaml and _ONLY_V3 in read_bytes(str(description), "/", MAX_YAML_BYTES, is_whole=False)
     except OSError:  # the rule on descriptions reports the file as unreadable
         return False
 

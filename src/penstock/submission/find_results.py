@@ -286,10 +286,7 @@ def _timed_location(
 
 
 def _links_inside(result: Path, folders: Iterable[Path]) -> list[str]:
-    """List links within the folders of runs.
-
-    No benchmark writes links, and a folder behind a link is not read.
-    """
+    """List links within the folders of runs: no benchmark writes any, and what is behind them is not read."""
     return [
         f"the link {link.relative_to(result).as_posix()}" for folder in folders for link in list_links(folder)
     ]
@@ -299,12 +296,7 @@ _Numbered = tuple[Path, tuple[Path, ...], tuple[str, ...]]
 """A result of v1.0: its folder, its runs in order, and the stray entries in its folders."""
 
 
-def _numbered_location(
-    submitter: Submitter,
-    results: Path,
-    top: Path,
-    found: _Numbered,
-) -> ResultLocation:
+def _numbered_location(submitter: Submitter, results: Path, top: Path, found: _Numbered) -> ResultLocation:
     folder, run_folders, stray = found
     above = run_folders[0].parent if run_folders else folder
     steps = (above.parent if above.name.lower() == _RUNS else above).relative_to(results).parts

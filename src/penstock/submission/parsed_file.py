@@ -126,7 +126,6 @@ class ParsedFile:
         return self._number(self.value(*path), path)
 
     def integer(self, *path: str) -> int:
-        """Return a whole number."""
         number = self.number(*path)
         if number != int(number):
             raise self._wrong(path, number, "a whole number")
@@ -148,7 +147,6 @@ class ParsedFile:
         return word == "true"
 
     def text(self, *path: str) -> str:
-        """Return a string."""
         value = self.value(*path)
         if not isinstance(value, str):
             raise self._wrong(path, value, "a text")

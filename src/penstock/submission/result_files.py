@@ -178,7 +178,6 @@ class SubmittedResult:
     datagen: tuple[ResultDir, ...] = ()
 
     def run_dirs(self) -> tuple[ResultDir, ...]:
-        """Return the result directories of all runs."""
         return tuple(directory for run in self.runs for directory in run.dirs)
 
     def all_dirs(self) -> tuple[ResultDir, ...]:
@@ -234,7 +233,6 @@ def read_results(
 
 
 def _is_error_free(summary: ParsedFile) -> bool:
-    """Check whether all ranks' files exist and all launches succeeded."""
     if summary.problem or not summary.has("options") or summary.content.get("trial_failures"):
         return False
     return not summary.has("partial_failure") or summary.value("partial_failure") is False

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from penstock.errors import csv_cell
 from penstock.progress import Progress
@@ -26,9 +26,14 @@ from penstock.submission.check import CheckedResult, check_result, read_tree
 from penstock.submission.edition import Edition, EditionChoice
 from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.parsed_file import MissingFact, ParsedFile, read_file
-from penstock.submission.recomputed_metrics import OF_TRAINING, num_accelerators
-from penstock.submission.result_figures import CONFIDENCE, ResultFigure, compute_figures
-from penstock.submission.result_files import ResultRun, SubmittedResult
+from penstock.submission.result_figures import (
+    CONFIDENCE,
+    OF_TRAINING,
+    ResultFigure,
+    compute_figures,
+    num_accelerators,
+)
+from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
 from penstock.submission.rules.rule import Verdict
 from penstock.submission.system_description import provisioned_watts
 from penstock.submission.tree_layout import RESULTS_FILE, Benchmark
@@ -65,6 +70,7 @@ CSV_FILE: Final = "results.csv"
 _ISSUE_VERDICTS: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 _SOLUTION: Final = ("system_under_test", "solution")
 
+Distinct = TypeVar("Distinct")
 Cell = str | int | float | None
 PlannedFile = tuple[Path, str]
 """The path and the content of a file to be written."""
@@ -115,6 +121,11 @@ def result_row(
 ) -> dict[str, Cell]:
     """Return the cells of one result by column. A cell is empty if its value is missing or varies by run."""
     location, benchmark = result.location, result.location.benchmark
+
+    def common(read: Callable[[ResultDir], object]) -> Callable[[], Cell]:
+        """The value that all runs state, read later; None if they differ."""
+        return lambda: _only({str(read(run_dir)) for run_dir in result.run_dirs()})
+
     means = {figure.name: figure.mean for figure in figures}
     # The model of vector search consists of the engine and the index, named like their folders.
     is_vectors = benchmark is Benchmark.VECTOR_SEARCH
@@ -129,37 +140,28 @@ def result_row(
         "Accelerator Type": checked.accelerator or None,
         "# Simulated Accelerators": checked.num_accelerators,
         "# Client Nodes": lambda: _num_clients(result),
-        "Code": lambda: _common(run_dir.pointer.text().strip() for run_dir in result.run_dirs()),
+        "Code": common(lambda run_dir: run_dir.pointer.text().strip()),
         "Logs": location.name,
         "Verdict": checked.verdict.value,
         "Issues": "; ".join(issues(checked)),
         "Rules Edition": checked.edition,
-        "Comparability Class": lambda: _common(
-            run_dir.provenance.text("core_config", "hash") for run_dir in result.run_dirs()
-        ),
+        "Comparability Class": common(lambda run_dir: run_dir.provenance.text("core_config", "hash")),
         **(_system(result.systems[0]) if len(result.systems) == 1 else {}),
     }
     if benchmark is Benchmark.TRAINING:
         bandwidth = means.get("read bandwidth")
         cells["Read B/W (GiB/s)"] = None if bandwidth is None else bandwidth / 1024
     elif benchmark is Benchmark.CHECKPOINTING:
-        cells["Checkpoint Mode"] = lambda: _common(
-            run_dir.config.text("workload", "checkpoint", "mode") for run_dir in result.run_dirs()
-        )
+        cells["Checkpoint Mode"] = common(lambda each: each.config.text("workload", "checkpoint", "mode"))
         for way in ("write", "read"):
             cells[f"Checkpoint {way.capitalize()} B/W (GiB/s)"] = means.get(f"{way} bandwidth")
             cells[f"Checkpoint {way.capitalize()} Duration (s)"] = means.get(f"{way} duration")
     elif benchmark is Benchmark.KV_CACHE:
         cells |= {column: means.get(figure) for column, figure in _KV_CACHE.items()}
     else:
-        for column, key in (
-            ("Vector Count", "num_vectors"),
-            ("Dimension", "dimension"),
-            ("Index Type", "index_type"),
-        ):
-            cells[column] = partial(
-                lambda name: _common(str(run_dir.summary.value(name)) for run_dir in result.run_dirs()), key
-            )
+        cells["Vector Count"] = common(lambda run_dir: run_dir.summary.value("num_vectors"))
+        cells["Dimension"] = common(lambda run_dir: run_dir.summary.value("dimension"))
+        cells["Index Type"] = common(lambda run_dir: run_dir.summary.value("index_type"))
         recall = means.get("recall")
         cells["Queries per Sec"] = means.get("throughput")
         cells["Query Latency (ms)"] = means.get("p99 latency")
@@ -191,7 +193,7 @@ def _public_id(result: SubmittedResult, checked: CheckedResult, model: str) -> s
             named = [str(entry.get(key)) for key in ("category", "organization", "system", "benchmark_type")]
             if named == wanted and parts <= {str(part).lower() for part in entry["key"]}:
                 found.add(str(entry.get("public_id")))
-    return found.pop() if len(found) == 1 else None
+    return _only(found)
 
 
 def _system(described: ParsedFile) -> dict[str, Cell | Callable[[], Cell]]:
@@ -224,19 +226,17 @@ def _system(described: ParsedFile) -> dict[str, Cell | Callable[[], Cell]]:
     }
 
 
+def _only(values: set[Distinct]) -> Distinct | None:
+    return values.pop() if len(values) == 1 else None
+
+
 def _num_clients(result: SubmittedResult) -> int | None:
     if result.location.benchmark is Benchmark.VECTOR_SEARCH:
         counts = {run_dir.metadata.integer("args", "num_client_hosts") for run_dir in result.run_dirs()}
     else:
         name = "host_count" if result.location.benchmark is Benchmark.KV_CACHE else "num_hosts"
         counts = {sum(run_dir.summary.integer(name) for run_dir in run.dirs) for run in result.runs}
-    return counts.pop() if len(counts) == 1 else None
-
-
-def _common(values: Iterable[str]) -> str | None:
-    """Return the value that all runs state, or None if their values differ."""
-    distinct = set(values)
-    return distinct.pop() if len(distinct) == 1 else None
+    return _only(counts)
 
 
 def report_document(report: ResultReport) -> dict[str, Any]:
@@ -343,7 +343,6 @@ def write_files(files: Iterable[PlannedFile]) -> list[str]:
 
 
 def format_json(content: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file."""
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 

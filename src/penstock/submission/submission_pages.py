@@ -21,6 +21,7 @@ from penstock.submission.result_report import (
 )
 from penstock.submission.rules.rule import Validity, Verdict
 from penstock.submission.tree_layout import RESULTS_FILE
+from penstock.units import format_count
 
 _LOOK: Final[Mapping[str, Look]] = {
     Validity.VALID: Look.GOOD,
@@ -60,10 +61,6 @@ def verdicts_page(
     )
 
 
-def _count(results: Sequence[object]) -> str:
-    return f"{len(results)} result{'s' * (len(results) != 1)}"
-
-
 def _answer(checked: Sequence[CheckedResult]) -> Banner:
     """Return the first answers: the worst verdict, the rules behind it, where they first fail, and a fix."""
     counts = Counter(result.verdict for result in checked)
@@ -76,7 +73,7 @@ def _answer(checked: Sequence[CheckedResult]) -> Banner:
     return Banner(
         verdict=gravest.value,
         look=_LOOK[gravest],
-        figure=f"{_count(checked)}: {', '.join(by_verdict)}",
+        figure=f"{format_count(len(checked), 'result')}: {', '.join(by_verdict)}",
         limited_by=(shown + (" ..." if len(rules) > 4 else "")) or "no rule",
         since=(
             f"{found[0][0].name}: {found[0][1].proof}" if found else "every rule that can be checked is kept"
@@ -151,7 +148,7 @@ def figures_page(reports: Sequence[ResultReport], edition: str) -> Report:
     )
     return Report(
         title="Figures of a submission",
-        subtitle=f"{_count(reports)}, {edition}",
+        subtitle=f"{format_count(len(reports), 'result')}, {edition}",
         banner=replace(
             banner,
             figure=f"{banner.figure}; {num_figures} figures recomputed from their runs",
@@ -211,7 +208,6 @@ def figure_row(figure: ResultFigure) -> dict[str, str]:
 
 
 def value_text(figure: ResultFigure, value: float) -> str:
-    """Format a value with its unit."""
     return f"{value:,.6g} {figure.unit}"
 
 

@@ -285,10 +285,8 @@ def _line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int:
 
 def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
     """Find contradictions between hardware keys, even if other keys are wrong."""
-    system, location = (
-        "system_under_test",
-        ("system_under_test", "solution", "architecture", "storage_location"),
-    )
+    system = "system_under_test"
+    location = (system, "solution", "architecture", "storage_location")
     is_onprem = description.has(system, "deployment") and description.value(system, "deployment") == "onprem"
     is_remote = description.has(*location) and description.value(*location) == "remote"
     has_nodes = description.has(system, "product_nodes") and description.value(system, "product_nodes") != []

@@ -62,7 +62,6 @@ RUNNABLE_BENCHMARKS: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
 
 
 def is_result_dir_name(name: str) -> bool:
-    """Check whether a folder of this name is a result directory."""
     return _TIME.fullmatch(name) is not None
 
 

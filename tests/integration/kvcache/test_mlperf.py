@@ -25,7 +25,7 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.parsed_file import read_file
-from penstock.submission.recomputed_metrics import recompute_option
+from penstock.submission.result_figures import recompute_option
 from penstock.submission.result_files import read_rank_results
 from penstock.submission.rules.rule import Verdict
 

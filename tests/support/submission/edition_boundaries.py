@@ -270,7 +270,7 @@ def _of_invocations(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
         verdicts=(_FAIL, _WARNING, _PASS),
     )
     yield Boundary(
-        number="checkpoints.subset.num_accelerators",
+        number="checkpoints.subset_accelerators",
         rule="checkpoint.subset",
         tree=trees.subset,
         verdicts=EXACTLY,

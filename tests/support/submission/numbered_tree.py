@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from penstock.submission.recomputed_metrics import MIB, deviation, mean
+from penstock.submission.result_figures import MIB, deviation, mean
 
 RECORD_BYTES: Final = 146_600_628
 BATCH: Final = 7

@@ -14,7 +14,7 @@ from tests.support.submission.timed_tree import (
     shared_files,
 )
 
-from penstock.submission.recomputed_metrics import mean
+from penstock.submission.result_figures import mean
 
 CACHE: Final = f"closed/acme/results/{SYSTEM}/kv_cache/llama3.1-8b"
 VECTORS: Final = f"closed/acme/results/{SYSTEM}/vector_database/milvus/DISKANN"

@@ -18,7 +18,7 @@ from typing import Any, Final
 from tests.support.submission.numbered_tree import epoch_rates, epoch_statistics
 from tests.support.submission.run_records import run_record
 
-from penstock.submission.recomputed_metrics import MIB, mean
+from penstock.submission.result_figures import MIB, mean
 from penstock.workload.shipped_catalog import cards, families
 
 RECORD_BYTES: Final = 146_600_628

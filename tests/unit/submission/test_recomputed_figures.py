@@ -11,7 +11,7 @@ from tests.support.submission.tree_store import TreeStore
 from penstock.submission.check import read_tree
 from penstock.submission.edition import load_edition
 from penstock.submission.parsed_file import MissingFact
-from penstock.submission.recomputed_metrics import (
+from penstock.submission.result_figures import (
     checkpoint_means,
     deviation,
     mean,

@@ -7,11 +7,13 @@ diff shows where the file differs from the machines.
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from typing import Any, Final
 
 import yaml
 
 from penstock.cluster.facts.host_facts import ClusterFacts, Drive, HostReport, Nic
+from penstock.submission.system_description import Architecture, Capabilities
 
 _GIB: Final = 2**30
 _GB: Final = 10**9
@@ -52,28 +54,7 @@ _HEAD: Final = (
 _REHEARSED_HEAD: Final = (
     "# The system under test, for a rehearsal. Values that could not be collected are placeholders.\n"
 )
-
-
-REHEARSED_PICTURE: Final = b"""%PDF-1.4
-1 0 obj << /Type /Catalog /Pages 2 0 R >> endobj
-2 0 obj << /Type /Pages /Kids [3 0 R] /Count 1 >> endobj
-3 0 obj << /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources
-<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >> endobj
-4 0 obj << /Length 66 >> stream
-BT /F1 24 Tf 72 720 Td (A rehearsal: no picture of a system) Tj ET
-endstream endobj
-xref
-0 5
-0000000000 65535 f \n\
-0000000009 00000 n \n\
-0000000058 00000 n \n\
-0000000115 00000 n \n\
-0000000290 00000 n \n\
-trailer << /Size 5 /Root 1 0 R >>
-startxref
-406
-%%EOF
-"""
+REHEARSED_PICTURE: Final = (files("penstock.submission.authoring") / "rehearsed_picture.pdf").read_bytes()
 """A PDF of one page, which a rehearsal uses as the picture of the system."""
 
 
@@ -85,22 +66,9 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
         "system_under_test": {
             "solution": {
                 "submission_name": name,
-                "friendly_description": None,
-                "usable_capacity_tib": None,
-                "availability": None,
-                "architecture": {
-                    "storage_location": None,
-                    "benchmark_API": None,
-                    "product_API": None,
-                    "client_footprint": None,
-                    "client_installation": None,
-                },
-                "capabilities": {
-                    "multi_host": None,
-                    "simultaneous_write": None,
-                    "simultaneous_read": None,
-                    "remap_time_in_seconds": None,
-                },
+                **dict.fromkeys(("friendly_description", "usable_capacity_tib", "availability")),
+                "architecture": dict.fromkeys(Architecture.model_fields),
+                "capabilities": dict.fromkeys(Capabilities.model_fields),
             },
             "deployment": None,
             "clients": [

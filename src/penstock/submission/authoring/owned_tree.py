@@ -220,7 +220,6 @@ class ResultDirAddress:
 
     @property
     def stamp(self) -> str:
-        """The directory's name."""
         return self.started_at.strftime(TIME_FORMAT)
 
     @property

@@ -105,13 +105,13 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
 ) -> list[str]:
     """Return all breaches of the rules on checkpointing; `changed` has the dotted names of the keys set."""
     rules, ranks = edition.checkpoints, f"{num_processes} ranks"
-    limits, subset, memory = rules.models.get(model), rules.subset, rules.accelerator_memory_gb
+    limits, memory = rules.models.get(model), rules.accelerator_memory_gb
     if limits is None:
         return [describe_breach("4.3.3", model, f"is not one of {', '.join(rules.models)}")]
     is_closed, free = division is SubmissionDivision.CLOSED, rules.parameters.allowed(division)
     each_gb, count = memory.get(accelerator), rules.num_checkpoints
-    subset_text = f"{', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators"
-    is_known_subset = model in subset.models and num_processes == subset.num_accelerators
+    subset_text = f"{', '.join(sorted(rules.subset_models))} on {rules.subset_accelerators} accelerators"
+    is_known_subset = model in rules.subset_models and num_processes == rules.subset_accelerators
     needs_all = is_closed and not is_subset
     # For each check: the rule, the value, what would be wrong with it, and whether it is wrong.
     checks = [

@@ -79,7 +79,6 @@ class SeriesState:
 
 
 def read_series_state(series: RunSeries) -> SeriesState:
-    """Read the state of the series from its tree."""
     unreadable: list[str] = []
     dirs: dict[SubmissionPhase, list[PublishedDir]] = {phase: [] for phase in SubmissionPhase}
     is_training = series.benchmark is Benchmark.TRAINING
@@ -267,7 +266,6 @@ def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> dic
 
 
 def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
-    """Return how many checkpoint writes and reads the result lacks."""
     required, runs = edition.checkpoints.num_checkpoints, state.runs
     return {
         "writes": max(0, required - sum(run_dir.num_writes for run_dir in runs)),

@@ -31,6 +31,7 @@ from penstock.submission.authoring.owned_tree import ResultDirAddress, RunSeries
 from penstock.submission.code_image import POINTER, UNKNOWN, Program, pointer_text
 from penstock.submission.edition import Edition
 from penstock.submission.find_results import Submitter, find_result_dirs
+from penstock.submission.parsed_file import ParsedFile, read_file
 from penstock.submission.result_report import plan_tree, report_all, write_files
 from penstock.submission.tree_layout import (
     CONFIG_FOLDER,
@@ -122,7 +123,7 @@ def write_result_dir(
             write_text(draft, name, text)
     if separation is not None:
         write_json(draft, SEPARATION, separation)
-    write_text(draft, POINTER, pointer_text(program.digest))
+    write_text(draft, POINTER, pointer_text(program.digest) + "\n")
     write_json(draft, PROVENANCE, build_provenance(facts.workload, benchmark, program=program, now=now))
     # Metadata come last, because metadata in a draft mean that its run has ended.
     write_json(draft, f"{benchmark.value}_{address.stamp}{METADATA_SUFFIX}", build_metadata(facts))
@@ -149,7 +150,6 @@ def _write_configuration(facts: RunFacts) -> None:
 
 
 def build_metadata(facts: RunFacts) -> dict[str, Any]:
-    """Return the content of the metadata file."""
     address, series = facts.address, facts.address.series
     memory_bytes = sum(host.memory_bytes for host in facts.hosts)
     document: dict[str, Any] = {
@@ -258,7 +258,6 @@ def _plain(value: Any) -> Any:
 def build_provenance(
     workload: Workload, benchmark: Benchmark, *, program: Program, now: datetime
 ) -> dict[str, Any]:
-    """Return the content of `provenance.json`."""
     values = core_parameters(benchmark, run_record.workload_values(workload))
     library = {"name": "none"}
     if workload.storage.storage_type is StorageKind.S3:
@@ -272,7 +271,7 @@ def build_provenance(
             "name": "penstock",
             "version": program.version,
             "git_sha": program.commit,
-            "code_image": pointer_text(program.digest).strip(),
+            "code_image": pointer_text(program.digest),
         },
         "dlio": {"version": UNKNOWN, "source": UNKNOWN, "commit": UNKNOWN},
         "storage_library": library,
@@ -315,24 +314,23 @@ def write_manifest(series: RunSeries, *, by: str, now: datetime) -> None:
     submitter = Submitter(organisation=tree.organisation, division=series.division, folder=folder)
     runs, versions, images = [], set(), set()
     for result_dir in find_result_dirs(submitter):
-        metadata_files = sorted(result_dir.glob(f"*{METADATA_SUFFIX}"))
-        metadata = _read_mapping(metadata_files[0]) if metadata_files else {}
-        stated = _read_mapping(result_dir / PROVENANCE)
-        tool, relative = stated.get("tool", {}), result_dir.relative_to(folder).as_posix()
-        versions.add(tool.get("version", UNKNOWN))
-        images.add(tool.get("code_image", UNKNOWN))
+        metadata_files = (*sorted(result_dir.glob(f"*{METADATA_SUFFIX}")), result_dir / METADATA_SUFFIX)
+        metadata, made = (read_file(path, folder) for path in (metadata_files[0], result_dir / PROVENANCE))
+        relative, code_image = result_dir.relative_to(folder).as_posix(), _stated(made, "tool", "code_image")
+        versions.add(_stated(made, "tool", "version"))
+        images.add(code_image)
         runs.append(
             {
                 "leaf": relative,
-                "benchmark": metadata.get("benchmark_type", UNKNOWN),
-                "model": metadata.get("model", UNKNOWN),
-                "command": metadata.get("command", UNKNOWN),
-                "accelerator": metadata.get("accelerator") or UNKNOWN,
+                "benchmark": _stated(metadata, "benchmark_type"),
+                "model": _stated(metadata, "model"),
+                "command": _stated(metadata, "command"),
+                "accelerator": _stated(metadata, "accelerator"),
                 "system": result_dir.relative_to(folder).parts[1],
-                "rules_edition": stated.get("rules_edition", UNKNOWN),
-                "core_config": stated.get("core_config", {}).get("hash", UNKNOWN),
-                "code_image": tool.get("code_image", UNKNOWN),
-                "provenance": f"{relative}/{PROVENANCE}" if stated else UNKNOWN,
+                "rules_edition": _stated(made, "rules_edition"),
+                "core_config": _stated(made, "core_config", "hash"),
+                "code_image": code_image,
+                "provenance": UNKNOWN if made.problem else f"{relative}/{PROVENANCE}",
             }
         )
     document = {
@@ -360,13 +358,9 @@ def write_manifest(series: RunSeries, *, by: str, now: datetime) -> None:
     write_text(folder, MANIFEST, yaml.safe_dump(document, sort_keys=False))
 
 
-def _read_mapping(path: Path) -> Mapping[str, Any]:
-    """Read the values of a JSON file; none if it is missing or damaged, which the rules will report."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+def _stated(file: ParsedFile, *path: str) -> Any:
+    """Return a value, or "unknown" if it is empty or cannot be read, which the rules will report."""
+    return (file.has(*path) and file.value(*path)) or UNKNOWN
 
 
 def probe_fs_separation(data_path: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ RULES: Final[tuple[Rule, ...]] = (
 
 
 def rule_by_id(name: str) -> Rule:
-    """Return the rule called `name`."""
     rule = next((rule for rule in RULES if rule.id == name), None)
     if rule is None:
         raise UsageError(f"There is no rule {name!r}", fix=f"Rules are: {', '.join(r.id for r in RULES)}.")

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from penstock.submission.edition import ModelLimits
 from penstock.submission.parsed_file import MissingFact
-from penstock.submission.recomputed_metrics import Interval, read_durations, read_interval
+from penstock.submission.result_figures import Interval, read_durations, read_interval
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
     CHECKPOINTING,
@@ -81,7 +81,6 @@ def _judge_invocations(case: Case) -> Iterator[Finding]:
     listed = ", ".join(map(str, counts))
     yield pass_if(
         holds and not overlap,
-        evidence=case.name,
         value=listed,
         limit=" or ".join(map(str, allowed)),
         proof=f"{len(counts)} invocations with (writes, reads) of {listed}{overlap}",
@@ -121,7 +120,6 @@ def _judge_remap(case: Case) -> Iterator[Finding]:
     gap_s = _gap_seconds(case) or 0.0
     yield pass_if(
         gap_s >= required_s,
-        evidence=description.file,
         value=f"{gap_s:g} s",
         limit=f"{required_s:g} s",
         proof=f"{declared_s:g} s to remap are declared, {gap_s:g} s lie between writing and reading",
@@ -131,7 +129,6 @@ def _judge_remap(case: Case) -> Iterator[Finding]:
     if declared_s > 0 and is_shared:
         yield Finding(
             verdict=Verdict.WARNING,
-            evidence=description.file,
             proof="time to remap is declared together with simultaneous writes and reads, which need none",
             fix="Declare the one or the other.",
         )
@@ -142,7 +139,7 @@ def _judge_processes(case: Case) -> Iterator[Finding]:
     model, processes = _model(case), case.run.metadata.integer("num_processes")
     unit, required = model.open_unit, 0  # any positive multiple of the unit
     if _is_subset(case.run):
-        required = case.edition.checkpoints.subset.num_accelerators
+        required = case.edition.checkpoints.subset_accelerators
     elif case.is_closed:
         required = model.closed_processes
     wanted = required or f"a multiple of {unit}"
@@ -157,7 +154,6 @@ def _judge_processes(case: Case) -> Iterator[Finding]:
     accelerators = num_accelerators(case)
     yield pass_if(
         accelerators == processes,
-        evidence=case.run.summary.file,
         value=accelerators,
         limit=processes,
         proof=f"the summary has {accelerators} accelerators, the metadata {processes} processes",
@@ -166,17 +162,16 @@ def _judge_processes(case: Case) -> Iterator[Finding]:
 
 
 def _judge_subset(case: Case) -> Iterator[Finding]:
-    run, subset = case.run, case.edition.checkpoints.subset
+    run, limits = case.run, case.edition.checkpoints
     model, _ = run.workload()
     if not _is_subset(run) or not case.is_closed:
-        yield Finding(verdict=Verdict.PASS, evidence=run.config.file, proof="no subset, or not in CLOSED")
+        yield Finding(verdict=Verdict.PASS, proof="no subset, or not in CLOSED")
         return
     accelerators = num_accelerators(case)
     yield pass_if(
-        model in subset.models and accelerators == subset.num_accelerators,
-        evidence=run.config.file,
+        model in limits.subset_models and accelerators == limits.subset_accelerators,
         value=f"{model} on {accelerators}",
-        limit=f"{', '.join(sorted(subset.models))} on {subset.num_accelerators}",
+        limit=f"{', '.join(sorted(limits.subset_models))} on {limits.subset_accelerators}",
         proof=f"a subset of {model} on {accelerators} accelerators",
         fix="Repeat the run with all ranks.",
     )
@@ -202,7 +197,6 @@ def _judge_accelerator_memory(case: Case) -> Iterator[Finding]:
         return
     yield pass_if(
         total >= size,
-        evidence=run.summary.file,
         value=f"{size:g} GB",
         limit=f"{total:g} GB",
         proof=(
@@ -219,21 +213,11 @@ def _ratio_facts(case: Case) -> dict[str, Any]:
     written = [(run, writes) for run in case.result.run_dirs() if (writes := _requested(run)[0])]
     if not written:
         raise MissingFact("nothing was written", where=case.name)
-    total, summary = (
-        sum(run.summary.number(*_SIZE) * writes for run, writes in written),
-        written[0][0].summary,
-    )
-    require_all_hosts(written[0][0])
-    memory, multiple = sum(summary.numbers("host_memory_GB")), case.edition.checkpoints.memory_multiple
-    sign, least = ">" if total > multiple * memory else "<=", multiple * memory
-    return {
-        "file": summary.file,
-        "total": total,
-        "sign": sign,
-        "multiple": multiple,
-        "memory": memory,
-        "least": least,
-    }
+    total = sum(run.summary.number(*_SIZE) * writes for run, writes in written)
+    first, multiple = written[0][0], case.edition.checkpoints.memory_multiple
+    require_all_hosts(first)
+    memory = sum(first.summary.numbers("host_memory_GB"))
+    return {"file": first.summary.file, "total": total, "multiple": multiple, "memory": memory}
 
 
 def _size_facts(case: Case) -> dict[str, float]:
@@ -334,6 +318,7 @@ RULES: Final = (
         formula="gap >= min_remap_share x remap_time_in_seconds; a warning with simultaneous access",
         passes="remap_time_in_seconds 0, or 30 with a gap of 20 s",
         fails="remap_time_in_seconds 60 with a gap of 20 s",
+        at=lambda case: require_description(case).file,
         judge=_judge_remap,
     ),
     check(
@@ -414,6 +399,7 @@ RULES: Final = (
         formula="no subset, or the edition's model and number of accelerators",
         passes="llama3-8b, checkpoint.mode subset, 8 accelerators",
         fails="llama3-70b, checkpoint.mode subset, in v3.0",
+        at=CONFIG,
         judge=_judge_subset,
     ),
     Rule(
@@ -438,10 +424,12 @@ RULES: Final = (
         passes="10 x 105 GiB on one host of 256 GiB",
         fails="10 x 105 GiB on one host of 512 GiB (a warning)",
         facts=_ratio_facts,
-        holds=lambda it: it.sign == ">",
-        at="file",
-        show=("{total:g} GiB", "{least:g} GiB"),
-        proof="{total:g} GiB written {sign} {multiple:g} x {memory:g} GiB of memory",
+        holds=lambda it: it.total > it.multiple * it.memory,
+        show=("{total:g} GiB", lambda it: f"{it.multiple * it.memory:g} GiB"),
+        proof=lambda it: (
+            f"{it.total:g} GiB written {'>' if it.total > it.multiple * it.memory else '<='} "
+            f"{it.multiple:g} x {it.memory:g} GiB of memory"
+        ),
         fix="Let the reviewer confirm that caches were cleared before reading.",
         otherwise=Verdict.WARNING,
     ),

@@ -8,10 +8,11 @@ run without `run.json`.
 import math
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 
 from penstock.submission.edition import Edition
 from penstock.submission.parsed_file import MissingFact, ParsedFile
-from penstock.submission.recomputed_metrics import num_accelerators, record_bytes
-from penstock.submission.result_files import ResultDir, ResultRun
+from penstock.submission.result_figures import num_accelerators, record_bytes
+from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
     BOTH,
     EVERY,
@@ -28,18 +29,15 @@ from penstock.submission.rules.rule import (
     NEWEST,
     Case,
     Finding,
-    Judge,
     Rule,
     Verdict,
     limit,
     not_applicable,
-    not_checked,
     nothing,
     num_hosts,
     pass_if,
     require_all_hosts,
     require_datagen,
-    require_runs,
 )
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.sizing import bytes_text, quotient_text
@@ -63,6 +61,7 @@ _SIZING_SOURCE: Final = "v1.0 rules and sizing command; 3.1.2 of later editions"
 _ORDER: Final[Any] = {
     "editions": LATER,
     "source": "ours",
+    "at": attrgetter("run.record.file"),
     "unless": lambda case: "the run has no run.json" if case.run.record.is_missing else "",
 }
 _MODULUS: Final = 1 << 64
@@ -106,7 +105,6 @@ def _judge_file_systems(case: Case) -> Iterator[Finding]:
         is_same = run.separation.boolean("same_filesystem")
         yield pass_if(
             not is_same,
-            evidence=run.separation.file,
             value=f"same_filesystem {is_same}",
             limit="same_filesystem False",
             proof=f"results and storage under test are on {'one file system' if is_same else 'two'}",
@@ -119,7 +117,6 @@ def _judge_file_systems(case: Case) -> Iterator[Finding]:
     if not mounts:
         yield Finding(
             verdict=Verdict.WARNING if run.benchmark is Benchmark.KV_CACHE else case.verdict_of_round,
-            evidence=run.separation.file,
             proof="there is no fs_separation.json, and the run's log has no df",
             fix="Let the reviewer ask where the results were written.",
         )
@@ -177,7 +174,6 @@ def _judge_sized_files(case: Case) -> Iterator[Finding]:
     sized, read = _num_files(sizings[-1], case), run.summary.integer("num_files_train")
     yield pass_if(
         sized <= read,
-        evidence=run.summary.file,
         value=f"{read:,} files",
         limit=f"{sized:,} files",
         proof=f"{sized:,} files sized {'<=' if sized <= read else '>'} {read:,} files read",
@@ -221,32 +217,15 @@ def _min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> in
     return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
 
 
-def _each_run(judge: Callable[[ResultRun, Case], Finding]) -> Judge:
-    """Make a function that judges each run of a result.
-
-    The clients of a run read one data set, so they are judged together.
-    """
-
-    def judge_all(case: Case) -> Iterator[Finding]:
-        for run in require_runs(case.result):
-            try:
-                yield judge(run, case)
-            except MissingFact as reason:
-                yield not_checked(reason)
-
-    return judge_all
-
-
-def _judge_steps(run: ResultRun, case: Case) -> Finding:
-    first, steps = run.dirs[0], case.edition.sizing.min_steps
+def _judge_steps(case: Case) -> Finding:
+    first, steps = case.run, case.edition.sizing.min_steps
     batch = first.config.integer("workload", "reader", "batch_size")
     per_file, files = _read_files(first)
-    accelerators = num_accelerators(run)
+    accelerators = num_accelerators(case.whole_run)
     samples = Fraction(steps * batch * accelerators)
     needed = _min_files(samples, per_file, case.edition)
     return pass_if(
         files >= needed,
-        evidence=first.summary.file,
         value=f"{files:,} files",
         limit=f"{needed:,} files",
         proof=(
@@ -258,15 +237,15 @@ def _judge_steps(run: ResultRun, case: Case) -> Finding:
     )
 
 
-def _judge_memory(run: ResultRun, case: Case) -> Finding:
+def _judge_memory(case: Case) -> Finding:
     """Judge the size by the memory that the hosts have, then by the part that they were allowed to use."""
-    first, edition = run.dirs[0], case.edition
+    first, edition, dirs = case.run, case.edition, case.whole_run.dirs
     require_all_hosts(first)
-    hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, edition))
+    hosts = tuple(memory for run_dir in dirs for memory in _read_memory(run_dir.summary, edition))
     physical = _compare_with_memory(first, hosts, edition)
     if physical.verdict is Verdict.PASS:
         return physical
-    if typed := _compare_with_typed_memory(run, hosts, edition):
+    if typed := _compare_with_typed_memory(first, hosts, edition):
         return replace(typed, proof=f"{physical.proof}; {typed.proof}")
     limit_of_host = find_memory_limit(case.result.systems)
     if limit_of_host is None:
@@ -291,7 +270,6 @@ def _compare_with_memory(
     note = f" ({counted})" if counted else ""
     return pass_if(
         holds and not counted,
-        evidence=run.summary.file,
         value=f"{files:,} files",
         limit=f"{needed:,} files",
         proof=(
@@ -309,7 +287,7 @@ def _compare_with_memory(
 
 
 def _compare_with_typed_memory(
-    run: ResultRun, hosts: tuple[Fraction, ...], edition: Edition
+    run: ResultDir, hosts: tuple[Fraction, ...], edition: Edition
 ) -> Finding | None:
     """Return a warning if the data set is large enough for the memory in whole GiB, as people type it.
 
@@ -318,13 +296,12 @@ def _compare_with_typed_memory(
     """
     memory = sum(hosts, Fraction(0))
     # If only the sum is known, all hosts are assumed to be equal.
-    num_each = 1 if edition.sizing.host_memory == "each" else num_hosts(run.dirs[0])
+    num_each = 1 if edition.sizing.host_memory == "each" else num_hosts(run)
     typed = tuple(Fraction(host // (num_each * _GIB) * num_each * _GIB) for host in hosts)
     if sum(typed) < memory * (1 - Fraction(edition.sizing.memory_tolerance)):
         return None
-    finding = _compare_with_memory(
-        run.dirs[0], typed, edition, f"whole GiB, which leaves out {float(1 - sum(typed) / memory):.2%}"
-    )
+    note = f"whole GiB, which leaves out {float(1 - sum(typed) / memory):.2%}"
+    finding = _compare_with_memory(run, typed, edition, note)
     return finding if finding.verdict is Verdict.WARNING else None
 
 
@@ -425,7 +402,6 @@ def _judge_shuffle(case: Case) -> Iterator[Finding]:
     is_shuffled = record.text("plan", "shuffle").lower() != "off"
     yield pass_if(
         is_shuffled or not is_requested,
-        evidence=record.file,
         value=f"shuffled: {is_shuffled}",
         limit=f"shuffled: {is_requested}",
         proof=f"shuffled: {is_requested} in the workload, {is_shuffled} in the run",
@@ -440,7 +416,6 @@ def _judge_shuffle(case: Case) -> Iterator[Finding]:
     num_orders = len(set(orders))
     yield pass_if(
         not must_change or num_orders == len(orders),
-        evidence=record.file,
         value=f"{num_orders} orders",
         limit=f"{len(orders)} orders",
         proof=f"{len(orders)} epochs deal out {num_orders} different ways",
@@ -467,7 +442,6 @@ def _judge_repeated_samples(case: Case) -> Iterator[Finding]:
         yield not_applicable(record.file, f"{num_limited} epochs ended early, by a limit of steps")
     yield pass_if(
         not wrong,
-        evidence=record.file,
         value=f"{len(wrong)} epochs",
         limit="0 epochs",
         proof=(
@@ -532,6 +506,7 @@ RULES: Final = (
         ),
         passes="same_filesystem: false",
         fails="same_filesystem: true",
+        at=attrgetter("run.separation.file"),
         judge=_judge_file_systems,
     ),
     Rule(
@@ -573,17 +548,17 @@ RULES: Final = (
     Rule(
         id="sizing.steps",
         title="The data set is large enough for the required steps per epoch on every accelerator",
-        each="result",
+        each="run together",
         source=_SIZING_SOURCE,
         formula="files >= min_steps x batch x accelerators / samples per file, rounded as the edition says",
         passes="unet3d, batch 7, 2 accelerators: 7,000 files (500 x 7 x 2)",
         fails="the same with 6,999 files",
-        judge=_each_run(_judge_steps),
+        judge=lambda case: (_judge_steps(case),),
     ),
     Rule(
         id="sizing.memory",
         title="The data set is several times larger than the memory of all hosts",
-        each="result",
+        each="run together",
         source=_SIZING_SOURCE,
         formula=(
             "files >= memory_multiple x sum of the hosts' memory / record length / samples per file, rounded "
@@ -592,7 +567,7 @@ RULES: Final = (
         ),
         passes="unet3d on one host of 256 GiB: 9,376 files of 146,600,628 bytes",
         fails="the same with 9,374 files",
-        judge=_each_run(_judge_memory),
+        judge=lambda case: (_judge_memory(case),),
     ),
     limit(
         id="order.left_out",
@@ -603,7 +578,6 @@ RULES: Final = (
         fails="28,001 samples: one is left out of each epoch (a warning)",
         fact=_largest_remainder,
         limit=0,
-        at=lambda case: case.run.record.file,
         show=("{fact:,} samples", "{limit:,} samples"),
         proof=lambda it: _prove_remainder(it.case, it.fact),
         fix="Choose a number of files that all accelerators' batches divide.",

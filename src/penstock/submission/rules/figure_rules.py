@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
-from penstock.submission.recomputed_metrics import (
+from penstock.submission.result_figures import (
     METRICS,
     Interval,
     checkpoint_means,
@@ -153,8 +153,8 @@ def _epochs(case: Case) -> list[ParsedFile]:
 
 
 def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
-    run = case.run
-    if not any(each.dirs == (run,) for each in case.result.runs):
+    run, is_warm_up = case.run, case.whole_run.is_warm_up
+    if len(case.whole_run.dirs) > 1:
         yield not_applicable(case.name, "several clients ran")
         return
     epochs, summary = _epochs(case), run.summary
@@ -178,11 +178,9 @@ def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
             f"epoch {shares.index((worst, rate)) + 1}: samples/s x its seconds are {worst:.2%} of the "
             f"{total:,} samples of the data set"
         ),
-        fix=""
-        if case.is_warm_up
-        else "Samples/s may leave out slow first steps: let the reviewer see the log.",
+        fix="" if is_warm_up else "Samples/s may leave out slow first steps: let the reviewer see the log.",
         # The files do not show why: published runs whose first step took long reach 111 %.
-        otherwise=Verdict.NOT_APPLICABLE if case.is_warm_up else Verdict.WARNING,
+        otherwise=Verdict.NOT_APPLICABLE if is_warm_up else Verdict.WARNING,
     )
 
 

@@ -9,10 +9,11 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 from penstock.submission.parsed_file import MissingFact
-from penstock.submission.recomputed_metrics import LATENCY, SUMS, options_of, recompute_option, recompute_run
+from penstock.submission.result_figures import LATENCY, SUMS, options_of, recompute_option, recompute_run
 from penstock.submission.rules.rule import (
     METADATA,
     NAME,
@@ -199,7 +200,6 @@ def _judge_ranks(case: Case) -> Iterator[Finding]:
         problems.append(f"{', '.join(map(str, sorted(launched)))} processes were launched for {ranks} ranks")
     yield pass_if(
         not problems,
-        evidence=summary.file,
         value=f"{ranks} ranks",
         limit=f"{each} x {hosts}",
         proof="; ".join(problems) or f"{each} ranks on each of {hosts} hosts, {ranks} in all",
@@ -269,7 +269,6 @@ def _figures(*names: str) -> Judge:
                     f"option {number}, {name}",
                     option.number(name),
                     recomputed[name],
-                    evidence=option.file,
                     fix="Restore the files of the ranks, and aggregate them again.",
                     tolerance=case.edition.mean_tolerance,
                 )
@@ -290,7 +289,6 @@ def _judge_tiers(case: Case) -> Iterator[Finding]:
         ranks = option.integer("rank_count")
         yield pass_if(
             num_in_memory == 0,
-            evidence=option.file,
             value=f"{num_in_memory} ranks",
             limit=f"fewer than {ranks} ranks",
             proof=f"option {number}: {num_in_memory} of {ranks} ranks stored nothing",
@@ -349,7 +347,6 @@ def _judge_truth(case: Case) -> Iterator[Finding]:
     if truth.is_missing:
         yield Finding(
             verdict=Verdict.WARNING,
-            evidence=truth.file,
             proof="there is no result_verdict.json: nothing says what recall was measured against",
             fix="Let the reviewer ask how the ground truth was built.",
         )
@@ -357,7 +354,6 @@ def _judge_truth(case: Case) -> Iterator[Finding]:
     is_ok, coverage = truth.boolean("flat_setup", "ok"), truth.number("flat_setup", "coverage")
     yield pass_if(
         is_ok and coverage == 1,
-        evidence=truth.file,
         value=f"{coverage:g}",
         limit="1",
         proof=f"flat_setup.ok is {str(is_ok).lower()}, its coverage {coverage:g}",
@@ -395,7 +391,6 @@ def _unless_no_traffic(case: Case) -> str:
 
 
 def _vector_keys(case: Case) -> set[str]:
-    """Return the keys that a run of vector search set."""
     return {key for _, keys in recorded_overrides(case.run.metadata) for key in keys}
 
 
@@ -406,7 +401,6 @@ def _judge_vector_means(case: Case) -> Iterator[Finding]:
             name,
             summary.number(name),
             recomputed,
-            evidence=summary.file,
             fix="Restore the files of the run as the benchmark wrote them.",
             tolerance=_CLOCK_TOLERANCE,
         )
@@ -429,8 +423,7 @@ RULES: Final = (
     check(
         id="kvcache.runs",
         title="A result of a key-value cache is one run",
-        editions=NEWEST,
-        benchmarks=(Benchmark.KV_CACHE,),
+        **_CACHE,
         each="result",
         source="1.3; of several runs the round published the latest without errors",
         formula="one result directory in run/ (else a warning that names the one that counts)",
@@ -656,8 +649,7 @@ RULES: Final = (
     limit(
         id="vectors.runs",
         title="An index has exactly the number of runs that the edition requires",
-        editions=NEWEST,
-        benchmarks=(Benchmark.VECTOR_SEARCH,),
+        **_VECTORS,
         each="result",
         source="5.3.1",
         formula="number of runs == the edition's",
@@ -737,7 +729,6 @@ RULES: Final = (
             for summary in (require_datagen(case).summary, case.run.summary)
         ),
         holds=lambda it: it.inserted == it.asked,
-        at="file",
         show=("{inserted:,}", "{asked:,}"),
         proof="{inserted:,} vectors were inserted, of {asked:,}",
         fix="Load all vectors, and repeat the runs.",
@@ -824,6 +815,7 @@ RULES: Final = (
         formula="result_verdict.json: flat_setup.ok is true and its coverage is 1",
         passes="coverage 1.0",
         fails="coverage 0.01",
+        at=attrgetter("run.ground_truth.file"),
         judge=_judge_truth,
     ),
     Rule(
@@ -922,7 +914,7 @@ RULES: Final = (
         fact=lambda case: case.run.aggregate.integer("disk_io", "total_bytes_read"),
         compare=">",
         limit=0,
-        at=lambda case: case.run.aggregate.file,
+        at=attrgetter("run.aggregate.file"),
         show=("{fact:,} B", "more than {limit} B"),
         proof="the hosts' own devices read {fact:,} B",
         fix="Let the reviewer ask for the traffic at the storage.",

@@ -40,13 +40,13 @@ _FILE_ENDINGS: Final = (".json", ".yaml", ".yml", ".log", ".csv", ".parquet")
 
 
 class Verdict(StrEnum):
-    """The outcome of one rule for one subject."""
+    """The outcome of one rule for one subject, the worst first."""
 
-    PASS = "pass"  # noqa: S105 - a verdict, no password
     FAIL = "fail"
-    WARNING = "warning"
-    NOT_APPLICABLE = "not applicable"
     NOT_CHECKED = "not checked"
+    WARNING = "warning"
+    PASS = "pass"  # noqa: S105 - a verdict, no password
+    NOT_APPLICABLE = "not applicable"
 
 
 class Validity(StrEnum):
@@ -61,7 +61,8 @@ class Validity(StrEnum):
 class Finding:
     """One verdict.
 
-    `proof` is the arithmetic, or the reason why nothing was checked; `evidence` names the file.
+    `proof` is the arithmetic, or the reason why nothing was checked; `evidence` names the file, by default
+    the one that the rule is about.
     """
 
     verdict: Verdict
@@ -86,7 +87,7 @@ def combine(findings: Iterable[Finding]) -> Validity:
 def pass_if(
     is_kept: bool,  # noqa: FBT001 - the condition that the call is about
     *,
-    evidence: str,
+    evidence: str = "",
     proof: str,
     value: object = "",
     limit: object = "",
@@ -138,10 +139,7 @@ def _usual_fix(where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The subject of a rule: one result, or one result directory of a run (in v1.0, one client's share).
-
-    Only a rule that is judged for each run has a `run`.
-    """
+    """The subject of a rule: one result, or one result directory `run` (in v1.0, one client's share)."""
 
     result: SubmittedResult
     edition: Edition
@@ -171,18 +169,16 @@ class Case:
 
     @property
     def is_closed(self) -> bool:
-        """Check whether the result is in CLOSED."""
         return self.division is SubmissionDivision.CLOSED
 
     @property
     def is_checkpointing(self) -> bool:
-        """Check whether the result is a checkpointing result."""
         return self.result.location.benchmark is Benchmark.CHECKPOINTING
 
     @property
-    def is_warm_up(self) -> bool:
-        """Check whether the run is a warm-up, which counts in no mean."""
-        return any(run.is_warm_up and self.run in run.dirs for run in self.result.runs)
+    def whole_run(self) -> ResultRun:
+        """The run with all directories, of which `run` is one."""
+        return next(run for run in self.result.runs if self.run in run.dirs)
 
     @property
     def verdict_of_round(self) -> Verdict:
@@ -204,31 +200,38 @@ class Rule:
 
     `unless` returns the reason why the rule does not apply to a case, or "". `judge` yields findings, or
     raises `MissingFact`; a fact that one run lacks does not hide findings on the others. If the rule
-    `is_lenient_in_warm_up`, a failure in a warm-up, which no mean includes, is only a warning.
+    `is_lenient_in_warm_up`, a failure in a warm-up, which no mean includes, is only a warning. `at` returns
+    the file that is the evidence of findings that name none: the result's folder, or the summary of the run.
     """
 
     id: str
     title: str
     editions: tuple[str, ...] = ALL
     benchmarks: tuple[Benchmark, ...] = TRAINING
-    each: Literal["run", "result"] = "run"
+    each: Literal["run", "run together", "datagen", "directory", "result"] = "run"
     source: str
     formula: str
     passes: str
     fails: str
     unless: Callable[[Case], str] = lambda _: ""
     is_lenient_in_warm_up: bool = False
+    at: Read = lambda case: case.name if case.run is _NO_RUN else case.run.summary.file
     judge: Judge
 
     def findings(self, result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
-        """Judge a result, or each of its runs."""
-        if self.each == "result":
-            yield from self._judge(Case(result, edition))
-            return
-        require_runs(result)
-        for run in result.run_dirs():
+        """Judge each subject: runs are judged by directory, or `together` if clients shared a data set."""
+        subjects = {
+            "run": result.run_dirs(),
+            "run together": tuple(run.dirs[0] for run in result.runs),
+            "datagen": result.datagen,
+            "directory": result.all_dirs(),
+            "result": (_NO_RUN,),
+        }
+        if self.each.startswith("run") and not result.runs:
+            yield not_checked(MissingFact("there are no runs", where=result.name))
+        for subject in subjects[self.each]:
             try:
-                yield from self._judge(Case(result, edition, run))
+                yield from self._judge(Case(result, edition, subject))
             except MissingFact as missing:
                 yield not_checked(missing)
 
@@ -236,8 +239,10 @@ class Rule:
         if reason := self.unless(case):
             yield not_applicable(case.name, reason)
             return
-        for finding in self.judge(case):
-            if self.is_lenient_in_warm_up and finding.verdict is Verdict.FAIL and case.is_warm_up:
+        for found in self.judge(case):
+            finding = found if found.evidence else replace(found, evidence=self.at(case))
+            is_failure = finding.verdict is Verdict.FAIL
+            if self.is_lenient_in_warm_up and is_failure and case.whole_run.is_warm_up:
                 yield replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
             else:
                 yield finding
@@ -263,7 +268,6 @@ def check(
     *,
     facts: Callable[[Case], Mapping[str, Any] | Iterable[Mapping[str, Any]]],
     holds: Callable[[Facts], bool],
-    at: Read | str = lambda case: case.name if case.run is _NO_RUN else case.run.summary.file,
     show: tuple[Text, Text],
     proof: Text,
     fix: Text,
@@ -274,8 +278,7 @@ def check(
 
     check(facts=lambda case: {"hosts": ..., "ranks": ...}, holds=lambda it: it.ranks >= it.hosts, ...)
 
-    `at` returns the file that is the evidence, or names the fact that holds it; by default, it is the
-    result's folder, or the summary of the run. `show` has the texts of the finding's value and limit.
+    The evidence is the fact `file`, if there is one. `show` has the texts of the finding's value and limit.
     `otherwise` is the verdict if the facts do not hold. `about` has the other fields of `Rule`.
     """
 
@@ -288,7 +291,7 @@ def check(
             )
             yield pass_if(
                 holds(it),
-                evidence=known[at] if isinstance(at, str) else at(case),
+                evidence=known.get("file", ""),
                 value=value,
                 limit=limit,
                 proof=proved,
@@ -354,7 +357,7 @@ def compare_stated(
     stated: float,
     recomputed: float,
     *,
-    evidence: str,
+    evidence: str = "",
     fix: str,
     tolerance: float,
 ) -> Finding:
@@ -376,7 +379,6 @@ def free_in_open(case: Case) -> str:
 
 
 def require_runs(result: SubmittedResult, problem: str = "there are no runs") -> tuple[ResultRun, ...]:
-    """Return the runs; raise `MissingFact` if there are none."""
     if not result.runs:
         raise MissingFact(problem, where=result.name)
     return result.runs
@@ -409,5 +411,4 @@ def num_hosts(run: ResultDir) -> int:
 
 
 def num_accelerators(case: Case) -> int:
-    """Return the number of accelerators that the summary of a run states."""
     return case.run.summary.integer("num_accelerators")

@@ -6,7 +6,7 @@ a fact does not contradict any other file.
 
 import fnmatch
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain, pairwise
 from typing import Any, Final
@@ -14,8 +14,8 @@ from typing import Any, Final
 from penstock.errors import name_some
 from penstock.submission import tree_layout
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
-from penstock.submission.recomputed_metrics import OF_TRAINING, per_run, read_interval
-from penstock.submission.recomputed_metrics import num_accelerators as num_accelerators_of
+from penstock.submission.result_figures import OF_TRAINING, per_run, read_interval
+from penstock.submission.result_figures import num_accelerators as num_accelerators_of
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules.rule import (
     BOTH,
@@ -50,22 +50,21 @@ _KIB_IN_GIB: Final = 1 << 20
 
 def _judge_files(case: Case) -> Iterator[Finding]:
     """Pass if each of the edition's patterns matches a file of the run, or of the data generation."""
-    edition, is_datagen = case.edition, case.name == case.result.name
+    run, edition = case.run, case.edition
     patterns = edition.checkpoints.files if case.is_checkpointing else edition.run_files
-    if is_datagen:
+    if run in case.result.datagen:
         patterns = edition.timed.datagen_files
-    for directory in case.result.datagen if is_datagen else (case.run,):
-        if directory.unlisted:
-            raise MissingFact(directory.unlisted, where=directory.name)
-        missing = [pattern for pattern in patterns if not fnmatch.filter(directory.files, pattern)]
-        yield pass_if(
-            not missing,
-            evidence=directory.name,
-            value=f"{len(patterns) - len(missing)} files",
-            limit=f"{len(patterns)} files",
-            proof=f"there is no {', no '.join(missing)}" if missing else "all files are there",
-            fix="Copy the run's whole output folder.",
-        )
+    if run.unlisted:
+        raise MissingFact(run.unlisted, where=run.name)
+    missing = [pattern for pattern in patterns if not fnmatch.filter(run.files, pattern)]
+    yield pass_if(
+        not missing,
+        evidence=run.name,
+        value=f"{len(patterns) - len(missing)} files",
+        limit=f"{len(patterns)} files",
+        proof=f"there is no {', no '.join(missing)}" if missing else "all files are there",
+        fix="Copy the run's whole output folder.",
+    )
 
 
 def _judge_config_files(case: Case) -> Iterator[Finding]:
@@ -99,11 +98,10 @@ def _judge_results_file(case: Case) -> Iterator[Finding]:
 def _judge_workload(case: Case) -> Iterator[Finding]:
     run, edition, checkpoints = case.run, case.edition, case.edition.checkpoints
     family, accelerator = run.workload()
-    known: Mapping[str, Any] = (
-        checkpoints.models if case.is_checkpointing else edition.min_utilization_percent
-    )
-    # For checkpoints, the rule on accelerators' memory judges the accelerator.
-    accelerators = checkpoints.accelerator_memory_gb if case.is_checkpointing else edition.accelerators
+    known: Collection[str] = edition.min_utilization_percent
+    accelerators: Collection[str] = edition.accelerators
+    if case.is_checkpointing:  # the rule on accelerators' memory judges the accelerator
+        known, accelerators = checkpoints.models, checkpoints.accelerator_memory_gb
     is_known = family in known and (case.is_checkpointing or accelerator in accelerators)
     folder = case.result.location.model.lower()
     is_misplaced = is_known and folder not in ("", family)
@@ -181,15 +179,9 @@ def _named_hosts(case: Case) -> dict[str, int]:
 def _judge_alike_hosts(case: Case) -> Iterator[Finding]:
     summary, metadata = case.run.summary, case.run.metadata
     require_all_hosts(case.run)
-    count, max_ratio, path = (
-        num_hosts(case.run),
-        case.edition.timed.max_ratio_of_hosts,
-        ("system_info", "hosts"),
-    )
-    for name, key in (
-        ("host_memory_GB", ("memory", "total")),
-        ("host_cpu_count", ("cpu", "num_logical_cores")),
-    ):
+    count, max_ratio = num_hosts(case.run), case.edition.timed.max_ratio_of_hosts
+    path, keys = ("system_info", "hosts"), (("memory", "total"), ("cpu", "num_logical_cores"))
+    for name, key in zip(("host_memory_GB", "host_cpu_count"), keys, strict=True):
         # DLIO fills its lists wrongly on clusters; the metadata may have the same facts for each host.
         numbers, hosts = summary.numbers(name), metadata.parts(*path) if metadata.has(*path) else {}
         if (len(numbers) != count or min(numbers) <= 0) and hosts:
@@ -198,7 +190,6 @@ def _judge_alike_hosts(case: Case) -> Iterator[Finding]:
         ratio = max(numbers) / min(numbers) if is_comparable else 0.0
         yield pass_if(
             is_comparable and ratio <= max_ratio,
-            evidence=summary.file,
             value=f"{ratio:.4g}" if is_comparable else f"{len(numbers)} entries",
             limit=f"{max_ratio:g}",
             proof=(
@@ -237,7 +228,6 @@ def _judge_host_memory(case: Case) -> Iterator[Finding]:
         expected = [float(each_gib > share_gib) for each_gib in memory_gib[: len(stated)]]
         yield pass_if(
             stated == expected,
-            evidence=summary.file,
             value=_list(stated),
             limit=_list(expected),
             proof=(
@@ -260,7 +250,6 @@ def _compare_with_meminfo(summary: ParsedFile) -> Finding:
     holds = any(round(ratio) >= 1 and abs(ratio - round(ratio)) <= _MEMORY_TOLERANCE for ratio in ratios)
     return pass_if(
         holds,
-        evidence=summary.file,
         value=f"{max(listed):.6g} GiB",
         limit=f"{total_gib:.6g} GiB",
         proof=(
@@ -523,7 +512,7 @@ RULES: Final = (
         id="datagen.files",
         title="The result directory of the data generation has its files",
         editions=LATER,
-        each="result",
+        each="datagen",
         source="2.1.14; the JSON files that its text names too are never written by a generation",
         formula="every pattern of the edition's list matches a file of the directory",
         passes="training_datagen.stdout.log, training_datagen.stderr.log, dlio.log",

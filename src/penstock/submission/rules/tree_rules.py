@@ -8,10 +8,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Final
 
 from penstock.errors import name_some
-from penstock.submission.code_image import ALGORITHM, EMPTY_TREE, image_name, parse_pointer
+from penstock.submission.code_image import ALGORITHM, EMPTY_TREE, image_name, parse_pointer, pointer_text
 from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.rules.rule import (
     BOTH,
@@ -27,7 +28,6 @@ from penstock.submission.rules.rule import (
     check,
     limit,
     not_applicable,
-    not_checked,
     nothing,
     or_pass,
     pass_if,
@@ -46,7 +46,6 @@ _AS_WRITTEN: Final = "Hand in the result directory as it was written."
 
 
 def require_description(case: Case) -> ParsedFile:
-    """Return the description of the result's system."""
     result = case.result
     if not result.systems:
         raise MissingFact(
@@ -100,11 +99,10 @@ def _judge_entries(
 
 
 def _judge_required_folders(case: Case) -> Iterable[Finding]:
-    submitter, folders = case.result.location.submitter, case.edition.folders
+    submitter, edition = case.result.location.submitter, case.edition
     present = {folder.name.lower() for folder in list_subfolders(submitter.folder)}
-    expected = dict.fromkeys(folders.required, Verdict.FAIL) | dict.fromkeys(
-        folders.expected, Verdict.WARNING
-    )
+    expected = dict.fromkeys(edition.required_folders, Verdict.FAIL)
+    expected |= dict.fromkeys(edition.expected_folders, Verdict.WARNING)
     missing = []
     for name, verdict in expected.items():
         # A description among the results is misplaced, but the reviewer has it.
@@ -232,7 +230,6 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
     expected = sum(client.integer("quantity") for client in clients)
     yield pass_if(
         hosts == expected,
-        evidence=summary.file,
         value=f"{hosts} hosts",
         limit=f"{expected} hosts",
         proof=f"{hosts} hosts in the run, {expected} clients in {description.file}",
@@ -241,7 +238,6 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
     if not description.boolean(*SOLUTION, "capabilities", "multi_host"):
         yield pass_if(
             hosts == 1,
-            evidence=summary.file,
             value=f"{hosts} hosts",
             limit="1 host",
             proof=f"{hosts} hosts ran, of a system that serves one",
@@ -256,7 +252,6 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
         holds = abs(measured_gib - described_gib) <= tolerance * described_gib
         yield pass_if(
             holds,
-            evidence=summary.file,
             value=f"{measured_gib:.6g} GiB",
             limit=f"{described_gib:g} GiB +- {tolerance:.0%}",
             proof=(
@@ -267,30 +262,20 @@ def _judge_clients(case: Case) -> Iterator[Finding]:
         )
 
 
-def _judge_pointers(case: Case) -> Iterator[Finding]:
-    _, images, _ = case.result.context.pool
-    for run in case.result.all_dirs():
-        if run.pointer.is_missing:
-            yield Finding(
-                verdict=Verdict.FAIL,
-                evidence=run.pointer.file,
-                proof="the result directory points to no code image",
-                fix=_AS_WRITTEN,
-            )
-            continue
-        try:
-            name = image_name(parse_pointer(run.pointer))
-        except MissingFact as reason:
-            yield not_checked(reason)
-            continue
-        yield pass_if(
-            name in images,
-            evidence=run.pointer.file,
-            value=name,
-            limit="an image of the pool",
-            proof=f"{name} {'is' if name in images else 'is not'} in the pool",
-            fix="Hand in the pool of code images as it was.",
-        )
+def _judge_pointer(case: Case) -> Iterator[Finding]:
+    pointer, (_, images, _) = case.run.pointer, case.result.context.pool
+    if pointer.is_missing:
+        proof = "the result directory points to no code image"
+        yield Finding(verdict=Verdict.FAIL, proof=proof, fix=_AS_WRITTEN)
+        return
+    name = image_name(parse_pointer(pointer))
+    yield pass_if(
+        name in images,
+        value=name,
+        limit="an image of the pool",
+        proof=f"{name} {'is' if name in images else 'is not'} in the pool",
+        fix="Hand in the pool of code images as it was.",
+    )
 
 
 def _judge_images(case: Case) -> Iterator[Finding]:
@@ -325,20 +310,12 @@ def _judge_provenance(case: Case) -> Iterator[Finding]:
     if run.provenance.is_missing and not run.metadata.has("provenance_file"):
         yield not_applicable(run.name, "the run declares no provenance")
     elif run.provenance.is_missing:
-        yield Finding(
-            verdict=Verdict.FAIL,
-            evidence=run.provenance.file,
-            proof="the metadata declare provenance.json, and it is not there",
-            fix=_AS_WRITTEN,
-        )
+        proof = "the metadata declare provenance.json, and it is not there"
+        yield Finding(verdict=Verdict.FAIL, proof=proof, fix=_AS_WRITTEN)
     else:
-        stated, pointed = (
-            run.provenance.text("tool", "code_image"),
-            f"{ALGORITHM}:{parse_pointer(run.pointer)}",
-        )
+        stated, pointed = run.provenance.text("tool", "code_image"), pointer_text(parse_pointer(run.pointer))
         yield pass_if(
             stated == pointed,
-            evidence=run.provenance.file,
             value=stated,
             limit=pointed,
             proof=f"tool.code_image is {stated}, the run points to {pointed}",
@@ -364,7 +341,6 @@ def _judge_manifest(case: Case) -> Iterator[Finding]:
     problems += [f"{name} is not there" for name in sorted(listed - present)]
     yield pass_if(
         not problems,
-        evidence=manifest.file,
         value=f"{len(listed)} listed",
         limit=f"{len(present)} there",
         proof=name_some(problems, separator="; ") or f"all {len(present)} result directories are listed",
@@ -373,7 +349,6 @@ def _judge_manifest(case: Case) -> Iterator[Finding]:
     stated = _stated_edition(manifest)
     yield pass_if(
         stated == case.edition.rules,
-        evidence=manifest.file,
         value=stated,
         limit=case.edition.rules,
         proof=f"rules_edition is {stated}",
@@ -381,38 +356,22 @@ def _judge_manifest(case: Case) -> Iterator[Finding]:
     )
 
 
-def _judge_metadata(case: Case) -> Iterator[Finding]:
+def _find_misplaced(case: Case) -> list[str]:
     result, location = case.result, case.result.location
     model = location.model.lower()
     if location.benchmark is Benchmark.VECTOR_SEARCH:  # its folder is an engine's, and then an index's
         model = f"{location.folder.parent.name.lower()}_{model}"
-    phases = (("datasize", result.datasize), ("datagen", result.datagen), ("run", result.run_dirs()))
-    for command, directory in ((name, each) for name, directories in phases for each in directories):
-        expected = {
-            "benchmark_type": location.benchmark.value,
-            "model": model,
-            "command": command,
-            "run_datetime": directory.name.rpartition("/")[2],
-        }
-        try:
-            stated = {key: directory.metadata.text(key).lower() for key in expected}
-        except MissingFact as reason:
-            yield not_checked(reason)
-            continue
-        problems = [
-            f"{key} is {stated[key]}, not {wanted}"
-            for key, wanted in expected.items()
-            if stated[key] != wanted
-        ]
-        yield pass_if(
-            not problems,
-            evidence=directory.metadata.file,
-            value=f"{len(problems)} differ",
-            limit="0 differ",
-            proof="; ".join(problems)
-            or f"they say {command} of {stated['model']} at {stated['run_datetime']}",
-            fix="Hand in each result directory where it was written.",
-        )
+    phases = {"datasize": result.datasize, "datagen": result.datagen, "run": result.run_dirs()}
+    expected = {
+        "benchmark_type": location.benchmark.value,
+        "model": model,
+        "command": next(name for name, dirs in phases.items() if case.run in dirs),
+        "run_datetime": case.run.name.rpartition("/")[2],
+    }
+    stated = {key: case.run.metadata.text(key).lower() for key in expected}
+    return [
+        f"{key} is {stated[key]}, not {wanted}" for key, wanted in expected.items() if stated[key] != wanted
+    ]
 
 
 def _unless_no_verdict(case: Case) -> str:
@@ -425,7 +384,7 @@ def _judge_rehearsal(case: Case) -> Iterator[Finding]:
     dirs = case.result.all_dirs()
     rehearsed = [each.metadata for each in dirs if each.metadata.has(REHEARSAL)]
     if not rehearsed:
-        yield Finding(verdict=Verdict.PASS, evidence=case.name, proof="no directory is of a rehearsal")
+        yield Finding(verdict=Verdict.PASS, proof="no directory is of a rehearsal")
         return
     is_known = rehearsed[0].has(REHEARSAL, "scale")
     scale = f"{rehearsed[0].number(REHEARSAL, 'scale'):g}" if is_known else "unknown"
@@ -649,12 +608,14 @@ RULES: Final = (
     Rule(
         id="code.pointer",
         title="Each result directory points to an existing code image",
-        **_NEWEST_TREES,
+        **_NEWEST_RUNS,
+        each="directory",
         source="2.1.6, CHECK-01",
         formula=".mlps-code-image names a digest whose image is in the pool",
         passes="md5-tree-v2:0123..., code-images/code-01234567/",
         fails="a result directory without .mlps-code-image",
-        judge=_judge_pointers,
+        at=attrgetter("run.pointer.file"),
+        judge=_judge_pointer,
     ),
     Rule(
         id="code.image",
@@ -695,6 +656,7 @@ RULES: Final = (
         formula="provenance.json is there if the metadata declare it; tool.code_image == .mlps-code-image",
         passes="both say md5-tree-v2:0123...",
         fails="metadata with provenance_file, and no provenance.json",
+        at=attrgetter("run.provenance.file"),
         judge=_judge_provenance,
     ),
     limit(
@@ -708,7 +670,7 @@ RULES: Final = (
         unless=lambda case: "the run declares no provenance" if case.run.provenance.is_missing else "",
         fact=lambda case: _stated_edition(case.run.provenance),
         limit=lambda case: case.edition.rules,
-        at=lambda case: case.run.provenance.file,
+        at=attrgetter("run.provenance.file"),
         proof="made by the rules of {fact}, judged by the rules of {limit}",
         fix="Judge it with --edition {fact}, or repeat the run.",
     ),
@@ -722,19 +684,28 @@ RULES: Final = (
         ),
         passes="9 result directories listed, the same 9 there",
         fails="a result directory that is not listed",
+        at=attrgetter("result.context.manifest.file"),
         judge=_judge_manifest,
     ),
-    Rule(
+    nothing(
         id="runs.metadata",
         title="The metadata of a result directory agree with its path",
-        **_LATER_TREES,
+        editions=LATER,
+        benchmarks=EVERY,
+        each="directory",
         source="3.1.1, structure of *_metadata.json",
         formula=(
             "benchmark_type, model and command agree with the path, run_datetime is the directory's name"
         ),
         passes="training/unet3d/run/20260701_100000/ with command run",
         fails="a result directory that was copied from another workload",
-        judge=_judge_metadata,
+        problems=_find_misplaced,
+        at=METADATA,
+        show=("{number} differ", "0 differ"),
+        proof=lambda it: "they say {} of {} at {}".format(
+            *(it.case.run.metadata.text(key).lower() for key in ("command", "model", "run_datetime"))
+        ),
+        fix="Hand in each result directory where it was written.",
     ),
     limit(
         id="runs.exit",

@@ -147,7 +147,7 @@ def test_a_rule_of_runs_excuses_a_warm_up_and_may_not_apply(store: TreeStore) ->
 
 def test_a_fact_that_one_run_lacks_hides_nothing_about_the_others(store: TreeStore) -> None:
     def judge(case: Case) -> Iterator[Finding]:
-        if case.is_warm_up:
+        if case.whole_run.is_warm_up:
             raise MissingFact("gone", where="here.json")
         yield Finding(verdict=Verdict.PASS, proof="kept")
 
