@@ -94,6 +94,10 @@ _CALL: Final = re.compile(
 )
 _RESUMED: Final = re.compile(r"<\.\.\. (\w+) resumed>\s?(.*)", re.DOTALL)
 _MOST_UNFINISHED: Final = 1 << 16
+_TOO_MANY: Final = "too many calls or tasks are unfinished"
+_MOST_TASKS: Final = 1 << 18
+_COPIED_PER_LINE: Final = 16
+"""How many open files new processes may inherit for each line of the listing: far more than in real ones."""
 _UNFINISHED: Final = "<unfinished ...>"
 _ENDS_TASK: Final = frozenset(("exit", "exit_group"))
 """Calls that never return."""
@@ -148,10 +152,6 @@ class _Process:
     paths: dict[int, str] = field(default_factory=dict)
     folder: str = ""
 
-    def make(self, flags: str, tid: int) -> _Process:
-        """The process of a new task: a thread shares its creator's, a child begins with a copy of it."""
-        return self if "CLONE_THREAD" in flags else _Process(tid, dict(self.paths), self.folder)
-
     def path_of(self, descriptor: re.Match[str], group: int = 1) -> str | None:
         """The file of the descriptor in a group, as `strace -y` names it, or else as calls so far show."""
         shown = descriptor[group + 1]
@@ -205,10 +205,10 @@ class Strace:
         # Tasks that are listed before the call that created them has returned: the task that seems to have
         # created them, and their rows.
         self._early: dict[int, tuple[int, list[dict[str, Any]]]] = {}
-        self._num_lines = self._num_timeless = 0
+        self._num_lines = self._num_timeless = self._num_copied = 0
         self._is_summary = False
 
-    def parse(self, line: str) -> ParsedLine:
+    def parse(self, line: str) -> ParsedLine:  # noqa: PLR0911 - kinds of lines
         """Parse a line: a call or a part of one, a signal, an exit, or damage."""
         self._num_lines += 1
         if not line.strip():
@@ -221,6 +221,8 @@ class Strace:
             return ParsedLine(LineFate.DROPPED, reason="not a line of strace")
         bracketed, plain, seconds, fraction, rest = match.groups()
         tid = int(bracketed or plain or self._tid)
+        if len(self._processes) > _MOST_TASKS and tid not in self._processes:
+            return ParsedLine(LineFate.DROPPED, reason=_TOO_MANY)
         ts_ns = _nanoseconds(seconds, fraction)
         if rest.startswith(("---", *_UNREAD)):
             return ParsedLine(LineFate.METADATA)
@@ -233,7 +235,7 @@ class Strace:
         if rest.endswith(_UNFINISHED):
             ended = self._end_call(tid)
             if len(self._unfinished) == _MOST_UNFINISHED:
-                return ParsedLine(LineFate.DROPPED, reason="too many calls are unfinished")
+                return ParsedLine(LineFate.DROPPED, reason=_TOO_MANY)
             self._process_of(tid)
             text = rest.removesuffix(_UNFINISHED).rstrip()
             self._unfinished[tid] = (ts_ns, text, (self._num_lines, line))
@@ -370,13 +372,23 @@ class Strace:
             self._processes[tid] = _Process(tid)
             if self._making:
                 maker, text = next(reversed(self._making.items()))
-                self._processes[tid] = self._processes[maker].make(text, tid)
+                self._processes[tid] = self._make(maker, text, tid)
                 self._early[tid] = (maker, [])
         return self._processes[tid]
 
+    def _make(self, maker: int, flags: str, tid: int) -> _Process:
+        """The process of a new task: a thread shares its creator's, a child begins with a copy of it."""
+        process = self._processes[maker]
+        if "CLONE_THREAD" in flags:
+            return process
+        self._num_copied += len(process.paths)
+        # Without a limit, a process with many files that forks often takes gigabytes.
+        is_usual = self._num_copied <= _MOST_TASKS + _COPIED_PER_LINE * self._num_lines
+        return _Process(tid, dict(process.paths) if is_usual else {}, process.folder)
+
     def _add_task(self, maker: int, arguments: str, tid: int) -> None:
         """Note the task that a call has created, and correct tasks that seemed to be created by this call."""
-        process = self._processes[maker].make(arguments, tid)
+        process = self._make(maker, arguments, tid)
         corrected = {}
         early = self._early.pop(tid, None)
         if early is None:
@@ -398,6 +410,13 @@ def read_strace(
     """Yield the rows of a listing that begins with `head`."""
     listing = Strace(find_task(path, head), find_host(path))
     for chunk in chunks:
+        if account.dropped_reasons.get(_TOO_MANY, 0) > _MOST_UNFINISHED:
+            # Only a listing that was made for it comes here, and parsing it would take minutes.
+            num_lines = chunk.count(b"\n")
+            account.lines += num_lines
+            account.dropped += num_lines
+            account.dropped_reasons[_TOO_MANY] += num_lines
+            continue
         for line in chunk.split(b"\n")[:-1]:
             parsed = listing.parse(line.decode(errors="backslashreplace"))
             account.lines += 1

@@ -1,6 +1,7 @@
 """Traces made to cost memory or time: small files that unpack to much, and lines that take long to search."""
 
 import gzip
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,30 @@ def test_calls_that_stay_unfinished_are_dropped_beyond_a_limit(tmp_path: Path) -
             file.write(f"{number + 1} 1700000000.000001 read(3,  <unfinished ...>\n")
     reading = read_trace_file(TraceFile(path=path))
     assert sum(batch.num_rows for batch in reading.batches) == 1 << 16
-    assert reading.account.dropped_reasons == {"too many calls are unfinished": 3}
+    assert reading.account.dropped_reasons == {"too many calls or tasks are unfinished": 3}
+
+
+def test_lines_after_very_many_unfinished_calls_are_counted_but_not_parsed(tmp_path: Path) -> None:
+    path, more = tmp_path / "x.strace", b"1 1700000000.000001 close(3) = 0 <0.000001>\n" * 30_000
+    unfinished = (b"%d 1700000000.000001 read(3,  <unfinished ...>\n" % (one + 1) for one in range(3 << 16))
+    path.write_bytes(b"".join(unfinished) + more)
+    reading = read_trace_file(TraceFile(path=path))
+    assert sum(batch.num_rows for batch in reading.batches) == 1 << 16
+    account = reading.account
+    assert account.lines == account.salvaged + account.dropped == (3 << 16) + 30_000
+
+
+def test_a_process_with_many_files_that_forks_often_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path, line = tmp_path / "x.strace", "1 1700000000.000001 {} <0.000001>\n"
+    with path.open("w") as file:
+        file.writelines(line.format(f'open("/d", O_RDONLY) = {number}') for number in range(5000))
+        file.writelines(line.format(f"fork() = {number}") for number in range(2, 5000))
+    tracemalloc.start()
+    reading = read_trace_file(TraceFile(path=path))
+    assert sum(batch.num_rows for batch in reading.batches) == 9998
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 200 * MIB  # with a copy of the table for each, 1.5 GB
 
 
 @pytest.mark.parametrize("token", [b'\\"', b'"name":"', b'"name" : ', b'{"', b"[", b", ", b'"'])
