@@ -66,7 +66,7 @@ def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) 
 
 
 def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment: Environment) -> Path | None:
-    """The folder for the machine code of these modules on this processor; None if it is not writable."""
+    """Return the folder for these modules' machine code on this processor, or None if it is not writable."""
     source = b"".join(Path(inspect.getfile(part)).read_bytes() for part in parts)
     settings: Any = numba.config
     processor = f"{llvmlite.binding.get_host_cpu_name()} {llvmlite.binding.get_host_cpu_features().flatten()}"

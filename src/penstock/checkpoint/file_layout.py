@@ -82,7 +82,7 @@ def payload_of_bytes(content: bytes) -> Payload:
 
 
 def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
-    """The payload of a region: its elements in row-major order, converted to `dtype` unless that is None."""
+    """Return a region's payload: its elements in row-major order, converted to `dtype` if that is given."""
     if memory.requires_grad:
         memory = memory.detach()
     if memory.is_conj() or memory.is_neg():

@@ -512,7 +512,7 @@ class LoadContext:
         return self.storage.open(self.checkpoint.key(self.checkpoint.index.files[number]))
 
     def checksummed_items(self, rows: Ints) -> dict[int, ChecksummedItem]:
-        """The items of these rows of `items` with their checksums; empty if the checksums are not known."""
+        """Return the items of these rows of `items` with their checksums; empty if these are not known."""
         index = self.checkpoint.index
         if index.sums is None:
             return {}
@@ -654,7 +654,7 @@ def _exchanging(
 def _find_whole_items(
     plan: LoadPlan, begin: Ints, end: Ints, context: LoadContext
 ) -> dict[int, ChecksummedItem]:
-    """The items that this rank reads completely, by row of `ByteItemIndex`; they are verified on the way."""
+    """Return the items that this rank reads completely, and so verifies, by row of `ByteItemIndex`."""
     num_own, num_items = plan.num_own, len(context.items.stored)
     row, begin, end = plan.row[:num_own], begin[:num_own], end[:num_own]
     # The reads of one item are consecutive. They cover it if there is no gap between them and their sizes add
@@ -839,7 +839,7 @@ def run_with_heartbeat(
 
 
 def _status(working: Future[Any], done_s: float | None, awaiting: str, limit_s: float) -> str | None:
-    """The status of this rank: None while it is busy, "" once it is done, or the cause of its failure."""
+    """Return this rank's status: None while it is busy, "" once it is done, or the cause of its failure."""
     if done_s is None:
         return None
     if (error := working.exception()) is not None:

@@ -223,7 +223,7 @@ class StoredNames:
         return apply_rename(f"{key}.", self._rename)
 
     def lacks(self, prefix: str) -> bool:
-        """True if this rank had nothing below `prefix` when the checkpoint was saved, but others had."""
+        """Return True if, when the checkpoint was saved, only other ranks had anything below `prefix`."""
         return any(name.startswith(prefix) for name in self._lacking)
 
     def is_of_one_rank(self, name: str) -> bool:
@@ -242,7 +242,7 @@ class StoredNames:
         return self._facts.get(own, self._facts.get(name, SKIPPED))
 
     def below(self, stored_prefix: str, own_key: str) -> StoredPlaces:
-        """The places that the checkpoint has below `stored_prefix`, such as "opt.", for the part `own_key`.
+        """Return the checkpoint's places below `stored_prefix`, such as "opt.", for the part `own_key`.
 
         Values of single ranks are left out, because they have the same places as the common ones.
         """
@@ -807,7 +807,7 @@ class LoadedParts:
         return [name for name in found if name not in above]
 
     def own_name(self, stored_name: str) -> str | None:
-        """The name in this state for a name in the checkpoint; None if it belongs to no part of the state."""
+        """Return this state's name for a name in the checkpoint, or None if no part of the state has it."""
         key = self._owner(stored_name)
         return None if key is None else f"{key}.{stored_name[len(self.prefixes[key]) :]}"
 

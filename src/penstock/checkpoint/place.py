@@ -107,7 +107,7 @@ def unpack(
 
 
 def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """Pairs of targets that are the same memory but are loaded from different places, as tied weights are.
+    """Return pairs of targets that are the same memory but load from different places, like tied weights.
 
     Raises `UsageError` if two targets share only a part of their memory. Views with gaps, such as columns of
     one matrix, are assumed to share nothing.

@@ -231,7 +231,7 @@ def sum_bytes(memory: torch.Tensor) -> int:
 
 
 def sum_on_device(memories: Sequence[torch.Tensor]) -> list[int]:
-    """Sums of the elements of tensors on one device, computed there, with a single copy to main memory.
+    """Return sums of the elements of tensors on one device, computed there, with a single copy to the host.
 
     Blocks of `NUM_WORDS` are multiplied by weights and added up. The weights are odd, so that no change of a
     single word goes unnoticed, and differ between positions. The weighted sums, or the bytes themselves if

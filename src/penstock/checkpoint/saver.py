@@ -351,7 +351,7 @@ class SaveShare:
 def choose_pipeline_settings(
     layouts: Sequence[FileLayout], writers: int, buffer_bytes: int
 ) -> PipelineSettings:
-    """Settings to write these files with at most `buffer_bytes` of buffers, and no more than necessary."""
+    """Return settings to write these files with no more buffers than necessary, at most `buffer_bytes`."""
     streams = max(1, min(writers, len(layouts)))
     largest = max((layout.size_bytes for layout in layouts), default=0)
     # Equal chunks, so that none is small; several, so that the storage works while others are filled.

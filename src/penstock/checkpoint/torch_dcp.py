@@ -506,7 +506,7 @@ class RankItems:
         of_object: Callable[[bytes], Any],
         of_tensor: Callable[[torch.Tensor, torch.dtype], Any],
     ) -> dict[str, list[Any]]:
-        """Each file's items in order, converted by `of_object` and `of_tensor`, with the plan's dtypes."""
+        """Return each file's items in order, converted by `of_object`, or by `of_tensor` with the dtype."""
         made: dict[str, list[Any]] = {}
         for bucket in self._plan.buckets:
             made[bucket.file] = [of_object(self._objects[placed.name]) for placed in bucket.objects]
@@ -540,7 +540,7 @@ class RankItems:
 
 
 def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta) -> Seal:
-    """The planner's metadata as torch pickles it, and the manifest, built from the reports of all ranks."""
+    """Return the planner's metadata as torch pickles it, and the manifest, from the reports of all ranks."""
     all_results = [result for rank_results in results for result in rank_results]
     shares = [result.storage_data for result in all_results if isinstance(result.storage_data, WrittenShare)]
     metadata.storage_data = {

@@ -19,7 +19,7 @@ FEW_BYTES = 4096
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:
-    """A writable buffer of `size_bytes` zeros at a page boundary; its memory is freed with the last view."""
+    """Return a writable buffer of `size_bytes` zeros at a page boundary, freed with its last view."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     try:
         pages = mmap.mmap(-1, round_up(max(size_bytes, 1), PAGE_BYTES), flags=flags)

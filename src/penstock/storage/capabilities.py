@@ -66,7 +66,7 @@ class SupportsDirectAccess(Protocol):
     """A `Storage` on a file system that can also access its files past the page cache."""
 
     def past_cache(self, reads: str | None = None) -> Storage:
-        """The same tree past the page cache, for large files; the storage itself if that is impossible.
+        """Return the same tree past the page cache, for large files, or this storage if that is impossible.
 
         Files are written under their final names immediately, and the names survive a power failure only
         after `sync_names`: this is for callers with their own commit. Callers that only read pass the
@@ -181,7 +181,7 @@ def no_thread(error: RuntimeError) -> Unavailable:
 
 
 def name_mount(storage: Storage) -> str:
-    """An ID shared by processes that can make each other's changes in a folder durable; "" if unknown.
+    """Return an ID shared by processes that can make each other's changes in a folder durable, or "".
 
     Such processes run on the same kernel and reach the file system through the same mount.
     """
@@ -190,7 +190,7 @@ def name_mount(storage: Storage) -> str:
 
 
 def find_span_trace(storage: Storage) -> RecordSpan | None:
-    """The function that adds spans to the trace of this storage's requests; None if there is no trace."""
+    """Return the function that adds spans to the trace of `storage`, or None if there is no trace."""
     while isinstance(storage, WrappedStorage):
         record: RecordSpan | None = getattr(storage, "record_span", None)
         if record is not None:
@@ -200,7 +200,7 @@ def find_span_trace(storage: Storage) -> RecordSpan | None:
 
 
 def require_conditional_writes(storage: Storage) -> SupportsConditionalWrites:
-    """The storage inside all wrappers if it supports conditional writes; otherwise, raises `Unavailable`."""
+    """Return the storage inside all wrappers; raise `Unavailable` if it has no conditional writes."""
     inside = unwrap(storage)
     if not isinstance(inside, SupportsConditionalWrites) or not inside.has_conditions:
         raise Unavailable(

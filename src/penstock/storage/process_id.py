@@ -51,9 +51,9 @@ def current_process() -> ProcessId:
 
 
 def name_host() -> str:
-    """An ID shared by all processes of one kernel and network namespace: they can connect over Unix sockets.
+    """Return an ID shared by all processes that can connect to each other over Unix sockets.
 
-    Empty if the system provides none.
+    They have one kernel and one network namespace. Empty if the system provides none.
     """
     try:
         return f"{current_process().kernel} {Path('/proc/self/ns/net').readlink()}"
@@ -84,7 +84,7 @@ def pid_exists(pid: int) -> bool:
 
 
 def _read_start_ticks(pid: int) -> str | None:
-    """The time at which the process with this PID started; None if there is none, or only a zombie."""
+    """Return the time at which the process with this PID started, or None if it is gone or a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -245,7 +245,7 @@ class MappedSource(WrappedSource):
             copy_bytes(wanted, found)
 
     def view(self, offset: int, size_bytes: int) -> memoryview | None:
-        """A part of the mapping, if its pages are in memory now. It stays mapped as long as it is used."""
+        """Return a part of the mapping, or None if it is not in memory. It stays mapped while in use."""
         end, begin = offset + size_bytes, offset - offset % PAGE_BYTES
         if end > self.size_bytes or not size_bytes:
             return None

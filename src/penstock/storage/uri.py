@@ -63,7 +63,7 @@ class Location:
         return Location(self.scheme, self.root, {**self.options, **options})
 
     def split_name(self) -> tuple[Location, str] | None:
-        """The location above this one and the name in it; None for a file system's root and for a bucket."""
+        """Return the location above and the name in it, or None for a file system's root and for a bucket."""
         above, _, name = self.root.rstrip("/").rpartition("/")
         if not name or not (above or self.root.startswith("/")):
             return None

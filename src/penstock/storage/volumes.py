@@ -30,7 +30,7 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
 
 
 def find_room(folder: Path) -> int:
-    """The bytes that can be written below a folder, existing or not: the free space minus the reserve."""
+    """Return the bytes that can be written below a folder, existing or not: free space minus the reserve."""
     return shutil.disk_usage(nearest_folder(folder)).free * _RESERVE // (_RESERVE + 1)
 
 

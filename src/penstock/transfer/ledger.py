@@ -275,7 +275,7 @@ def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
 
 
 def common_origin_ns(comm: Comm, awaiting: str) -> int:
-    """The same moment for all ranks, read from this rank's own clock, because the clocks of hosts differ."""
+    """Return the same moment for all ranks, on this rank's own clock, because the clocks of hosts differ."""
     comm.barrier(awaiting=awaiting)
     return now_ns()
 

@@ -62,7 +62,7 @@ class ReadSettings:
     """The largest block. Small loads have smaller ones, so that little is left to do after the last read."""
 
     def fit(self, num_bytes: int) -> ReadSettings:
-        """Settings for a load of `num_bytes`: fewer streams and smaller blocks if the load is small."""
+        """Return settings for a load of `num_bytes`: few streams and small blocks if the load is small."""
         streams = min(self.streams, max(num_bytes // (2 * LEAST_BLOCK_BYTES), 1))
         fitting = round_up(max(num_bytes // (LEAST_BLOCKS * streams), LEAST_BLOCK_BYTES), PAGE_BYTES)
         return replace(self, streams=streams, block_bytes=min(self.block_bytes, fitting))

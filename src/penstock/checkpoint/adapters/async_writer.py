@@ -172,7 +172,7 @@ _SHARED_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 
 
 def _find_shared(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The IDs of the tensors whose memory a forked process shares with its parent, including mapped files.
+    """Return the IDs of tensors whose memory a forked process shares with its parent, including mapped files.
 
     torch knows which of its own allocations are shared. Only for other memory are the kernel's mappings read,
     which takes a millisecond.

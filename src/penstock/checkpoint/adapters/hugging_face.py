@@ -128,7 +128,7 @@ class PenstockCheckpoints(_Trainer):
         return [self.model], [self.optimizer], [self.lr_scheduler], self.accelerator.scaler
 
     def _folder_of_newest(self) -> str | None:
-        """The folder with the Trainer's state in the manager's newest step; None if there is no step."""
+        """Return the folder with the Trainer's state in the manager's newest step, or None without a step."""
         state = {"trainer": ""}
         self._resumed_step = self._manager.restore(state)
         if self._resumed_step is None:
@@ -224,12 +224,12 @@ def _restore_parts(
 
 
 def _own(optimizers: Sequence[Any], number: int) -> list[torch.optim.Optimizer]:
-    """The optimizer of model `number`, without Accelerate's wrapper; an empty list if it has none."""
+    """Return model `number`'s optimizer, without Accelerate's wrapper, or an empty list if it has none."""
     return [getattr(each, "optimizer", each) for each in optimizers[number : number + 1]]
 
 
 def get_random_state() -> tuple[Any, ...]:
-    """The state of this rank's random number generators, as one object that each rank saves separately."""
+    """Return the state of this rank's random number generators as one object, saved for each rank."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - users draw from it
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return (

@@ -114,11 +114,11 @@ class CheckpointRef:
         return all(sizes.get(name) == size_bytes for name, size_bytes in seal.sizes.items())
 
     def read_manifest(self) -> Manifest:
-        """The checkpoint's manifest; raises `ObjectNotFound` if another program saved the checkpoint."""
+        """Return the checkpoint's manifest; raise `ObjectNotFound` if it is another program's checkpoint."""
         return read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
 
     def read_seal(self) -> tuple[Manifest, Seal]:
-        """The parsed manifest, and the seal it comes from; raises `DataDamaged` if the seal has changed."""
+        """Return the parsed manifest and the seal it is from; raise `DataDamaged` if the seal has changed."""
         content = bytes(read_object(self.storage, self.key(MANIFEST_NAME)))
         manifest = read_manifest(content, self.uri)
         metadata = bytes(read_object(self.storage, self.key(METADATA_NAME)))
@@ -281,7 +281,7 @@ def open_catalog(storage: Storage) -> FolderCatalog | RecordCatalog:
 
 
 def local_path(storage: Storage, key: str) -> Path:
-    """The path of an object on this machine; raises `Unavailable` if the storage is not a file system."""
+    """Return the path of an object on this machine; raise `Unavailable` if `storage` is not a file system."""
     root = find_local_root(storage)
     if root is None:
         raise Unavailable(

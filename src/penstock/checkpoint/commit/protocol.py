@@ -510,7 +510,7 @@ class FolderCatalog:
         )
 
     def _visible_folders(self) -> dict[str, bool]:
-        """All folders, of checkpoints or not, except those hidden for good; the value is True for a link.
+        """Return all folders, of checkpoints or not, except those hidden for good; True marks a link.
 
         A link with the name of a step may lead to the newest checkpoint, even if its target is missing now.
         """

@@ -192,7 +192,7 @@ class CheckpointSource:
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
-        """The payload's offset in a row's item, from the item's first bytes; if None, use `tensor_bytes`."""
+        """Return the payload's offset in a row's item, given its first bytes; if None, use `tensor_bytes`."""
         stored = self.index.stored
         if stored.packed[row]:
             return None
@@ -274,7 +274,7 @@ def checkpoint_uri(storage: Storage, name: str) -> str:
 
 
 def find_folder(storage: Storage, name: str) -> str:
-    """The folder of the checkpoint called `name`: a commit may have stored its files under another name."""
+    """Return the folder of the checkpoint called `name`: a commit may have stored its files elsewhere."""
     try:
         return open_catalog(storage).find(name).folder
     except ObjectNotFound:

@@ -83,7 +83,7 @@ def undo_transforms(content: Bytes, transforms: Sequence[str], where: str, *, at
 
 
 def most_unpacked(item: Bytes, payload_bytes: int | None = None) -> int:
-    """The most bytes that an item may unpack to: its tensor's size and a bit more, or a multiple of its own.
+    """Return the most bytes that an item may unpack to: a bit more than its tensor, or a multiple of its own.
 
     The size of an object is not recorded; with `trust`, it has no limit.
     """
@@ -191,7 +191,7 @@ UTF-8.
 
 
 def begin_record(name: str, offset: int, *, align: int = 1) -> bytes:
-    """The local header of a record that starts at `offset`; its bytes begin at a multiple of `align`."""
+    """Return the local header of a record that starts at `offset`; its bytes are aligned to `align`."""
     encoded = name.encode()
     num_bytes, extra = -(offset + _LOCAL.size + len(encoded)) % align, b""
     if num_bytes:
@@ -285,7 +285,7 @@ def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
 
 
 def item_start(position: int, around: Envelope) -> int:
-    """The first offset from `position` on at which an item may begin, so that a large payload is aligned."""
+    """Return the first offset from `position` on at which an item may begin: large payloads are aligned."""
     if around.payload_bytes < ALIGNED_BYTES:
         return position + -position % _PREFIX_ALIGNMENT
     return position + -(position + len(around.prefix)) % PAYLOAD_ALIGNMENT
@@ -375,7 +375,7 @@ def _records_in(head: bytes) -> Iterator[tuple[bytes, int]]:
 
 @lru_cache(maxsize=4096)
 def _tensor_in(pickled: bytes) -> TensorRef | None:
-    """The tensor that a pickle consists of; None unless its record is exactly its elements, row-major."""
+    """Return the tensor that a pickle consists of; None unless its record is just its elements, row-major."""
     try:
         tensor = read_torch_pickle(pickled, "an item")
     except DataDamaged:
@@ -388,7 +388,7 @@ def _tensor_in(pickled: bytes) -> TensorRef | None:
 def tensor_bytes(
     item: Bytes, dtype: str, shape: Sequence[int], *, transforms: Sequence[str] = (), where: str
 ) -> memoryview:
-    """A tensor's elements in row-major order, from its item; raises `DataDamaged` for another tensor."""
+    """Return a tensor's elements in row-major order from its item; raise `DataDamaged` for another tensor."""
     plain = memoryview(item)
     if transforms:
         most = most_unpacked(item, math.prod(shape) * element_type(dtype).size_bytes)

@@ -80,7 +80,7 @@ def checksum_of(*buffers: Bytes) -> bytes:
 
 
 def checksum_object(storage: Storage, key: str, progress: Callable[[int], None] | None = None) -> bytes:
-    """The checksum of one object, read block by block; `progress` is called with the size of each block."""
+    """Return the checksum of one object, read block by block; `progress` receives the size of each block."""
     total = start_checksum()
     with closing(storage.open(key)) as source:
         block = aligned_buffer(max(1, min(BLOCK_BYTES, source.size_bytes)))
@@ -505,7 +505,7 @@ def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> Che
 
 
 def _join(index: CheckpointIndex, files: Sequence[WrittenFile]) -> tuple[CheckpointIndex, list[Ints]]:
-    """The index in the order of the items of `files`; and, for each file, the number of each item's name."""
+    """Return the index in the order of the items of `files`, and the number of each item's name, by file."""
     stored, objects, num_rows = index.stored, list(index.objects), len(index.stored)
     # All items: first the regions, then the objects.
     numbers = np.arange(len(objects), dtype=np.int64) + len(index.tensors)

@@ -59,7 +59,7 @@ def require(is_right: object, what: str) -> None:
 
 
 def _itself(kind: type) -> Callable[[Any], Any]:
-    """A stand-in for a class that is called with one value of type `kind`: nothing is copied or converted."""
+    """Return a stand-in for a class called with one value of type `kind`: nothing is copied or converted."""
 
     def value(part: Any) -> Any:
         require(type(part) is kind, f"a {kind.__name__} is made of a {type(part).__name__}")
@@ -195,7 +195,7 @@ class Opaque:
 
 
 def read_metadata_pickle(content: Bytes, where: str) -> Any:
-    """The value of a pickle whose classes are torch's metadata; raises `DataDamaged` for anything else."""
+    """Return the value of a pickle whose classes are torch's metadata; for any other, raise `DataDamaged`."""
     # The classes are created for each file, so that no file can leave anything behind in them. The state of
     # only two records may be something other than a dictionary; without a method, the others are filled
     # several times faster.
@@ -211,7 +211,7 @@ def read_metadata_pickle(content: Bytes, where: str) -> Any:
 
 
 def read_torch_pickle(content: Bytes, where: str) -> Any:
-    """The value of an archive, with `TensorRef` for tensors and `Opaque` for instances of unknown classes."""
+    """Return the value of an archive, with a `TensorRef` for each tensor and `Opaque` for unknown classes."""
     return _Unpickler(content, _ARCHIVE_NAMES, where, is_archive=True).read()
 
 

@@ -373,7 +373,7 @@ def _bit_generator(arguments: tuple[Any, ...], state: Any) -> np.random.BitGener
 
 
 def _checked_state(state: Any) -> Any:
-    """The state of a generator, after checking that its positions are valid, which numpy does not do."""
+    """Return the state of a generator after checking that its positions are valid, which numpy does not."""
     held = [state, state["state"]]
     for name, most in (("pos", 624), ("buffer_pos", 4)):
         places = [part[name] for part in held if isinstance(part, dict) and name in part]
@@ -385,7 +385,7 @@ def _checked_state(state: Any) -> Any:
 
 
 def _own_bits(arguments: tuple[Any, ...], state: Any) -> Any:
-    """The bit generator of a generator: itself or, before numpy 1.24, its name together with the state."""
+    """Return the bit generator of a generator: itself or, before numpy 1.24, its name with the state."""
     (bits,) = arguments
     if isinstance(bits, str):
         return _bit_generator(arguments, state)
@@ -413,7 +413,7 @@ def _sparse(arguments: tuple[Any, ...], _: Any) -> Any:
 
 
 def _nested(arguments: tuple[Any, ...], _: Any) -> Any:
-    """A nested tensor, checked here because torch does not check that its parts are among its elements."""
+    """Return a nested tensor, checked here because torch does not check that its parts are elements."""
     import torch  # noqa: PLC0415 - as above
 
     elements, *table = arguments
@@ -427,7 +427,7 @@ def _nested(arguments: tuple[Any, ...], _: Any) -> Any:
 
 
 def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> Any:
-    """A quantized tensor, checked here because torch checks neither zero points nor the number of scales."""
+    """Return a quantized tensor after checking zero points and the number of scales, as torch does not."""
     import torch  # noqa: PLC0415 - as above
 
     # torch has no public function that takes scales per channel; archives name this one.

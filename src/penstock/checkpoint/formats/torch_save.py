@@ -134,7 +134,7 @@ def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str,
 
 
 def data_offset(read: ReadRange, record: ZipRecord, where: str) -> int:
-    """The offset of a record's bytes, read from its local header: the lengths in the directory may differ."""
+    """Return the offset of a record's bytes from its local header: lengths in the directory may differ."""
     begin = record.header_offset
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(read(begin, _LOCAL_HEADER.size))
     if signature != b"PK\x03\x04":

@@ -453,7 +453,7 @@ class CacheLevel:
         return {rank: unread for damaged in answers for rank, unread in sorted(damaged.items())}
 
     def view(self, name: str, assessment: Assessment) -> CheckpointRef:
-        """A complete step as this rank can read it: its node's files directly, others through other ranks.
+        """Return a complete step as this rank can read it: local files directly, others through other ranks.
 
         If this node has no share, manifest and metadata come from a node that has them undamaged.
         """
@@ -478,7 +478,7 @@ class CacheLevel:
         self._refill(name, assessment, {rank: assessment.holders[rank] for rank in assessment.lost})
 
     def relocate_shares(self, name: str, assessment: Assessment) -> CheckpointRef:
-        """A complete step as this rank can read it, once each share is on the node of its home rank."""
+        """Return a complete step as this rank can read it, after each share is on its home rank's node."""
         away = {
             rank: home
             for rank, home in assessment.homes.items()
@@ -614,5 +614,5 @@ class _DescribedStorage(WrappedStorage):
         return MemorySource(np.frombuffer(self._known[key], dtype=np.uint8), self.uri, self.counters)
 
     def past_cache(self, reads: str | None = None) -> Storage:
-        """The same objects in memory, and all others past the page cache if the storage supports that."""
+        """Return the same objects in memory, and others past the page cache if the storage supports that."""
         return _DescribedStorage(prefer_direct_access(self.inside, reads=reads), self._known)

@@ -96,7 +96,7 @@ def require_cache_folder(path: str) -> Path:
 
 
 def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
-    """The levels of the run whose durable steps are at `run`, with the `caches` that can be reached."""
+    """Return the levels of the run whose durable steps are at `run`, with `caches` that can be reached."""
     folders = [require_cache_folder(path) for path in caches]
     durable = open_here(run)
     paths = find_local_paths(durable)
@@ -229,7 +229,7 @@ def flush_caches(
 
 
 def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: str | None) -> FlushNote | None:
-    """The note for a step, the same on all ranks; None if this save of the step is already durable."""
+    """Return the note for a step, the same on all ranks, or None if this save of it is already durable."""
     name = step_dirname(step)
 
     def look() -> tuple[FlushNote | None, bool]:

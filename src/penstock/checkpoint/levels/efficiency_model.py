@@ -89,7 +89,7 @@ class Machine:
 
 
 def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> tuple[Strategy, ...]:
-    """The strategies to compare: durable at once, a cache with a flush, and a cache protected by `scheme`."""
+    """Return the strategies to compare: durable at once, a flushed cache, a cache protected by `scheme`."""
     own_bytes = machine.state_bytes / machine.nodes
     cached_s = own_bytes / machine.fast_bytes_per_s
     durable_s = machine.state_bytes / machine.slow_bytes_per_s
@@ -196,7 +196,7 @@ def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generato
 
 
 def predict_all(strategies: Sequence[Strategy]) -> list[Prediction]:
-    """The prediction for each strategy at its best interval. All strategies face the same random failures."""
+    """Return a prediction for each strategy at its best interval. All face the same random failures."""
     import numpy as np  # noqa: PLC0415 - slow to import
 
     random = np.random.default_rng(1)

@@ -556,7 +556,7 @@ def _parts_of_share(record: GroupRecord, place: int) -> list[tuple[tuple[Recorde
 
 
 def _route(layout: Layout, place: int, chunk: int) -> tuple[list[int], list[int]]:
-    """The members that receive a member's block of a chunk, and those whose blocks it receives meanwhile."""
+    """Return the members that receive a member's block of a chunk, and those that send it theirs."""
     if not layout.parities:
         return [(place + 1) % layout.members], [(place - 1) % layout.members]
     stripe = layout.stripe_of(place, chunk)
@@ -568,7 +568,7 @@ def _route(layout: Layout, place: int, chunk: int) -> tuple[list[int], list[int]
 def list_blocks(
     record: GroupRecord, layout: Layout, place: int, missing: Collection[int]
 ) -> Iterator[tuple[bool, int, list[tuple[int, bool, int, int]]]]:
-    """The blocks of a member's share: whether each is kept for others, its length, and its bytes as a sum.
+    """Yield the blocks of a member's share: whether each is kept for others, its length, its bytes as a sum.
 
     A sum is a list of terms: a member, whether the term's bytes are among those it keeps for others, their
     offset, and a factor. If the member itself is not missing, each sum has a single term: the member.

@@ -46,7 +46,7 @@ L1 cache.
 
 @cache
 def _powers() -> tuple[list[int], list[int]]:
-    """The powers of 2 from 0 to 509, which repeat after 255, and the logarithm of each element to base 2."""
+    """Return the powers of 2 from 0 to 509, which repeat after 255, and each element's logarithm."""
     powers, logarithms, element = [0] * 510, [0] * 256, 1
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = element
@@ -129,7 +129,7 @@ class Layout:
             yield start, min(self.block_bytes, total_bytes - start)
 
     def position(self, chunk: int, start: int, length: int) -> int:
-        """The offset, among the bytes of its member, of the block of `length` bytes at `start` of a chunk."""
+        """Return the offset, in its member's bytes, of the block of `length` bytes at `start` of a chunk."""
         return start * self.num_chunks + chunk * length
 
     def stripe_of(self, member: int, chunk: int) -> int:
@@ -141,14 +141,14 @@ class Layout:
         return [member, (member - 1) % self.members][: self.parities]
 
     def locate(self, member: int, stripe: int, start: int, length: int) -> tuple[bool, int]:
-        """A pair: True if a member keeps its piece of a stripe for others; a block's offset in that piece."""
+        """Return True if a member keeps its piece of a stripe for others, and a block's offset in it."""
         offset = (member - stripe) % self.members
         if offset < self.parities:
             return True, self.parities * start + offset * length
         return False, self.position(offset - self.parities, start, length)
 
     def equations(self, stripe: int) -> list[list[int]]:
-        """The equations of a stripe, one for each parity: factors with which the pieces add up to zero.
+        """Return a stripe's equations, one for each parity: factors with which the pieces add up to zero.
 
         Plain parity: P + a + b + c = 0. Weighted parity: Q + 4a + 2b + c = 0.
         """
@@ -194,7 +194,7 @@ ALIGN_BYTES: Final = 4096
 def build_layout(
     members: int, parities: int, largest_bytes: int, *, block_bytes: int = BLOCK_BYTES
 ) -> Layout:
-    """The layout if the largest member has `largest_bytes`; equal blocks of at most about `block_bytes`."""
+    """Return the layout for a largest member of `largest_bytes`; blocks have about `block_bytes` at most."""
     chunk_bytes = -(-largest_bytes // (members - parities if parities else 1))
     rows = -(-chunk_bytes // block_bytes)
     block = -(-chunk_bytes // max(rows, 1) // ALIGN_BYTES) * ALIGN_BYTES if rows else ALIGN_BYTES
@@ -232,7 +232,7 @@ def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) ->
 
 
 def fit_scheme(wanted: Scheme, domains: Sequence[str]) -> tuple[Scheme, tuple[Group, ...], str]:
-    """The chosen scheme if it fits the ranks' failure domains; otherwise the best substitute that does.
+    """Return the chosen scheme if it fits the ranks' failure domains; otherwise the best substitute.
 
     Also returns the scheme's groups and, for a substitute, the reason and which losses it survives. If
     nothing fits, raises `UsageError` with the reason why the chosen scheme does not.

@@ -129,7 +129,7 @@ class StepStore:
         )
 
     def find_local(self, step: int) -> CheckpointRef:
-        """A durable step whose files have paths; raises `Unavailable` if the storage is not a file system."""
+        """Return a durable step whose files have paths; raise `Unavailable` if there is no file system."""
         checkpoint = self.catalog.find(step)
         local_path(checkpoint.storage, checkpoint.committed.folder)
         return checkpoint

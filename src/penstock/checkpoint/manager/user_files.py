@@ -261,7 +261,7 @@ class UserOutput:
 
 
 def check_output_name(name: str | int, *, checkpoint: bool) -> str:
-    """The name of an output's folder; raises `UsageError` if it does not suit a checkpoint or results."""
+    """Return the name of an output's folder; raise `UsageError` if it does not suit its kind."""
     if isinstance(name, int):
         name = step_dirname(name)
     if checkpoint == (parse_step(name) is None):

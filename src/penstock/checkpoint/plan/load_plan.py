@@ -206,7 +206,7 @@ class SharedLoadPlan:
 
 
 def missing_elements(stored: Regions, wanted: Regions) -> Ints:
-    """The number of elements of each wanted region that are not stored; negative if some are stored twice."""
+    """Return how many elements of each wanted region are not stored; negative if some are stored twice."""
     rows, _, common = find_overlaps(wanted, stored)
     stored_elements = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(stored_elements, rows, common.num_elements)
@@ -321,7 +321,7 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
 
 
 def _running_bytes(group: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
-    """The rows ordered by group; for each row, the bytes before it in its group, and where the group begins.
+    """Return the rows by group and, for each, the bytes before it in its group, and where the group begins.
 
     group 1 0 1 0, bytes 5 6 7 8 -> rows 1 3 0 2, bytes before 0 6 0 5, begins 0 0 2 2
     """
@@ -476,7 +476,7 @@ def plan_rank_load(
 
 
 def _deliveries(shared: SharedLoadPlan, shares: Ints, requests: Ints) -> tuple[Ints, Ints, Regions]:
-    """The parts of these shares that go to these requests: the rows of share and request, and the region.
+    """Return the parts of these shares that go to these requests: the rows of share and request, the region.
 
     Sorted by share, piece and request on every rank; `shares` and `requests` ascend.
     """

@@ -267,7 +267,7 @@ def _kinds_disagree(name: str, holdings: Sequence[Holdings]) -> UsageError:
 
 
 def worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
-    """The rows to write: every region with elements, and one of each empty tensor, so that it is listed."""
+    """Return the rows to write: all regions with elements, and one of each empty tensor, to list it."""
     is_empty = regions.num_elements == 0
     tensor_is_empty = np.array([0 in facts.shape for facts in tensors], dtype=np.bool_)
     candidates = np.flatnonzero(is_empty & tensor_is_empty[regions.tensor])

@@ -82,11 +82,11 @@ class Regions:
         return np.asarray(np.prod(self.sizes, axis=1, dtype=np.int64))
 
     def num_bytes(self, element_bytes: Ints) -> Ints:
-        """The size of each region in bytes; `element_bytes` is by tensor number, see `element_sizes`."""
+        """Return the size of each region in bytes; `element_bytes` is by tensor, see `element_sizes`."""
         return self.num_elements * element_bytes[self.tensor]
 
     def take(self, rows: Ints | Bools | slice) -> Regions:
-        """Some of the regions, in the order of `rows`; this object itself if they are all rows in order."""
+        """Return some of the regions, in the order of `rows`; this object itself for all rows in order."""
         # The check costs far less than copying a million regions.
         if (
             isinstance(rows, np.ndarray)
@@ -97,7 +97,7 @@ class Regions:
         return Regions(self.tensor[rows], self.offsets[rows], self.sizes[rows])
 
     def widened(self, num_dims: int) -> Regions:
-        """The same regions with columns for `num_dims` dimensions, which must not be fewer than now."""
+        """Return the same regions with columns for `num_dims` dimensions, which must not be fewer."""
         known = self.num_dims
         if num_dims == known:
             return self
@@ -121,7 +121,7 @@ class Regions:
 
     @classmethod
     def concatenated(cls, parts: Sequence[Regions]) -> Self:
-        """All regions of `parts`, one after another; their tensor numbers must refer to the same tensors."""
+        """Return all regions of `parts` in order; their tensor numbers must refer to the same tensors."""
         width = max((part.num_dims for part in parts), default=0)
         wide = [part.widened(width) for part in parts]
         if not wide:
@@ -336,7 +336,7 @@ BY_SAFETENSORS: Mapping[str, ElementType] = MappingProxyType(
 
 
 def element_type(name: str) -> ElementType:
-    """The type of this name, with or without `torch.`; raises `UsageError`, suggesting a similar name."""
+    """Return the type of this name, with or without `torch.`; raise `UsageError` for an unknown one."""
     bare = name.removeprefix("torch.")
     kind = ELEMENT_TYPES.get(bare)
     if kind is None:
@@ -388,7 +388,7 @@ def distinct(values: Ints) -> Ints:
 
 
 def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """All integers of the ranges, in order: for each, the number of its range, and the integer itself."""
+    """Return all integers of the ranges, in order: for each, its range's number, and the integer itself."""
     owner = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
@@ -451,7 +451,7 @@ def are_disjoint(regions: Regions) -> bool:
 
 
 def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
-    """All intersections: the rows of `left`, the rows of `right`, and the common regions, in this order.
+    """Return all intersections: the rows of `left`, the rows of `right`, and the common regions.
 
     Both have regions of the same tensors. Searches along one dimension of each tensor, the one with the most
     distinct offsets in `right`: there, a binary search leaves few candidates, at most the regions of one

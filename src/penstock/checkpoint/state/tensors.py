@@ -117,14 +117,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def as_words(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory with an element type of equal width that numpy has: it lacks bfloat16 and float8."""
+    """Return the same memory with an element type of equal width that numpy has: it lacks bfloat16."""
     return memory.view(_WORDS[memory.element_size()])
 
 
 def narrow_region(
     memory: torch.Tensor, own_offsets: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """The part of `memory`, which begins at `own_offsets`, with the region of `offsets` and `sizes`."""
+    """Return the part of `memory`, which begins at `own_offsets`, with this region."""
     for dim, (own, begin, extent) in enumerate(zip(own_offsets, offsets, sizes, strict=True)):
         memory = memory.narrow(dim, begin - own, extent)
     return memory
@@ -170,7 +170,7 @@ def is_tensor(value: object) -> bool:
 
 
 def has_placements(value: object) -> bool:
-    """True for a tensor that itself tells which part of it a rank holds, and which ranks hold the same."""
+    """Return True for a tensor that itself tells which part a rank holds, and which ranks hold the same."""
     return (
         _is_a(value, _SHARDED_TENSOR)
         or _is_a(value, _DTENSOR)
@@ -204,7 +204,7 @@ def collect_for_save(
     is_alone: bool = True,
     owner_of: Callable[[Any], Owner] = owner_of,
 ) -> LocalState:
-    """The part of `state` that this rank holds, for a save of names matching `only`, with floats as `dtype`.
+    """Return this rank's part of `state`, for a save of names matching `only`, with floats as `dtype`.
 
     Packs everything that is not a tensor. Unless the rank `is_alone`, other ranks may hold other values.
     """
@@ -282,7 +282,7 @@ def bare_name(name: str) -> str:
 
 
 def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
-    """The names of the parameters of all modules, as in `get_state_dict`, by the parameter's identity."""
+    """Return the names of all modules' parameters, as in `get_state_dict`, by the parameter's identity."""
     names: dict[int, str] = {}
     for module in state.values():
         if isinstance(module, torch.nn.Module):
@@ -311,7 +311,7 @@ def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
 
 
 def local_shards(name: str, value: Any) -> list[LocalShard]:
-    """The regions of a tensor that this rank holds, including empty ones of DTensors without rows here."""
+    """Return this rank's regions of a tensor, including empty ones of DTensors without rows here."""
     if _is_a(value, _SHARDED_TENSOR):
         return [
             LocalShard(
@@ -364,9 +364,10 @@ def _pieces_of_dtensor(name: str, value: Any) -> list[LocalShard]:
 
 
 def _even_offsets(value: Any, local: torch.Tensor) -> tuple[int, ...] | None:
-    """The offsets of this rank's part if no dimension is sharded twice; None if torch has to compute them.
+    """Return the offsets of this rank's part, or None if torch has to compute them.
 
-    To do so, torch lists the indices of all rows: for one-dimensional float32, twice the memory of the shard.
+    It has to if a dimension is sharded twice, and then lists the indices of all rows: for one-dimensional
+    float32, twice the memory of the shard.
     """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - whoever has a DTensor has loaded it
 

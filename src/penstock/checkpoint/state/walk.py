@@ -85,7 +85,7 @@ def walk(
     owner_of: Callable[[Any], Owner] = lambda _: Owner.FIXED,
     copied: Callable[[Any], frozenset[str]] = lambda _: frozenset(),
 ) -> tuple[list[Leaf], dict[str, str]]:
-    """All leaves in the order of the state, and the types of keys that names hide, by the name of the dict.
+    """Return all leaves in the order of the state, and the key types that names hide, by the dict's name.
 
     Parts with a state are replaced by that state. `owner_of` and `copied` are called for each part: they
     return its owner, and the names below it whose owner is `COPY`.
@@ -253,7 +253,7 @@ def require_unmarked(names: Sequence[str]) -> None:
 
 
 def find_leaf_name(stored_name: str, held: Container[str]) -> str:
-    """The leaf whose tensor this rank stores under `stored_name`; `held` has the names of its leaves."""
+    """Return the leaf whose tensor this rank stores under `stored_name`; `held` has its leaves' names."""
     return stored_name if stored_name in held else stored_name.rpartition(RANK_MARK)[0]
 
 

@@ -226,7 +226,7 @@ def _write_safetensors(
 def plan_shards(
     tensors: Sequence[TensorFacts], chosen: Sequence[int], most_bytes: int
 ) -> dict[str, list[int]]:
-    """The numbers of each file's tensors: up to `most_bytes`, in order; a larger one gets its own file."""
+    """Return the numbers of each file's tensors: up to `most_bytes`, in order, or a single larger one."""
     runs: list[list[int]] = [[]]
     filled = 0
     for number in chosen:

@@ -169,7 +169,7 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any] | None:
 def _list_checksums(
     checkpoint: CheckpointSource, reader: SlabReader, tensor: int
 ) -> set[tuple[bytes, ...]] | None:
-    """The regions of a tensor with their checksums; None if there are no checksums, or items are packed."""
+    """Return a tensor's regions with checksums, or None if there are none or items are packed."""
     rows = reader.rows(tensor)
     stored = checkpoint.index.stored
     if checkpoint.index.sums is None or stored.packed[rows].any():

@@ -74,7 +74,7 @@ class CheckpointListing:
 
 
 def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
-    """The checkpoints in the folder at a path or URI, by step and name; or the one at the path itself."""
+    """Return the checkpoints in the folder at a path or URI, by step and name; or the one at the path."""
     if checkpoints := list_storage(open_here(path)):
         return checkpoints
     storage, name = open_parent(path)

@@ -178,7 +178,7 @@ def _check_segments(
     block_begin = block_end = 0
 
     def content(at: int, end: int) -> Iterator[memoryview]:
-        """The bytes of a segment. One aligned block stays in memory, so that each byte is read only once."""
+        """Yield a segment's bytes. One aligned block stays in memory, so that each byte is read only once."""
         nonlocal block_begin, block_end
         while at < end:
             if not block_begin <= at < block_end:
@@ -456,7 +456,7 @@ def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
 
 
 def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[Segment]:
-    """The records that have a checksum in consecutive archives; a packed or invalid archive is one segment.
+    """Return the records with a checksum in consecutive archives; a packed or invalid archive is one segment.
 
     The sizes of records without a checksum are added to `bare`.
     """
@@ -483,7 +483,7 @@ def _records_of(run: Sequence[_Item], bare: list[int], source: Source) -> list[S
 
 
 def _directory(read: ReadRange, size_bytes: int, where: str) -> list[tuple[int, ZipRecord]]:
-    """The records of an archive in the order of their bytes, each with the offset where these begin."""
+    """Return an archive's records in the order of their bytes, each with the offset where these begin."""
     records = sorted(read_directory(read, size_bytes, where).values(), key=attrgetter("header_offset"))
     found = [(data_offset(read, record, where), record) for record in records]
     for (begin, record), (_, after) in pairwise(found):

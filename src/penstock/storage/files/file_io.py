@@ -197,7 +197,7 @@ class FileAccess:
 
 
 def aligned_range(buffer: memoryview, offset: int, alignment_bytes: int) -> range:
-    """The part of `buffer`, at `offset` of its file, that needs no bounce buffer: whole aligned blocks.
+    """Return the part of `buffer`, at `offset` of the file, that needs no bounce buffer: aligned blocks.
 
     If there are no such blocks, the range is empty and at the buffer's end.
     """

@@ -194,7 +194,7 @@ class FileStorage:
         return FileSource(file, self._access, facts.st_size)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All files below `prefix`, each once, except unfinished ones; links to folders are not followed.
+        """Yield all files below `prefix`, each once, except unfinished ones; follow no links to folders.
 
         A missing root raises `ObjectNotFound`; a missing folder below it is empty.
         """
@@ -254,7 +254,7 @@ class FileStorage:
                 self._folders.sync_folder(self._folders.existing(folder))
 
     def past_cache(self, reads: str | None = None) -> FileStorage:
-        """The same tree with direct I/O, written in place; buffered if the file system has no direct I/O."""
+        """Return the same tree with direct I/O, written in place; buffered if direct I/O is not supported."""
         # Kept together with its bounce buffers: testing direct I/O and creating them takes longer than a
         # small file.
         if "direct" in self._others:
@@ -296,7 +296,7 @@ class FileStorage:
         return takes
 
     def local_path(self, key: str) -> str:
-        """The path that the file of this key has or would have; its folder exists and is inside the root."""
+        """Return the path of this key's file, existing or not; its folder exists and is inside the root."""
         folder, name = self._split(key)
         try:
             existing = self._folders.existing(folder)

@@ -162,7 +162,7 @@ class VerifiedFolders:
         return real
 
     def walk(self, top: str) -> Iterator[os.DirEntry[str]]:
-        """Every entry below the folder `top`, even if others vanish meanwhile; links are never followed.
+        """Yield every entry below the folder `top`, even if others vanish; links are never followed.
 
         Memory grows only with the depth: the names in a folder are streamed, not collected.
         """

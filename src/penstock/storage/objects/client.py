@@ -251,7 +251,7 @@ CLIENTS: Mapping[ClientName, str] = MappingProxyType(
 
 
 def connect(settings: ClientSettings) -> ObjectClient:
-    """The adapter for `settings.options.client`; raises `Unavailable` if its library is not installed."""
+    """Return the adapter for `settings.options.client`; raise `Unavailable` if its library is missing."""
     name = settings.options.client
     try:
         module = import_module(CLIENTS[name])

@@ -175,7 +175,7 @@ def _endpoints(
 
 
 def expand_endpoints(templates: tuple[str, ...]) -> tuple[str, ...]:
-    """The URLs to which `templates` expand, each once: `{1...8}` counts, and several ranges multiply."""
+    """Return the URLs to which `templates` expand, each once: `{1...8}` counts, several ranges multiply."""
     urls: dict[str, None] = {}
     for template in templates:
         pieces = _RANGE.split(template.strip())

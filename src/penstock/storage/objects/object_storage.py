@@ -161,7 +161,7 @@ class ObjectStorage:
         return ObjectSource(self._head(key), self._uri_of(key), self._requests)
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
-        """An object and its description; for a small object, one request if the client supports that."""
+        """Return an object and its description; a small one in one request if the client supports that."""
         if self._requests.clients[0].gets_whole:
             remote = self._remote(check_key(key, self.uri))
             found, small = self._requests.call(
@@ -177,7 +177,7 @@ class ObjectStorage:
         return _describe(key, found), content
 
     def deferring(self, what: Deferred) -> ObjectStorage:  # noqa: ARG002 - there is one way
-        """The same storage, but `finish` requests no size: the caller compares sizes with a listing."""
+        """Return the same storage, but `finish` requests no size: the caller compares sizes in a listing."""
         other = copy(self)
         other._confirms = False  # noqa: SLF001 - its own class
         return other
@@ -205,7 +205,7 @@ class ObjectStorage:
         self._requests.call("DeleteObject", self._uri_of(key), delete)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below the folder `prefix`, in pages; a failed listing is resumed after its last key."""
+        """Yield all objects below the folder `prefix`; a listing that fails is resumed after its last key."""
         folder = check_prefix(prefix, self.uri)
         uri = self._uri_of(folder) if folder else self.uri
         remote_prefix = f"{self._remote(folder)}/".lstrip("/") if folder else self._remote("")
