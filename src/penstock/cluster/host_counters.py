@@ -190,7 +190,7 @@ _NETWORK: Final = frozenset(
     {"nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "smb3", "pvfs2", "orangefs", "afs", "gpfs"}
 )
 _POOLS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
-"""File systems that span several drives and have a device number of their own."""
+"""File systems that span several drives and have their own device number."""
 _MEMORY_KINDS: Final = frozenset({"tmpfs", "ramfs"})
 _IN_MEMORY: Final = ("loop", "ram", "zram")
 """Devices backed by files or memory, so the bytes that they count may have come from RAM."""

@@ -93,7 +93,7 @@ def for_each_group(
 def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> int:
     """Delete the manifest and whichever files exist; return how many existed. Collective. Folders stay.
 
-    A storage that deletes without checking, as object storage does, counts all of them.
+    Storage that deletes without checking, such as object storage, counts all of them.
     """
 
     def delete(*keys: str) -> int:

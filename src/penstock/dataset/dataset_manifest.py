@@ -91,7 +91,7 @@ def _differences(requested: Mapping[str, Any], stored: Mapping[str, Any], prefix
         if isinstance(wanted, Mapping) and isinstance(found, Mapping):
             names += _differences(wanted, found, f"{prefix}{name}.")
         elif wanted != found:
-            names.append(f"{prefix}{name} ({found} there, {wanted} asked for)")
+            names.append(f"{prefix}{name} ({found} there, {wanted} requested)")
     return sorted(names)
 
 

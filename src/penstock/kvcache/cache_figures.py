@@ -93,7 +93,7 @@ def _bucket_at(counts: Integers, percent: float) -> int | None:
 def _bucket(values: Integers) -> Integers:
     """Find each value's bucket.
 
-    Values below 2**8 have buckets of their own; the bucket of a larger value is given by its power of two and
+    Values below 2**8 have their own buckets; the bucket of a larger value is given by its power of two and
     the 8 bits below that.
     """
     _, exponents = np.frexp(values.astype(np.float64))
@@ -348,7 +348,7 @@ def say_doubts(document: Mapping[str, Any]) -> list[str]:
             "the ceiling does not count."
         )
     if plan["reads"]["operations"] + plan["writes"]["operations"] > document["operations_done"]:
-        texts.append("The duration of the run was over before all operations were done.")
+        texts.append("The run reached its duration before all operations were done.")
     if has_small_objects(document):
         texts.append(
             f"Objects have {format_bytes(plan['chunk_bytes'] // plan['objects_per_chunk'])} at "

@@ -113,9 +113,9 @@ def find_sustained_load(
     """Find the largest load that meets the objective, if any; return it with all measured loads.
 
     Load is a factor on the workload's own pace. It is sustained if the 95th percentile of load times meets
-    the objective and so does the lag, because a storage that falls behind has not sustained anything. The
-    load is doubled or halved until it crosses the objective, and then narrowed down to 10 %. If half the load
-    is no faster, still smaller loads will not be either: even an idle storage misses the objective.
+    the objective and so does the lag, because storage that falls behind has not sustained anything. The load
+    is doubled or halved until it crosses the objective, and then narrowed down to 10 %. If half the load is
+    no faster, still smaller loads will not be either: even an idle storage misses the objective.
     """
     points = [measure(first)]
     factor = 2.0 if points[0].meets(objective_ms) else 0.5

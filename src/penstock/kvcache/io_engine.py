@@ -3,7 +3,7 @@
 Operations begin in the plan's order, and each waits for earlier operations on the same object, so that
 streams cannot reorder operations that depend on each other. A stream is the right to have an object in
 flight. If objects are large and fit into a chunk, two workers share each stream: while one worker's object is
-in flight, the other generates or verifies the content of its own. A measured time covers only what the
+in flight, the other generates or verifies the content of its own object. A measured time covers only what the
 storage took. Data counts only after it has been verified; anything else is a miss of a named kind.
 """
 
@@ -60,7 +60,7 @@ class EngineSettings:
 
 
 def count_requests(storage: Storage) -> Counters:
-    """Count the requests to a storage so far, including entries that an engine wrote."""
+    """Count the requests to `storage` so far, including entries that an engine wrote."""
     written = capabilities.defer_sync(storage, "names").counters
     mine = storage.counters.snapshot()
     return mine if written is storage.counters else mine + written.snapshot()

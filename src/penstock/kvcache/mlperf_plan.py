@@ -152,7 +152,7 @@ def _draw_user(settings: OptionSettings, user: int) -> Requests:
 
 
 def _first_turns(ends: NDArray[np.bool_]) -> Integers:
-    """The place of the first turn of each conversation; `ends` tells after which request a new one begins."""
+    """The place of the first turn of each conversation; `ends` marks the last turns."""
     first, turns, places = 0, 0, np.empty(len(ends), np.int64)
     for place, is_end in enumerate(ends.tolist()):
         if turns == _MOST_TURNS:

@@ -19,7 +19,7 @@ from penstock.results.phase_figures import Bottleneck
 from penstock.units import format_count
 
 _LEAVE_S: Final = 15.0
-"""The time that an interrupted run may take to exit; its ranks have shorter limits of their own."""
+"""The time that an interrupted run may take to exit; its ranks have their own, shorter limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

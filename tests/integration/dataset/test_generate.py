@@ -168,8 +168,8 @@ def test_another_data_set_at_the_same_place_is_refused_with_what_differs(tmp_pat
     other = replace(RECIPE, seed=8, dataset=replace(SMALL, num_files_train=13))
     with pytest.raises(UsageError) as caught:
         _generate(_at(tmp_path), other)
-    assert "dataset.num_files_train (12 there, 13 asked for)" in str(caught.value)
-    assert "seed (7 there, 8 asked for)" in str(caught.value)
+    assert "dataset.num_files_train (12 there, 13 requested)" in str(caught.value)
+    assert "seed (7 there, 8 requested)" in str(caught.value)
     assert len(_sums(tmp_path)) == 15
 
 

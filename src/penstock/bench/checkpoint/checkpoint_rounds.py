@@ -257,7 +257,7 @@ class StateContent:
 
 LONGEST_ROUND_S: Final = 7 * 24 * 3600.0
 """The limit is long because ranks may take very different times, and because the pipeline itself gives up on
-a storage that does not respond.
+storage that does not respond.
 """
 
 _KINDS: Final = {"write": SpanKind.SAVE, "read": SpanKind.LOAD}

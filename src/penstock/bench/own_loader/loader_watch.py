@@ -64,7 +64,7 @@ def read_open_proc(file: int) -> str:
 
 
 def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]:
-    """The kernel's counts of a process's reads, less those of some threads and of the measurement."""
+    """The kernel's counts of a process's reads, minus those of some threads and of the measurement."""
     own_reads = _own_reads.copy() if process == os.getpid() else Counter[str]()
     found: Counter[str] = Counter()
     for path, counts in (("io", 1), *((f"task/{thread}/io", -1) for thread in without)):

@@ -62,7 +62,7 @@ class OwnLoaderRequest(RunSettings):
 
     `factory` creates the loader; `step`, if given, consumes its batches. `data` is the storage that the
     loader reads, if the user named it: its pages are evicted before each epoch, and its devices are observed.
-    `trials` are changes such as `workers=8`, each measured in a run of its own.
+    `trials` are changes such as `workers=8`, each measured in a separate run.
     """
 
     workload: Workload

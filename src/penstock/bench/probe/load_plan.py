@@ -172,7 +172,7 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
 def _growth(operations: Operations) -> float:
     """The growth of latency per time, from the medians of the first and last quarter, which ignore a stall.
 
-    While a storage completes only A of the R operations due per second, latency grows by 1 - A/R per second.
+    While storage completes only A of the R operations due per second, latency grows by 1 - A/R per second.
     For operations that were given up, the share that never began shows the same.
     """
     due, latencies = operations["due"], operations["ended"] - operations["due"]

@@ -186,7 +186,7 @@ def probe(
     options: Mapping[str, str],
     progress: Progress,
 ) -> ProbeResult:
-    """Measure what `request` asks for, with the storage options in `options`. Nothing is left behind."""
+    """Measure what `request` specifies, with the storage options in `options`. Nothing is left behind."""
     folder_name = comm.broadcast(
         f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}", awaiting="the name of the probe's folder"
     )
@@ -417,7 +417,7 @@ def _name(step: ProbeMeasurement | ProbeStep) -> str:
 
 
 _BLOCK_MEMORY_BYTES: Final = 512 << 20
-"""The limit of the memory of one rank's blocks, whatever depth a storage asks for."""
+"""The limit of the memory of one rank's blocks, whatever depth the storage requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,7 +180,7 @@ BlockTarget = ObjectTarget | FileTarget
 
 
 _SILENCE_S = 300
-"""The time without an accepted block after which a storage counts as dead."""
+"""The time without an accepted block after which the storage counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ SPIN_NS: Final = 200_000
 
 
 def compute_until(end_ns: int) -> int:
-    """Emulate computation until `end_ns`; return the time at its end.
+    """Emulate computation until `end_ns`; return the time at which it ended.
 
     If `end_ns` has passed, return at once. The end is absolute, so what the caller did before does not add to
     the computation.

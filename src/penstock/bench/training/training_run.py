@@ -63,7 +63,7 @@ class TrainingRequest(RunSettings):
 
     `reopen` is for loaders whose processes open the storage themselves. `checkpoints` are saved during
     training. With `decodes`, samples are decoded; `check` compares samples with what their generator
-    produced, and so implies decoding. `reader` opens the files' format; replace it for a format of your own.
+    produced, and so implies decoding. `reader` opens the files' format; replace it for your own format.
     `is_judged` is for commands that fail below the required utilization: they refuse a run that could only
     reach 0 % by DLIO's definition.
     """

@@ -126,7 +126,7 @@ def _lack(gate: Gate, doing: PreflightRequest, *, is_private: bool) -> str:
     if gate is Gate.APART and (doing.uri is None or doing.results is None):
         return "data or results are not used"
     if gate is Gate.APART and is_private:
-        return "only results for a submission need a file system of their own"
+        return "only results for a submission need a separate file system"
     return ""
 
 

@@ -172,7 +172,7 @@ class FileFormat(ABC):
         """Emit the bytes of one part to `out`, front to back."""
 
     def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
-        """Read what `reads` and `decode` must know of the stored file. Called once for each opened file.
+        """Read what `reads` and `decode` must know about the stored file. Called once for each opened file.
 
         Reads nothing if the layout follows from the plan alone.
         """

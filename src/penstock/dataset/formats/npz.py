@@ -151,7 +151,7 @@ def directory_entry(member: Member, crc: int) -> bytes:
 
 
 def end_of_archive(num_members: int, directory_bytes: int, directory_offset: int) -> bytes:
-    """The end of an archive, which tells where its directory is."""
+    """The end of an archive, which says where its directory is."""
     wide = b""
     if directory_offset >= _LARGE:
         record = struct.pack(

@@ -1,10 +1,10 @@
 """Darshan's logs (`.darshan`), and its extended traces (DXT) as text of `darshan-dxt-parser`.
 
 DXT recorded reads and writes of each rank, each of which becomes one event. Of everything else, a log has
-only sums: one event per file, rank and direction stands for all calls that have no event of their own, and
-the account says so. Bytes and times of the events add up to the counters. MPI-IO's segments have a category
-of their own, because the same bytes are recorded again as POSIX calls. Invariant: a damaged log can end only
-the separate process that reads it (`darshan_dump.py`), never this one.
+only sums: one event per file, rank and direction stands for all calls without their own event, and the
+account says so. Bytes and times of the events add up to the counters. MPI-IO's segments have a separate
+category, because the same bytes are recorded again as POSIX calls. Invariant: a damaged log can end only the
+separate process that reads it (`darshan_dump.py`), never this one.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def rows_of_log(
                 }
         counters = record.get("counters", {})
         counted[cat] += _count_calls(cat, "read", counters) + _count_calls(cat, "write", counters)
-        # Counters become events that stand for the calls of a file that have no event of their own.
+        # Counters become events that stand for the calls of a file without their own event.
         own = {verb: traced.get((cat, path, rank, verb), (0, 0, 0)) for verb in _SPANS}
         for verb, size_bytes, begin_us, dur_us, args in _sum_calls(cat, counters, own):
             account.lines += 1

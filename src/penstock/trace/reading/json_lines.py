@@ -143,8 +143,8 @@ def _salvage(bare: bytes, reason: str, name_file: NameFile, ns_per_tick: int, ba
     found: dict[str, Any] = {
         key: int(match[1]) for key, pattern in _SALVAGE_NUMBER.items() if (match := pattern.search(text))
     }
-    # A hash in quotes is a text, in which leading zeros count. A text without an end reaches to the line's
-    # end, so the search does not start again from each position in it.
+    # A hash in quotes is a string, in which leading zeros count. An unterminated string reaches to the end of
+    # the line, so the search does not start again from each position in it.
     matches = {key: pattern.search(text) for key, pattern in _SALVAGE_TEXT.items()}
     found |= {key: match[1] for key, match in matches.items() if match and match[2] is None}
     if not bare.startswith(b"{") or not {"name", "ts", "dur", "pid"} <= found.keys():
@@ -173,9 +173,9 @@ def _build_row(
         return "no name or no time"
     ts_ns, dur_ns = (_parse_ns(document.get(key, 0), ns_per_tick) for key in ("ts", "dur"))
     if ts_ns is None:
-        return "ts is no time"
+        return "ts is not a time"
     if dur_ns is None:
-        return "dur is no time"
+        return "dur is not a time"
     if dur_ns < 0:
         return "dur is negative"
     ts_ns += base_ns
@@ -236,13 +236,13 @@ _TAKEN: Final[Mapping[str, Callable[[Any], Any]]] = {
     "fname": _take_text, "fhash": _take_hash, "hostname": _take_text, "hhash": _take_hash,
     "ret": parse_int64, "offset": parse_int64, "epoch": _parse_int32, "step": _parse_int32,
 }  # fmt: skip
-"""Arguments with columns of their own, and the function that gives the column's value, or None if the column
+"""Arguments with their own columns, and the function that gives the column's value, or None if the column
 cannot hold it.
 """
 
 
 def _parse_ns(value: Any, ns_per_tick: int) -> int | None:
-    """Parse a time in nanoseconds; None if the value is no time."""
+    """Parse a time in nanoseconds; None if the value is not a time."""
     number = parse_int64(value)
     if number is not None:
         return number * ns_per_tick
@@ -522,9 +522,9 @@ def _open_database() -> duckdb.DuckDBPyConnection:
 
 @cache
 def _write_query(text: str, ns_per_tick: int) -> str:
-    """The query for plain events of `text`: members as JSON texts -> values -> whether all values are exact.
+    """The query for plain events of `text`: members as JSON text -> values -> whether all values are exact.
 
-    A JSON text keeps its type: `"5"` is a text, `5` a number. A number is exact if casting it to an integer
+    A JSON text keeps its type: `"5"` is a string, `5` a number. A number is exact if casting it to an integer
     and back changes nothing, which `1.5`, `1e3` and `007` do not survive.
     """
     top = ("name", "cat", "ph", "pid", "tid", "ts", "dur", "args")

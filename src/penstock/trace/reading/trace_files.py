@@ -55,7 +55,7 @@ _DOCUMENT: Final = re.compile(
     rb'|.*"traceEvents"\s*:)',
     re.DOTALL,
 )
-"""An object that is not a single line: it begins on a line of its own, or has a key that no event has."""
+"""An object that is not a single line: it begins on a separate line, or has a key that no event has."""
 _HEAD_BYTES: Final = 1 << 16
 
 RECORDER: Final = (

@@ -70,12 +70,12 @@ def test_starts_and_ends_are_cut_to_microseconds(
     [
         ({"ts": None}, "no name or no time"),
         ({"name": 5}, "no name or no time"),
-        ({"ts": "soon"}, "ts is no time"),
+        ({"ts": "soon"}, "ts is not a time"),
         ({"ts": 1 << 62}, "time out of range"),
         ({"dur": -1}, "dur is negative"),
-        ({"dur": "long"}, "dur is no time"),
-        ({"dur": float("nan")}, "dur is no time"),
-        ({"dur": None}, "dur is no time"),
+        ({"dur": "long"}, "dur is not a time"),
+        ({"dur": float("nan")}, "dur is not a time"),
+        ({"dur": None}, "dur is not a time"),
     ],
 )
 def test_dropped_event_says_what_is_wrong_with_it(top: dict[str, Any], reason: str) -> None:
