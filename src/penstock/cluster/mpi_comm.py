@@ -140,8 +140,8 @@ def join_mpi(host: str, expected_size: int) -> MpiComm:
     try:
         import mpi4py  # noqa: PLC0415 - optional, and configured before it imports MPI
 
-        # If MPI were initialized on import, every mention of it would be collective. If it ended at exit, a
-        # failed rank would wait for ranks that wait for it.
+        # If MPI were initialized on import, every import would be collective. If it ended at exit, a failed
+        # rank would wait for ranks that wait for it.
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         from mpi4py import MPI  # noqa: PLC0415

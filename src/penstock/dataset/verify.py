@@ -73,6 +73,6 @@ def _find_fault(
     try:
         return verify_file(files.kind, plan, storage, Content(recipe.seed, plan.index, recipe.reduction))
     except ObjectNotFound:
-        return WrongFile(plan.name, "missing; `penstock training generate` makes it, with the same options")
+        return WrongFile(plan.name, "missing; `penstock training generate` with the same options creates it")
     except ShortTransfer as error:
         return WrongFile(plan.name, str(error))

@@ -259,8 +259,8 @@ _MEAN_OUTPUT: Final = 343
 _OUTPUT_DEVIATION: Final = 215
 _MOST_OUTPUT: Final = 2_000
 _MEAN_LOOK_BACK: Final = 8.5
-"""The mean distance to the continued request, in requests per user: the fewer users there are, the fewer
-requests of other users lie between.
+"""The mean distance from a request to the one it continues, in requests per user: with fewer users, fewer
+requests of others lie in between.
 """
 _LOOK_BACK_SHAPE: Final = 1.5
 _CONTINUED: Final = 0.83

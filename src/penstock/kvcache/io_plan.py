@@ -178,8 +178,8 @@ def plan_blocks(
     """Plan the reads, writes and deletions of a cache with these tiers for the requests of a trace.
 
     Tiers keep the most recently used chunks, and writes go through to storage. Each request reads its prefix
-    from the fastest tier that has it, then writes what storage lacks. Computing takes no virtual time, so the
-    next request finds what a request wrote.
+    from the fastest tier that has it, then writes what storage lacks. Computing takes no virtual time, so
+    each request finds what earlier ones wrote.
     """
     reuse = find_reuse(trace)
     layout = layout or ObjectLayout()

@@ -389,7 +389,7 @@ _WHY: Final[Mapping[str, str]] = {
         "tokens per second of elapsed time; summed waiting grows with every thread that waits"
     ),
     "aggregated_p95_latency_ms": (
-        "from a request's first byte to its last, pooled; not its summed waiting, the largest of all ranks"
+        "from a request's first byte to its last, pooled; not the largest of the ranks' summed waits"
     ),
     "aggregated_device_read_p95_ms": _POOLED_WHY,
     "aggregated_device_write_p95_ms": f"{_POOLED_WHY}; the whole write, not its fsync alone",

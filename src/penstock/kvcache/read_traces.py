@@ -34,7 +34,7 @@ class _Request(NamedTuple):
     """One request. `line` is its line in the file, for messages.
 
     If `arrival` is None, the request arrives `delay` after the one before it. `scope` separates the ids of
-    conversations that each count their own.
+    conversations that each have their own numbering.
     """
 
     arrival: float | None

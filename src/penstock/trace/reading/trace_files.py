@@ -60,7 +60,7 @@ _HEAD_BYTES: Final = 1 << 16
 
 RECORDER: Final = (
     "a trace of Recorder, whose format is not read: convert it with Recorder's own recorder2timeline DIR, and"
-    " ask DIR/_chrome (calls and times, without files and bytes), or trace the program with penstock trace"
+    " query DIR/_chrome (calls and times, without files and bytes), or trace the program with penstock trace"
     " record"
 )
 _RECORD: Final = "trace the program with penstock trace record"
@@ -70,7 +70,7 @@ _CONTENTS: Final = tuple(
     for beginning, content in (
         (
             rb".{8}(?:%b)" % b"|".join(map(re.escape, LOG_MAGIC)),
-            "a log of Darshan, damaged or too new for its library: ask what its darshan-dxt-parser prints",
+            "a log of Darshan, damaged or too new for its library: query what its darshan-dxt-parser prints",
         ),
         (
             rb"\xff\xfe|\xfe\xff|(?:[\t\n\r -~]\0){8}|(?:\0[\t\n\r -~]){8}",
@@ -100,7 +100,7 @@ _CONTENTS: Final = tuple(
         ),
         (
             rb"# darshan log version",
-            "sums as darshan-parser prints them: ask the log itself, or what darshan-dxt-parser prints of it",
+            "sums, as darshan-parser prints them: query the log, or what darshan-dxt-parser prints of it",
         ),
         (rb".{257}ustar", "a tar archive: unpack it"),
         (rb"\0*\Z", "zeros only"),

@@ -22,7 +22,7 @@ from penstock.trace.reading.trace_files import guess_content, is_of_recorder
         (b"SQLite format 3\0", "an SQLite database, as Nsight Systems exports"),
         (b'main->puts("hello") = 6\n', "a listing of calls without times"),
         (b'[pid  71] openat(AT_FDCWD, "/d/a", O_RDONLY) = 3\n', "a listing of calls without times"),
-        (b"# darshan log version: 3.41\n# nprocs: 8\nPOSIX\t-1\t9\n", "sums as darshan-parser prints them"),
+        (b"# darshan log version: 3.41\n# nprocs: 8\nPOSIX\t-1\t9\n", "sums, as darshan-parser prints them"),
         (b"\n\x1b\x40\x88\x93\xbf\x50\x01" + bytes(range(256)), "a binary trace of Perfetto"),
     ],
 )
