@@ -192,6 +192,7 @@ class CheckpointLoader:
             key_types=opened.key_types,
             # Which entries a rank lacked is meaningful only if as many ranks load as have saved.
             lacking=opened.lacking.get(comm.rank, ()) if num_saved == comm.size else (),
+            read=opened.value,
         )
         lacking = sorted(set().union(*opened.lacking.values()))
         with ExitStack() as loading:

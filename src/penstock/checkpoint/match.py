@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.checkpoint.state.regions import CheckpointIndex, Regions, TensorFacts
+from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredObject, TensorFacts
 from penstock.checkpoint.state.tensors import bare_name, parameter_names
 from penstock.checkpoint.state.walk import (
     EXTRA_STATE,
@@ -204,6 +204,7 @@ class StoredNames:
         rank: int = 0,
         key_types: Mapping[str, str] = MappingProxyType({}),
         lacking: Collection[str] = (),
+        read: Callable[[StoredObject], Any],
     ) -> None:
         self.asked = partial(asked_name, choice=choice)
         self.key_types = key_types
@@ -212,6 +213,8 @@ class StoredNames:
         self._rank = rank
         self._lacking = lacking
         self._paths = index.paths
+        self._objects = index.objects
+        self._read = read
         facts: dict[str, TensorFacts | None] = {one.name: one for one in index.tensors}
         facts |= {stored.name: None for stored in index.objects}
         # Places are in the order of the state that was saved.
@@ -258,6 +261,33 @@ class StoredNames:
                 is_chosen = self.asked(f"{own_key}.{name[len(stored_prefix) :]}") == name
                 found[rest] = self.facts(name) if is_chosen else SKIPPED
         return found
+
+    def are_numbers(self, key: str, entries: Collection[str], names: Collection[str]) -> bool:
+        """Return True if the checkpoint numbers the parameters of the optimizer `key`, not if it names them.
+
+        It has state for these `entries`; the state calls the parameters by these `names`. As a name may be a
+        number, too (those of a `ParameterList` are), the entries alone do not tell. The saved groups do, so
+        they are read now, unless the load takes them and finds out then.
+        """
+        if not any(map(str.isdecimal, entries)):
+            return False
+        is_taken = self.asked(f"{key}.param_groups.0.params") in self._facts
+        if is_taken and not any(map(str.isdecimal, names)):
+            return True
+        begin = f"{self.prefix(key)}param_groups."
+        kinds = {
+            isinstance(entry, str)
+            for each in self._objects
+            if each.name.startswith(begin) and each.name.endswith(".params")
+            for entry in self._read(each)
+        }
+        if len(kinds) != 1:
+            raise UsageError(
+                f"{name_some(sorted(entries))} in the state of {key!r} may be names or numbers of parameters:"
+                " the checkpoint has no groups that tell",
+                fix=f"Load a checkpoint that has its groups, or exclude='{key}.*'.",
+            )
+        return kinds == {False}
 
 
 class MissingName(UsageError, RuntimeError):
@@ -459,30 +489,36 @@ class _OptimizerState(_Part):
     key: str
     part: torch.optim.Optimizer
     numbers: Mapping[int | str, int]
-    """The number of each parameter, by number and, if it is known, by name."""
+    """The number of each parameter, by number and, unless the checkpoint has numbers, by name."""
+    name_of: Mapping[int, str]
+    """The names of parameters, as far as they are known, by number."""
     groups: Sequence[Sequence[int]]
     """The numbers of the parameters in each group."""
+    is_numbered: bool
+    """True if the checkpoint has state under the numbers of parameters."""
 
     def take(self, loaded: Any) -> Any:
         """Load the state that has arrived, under the optimizer's own numbers."""
-        name_of = {number: name for name, number in self.numbers.items() if isinstance(name, str)}
-        groups = []
+        groups, own_names = [], []
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
             entries = list(group["params"])
-            numbers = [self.numbers.get(entry) for entry in entries]
+            numbers = {self.numbers.get(entry) for entry in entries}
             # If no module in the state tells what the names mean, parameters are matched in order.
-            if len(entries) != len(own) or (name_of and set(numbers) != set(own)):
+            is_known = self.is_numbered or self.name_of
+            if len(entries) != len(own) or (is_known and numbers != {*own}):
                 raise UsageError(
                     f"Group {place} of {self.key!r} has different parameters from the checkpoint's",
                     where=f"the checkpoint has {name_some(entries)}",
                     fix=f"Build it with the groups that it was saved with, or exclude={f'{self.key}.*'!r}.",
                 )
-            own_names = self.part.param_groups[place].get("param_names")
-            names = own_names or [name_of[n] for n in own if n in name_of]
-            _require_names(self.key, place, group, names, is_named=bool(own_names))
+            names = [self.name_of[number] for number in own if number in self.name_of]
+            own_names.append(names)
             # The checkpoint's names are in the order of its own parameters, which may differ.
             option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
             groups.append({**group, "params": list(own), **option})
+        _require_names(
+            self.key, loaded["param_groups"], own_names, is_named="param_names" in self.part.param_groups[0]
+        )
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
         self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
         parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
@@ -515,14 +551,14 @@ class _NamedState(_Part):
 
     def take(self, loaded: Any) -> Any:
         """Copy the options of the groups back; everything else was loaded in place."""
-        groups = zip(self.own["param_groups"], loaded["param_groups"], strict=True)
-        for place, (own, group) in enumerate(groups):
-            if len(own["params"]) != len(group["params"]):
+        own_names = [own["params"] for own in self.own["param_groups"]]
+        _require_names(self.key, loaded["param_groups"], own_names, is_named=False)
+        for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
+            if len(own["params"]) != len(group["params"]) or _has_names(group["params"]):
                 raise UsageError(
                     f"The groups of {self.key!r} have different parameters from the checkpoint's",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
-            _require_names(self.key, place, group, own.get("param_names") or (), is_named=False)
             own.update((option, value) for option, value in group.items() if option != "params")
         return self.own
 
@@ -541,7 +577,7 @@ def _begin_optimizer(
     for group in raw["param_groups"]:
         # Optimizers that were created from named parameters know their names.
         by_name.update(zip(group.get("param_names", ()), group["params"], strict=False))
-    entries: dict[str, dict[Path, TensorFacts | Skipped | None]] = {}
+    entries: dict[Any, dict[Path, TensorFacts | Skipped | None]] = {}
     options: dict[str | int, dict[str, bool]] = {}
     for path, facts in stored.below(prefix, key).items():
         if path[0] == "state" and len(path) > 2:
@@ -549,15 +585,17 @@ def _begin_optimizer(
         elif path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
             options.setdefault(path[1], {})[str(path[2])] = facts is not SKIPPED
     _require_same_optimizer(key, part, options)
-    is_named = bool(entries) and not entries.keys() & set(map(str, by_number))
-    if not is_named:
+    is_numbered = stored.are_numbers(key, entries, by_name)
+    if is_numbered:
+        entries = {number: entries.get(str(number), {}) for number in by_number}
         _require_same_order(key, entries, by_number)
-    shown = {number: name for name, number in by_name.items()} if is_named else {}
+    name_of = {number: name for name, number in by_name.items()}
+    shown = {} if is_numbered or not entries else name_of
     state = {entry: slots for entry, slots in raw["state"].items() if entry not in by_number}
     without = []
     for number, parameter in by_number.items():
         entry, own = shown.get(number, number), raw["state"].get(number, {})
-        given = entries.get(str(entry), {})
+        given = entries.get(entry, {})
         skipped = [f"{entry}.{'.'.join(map(str, path))}" for path, facts in given.items() if facts is SKIPPED]
         if len(skipped) < len(given):
             if skipped and not own:
@@ -582,25 +620,31 @@ def _begin_optimizer(
         | {**group, "params": [shown.get(number, number) for number in group["params"]]}
         for place, group in enumerate(raw["param_groups"])
     ]
-    numbers: dict[int | str, int] = {number: number for number in by_number}
-    numbers.update(by_name)
+    numbers = ({} if is_numbered else by_name) | {number: number for number in by_number}
     inner = {**raw, "state": state, "param_groups": all_options}
-    return _OptimizerState(inner, key, part, numbers, groups)
+    return _OptimizerState(inner, key, part, numbers, name_of, groups, is_numbered)
+
+
+def _has_names(params: Iterable[object]) -> bool:
+    return any(isinstance(entry, str) for entry in params)
 
 
 def _require_names(
-    key: str, place: int, group: Mapping[str, Any], own: Sequence[str], *, is_named: bool
+    key: str, groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], *, is_named: bool
 ) -> None:
-    """Raise `UsageError` if a group that numbers its parameters has different ones, or a different order.
+    """Raise `UsageError` if groups that number their parameters have different ones, or a different order.
 
-    Different names mean different parameters only if the optimizer `is_named`, i.e. was created from named
-    ones.
+    `own` are the names in each group. Different names mean different parameters only if the optimizer
+    `is_named`, i.e. was created from named ones.
     """
-    saved = group.get("param_names")
-    if not (saved and own) or isinstance(group["params"][0], str):
-        return
-    differing = [pair for pair in zip(saved, own, strict=False) if pair[0] != pair[1]]
-    if differing and sorted(saved) == sorted(own):
+    pairs = [
+        pair
+        for group, names in zip(groups, own, strict=True)
+        if not _has_names(group["params"])
+        for pair in zip(group.get("param_names") or (), names, strict=False)
+    ]
+    differing = [(was, now) for was, now in pairs if was != now]
+    if differing and {was for was, _ in pairs} == {now for _, now in pairs}:
         was, now = differing[0]
         raise UsageError(
             f"{key!r} has its parameters in a different order than when it was saved: {was!r} was where"
@@ -610,8 +654,7 @@ def _require_names(
     for was, now in differing if is_named else ():
         if bare_name(was) != bare_name(now):
             raise UsageError(
-                f"Group {place} of {key!r} has different parameters from the checkpoint's: {now!r} is where"
-                f" {was!r} was",
+                f"{key!r} has different parameters from the checkpoint's: {now!r} is where {was!r} was",
                 fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'. If only"
                 f" names are new, exclude='{key}.param_groups.*.param_names'.",
             )
@@ -649,7 +692,7 @@ _OPTIONS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "ma
 
 
 def _require_same_order(
-    key: str, entries: Mapping[str, StoredPlaces], parameters: Mapping[int, torch.Tensor]
+    key: str, entries: Mapping[int, StoredPlaces], parameters: Mapping[int, torch.Tensor]
 ) -> None:
     """Raise `UsageError` if an optimizer numbers its parameters in a different order from the saved one.
 
@@ -658,7 +701,7 @@ def _require_same_order(
     """
     slots: dict[Path, list[tuple[Path, Path, int]]] = {}
     for number, parameter in parameters.items():
-        for path, facts in entries.get(str(number), {}).items():
+        for path, facts in entries[number].items():
             if isinstance(facts, TensorFacts):
                 slots.setdefault(path, []).append((facts.shape, tuple(parameter.shape), number))
     for path, rows in slots.items():
@@ -674,19 +717,18 @@ def _require_same_order(
             )
 
 
-def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
+def number_names(key: str, part: Any, stored: StoredNames) -> dict[str, Any] | None:
     """Number a dict of `get_optimizer_state_dict` like a raw optimizer, to load that optimizer's checkpoint.
 
     Numbers follow the order of the parameters in the groups, as in a raw optimizer, never the order of the
     names as text. Returns None if the checkpoint has names, too.
     """
     names = list(chain.from_iterable(group.get("params", ()) for group in part["param_groups"]))
+    places = stored.below(stored.prefix(key), key)
     entries = {str(path[1]) for path in places if path[0] == "state" and len(path) > 2}
-    numbers = {name: number for number, name in enumerate(names)}
-    is_named = all(isinstance(name, str) for name in names)
-    is_numbered = entries <= set(map(str, numbers.values())) and not entries & numbers.keys()
-    if not (names and is_named and entries and is_numbered):
+    if not (_has_names(names) and stored.are_numbers(key, entries, names)):
         return None
+    numbers = {name: number for number, name in enumerate(names)}
     state = {numbers[name]: slots for name, slots in part["state"].items()}
     groups = [copied(own) | {"params": [numbers[n] for n in own["params"]]} for own in part["param_groups"]]
     return {**part, "state": state, "param_groups": groups}
@@ -1004,7 +1046,7 @@ def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -
         making.fit(own, stored.below(prefix, key) if prefix else {})
         return _StatefulPart(own, part, making.emptied)
     if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
-        numbered = number_names(part, stored.below(prefix, key))
+        numbered = number_names(key, part, stored)
         if numbered is not None:
             return _NamedState(numbered, key, part)
     return None

@@ -42,7 +42,7 @@ class Part:
         self.state = state_dict
 
 
-def stored(state: Mapping[str, Any], *, converts: bool = False) -> StoredNames:
+def stored(state: Mapping[str, Any], *, converts: bool = False, exclude: str | None = None) -> StoredNames:
     """The names that a checkpoint of this state has."""
     leaves, _ = walk(state, is_tensor)
     tensors = tuple(
@@ -54,15 +54,22 @@ def stored(state: Mapping[str, Any], *, converts: bool = False) -> StoredNames:
     none = np.zeros(0, dtype=np.int64)
     regions = StoredRegions(Regions.from_rows(()), none, none, none, none, none.astype(np.bool_))
     paths = {leaf.name: leaf.path for leaf in leaves}
-    choice = LoadChoice(convert_dtypes=converts)
-    return StoredNames(CheckpointIndex(tensors, regions, objects, (), paths), choice)
+    choice = LoadChoice(convert_dtypes=converts, exclude=exclude)
+    values = {leaf.name: leaf.value for leaf in leaves}
+    index = CheckpointIndex(tensors, regions, objects, (), paths)
+    return StoredNames(index, choice, read=lambda one: values[one.name])
 
 
-def load(state: dict[str, Any], saved: Mapping[str, Any], *, converts: bool = False) -> None:
+def load(
+    state: dict[str, Any], saved: Mapping[str, Any], *, converts: bool = False, exclude: str | None = None
+) -> None:
     """Load as the loader does, by names and places alone."""
     values = {leaf.name: leaf.value for leaf in walk(saved, is_tensor)[0]}
-    with loading_into(state, stored(saved, converts=converts)) as parts:
+    names = stored(saved, converts=converts, exclude=exclude)
+    with loading_into(state, names) as parts:
         for leaf in walk(parts.state, is_tensor)[0]:
+            if names.asked(leaf.name) is None:
+                continue
             if is_tensor(leaf.value):
                 leaf.value.copy_(values[leaf.name])
             else:
@@ -432,6 +439,110 @@ def test_numbers_of_a_checkpoint_are_in_the_order_of_the_groups_not_of_the_names
     moments = {name: slots["momentum_buffer"].item() for name, slots in named["state"].items()}
     assert moments == {f"{number}.weight": number for number in range(12)}
     assert named["param_groups"] == by_name(module, optimizer)["param_groups"]
+
+
+def of_digits(*order: str, names: tuple[str, ...], num_groups: int = 1) -> tuple[Any, Any]:
+    """A module whose parameters have these names, and moments that are their places among the names."""
+    module = torch.nn.Module()
+    for place, name in enumerate(names):
+        module.register_parameter(name, torch.nn.Parameter(torch.ones(1)))
+        module.get_parameter(name).grad = torch.full((1,), place + 1.0)
+    parts = [order] if num_groups == 1 else [order[:1], order[1:]]
+    optimizer = torch.optim.SGD(
+        [{"params": [module.get_parameter(name) for name in part]} for part in parts], momentum=1
+    )
+    optimizer.step()
+    optimizer.zero_grad()
+    return module, optimizer
+
+
+def moments_by_name(module: Any, optimizer: Any) -> dict[str, float]:
+    state = by_name(module, optimizer)["state"]
+    return {name: slots["momentum_buffer"].item() for name, slots in state.items()}
+
+
+@pytest.mark.parametrize("names", [("0", "1", "2"), ("1", "w", "0"), ("0", "1", "state"), ("1", "2", "5")])
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_names_that_are_digits_are_not_taken_for_numbers_of_an_optimizer_nor_numbers_for_names(
+    names: tuple[str, ...], num_groups: int, size: int
+) -> None:
+    order = names[::-1][:size]
+
+    def make(*order: str) -> tuple[Any, Any]:
+        return of_digits(*order, names=names, num_groups=num_groups)
+
+    module, optimizer = make(*order)
+    expected = moments_by_name(module, optimizer)
+    weights = module.state_dict()
+    for saved in (by_name(module, optimizer), optimizer.state_dict()):
+        again, fresh = make(*order)
+        fresh.state.clear()
+        load({"model": again, "optim": fresh}, {"model": weights, "optim": saved})
+        assert moments_by_name(again, fresh) == expected
+        named = by_name(*make(*order))
+        for slots in named["state"].values():
+            slots["momentum_buffer"].zero_()
+        load({"optim": named}, {"optim": deepcopy(saved)})
+        assert {name: slots["momentum_buffer"].item() for name, slots in named["state"].items()} == expected
+    # Names find their parameters in whatever order an optimizer has them.
+    if num_groups == 1:
+        again, fresh = make(*order[::-1])
+        load({"model": again, "optim": fresh}, {"model": weights, "optim": by_name(module, optimizer)})
+        assert moments_by_name(again, fresh) == expected
+
+
+@pytest.mark.parametrize("knows_names", [False, True])
+def test_whose_state_a_digit_names_is_known_from_the_saved_groups_or_an_error(*, knows_names: bool) -> None:
+    module, optimizer = of_digits("1", "0", names=("0", "1"))
+    saved = {"model": module.state_dict(), "optim": by_name(module, optimizer)}
+    again, fresh = of_digits("1", "0", names=("0", "1"))
+    state = {"model": again, "optim": fresh} if knows_names else {"optim": fresh}
+    excluded = "optim.param_groups.*"
+    if not knows_names:
+        with pytest.raises(UsageError, match="Group 0 of 'optim' has different parameters"):
+            load(state, saved)
+        fresh.state.clear()
+        load(state, saved, exclude=excluded)
+        assert not fresh.state
+        return
+    fresh.state.clear()
+    load(state, saved, exclude=excluded)
+    assert moments_by_name(again, fresh) == moments_by_name(module, optimizer)
+    del saved["optim"]["param_groups"]
+    with pytest.raises(UsageError, match="0, 1 in the state of 'optim' may be names or numbers"):
+        load(state, saved, exclude=excluded)
+
+
+def test_numbers_of_an_optimizer_are_not_given_to_other_names_that_are_digits() -> None:
+    named = by_name(*of_digits("1", "0", names=("0", "1")))
+    own = by_name(*of_digits("a", "b", names=("a", "b")))
+    with pytest.raises(UsageError, match="The groups of 'optim' have different parameters"):
+        load({"optim": own}, {"optim": named})
+
+
+def test_own_entry_of_an_optimizer_with_the_name_of_a_parameter_stays_its_own() -> None:
+    module, optimizer = with_moments("a", "b", is_named=False)
+    again, fresh = with_moments("a", "b", is_named=False)
+    weight = again.get_parameter("a")
+    for each in (optimizer, fresh):
+        each.state["a"] = {"count": 5}  # type: ignore[index]
+    load({"model": again, "optim": fresh}, {"model": module.state_dict(), "optim": optimizer.state_dict()})
+    assert fresh.state["a"] == {"count": 5}  # type: ignore[index]
+    assert fresh.state[weight]["momentum_buffer"].item() == 1
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_parameters_in_another_group_than_when_they_were_saved_are_refused(*, is_named: bool) -> None:
+    module: Any = torch.nn.ParameterDict({"a": torch.ones(1), "b": torch.ones(1)})
+    pairs = list(module.named_parameters())
+    saved = torch.optim.AdamW([{"params": [pair]} for pair in pairs])
+    (module["a"].sum() + module["b"].sum()).backward()
+    saved.step()
+    other = torch.optim.AdamW([{"params": [pair if is_named else pair[1]]} for pair in pairs[::-1]])
+    state = {"model": module, "optim": other}
+    with pytest.raises(UsageError, match="'a' was where 'b' is"):
+        load(state, {"model": module.state_dict(), "optim": saved.state_dict()})
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.Rprop])
