@@ -96,7 +96,7 @@ def parse_rate(text: str) -> float:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits without an exponent, but all digits of larger numbers: 1.25, 12.5, 1023."""
+    """Format with three significant digits, more for larger numbers, and no exponent: 1.25, 12.5, 1023."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -95,7 +95,7 @@ class _Ranges:
 
 
 def in_pages(read: ReadRange, size_bytes: int) -> ReadRange:
-    """Keep the page around the last range: the headers between small records then take few reads."""
+    """Return a reader that keeps the page around its last range: headers of small records cost little."""
     begin, page = 0, b""
 
     def read_range(offset: int, size: int) -> bytes:
