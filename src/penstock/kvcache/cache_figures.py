@@ -352,7 +352,7 @@ def say_doubts(document: Mapping[str, Any]) -> list[str]:
     if has_small_objects(document):
         texts.append(
             f"Objects have {format_bytes(plan['chunk_bytes'] // plan['objects_per_chunk'])} at "
-            f"--scale {plan['scale']}: latencies and the time saved are figures of small objects, and show "
+            f"--scale {plan['scale']}: latencies and the time saved are figures of small objects, and say "
             "nothing about whole ones."
         )
     return texts

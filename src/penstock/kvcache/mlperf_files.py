@@ -399,7 +399,7 @@ _WHY: Final[Mapping[str, str]] = {
 def trial_command(
     settings: OptionSettings, *, trial: int, ranks: int, output: Path, cache: str, base_seed: int
 ) -> str:
-    """The command of one trial, as for the tool, with only those options that the edition allows."""
+    """The command of one trial, written as for the tool, with only the options that the edition allows."""
     option = settings.option
     values = {
         "rank-output-base": f"{output}/option_{settings.number}/trial_{trial}",

@@ -57,7 +57,7 @@ computation nor storage.
 
 
 NO_IO: Final = "phase IN ('compute', 'wait', 'barrier', 'stall', 'loop', 'process')"
-"""An SQL condition for the default phases that are no I/O, whatever `other` may be."""
+"""An SQL condition for the default phases that are not I/O, whatever `other` may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

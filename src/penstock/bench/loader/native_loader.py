@@ -49,7 +49,7 @@ class RangeReader:
         self._source: Source | None = None
 
     def serve(self, request: ReadRequest | BlockRequest, totals: Batch) -> None:
-        """Read what a request asks for, and decode it if it is a block. Both are counted in `totals`."""
+        """Read the ranges of a request, and decode them if it is a block. Both are counted in `totals`."""
         began_ns = time.monotonic_ns()
         if not isinstance(request, BlockRequest):
             totals.read_bytes += self._read(request)

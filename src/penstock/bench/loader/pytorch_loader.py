@@ -209,7 +209,7 @@ class PytorchLoader:
                 causes.append(f"process {worker.pid} {cause}")
             raise Unavailable(
                 f"A worker of the pytorch loader died: {', '.join(causes)}",
-                fix="The system's log says why. Most are killed when memory runs out, or by SIGBUS if "
+                fix="The system's log says why. Most workers die when memory runs out, or by SIGBUS if "
                 "/dev/shm is too small: use fewer workers (reader.read_threads) or a smaller prefetch.",
             ) from error
 
@@ -275,7 +275,7 @@ class _Reads(Dataset[_Arrival]):
         return Batch()
 
     def _read(self, request: BatchRequest) -> Batch:
-        assert self._reader is not None, "a storage comes first"
+        assert self._reader is not None, "the storage comes first"
         served = Batch(request.num_samples)
         for one in request.requests:
             self._reader.serve(one, served)

@@ -300,8 +300,8 @@ class JsonLines:
     def read(self, chunks: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """Yield the file's events in the order of its lines."""
         for block in _gather_blocks(chunks):
-            # A line that sets another unit of time ends a block, so that all times in a block have the same
-            # unit.
+            # A line that sets a different unit of time ends a block, so that all times in a block have the
+            # same unit.
             cuts = [0, *(found.end() for found in _UNIT_LINE.finditer(block)), len(block)]
             for begin, end in pairwise(cuts):
                 batch = self._read_block(block[begin:end])
