@@ -147,8 +147,7 @@ class TreeContext:
     """The shared part of one submitter's folder, as names.
 
     Hidden entries are left out, and the names of folders end in "/". `is_merged` is true if the tree also
-    holds other organisations' folders. `systems` has the entries of systems/, `categories` has each
-    `system/category` of the results.
+    holds other organisations' folders. `systems` has the entries of systems/.
     """
 
     name: str
@@ -157,7 +156,6 @@ class TreeContext:
     is_merged: bool = False
     systems: tuple[str, ...] = ()
     result_systems: tuple[str, ...] = ()
-    categories: tuple[str, ...] = ()
     result_dirs: tuple[str, ...] = ()
     manifest: ParsedFile = _NOTHING
     public_ids: ParsedFile = _NOTHING
@@ -415,11 +413,6 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
         is_merged=len({other.organisation.lower() for other in find_submitters(submitter.top)}) > 1,
         systems=list_names(find_folder(folder, "systems")),
         result_systems=tuple(entry.name for entry in result_systems),
-        categories=tuple(
-            f"{system.name}/{category.name}"
-            for system in result_systems
-            for category in list_subfolders(system)
-        ),
         result_dirs=tuple(path.relative_to(folder).as_posix() for path in find_result_dirs(submitter)),
         manifest=read_file(folder / tree_layout.MANIFEST, base),
         public_ids=read_file(submitter.top / tree_layout.PUBLIC_IDS, base),

@@ -63,18 +63,13 @@ class OwnedTree:
 
     def require_purpose(self, *, is_rehearsal: bool) -> None:
         """Raise `UsageError` if rehearsed and real results would be mixed."""
-        if self.is_rehearsal and not is_rehearsal:
-            raise UsageError(
-                "This tree is a rehearsal's, which real results must not be added to",
-                where=str(self.root),
-                fix="Make another one: penstock submission init ORGANISATION DIR",
-            )
-        if is_rehearsal and not self.is_rehearsal:
-            raise UsageError(
-                "This tree is for real results, which a rehearsal must not be mixed with",
-                where=str(self.root),
-                fix="Rehearse in a new or an empty folder.",
-            )
+        what = "for real results, which a rehearsal must not be mixed with"
+        fix = "Rehearse in a new or an empty folder."
+        if self.is_rehearsal:
+            what = "a rehearsal's, which real results must not be added to"
+            fix = "Make another one: penstock submission init ORGANISATION DIR"
+        if self.is_rehearsal != is_rehearsal:
+            raise UsageError(f"This tree is {what}", where=str(self.root), fix=fix)
 
 
 def claim_tree(

@@ -39,6 +39,7 @@ from penstock.submission.rules.rule import (
     require_all_hosts,
     require_datagen,
 )
+from penstock.submission.rules.tree_rules import leaves
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.sizing import bytes_text, quotient_text
 
@@ -337,18 +338,10 @@ def find_memory_limit(systems: tuple[ParsedFile, ...]) -> tuple[int, str] | None
         (int(match[1]) * _UNITS[match[2].upper()], system.file)
         for system in systems
         if not system.problem
-        for text in _strings(system.content)
-        for match in _MEMORY_LIMIT.finditer(text)
+        for _, value in leaves(system.content)
+        for match in _MEMORY_LIMIT.finditer(str(value))
     }
     return limits.pop() if len(limits) == 1 else None
-
-
-def _strings(content: object) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list | dict):
-        for entry in content.values() if isinstance(content, dict) else content:
-            yield from _strings(entry)
 
 
 def _epochs(record: ParsedFile) -> list[tuple[ParsedFile, list[ParsedFile]]]:

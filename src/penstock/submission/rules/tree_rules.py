@@ -34,7 +34,13 @@ from penstock.submission.rules.rule import (
     require_all_hosts,
 )
 from penstock.submission.system_description import find_schema_problems
-from penstock.submission.tree_layout import REHEARSAL, Benchmark, SubmissionPhase, list_subfolders
+from penstock.submission.tree_layout import (
+    REHEARSAL,
+    Benchmark,
+    SubmissionPhase,
+    find_folder,
+    list_subfolders,
+)
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 SOLUTION: Final = ("system_under_test", "solution")
@@ -156,8 +162,8 @@ def _judge_system_files(case: Case) -> Iterable[Finding]:
 
 
 def _categories(case: Case) -> list[str]:
-    prefix = f"{case.result.location.system}/"
-    return [name.removeprefix(prefix) for name in case.result.context.categories if name.startswith(prefix)]
+    results = find_folder(case.result.location.submitter.folder, "results")
+    return [folder.name for folder in list_subfolders(find_folder(results, case.result.location.system))]
 
 
 def _phase_problems(case: Case) -> list[str]:
@@ -198,7 +204,7 @@ def _judge_description_file(case: Case) -> Iterator[Finding]:
 
 def _find_flaw(description: Any) -> str:
     """Return the reason why no reader could use a description, or "" if there is none."""
-    facts = list(_facts(description, ()))
+    facts = list(leaves(description))
     for path, value in facts:
         if "dram" in map(str.lower, path) and path[-1].lower().startswith("capacity"):
             try:
@@ -210,11 +216,11 @@ def _find_flaw(description: Any) -> str:
     return "" if facts else "it states no fact"
 
 
-def _facts(tree: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+def leaves(tree: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the values that are not empty, each with the keys and list positions above it."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _facts(value, (*above, str(key)))
+            yield from leaves(value, (*above, str(key)))
     elif tree not in (None, ""):
         yield above, tree
 
