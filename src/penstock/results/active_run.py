@@ -21,7 +21,7 @@ from penstock.results.counter_files import IoReconciliation
 from penstock.results.history import HistoryFile
 from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_page import Pages, leave_run_page
-from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload, write_workload
 
 
 class ActiveRun:
@@ -77,7 +77,7 @@ class ActiveRun:
                 hosts=tuple(request.hosts),
                 seeds=request.seeds,
                 remarks=tuple(request.remarks),
-                workload=run_record.workload_values(request.workload),
+                workload=write_workload(request.workload, only_set=True),
                 plan=request.plan,
                 preflight=request.preflight,
             )
@@ -147,7 +147,7 @@ class ActiveRun:
         code. `workload` is the workload that was really run, if it could not be known before.
         """
         self._exit_code = 0 if is_right else 1
-        values = self.record.workload if workload is None else run_record.workload_values(workload)
+        values = self.record.workload if workload is None else write_workload(workload, only_set=True)
         self.record = replace(
             self.record,
             workload=values,

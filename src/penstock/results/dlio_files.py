@@ -20,7 +20,6 @@ from penstock.results.phase_figures import PhaseFigures, choose_window, compat_b
 from penstock.results.provenance import HostFacts
 from penstock.results.published_files import write_json, write_text
 from penstock.results.run_folder import SUMMARY_FILE
-from penstock.results.run_record import workload_values
 from penstock.results.step_events import (
     RankEvents,
     SpanEvent,
@@ -31,7 +30,7 @@ from penstock.results.step_events import (
     wait_ns,
 )
 from penstock.workload.sizing import record_bytes
-from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload, write_workload
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +314,7 @@ def write_configuration(
         }
     }
     documents = {
-        "config.yaml": {"workload": workload_values(workload)},
+        "config.yaml": {"workload": write_workload(workload, only_set=True)},
         "overrides.yaml": task,
         "hydra.yaml": tree,
     }

@@ -24,21 +24,7 @@ from penstock.results.phase_figures import PhaseFigures
 from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_seconds
 from penstock.workload.settings import dotted
-from penstock.workload.spec import Workload, read_workload, write_workload
-
-
-def workload_values(workload: Workload) -> dict[str, Any]:
-    """Return all values of a workload that are set, by default or explicitly."""
-
-    def set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: set_values(value) if isinstance(value, Mapping) else value
-            for key, value in tree.items()
-            if value is not None
-        }
-
-    return set_values(write_workload(workload))
-
+from penstock.workload.spec import Workload, read_workload
 
 FORMAT_VERSION: Final = 3
 """Incremented whenever a key is added, renamed or changes its meaning."""

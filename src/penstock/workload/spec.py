@@ -363,9 +363,12 @@ def read_workload(
     return workload, []
 
 
-def write_workload(workload: Workload) -> dict[str, Any]:
-    """All values under DLIO's keys, including defaults, as plain values; None if a value is unset."""
-    tree = _adapter().dump_python(workload, mode="json", by_alias=True)
+def write_workload(workload: Workload, *, only_set: bool = False) -> dict[str, Any]:
+    """All values under DLIO's keys, including defaults, as plain values.
+
+    Unset values are None, or left out if `only_set`.
+    """
+    tree = _adapter().dump_python(workload, mode="json", by_alias=True, exclude_none=only_set)
     return {key: value for key, value in tree.items() if key not in _NOT_IN_FILES}
 
 

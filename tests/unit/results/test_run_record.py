@@ -41,10 +41,9 @@ from penstock.results.run_record import (
     format_record,
     read_record,
     read_recorded_workload,
-    workload_values,
 )
 from penstock.workload.load_workload import load
-from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload, write_workload
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "results" / "run.json"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -272,7 +271,7 @@ def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_recorded_workload_is_an_error() -> None:
-    record = replace(golden_record(), workload={**workload_values(unet3d()), "colour": "blue"})
+    record = replace(golden_record(), workload={**write_workload(unet3d(), only_set=True), "colour": "blue"})
     with pytest.raises(StorageError, match=r"colour.*run\.json"):
         read_recorded_workload(record, Path())
 
@@ -280,7 +279,7 @@ def test_unknown_recorded_workload_is_an_error() -> None:
 @pytest.mark.parametrize("name", ["unet3d", "resnet50_h100", "cosmoflow_a100", "dlrm_b200", "bert_v100"])
 def test_every_workload_survives_its_record(name: str) -> None:
     workload = load(name, accelerator="" if "_" in name else "h100").workload
-    values = json.loads(json.dumps(workload_values(workload)))
+    values = json.loads(json.dumps(write_workload(workload, only_set=True)))
     record = replace(golden_record(), workload=values, name=workload.name, accelerator=workload.accelerator)
     assert read_recorded_workload(record, Path()) == workload
 

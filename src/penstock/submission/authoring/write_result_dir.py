@@ -23,7 +23,7 @@ from typing import Any, Final
 import yaml
 
 from penstock.errors import StorageError
-from penstock.results import provenance, run_record
+from penstock.results import provenance
 from penstock.results.dlio_files import write_configuration
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at
@@ -47,7 +47,7 @@ from penstock.submission.tree_layout import (
 )
 from penstock.workload.enums import StorageKind
 from penstock.workload.settings import dotted, flatten
-from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload, write_workload
 
 RULES_EDITION: Final = "3.0"
 LAYOUT_VERSION: Final = 3
@@ -161,7 +161,7 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
         "accelerator": facts.accelerator,
         "result_dir": str(address.folder),
         "verification": series.division.value.upper(),
-        "parameters": run_record.workload_values(facts.workload),
+        "parameters": write_workload(facts.workload, only_set=True),
         "override_parameters": {key: str(value) for key, value in facts.changed.items()},
         "args": _args(facts),
         "system_info": {
@@ -258,7 +258,7 @@ def _plain(value: Any) -> Any:
 def build_provenance(
     workload: Workload, benchmark: Benchmark, *, program: Program, now: datetime
 ) -> dict[str, Any]:
-    values = core_parameters(benchmark, run_record.workload_values(workload))
+    values = core_parameters(benchmark, write_workload(workload, only_set=True))
     library = {"name": "none"}
     if workload.storage.storage_type is StorageKind.S3:
         name = workload.storage.storage_library.value if workload.storage.storage_library else "obstore"
