@@ -93,7 +93,7 @@ class _Prepared:
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, Any]) -> Seal:
         files = [file for share in shares for file in share.files]
-        sums = {f"rank_{share.rank}": share.files[0].sums.hex() for share in shares}
+        sums = {f"rank_{share.stats.rank}": share.files[0].sums.hex() for share in shares}
         manifest = Manifest(
             step=facts["step"],
             save_id=facts["save_id"],
@@ -160,7 +160,7 @@ class _Staged:
             sums=checksum_of(self.content),
         )
         stats = RankSaveStats(rank=self.rank, payload_bytes=len(self.content), file_bytes=info.size_bytes)
-        return WrittenShare(rank=self.rank, files=(written,), stats=stats)
+        return WrittenShare(files=(written,), stats=stats)
 
     def cancel(self) -> None:
         self.given_up.set()

@@ -109,7 +109,6 @@ class ShareContents:
 class WrittenShare:
     """One rank's report to rank 0, made when all its files are durable."""
 
-    rank: int
     files: tuple[WrittenFile, ...]
     stats: RankSaveStats
     contents: ShareContents = field(default_factory=ShareContents)

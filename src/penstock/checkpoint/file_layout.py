@@ -218,7 +218,6 @@ class FileLayout:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the whole file."""
         return self.items[-1].end if self.items else 0
 
     def columns(self) -> tuple[Ints, Ints, Ints]:

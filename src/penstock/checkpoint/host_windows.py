@@ -37,39 +37,21 @@ from penstock.transfer.buffers import HUGE_PAGE_BYTES
 from penstock.transfer.reader import Block, BlockViewers, Part, ReadSettings, Span, SpanSink
 
 logger = logging.getLogger(__name__)
-
-
 SHARED_BYTES = 128 << 20
 """The size of the windows of all ranks of a host together."""
-
-
 MOST_BLOCK_BYTES = 4 << 20
 """The largest block in huge pages: larger blocks save messages, smaller ones stay in processor caches."""
-
-
 MOST_COPIED_BLOCK_BYTES = 2 << 20
 """The largest block in small pages: a new page costs as much as copying its bytes."""
-
-
 LEAST_STREAMS = 2
-
-
 COLLAPSE = 25
 """MADV_COLLAPSE of Linux 6.1. It provides huge pages even if the system's settings give none to shared
 memory.
 """
-
-
 _MAP_FIXED = 0x10
-
-
 _HELLO = struct.Struct("<iq")
 """The first message on a connection: the sender's rank, and the size of its window."""
-
-
 CONNECT_S: Final = 10.0
-
-
 _PEER_CREDENTIALS: Final = struct.Struct("<iII")
 
 

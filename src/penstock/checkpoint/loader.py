@@ -750,12 +750,8 @@ def _unpack(
 
 
 Result = TypeVar("Result")
-
-
 HEARTBEAT_S = 1.0
 """The longest time for which one rank's failure can stay unknown to another. Messages this rare are free."""
-
-
 INTERRUPTED = "it was interrupted (Ctrl-C) while loading"
 
 

@@ -183,8 +183,6 @@ class Skipped(Enum):
 
 
 SKIPPED = Skipped.SKIPPED
-
-
 StoredPlaces = Mapping[Path, TensorFacts | Skipped | None]
 """What is stored at each place; None stands for an object."""
 

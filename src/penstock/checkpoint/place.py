@@ -29,7 +29,7 @@ from penstock.checkpoint.state.regions import (
     TensorFacts,
     element_sizes,
 )
-from penstock.checkpoint.state.tensors import as_words, contiguous_bytes, flatten_bytes, narrow_region
+from penstock.checkpoint.state.tensors import as_words, flatten_bytes, narrow_region
 from penstock.cluster.comm import PointToPoint
 from penstock.errors import UsageError, WaitTimeout
 from penstock.storage.aligned import copy_bytes
@@ -58,17 +58,15 @@ class Target:
         has_other_bits = self.memory.is_conj() or self.memory.is_neg()
         return self.memory.dtype == getattr(torch, self.facts.dtype) and not has_other_bits
 
-    def contiguous_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> ByteArray | None:
-        """The bytes of a region within the target, if they are in host memory, contiguous and as stored."""
+    def direct_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        """The bytes of a region within the target, on its device, if they are contiguous and as stored."""
         view = narrow_region(self.memory, self.offsets, offsets, sizes)
-        is_direct = view.is_cpu and view.is_contiguous() and self.has_stored_bytes
-        return contiguous_bytes(view) if is_direct else None
+        return flatten_bytes(view) if view.is_contiguous() and self.has_stored_bytes else None
 
-    def contiguous_bytes_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
-        """The bytes of a region within the target, if they are on a device, contiguous and as stored."""
-        view = narrow_region(self.memory, self.offsets, offsets, sizes)
-        is_direct = not view.is_cpu and view.is_contiguous() and self.has_stored_bytes
-        return flatten_bytes(view) if is_direct else None
+    def contiguous_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> ByteArray | None:
+        """The same bytes, if they are in host memory."""
+        found = self.direct_bytes(offsets, sizes) if self.memory.is_cpu else None
+        return None if found is None else found.numpy()
 
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], content: NDArray[Any]) -> None:
         """Copy a region from `content`, in words of the stored element size."""
@@ -260,7 +258,7 @@ class Destinations:
             if len(share.local) == 1 and not share.sends:
                 target, region = self._local[share.local[0]]
                 if region == share.region and not target.memory.is_cpu:
-                    share.on_device = target.contiguous_bytes_on_device(*region)
+                    share.on_device = target.direct_bytes(*region)
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
         """The memory for a part of a span, if the storage can read to any address; otherwise None."""

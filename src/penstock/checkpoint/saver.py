@@ -447,14 +447,12 @@ class StagedFiles:
             self._undo = undo.pop_all()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return when the tensors may change."""
         try:
             self._pipe.wait_filled(timeout_s)
         except PipelineStopped as error:
             raise SaveCancelled from error
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:  # noqa: ARG002 - as laid out
-        """The total size of the files."""
         return sum(layout.size_bytes for layout in self._share.layouts)
 
     def write_to(
@@ -486,7 +484,6 @@ class StagedFiles:
                 )
             )
         return WrittenShare(
-            rank=self._share.rank,
             files=tuple(files),
             contents=self._share.contents,
             stats=RankSaveStats(

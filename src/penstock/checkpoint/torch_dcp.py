@@ -115,7 +115,6 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(allow_partial_load=not strict)
         self._choice = LoadChoice(only=only, exclude=exclude, rename=rename, strict=strict, trust=trust)
-        self._local_state: LocalState | None = None
         self.selection: LeafSelection | None = None
 
     def set_up_planner(
@@ -130,7 +129,6 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> planning.LoadPlan:
         """On all ranks: plan which stored chunks go into which of this rank's shards."""
-        assert self._local_state is not None, "torch calls set_up_planner first"
         assert self.metadata is not None, "torch calls set_up_planner with it"
         stored = self.metadata.state_dict_metadata
         names = [leaf.name for leaf in self._local_state.leaves]
@@ -162,7 +160,6 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: planning.ReadItem, value: io.BytesIO) -> None:
         """Unpickle an object, only as harmless data unless `trust` is set, and put it into the state."""
-        assert self._local_state is not None, "torch calls set_up_planner first"
         name = read_item.dest_index.fqn
         loaded = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
         (leaf,) = (leaf for leaf in self._local_state.leaves if leaf.name == name)
@@ -170,7 +167,6 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: planning.ReadItem) -> torch.Tensor:
         """The memory of the state into which an item is read."""
-        assert self._local_state is not None, "torch calls set_up_planner first"
         index = read_item.dest_index
         corner = tuple(index.offset or (0,) * len(read_item.lengths))
         begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
@@ -179,7 +175,6 @@ class LoadPlanner(DefaultLoadPlanner):
     def _tensor_items(
         self, name: str, stored_name: str, about: TensorStorageMetadata
     ) -> list[planning.ReadItem]:
-        assert self._local_state is not None, "torch calls set_up_planner first"
         if name not in self._local_state.shards:
             raise UsageError(
                 f"{name!r} is an object in the state, but {stored_name!r} is a tensor in the checkpoint",
@@ -209,10 +204,12 @@ class SavePlanner(DefaultSavePlanner):
     A replicated tensor smaller than twice `min_cut_bytes` is written by one rank as a whole.
     """
 
+    _local_state: LocalState
+    """Set by `set_up_planner`, which torch calls first."""
+
     def __init__(self, *, min_cut_bytes: int = 64 * 1024) -> None:
         super().__init__()
         self._options = SaveOptions(min_cut_bytes=min_cut_bytes)
-        self._local_state: LocalState | None = None
         self._plain_names: dict[str, str] = {}
         self._told: set[str] = set()
 
@@ -235,7 +232,6 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> planning.SavePlan:
         """On all ranks: return what this rank holds, for the coordinator."""
-        assert self._local_state is not None, "torch calls set_up_planner first"
         paths = {leaf.name: leaf.path for leaf in self._local_state.leaves}
         self.plan = planning.SavePlan([], planner_data=(self._local_state.holdings, paths))
         return self.plan
@@ -244,7 +240,6 @@ class SavePlanner(DefaultSavePlanner):
         self, all_plans: list[planning.SavePlan]
     ) -> tuple[list[planning.SavePlan], Metadata]:
         """On the coordinator: decide which rank writes what."""
-        assert self._local_state is not None, "torch calls set_up_planner first"
         facts: list[tuple[Holdings, dict[str, Path]]] = [plan.planner_data for plan in all_plans]
         shared, objects = plan_job([holdings for holdings, _ in facts], self._options)
         plans = [
@@ -276,7 +271,6 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: planning.WriteItem) -> torch.Tensor | io.BytesIO:
         """The memory of a region, live and possibly strided, or a packed object."""
-        assert self._local_state is not None, "torch calls set_up_planner first"
         name = write_item.index.fqn
         if write_item.type is planning.WriteItemType.BYTE_IO:
             return io.BytesIO(self._local_state.objects[self._plain_names.get(name, name)])
@@ -431,7 +425,6 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path, and any URI with a known scheme."""
         return can_be_named(checkpoint_id)
 
     def _regions(self, wanted: Sequence[planning.ReadItem], tensors: Sequence[TensorFacts]) -> Regions:
@@ -727,7 +720,6 @@ class Writer(BlockingAsyncStager, StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path, and any URI with a known scheme."""
         return can_be_named(checkpoint_id)
 
     def _uri(self) -> str:

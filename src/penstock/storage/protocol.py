@@ -306,6 +306,14 @@ def check_prefix(prefix: str, root_uri: str) -> str:
     return check_key(folder, root_uri) if folder else ""
 
 
+def read_if_any(storage: Storage, key: str) -> bytes | None:
+    """The content of a small object; None if there is none."""
+    try:
+        return bytes(read_object(storage, key))
+    except ObjectNotFound:
+        return None
+
+
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
     """A small object and its description; raises `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):

@@ -17,11 +17,11 @@ FACTS = TensorFacts("w", "float32", (8, 4), 4)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnDevice(Target):
-    """A target with simulated device memory: only `contiguous_bytes_on_device` may touch its bytes."""
+    """A target with simulated device memory: only `direct_bytes` may touch its bytes."""
 
     twin: torch.Tensor
 
-    def contiguous_bytes_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+    def direct_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
         assert (tuple(offsets), tuple(sizes)) == ((0, 0), FACTS.shape)
         return self.twin.reshape(-1).view(torch.uint8)
 
@@ -80,11 +80,12 @@ def test_parts_for_one_place_on_a_device_are_copied_there_directly() -> None:
     assert landing._shares[0].memory is None
 
 
-def test_device_bytes_are_only_given_for_device_memory() -> None:
+def test_bytes_are_given_where_they_are_contiguous_and_as_stored() -> None:
     def bytes_of(memory: torch.Tensor) -> torch.Tensor | None:
-        return Target((0, 0), memory, FACTS).contiguous_bytes_on_device((0, 0), (2, 4))
+        return Target((0, 0), memory, FACTS).direct_bytes((0, 0), (2, 4))
 
-    assert bytes_of(torch.zeros(2, 4)) is None
+    assert Target((0, 0), torch.zeros(2, 4), FACTS).contiguous_bytes((0, 0), (2, 4)) is not None
+    assert Target((0, 0), torch.zeros(2, 4, device="meta"), FACTS).contiguous_bytes((0, 0), (2, 4)) is None
     assert bytes_of(torch.zeros(2, 4, dtype=torch.half, device="meta")) is None
     assert bytes_of(torch.zeros(4, 2, device="meta").t()) is None
     found = bytes_of(torch.zeros(2, 4, device="meta"))

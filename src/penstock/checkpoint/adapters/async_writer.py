@@ -409,7 +409,7 @@ class AsyncWriter(FileSystemWriter):
             )
         if not isinstance(outcome, WrittenShare):
             raise outcome
-        logger.info("rank %d, %s: %s", outcome.rank, self._folder, outcome.stats)
+        logger.info("rank %d, %s: %s", outcome.stats.rank, self._folder, outcome.stats)
         return self._items.results(outcome, self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -427,7 +427,6 @@ class AsyncWriter(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path, and any URI with a known scheme."""
         return can_be_named(checkpoint_id)
 
 

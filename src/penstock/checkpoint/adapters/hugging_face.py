@@ -241,7 +241,6 @@ def get_random_state() -> tuple[Any, ...]:
 
 
 def set_random_state(saved: tuple[Any, ...]) -> None:
-    """Restore the state of this rank's random number generators."""
     python, (kind, keys, *rest), host, devices = saved
     random.setstate(python)
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002 - likewise

@@ -76,7 +76,6 @@ class PenstockIO(CheckpointIO):
             catalog.hide(catalog.find(name))()
 
     def teardown(self) -> None:
-        """Free the staging memory."""
         self._saver.close()
 
 

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks, run_o
 from penstock.errors import (
     AccessRefused,
     DataDamaged,
-    ObjectNotFound,
     PenstockError,
     StorageError,
     Unavailable,
@@ -66,7 +65,7 @@ from penstock.storage.capabilities import (
     sync_names,
 )
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.protocol import exists, read_if_any, read_object, write_object
 from penstock.storage.uri import find_opener, open_here, parse_uri
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,6 @@ class CheckpointRef:
         return f"{self.storage.uri.rstrip('/')}/{self.committed.name}"
 
     def key(self, file_name: str) -> str:
-        """The key of one of the checkpoint's files."""
         return self.committed.key(file_name)
 
     def sizes(self) -> dict[str, int]:
@@ -200,7 +198,6 @@ _STEP_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def step_dirname(step: int) -> str:
-    """The name of a step's folder."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -263,13 +260,12 @@ class StepCatalog:
 
     def point_past(self, removed: str) -> None:
         """Let `latest` name the newest remaining step if it names the removed one."""
-        with suppress(ObjectNotFound):
-            if bytes(read_object(self.storage, POINTER_NAME)).decode(errors="replace").strip() == removed:
-                newest = max(self.committed(), default=None)
-                if newest is None:
-                    self.storage.delete(POINTER_NAME)
-                else:
-                    self.set_latest(newest)
+        if (read_if_any(self.storage, POINTER_NAME) or b"").decode(errors="replace").strip() == removed:
+            newest = max(self.committed(), default=None)
+            if newest is None:
+                self.storage.delete(POINTER_NAME)
+            else:
+                self.set_latest(newest)
 
 
 def open_catalog(storage: Storage) -> FolderCatalog | RecordCatalog:

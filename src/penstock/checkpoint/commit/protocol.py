@@ -63,7 +63,14 @@ from penstock.storage.capabilities import (
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.files.folders import FolderTree
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.protocol import ObjectInfo, exists, read_described, read_object, write_object
+from penstock.storage.protocol import (
+    ObjectInfo,
+    exists,
+    read_described,
+    read_if_any,
+    read_object,
+    write_object,
+)
 
 MANIFEST_NAME: Final = "penstock.json"
 METADATA_NAME: Final = ".metadata"
@@ -127,7 +134,6 @@ class Draft:
     save_id: str
 
     def key(self, file_name: str) -> str:
-        """The key under which a file of this checkpoint is written."""
         return f"{self.folder}/{file_name}"
 
 
@@ -148,7 +154,6 @@ class Committed:
     version: str = ""
 
     def key(self, file_name: str) -> str:
-        """The key of a file of this checkpoint."""
         return f"{self.folder}/{file_name}"
 
 
@@ -292,7 +297,7 @@ class WriterLease:
 
         Programs that take or change steps without saving any call it, too.
         """
-        found = self._read()
+        found = read_if_any(self._storage, WRITER_LEASE) or b""
         if found == lease_text(self._owner()):
             return False
         other = ProcessId.of_lease(found)
@@ -315,22 +320,15 @@ class WriterLease:
         """
         (holders := _HOLDERS.setdefault(self._storage.uri, WeakSet())).discard(self)
         try:
-            if self._is_held and not holders and self._read() == lease_text(self._owner()):
+            own = lease_text(self._owner())
+            if self._is_held and not holders and read_if_any(self._storage, WRITER_LEASE) == own:
                 self._storage.delete(WRITER_LEASE)
         except StorageError as error:
             logger.debug("Could not remove %s: %s", WRITER_LEASE, error)
         self._is_held = False
 
-    def _read(self) -> bytes:
-        try:
-            return bytes(read_object(self._storage, WRITER_LEASE))
-        except ObjectNotFound:
-            return b""
-
 
 _HOLDERS: Final[dict[str, WeakSet[WriterLease]]] = {}
-
-
 _DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
 _OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
 _GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")
@@ -576,8 +574,6 @@ def overtaken(uri: str, name: str) -> AlreadyThere:
 
 IDENTITY_BYTES: Final = 128
 """The length of a manifest's beginning, which contains the checksum of all of it."""
-
-
 _FOLDER_OF_OBJECTS: Final = re.compile(r"[^/]+/[0-9a-f]{16}")
 
 

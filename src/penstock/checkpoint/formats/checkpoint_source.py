@@ -54,7 +54,7 @@ from penstock.did_you_mean import did_you_mean
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
-from penstock.storage.protocol import Source, exists, read_object
+from penstock.storage.protocol import Source, exists, read_if_any, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -494,19 +494,12 @@ def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, byte
     """The `.metadata` and manifest of the same save; None for one that is missing."""
     is_final = is_written_once(storage, folder)
     for _ in range(_NUM_READINGS):
-        manifest = _read_if_any(storage, _key(folder, MANIFEST_NAME))
-        metadata = _read_if_any(storage, _key(folder, METADATA_NAME))
+        manifest = read_if_any(storage, _key(folder, MANIFEST_NAME))
+        metadata = read_if_any(storage, _key(folder, METADATA_NAME))
         # If a save has replaced the folder between the two reads, its manifest differs.
         if manifest is None or is_final or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
             break
     return metadata, manifest
-
-
-def _read_if_any(storage: Storage, key: str) -> bytes | None:
-    try:
-        return bytes(read_object(storage, key))
-    except ObjectNotFound:
-        return None
 
 
 def _key(folder: str, name: str) -> str:

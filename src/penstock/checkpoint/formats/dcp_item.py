@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final
 
-from penstock.checkpoint.formats.restricted_pickle import TensorRef, read_torch_pickle
+from penstock.checkpoint.formats.restricted_pickle import UNREADABLE, TensorRef, read_torch_pickle
 from penstock.checkpoint.formats.saved_objects import names_beyond_data, rebuild
 from penstock.checkpoint.formats.torch_save import (
     TorchSaveArchive,
@@ -39,8 +39,6 @@ from penstock.errors import DataDamaged, Unavailable, UsageError
 
 ZSTD: Final = "stream.zstd/1"
 """The only transform that is built into torch."""
-
-
 _PART_BYTES: Final = 1 << 20
 """The bytes unpacked at a time. The archive around a tensor's elements has fewer."""
 _LARGEST_OBJECT: Final = 256 << 20
@@ -122,14 +120,8 @@ def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust
         return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)
     except MemoryError as error:
         raise DataDamaged(f"The object {name} needs more memory than there is", where=where) from error
-    except (pickle.UnpicklingError, *_UNREADABLE) as error:
+    except UNREADABLE as error:
         raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
-
-
-_UNREADABLE = (
-    *(RuntimeError, EOFError, ValueError, TypeError),
-    *(LookupError, AttributeError, ImportError, OverflowError),
-)
 
 
 _SCALAR: Final = re.compile(rb"\x80\x02(?:[N\x88\x89]|K.|M..|J.{4}|\x8a.+|G.{8}|X.{4}.*q\0)\.", re.DOTALL)
@@ -162,7 +154,7 @@ def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, w
         )
     try:
         return rebuild(value, record)
-    except (DataDamaged, MemoryError, *_UNREADABLE) as error:
+    except (DataDamaged, MemoryError, *UNREADABLE) as error:
         raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
 
 
@@ -257,7 +249,6 @@ class Envelope:
 
     @property
     def item_bytes(self) -> int:
-        """The size of the whole item."""
         return len(self.prefix) + self.payload_bytes + len(self.suffix)
 
 

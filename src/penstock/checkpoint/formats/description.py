@@ -65,8 +65,6 @@ if TYPE_CHECKING:
 
 SUM_BYTES = 16
 BLOCK_BYTES = 16 << 20
-
-
 start_checksum = xxhash.xxh3_128
 """The checksum of no bytes, to be updated piece by piece."""
 
@@ -149,7 +147,6 @@ class WrittenFile:
         return len(self.item_offset)
 
     def sum_at(self, row: int) -> bytes:
-        """One item's checksum."""
         return self.sums[row * SUM_BYTES : (row + 1) * SUM_BYTES]
 
 
@@ -184,7 +181,6 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """The total size of all data files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -263,8 +259,6 @@ _Column = Annotated[list[int], AfterValidator(_as_column)]
 """A list that becomes an array as soon as it is read: as lists, the numbers of all files take five times the
 memory.
 """
-
-
 _NO_NUMBERS: Final = np.zeros(0, dtype=np.int64)
 
 
@@ -694,7 +688,6 @@ class MetadataWriter:
         self._content = b""
 
     def write(self, index: CheckpointIndex) -> bytes:
-        """The content of the `.metadata` that describes `index`."""
         if self._index is None or not _are_same(self._index, index):
             self._index, self._content = index, metadata_bytes(index)
         return self._content

@@ -258,6 +258,13 @@ def _require_tree(value: object) -> None:
     require(count(value) <= _MOST_REPEATED + 64 * num_parts, "its parts are repeated millions of times")
 
 
+UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
+    *(ImportError, OverflowError, RuntimeError),
+)
+"""The errors by which a pickle that no program saves ends its reader."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Looks up every class in a table of stand-ins. Only archives of `torch.save` may refer to records."""
 
@@ -278,17 +285,7 @@ class _Unpickler(pickle.Unpickler):
                 _require_tree(value)
         except DataDamaged:
             raise
-        except (
-            pickle.UnpicklingError,
-            EOFError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            MemoryError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except (MemoryError, *UNREADABLE) as error:
             raise DataDamaged(
                 f"The pickle cannot be read: {error}",
                 where=self._where,

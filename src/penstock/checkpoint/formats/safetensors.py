@@ -47,8 +47,6 @@ class _Entry(BaseModel):
 
 _LONGEST_VALUE: Final = 40
 _FETCH: Final = "Fetch or save it again."
-
-
 StoredTensor = tuple[TensorFacts, int]
 """One tensor of one file, and the offset of its payload."""
 

@@ -94,18 +94,12 @@ class _Rebuilding:
             return self._tensor(value)
         if isinstance(value, QuantizedRef):
             return _quantized(value, self._tensor(value.integers), self.made(value.quantizer[1:]))
-        if isinstance(value, TorchName):
+        if isinstance(value, TorchName | DeviceName | TorchSize):
             import torch  # noqa: PLC0415 - other tools than loads do without it
 
-            return getattr(torch, value)
-        if isinstance(value, DeviceName):
-            import torch  # noqa: PLC0415 - as above
-
-            return torch.device(value)
-        if isinstance(value, TorchSize):
-            import torch  # noqa: PLC0415 - as above
-
-            return torch.Size(value)
+            if isinstance(value, TorchName):
+                return getattr(torch, value)
+            return torch.device(value) if isinstance(value, DeviceName) else torch.Size(value)
         if isinstance(value, tuple | set | frozenset):
             return type(value)([self.made(inner) for inner in value])
         if isinstance(value, slice):

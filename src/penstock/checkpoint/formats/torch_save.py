@@ -80,7 +80,6 @@ class _Ranges:
         return self._position
 
     def tell(self) -> int:
-        """The current position."""
         return self._position
 
     def read(self, size: int = -1, /) -> bytes:

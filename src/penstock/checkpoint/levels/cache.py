@@ -75,7 +75,7 @@ from penstock.storage.files.local_files import sync_file
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.in_memory import MemorySource
 from penstock.storage.process_id import current_process
-from penstock.storage.protocol import Source, WrappedStorage, read_object, write_object
+from penstock.storage.protocol import Source, WrappedStorage, read_if_any, write_object
 from penstock.storage.uri import parse_uri
 from penstock.storage.volumes import find_room
 
@@ -154,10 +154,7 @@ class NodeCache:
 
     def claim(self, run: str) -> None:
         """Reserve the cache for this run; raise `UsageError` if it has steps of another."""
-        try:
-            owner = bytes(read_object(self.storage, RUN_NOTE)).decode()
-        except ObjectNotFound:
-            owner = ""
+        owner = (read_if_any(self.storage, RUN_NOTE) or b"").decode()
         if owner not in ("", run) and self.names():
             raise UsageError(
                 f"This cache has steps of another run, {owner}, and not of {run}",

@@ -30,7 +30,7 @@ from penstock.errors import ObjectNotFound, RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_local_paths
-from penstock.storage.protocol import read_object
+from penstock.storage.protocol import read_if_any
 from penstock.storage.uri import find_local_paths_at, open_here
 
 LONGEST_FLUSH_S: Final = 7 * 86400.0
@@ -300,11 +300,11 @@ def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedChe
 
 
 def _read_run(storage: Storage) -> str:
-    try:
-        return bytes(read_object(storage, RUN_NOTE)).decode()
-    except ObjectNotFound as error:
+    run = read_if_any(storage, RUN_NOTE)
+    if run is None:
         raise ObjectNotFound(
             "The cache does not name the run that its steps belong to",
             uri=storage.uri,
             fix="Give the durable directory or URI of its manager with --to.",
-        ) from error
+        )
+    return run.decode()

@@ -18,15 +18,14 @@ LARGEST_GROUP = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A way to protect a step, applied to every `every`-th checkpoint.
-
-    Ranks protect each other in groups of `group`. If there are too few failure domains for such groups,
-    another scheme is used and a warning is logged; with `strict`, the job is refused instead.
-    """
+    """A way to protect a step: ranks protect each other in groups."""
 
     every: int = 1
+    """Protects every N-th checkpoint, unless a scheme with a larger N protects it, too."""
     group: int = 8
+    """The number of members of a group."""
     strict: bool = False
+    """Refuse a job with too few failure domains for such groups, instead of a warning and another scheme."""
 
     name: ClassVar[str]
     losses: ClassVar[int]
@@ -65,11 +64,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single(Scheme):
-    """A single copy, where it was written: survives the end of a process, but not the loss of its host.
-
-    If several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
-    it.
-    """
+    """A single copy, where it was written: survives the end of a process, but not the loss of its host."""
 
     group: int = field(default=1, init=False)
     strict: bool = field(default=False, init=False)
@@ -80,12 +75,7 @@ class Single(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xor(Scheme):
-    """One parity, distributed over the group: survives the loss of any one member.
-
-    `group` is the number of members; with `strict`, a job with too few failure domains for it is refused. If
-    several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
-    it.
-    """
+    """One parity, distributed over the group: survives the loss of any one member."""
 
     name: ClassVar[str] = "xor"
     losses: ClassVar[int] = 1
@@ -93,12 +83,7 @@ class Xor(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoubleParity(Scheme):
-    """Two independent parities, distributed over the group: survives the loss of any two members.
-
-    `group` is the number of members; with `strict`, a job with too few failure domains for it is refused. If
-    several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
-    it.
-    """
+    """Two independent parities, distributed over the group: survives the loss of any two members."""
 
     name: ClassVar[str] = "double-parity"
     losses: ClassVar[int] = 2
@@ -106,12 +91,7 @@ class DoubleParity(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partner(Scheme):
-    """A second copy of each member's bytes on the next: survives any loss but that of two adjacent members.
-
-    `group` is the number of members; with `strict`, a job with too few failure domains for it is refused. If
-    several schemes are given, the one with the largest `every` that divides a checkpoint's number protects
-    it.
-    """
+    """A second copy of each member's bytes on the next: survives losses but of two adjacent members."""
 
     group: int = 2
 
@@ -174,7 +154,6 @@ class Flush:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """`bandwidth` in bytes per second."""
         return parse_rate(self.bandwidth) if isinstance(self.bandwidth, str) else self.bandwidth
 
 

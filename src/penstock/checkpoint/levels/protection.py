@@ -110,7 +110,6 @@ class MemberReader:
             offset, buffer = offset + part.nbytes, buffer[part.nbytes :]
 
     def close(self) -> None:
-        """Close the files."""
         for source in self._sources.values():
             source.close()
 
@@ -315,7 +314,6 @@ class FirstFailure:
                 work(*arguments)
 
     def raise_noted(self) -> None:
-        """Raise the noted error, if any."""
         if self._error is not None:
             raise self._error
 
@@ -330,7 +328,6 @@ class Protector:
         self._num_exchanges = 0
 
     def close(self) -> None:
-        """Close the connections between ranks."""
         if self._transfer is not None:
             self._transfer.close()
 

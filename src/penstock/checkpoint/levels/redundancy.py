@@ -70,7 +70,6 @@ def inverse(element: int) -> int:
 
 
 def add(total: memoryview, piece: memoryview) -> None:
-    """Add `piece` to `total`."""
     sums = np.frombuffer(total, np.uint8)
     np.bitwise_xor(sums, np.frombuffer(piece, np.uint8), out=sums)
 
@@ -288,7 +287,6 @@ class GroupMember(StoredRecord):
 
     @property
     def size_bytes(self) -> int:
-        """The total size of the member's files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -322,7 +320,6 @@ class GroupRecord(StoredRecord):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks."""
         return tuple(member.rank for member in self.members)
 
     def stored_files(self, place: int) -> tuple[RecordedFile, ...]:

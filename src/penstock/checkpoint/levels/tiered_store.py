@@ -40,90 +40,73 @@ from penstock.storage.uri import parse_uri
 logger = logging.getLogger(__name__)
 
 
-def open_tiered_store(
-    durable: step_store.StepStore,
-    cache: Storage,
-    *,
-    schemes: Sequence[Scheme],
-    flush: Flush | None,
-    keep_cached: int | None,
-    domain: str | None,
-    uri: str | None,
-) -> TieredStore:
-    """The step store of a run with caches in front of its durable steps. Collective.
-
-    `uri` is the durable level's, which a detached process opens again; None if an open `Storage` was given.
-    """
-    comm = durable.comm
-    level = CacheLevel(cache, comm, schemes=schemes, domain=domain)
-
-    def look() -> str:
-        """Refuse a cache that is the durable folder itself: old steps would disappear from both at once."""
-        own, shared = find_local_root(cache), find_local_root(durable.catalog.storage)
-        # The cache's folder can be examined, so a path that cannot be is a different one.
-        with suppress(OSError):
-            if own is not None and shared is not None and own.samefile(shared):
-                raise UsageError(
-                    f"The cache is the durable folder itself, {durable.uri}",
-                    where=cache.uri,
-                    fix="Give a folder on the node's own disk as cache=, or leave it out.",
-                )
-        if level.is_lead:
-            level.node.claim(durable.uri)
-        if flush is None or flush.by == "trainer":
-            return ""
-        if uri is None:
-            return "the durable level was given as an open storage, which another process cannot use"
-        if find_folder_tree(durable.catalog.storage) is None:
-            return f"{durable.uri} is not a file system"
-        return f"{uri!r} cannot be written as a URI" if "?" in parse_uri(uri).root else ""
-
-    awaiting = "all nodes to check their caches"
-    obstacles = comm.gather(run_on_all_ranks(comm, look, awaiting=awaiting), awaiting=awaiting)
-    for shortfall in level.shortfalls:
-        step_store.warn_once_per_job(logger, comm.rank, "Redundancy: %s", shortfall)
-    is_detached = flush is not None and flush.by == "daemon" and not any(obstacles)
-    if any(obstacles):
-        reason = next(filter(None, obstacles))
-        step_store.warn_once_per_job(
-            logger, comm.rank, "Flushing in the trainer instead of a daemon: %s", reason
-        )
-    store = TieredStore(level, durable, flush, uri=uri, is_detached=is_detached, keep_cached=keep_cached)
-    store.resume()
-    return store
-
-
 class TieredStore(step_store.StepStore):
     """A store with caches in front of its durable level; without `flush`, nothing becomes durable.
 
     The lead rank of each node starts the flusher of its cache, in a thread or in a detached process. The
-    newest `keep_cached` steps are kept in the caches; None keeps all.
+    newest `keep_cached` steps are kept in the caches; None keeps all. `uri` is the durable level's, which a
+    detached process opens again; None if an open `Storage` was given. Creating a store is collective.
     """
 
     def __init__(
         self,
-        cache: CacheLevel,
         durable: step_store.StepStore,
-        flush: Flush | None,
+        cache: Storage,
         *,
+        schemes: Sequence[Scheme],
+        flush: Flush | None,
         keep_cached: int | None,
-        uri: str | None = None,
-        is_detached: bool = False,
+        domain: str | None,
+        uri: str | None,
     ) -> None:
         super().__init__(durable.catalog, durable.comm, keep=durable.keep)
-        self.cache = cache
+        self.cache = CacheLevel(cache, self.comm, schemes=schemes, domain=domain)
         self._flush = flush
-        self._flushes = cache.node.flushes
+        self._flushes = self.cache.node.flushes
         self._durable_uri = self.uri if uri is None else parse_uri(uri).text
-        self._is_detached = is_detached
         self._keep_cached = keep_cached
-        self._cache_lease = WriterLease(cache.storage)
+        self._cache_lease = WriterLease(cache)
         self._num_saves = 0
         self._saved: int | None = None
         self._own_steps: set[int] = set()
         self._reported: dict[int, str] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._is_open = True
+        awaiting = "all nodes to check their caches"
+        obstacle = run_on_all_ranks(self.comm, partial(self._find_obstacle, uri), awaiting=awaiting)
+        obstacles = [*filter(None, self.comm.gather(obstacle, awaiting=awaiting))]
+        warn = partial(step_store.warn_once_per_job, logger, self.comm.rank)
+        for shortfall in self.cache.shortfalls:
+            warn("Redundancy: %s", shortfall)
+        if obstacles:
+            warn("Flushing in the trainer instead of a daemon: %s", obstacles[0])
+        self._is_detached = flush is not None and flush.by == "daemon" and not obstacles
+        self.resume()
+
+    def _find_obstacle(self, uri: str | None) -> str:
+        """Why no detached process can flush this cache; "" if it can, or need not.
+
+        Refuses a cache that is the durable folder itself: old steps would disappear from both at once.
+        """
+        cache, durable = self.cache.storage, self.catalog.storage
+        own, shared = find_local_root(cache), find_local_root(durable)
+        # The cache's folder can be examined, so a path that cannot be is a different one.
+        with suppress(OSError):
+            if own is not None and shared is not None and own.samefile(shared):
+                raise UsageError(
+                    f"The cache is the durable folder itself, {self.uri}",
+                    where=cache.uri,
+                    fix="Give a folder on the node's own disk as cache=, or leave it out.",
+                )
+        if self.cache.is_lead:
+            self.cache.node.claim(self.uri)
+        if self._flush is None or self._flush.by == "trainer":
+            return ""
+        if uri is None:
+            return "the durable level was given as an open storage, which another process cannot use"
+        if find_folder_tree(durable) is None:
+            return f"{self.uri} is not a file system"
+        return f"{uri!r} cannot be written as a URI" if "?" in parse_uri(uri).root else ""
 
     def steps(self) -> list[int]:
         """The durable steps, and the steps in this node's cache."""
@@ -172,7 +155,6 @@ class TieredStore(step_store.StepStore):
         return f"{self.cache.storage.uri}/{draft.name}", stats, clear_up
 
     def candidates(self) -> list[int]:
-        """The steps of all levels."""
         cached = {step for name in self.cache.names() if (step := parse_step(name)) is not None}
         awaiting = "rank 0 to list the durable steps"
         return sorted(cached.union(run_on_rank0(self.comm, self.catalog.committed, awaiting=awaiting)))
@@ -395,7 +377,6 @@ class _FetchedFiles(FinishedFiles):
         ]
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:  # noqa: ARG002 - as saved
-        """The total size of this rank's files."""
         return sum(file.size_bytes for file in self._mine)
 
     def write_to(
@@ -410,7 +391,7 @@ class _FetchedFiles(FinishedFiles):
                 progress.advance(file.size_bytes)
         size_bytes = sum(file.size_bytes for file in self._mine)
         stats = RankSaveStats(rank=self._rank, payload_bytes=size_bytes, file_bytes=size_bytes)
-        return WrittenShare(rank=self._rank, files=tuple(self._mine), stats=stats)
+        return WrittenShare(files=tuple(self._mine), stats=stats)
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
         """The manifest and metadata of the durable step."""

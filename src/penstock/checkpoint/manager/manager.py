@@ -115,9 +115,9 @@ class Manager:
         catalog = StepCatalog(self._storage, has_pointer=has_pointer)
         self._store = step_store.StepStore(catalog, self._back.comm, keep=keep)
         if cache is not None:
-            from penstock.checkpoint.levels.tiered_store import open_tiered_store  # noqa: PLC0415 - optional
+            from penstock.checkpoint.levels.tiered_store import TieredStore  # noqa: PLC0415 - optional
 
-            self._store = open_tiered_store(
+            self._store = TieredStore(
                 self._store,
                 _open_storage(cache, self._rank),
                 schemes=[redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()],

@@ -61,7 +61,6 @@ class FinishedFiles:
     """A `PreparedSave` and its `StagedSave` in one, for files that already exist and need no staging."""
 
     def stage(self, urgent: Urgency = "copy") -> Self:  # noqa: ARG002 - the protocol's
-        """Return self."""
         return self
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
@@ -109,7 +108,7 @@ class _WrittenFiles(FinishedFiles):
             write_s=time.monotonic() - synced_s,
             sync_s=synced_s - begin_s,
         )
-        return WrittenShare(rank=self._comm.rank, files=files, stats=stats)
+        return WrittenShare(files=files, stats=stats)
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """A manifest in which each file is one item named after its rank, and metadata without tensors."""
@@ -189,7 +188,6 @@ class UserOutput:
 
     @property
     def is_committed(self) -> bool:
-        """True once the files are committed."""
         return bool(self.uri)
 
     def path(self, file_name: str) -> Path:

@@ -305,7 +305,6 @@ def plan_files(
 
 
 def file_name(rank: int, number: int) -> str:
-    """The name of file `number` of a rank."""
     return f"__{rank}_{number}.distcp"
 
 

@@ -47,7 +47,6 @@ class TensorFacts:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the whole tensor."""
         return math.prod(self.shape) * self.element_bytes
 
     def __reduce__(self) -> tuple[type[TensorFacts], tuple[object, ...]]:
@@ -175,7 +174,6 @@ class StoredRegions:
         return len(self.regions)
 
     def take(self, rows: Ints | Bools | slice) -> StoredRegions:
-        """Some of the rows, in the order of `rows`."""
         return StoredRegions(
             self.regions.take(rows),
             self.file[rows],
@@ -220,7 +218,6 @@ class CheckpointIndex:
     """(rows of `stored`, 16): the XXH3-128 of each item as stored in the file; None without a manifest."""
 
     def transforms_of(self, row: int) -> Transforms:
-        """The stream transforms of one stored region."""
         return self.transforms[row] if self.transforms else ()
 
 

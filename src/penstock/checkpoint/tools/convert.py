@@ -457,7 +457,6 @@ class _Pickler(dcp_item.ArchivePickler):
         self.inner: list[torch.UntypedStorage] = []
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """The reference to a record for a storage; None for everything else."""
         import torch  # noqa: PLC0415 - see `write_torch`
 
         if isinstance(obj, torch.storage.TypedStorage):

@@ -65,7 +65,6 @@ class CheckpointComparison:
 
     @property
     def are_same(self) -> bool:
-        """True if nothing differs."""
         return all(part.outcome is Outcome.SAME for part in self.parts)
 
 

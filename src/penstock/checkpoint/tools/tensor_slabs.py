@@ -25,8 +25,6 @@ from penstock.transfer.buffers import WarmMemory
 
 Pieces = Iterator[tuple[int, Callable[[memoryview], None]]]
 """Consecutive pieces of bytes: the size of each, and a function that fills a buffer with it."""
-
-
 Slab = tuple[tuple[int, ...], int, int]
 """Prefix, begin, end: a range of dimension `len(prefix)`, with fixed indices in the dimensions before it."""
 
@@ -129,7 +127,6 @@ class SlabReader:
         target[:] = self._decoded[1][start : start + len(target)]
 
     def close(self) -> None:
-        """Close the files."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()

@@ -102,7 +102,7 @@ class Staged:
             for number, size in enumerate(self.sizes)
         )
         stats = RankSaveStats(rank=self.rank, payload_bytes=0, file_bytes=0)
-        return WrittenShare(rank=self.rank, files=files, stats=stats)
+        return WrittenShare(files=files, stats=stats)
 
 
 def _layout(sizes: Sizes, parities: int) -> Layout:
