@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.checkpoint.api import save
-from penstock.checkpoint.engine import LoadChoice, borrowed_group
+from penstock.checkpoint.engine import LoadChoice, borrowed_comm
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
 from penstock.transfer.buffers import WarmMemory
@@ -104,9 +104,9 @@ class Loaders:
             os.close(descriptor)
 
     def _load(self, state: Mapping[str, object], name: str) -> None:
-        with borrowed_group() as group:
+        with borrowed_comm() as comm:
             checkpoint = open_checkpoint(self._folder / name)
-            self._loader.load_from(state, checkpoint, group, LoadChoice())
+            self._loader.load_from(state, checkpoint, comm, LoadChoice())
 
     def _parts(self) -> dict[str, object]:
         return {name: tensor.as_subclass(Rows) for name, tensor in self._state.items()}

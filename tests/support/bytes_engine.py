@@ -29,7 +29,8 @@ from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.checkpoints import CheckpointRef
-    from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice, State, Urgency
+    from penstock.checkpoint.engine import LoadChoice, SaveChoice, State, Urgency
+    from penstock.cluster.comm import Comm
     from penstock.storage import Storage
 
 METADATA = b"known"
@@ -52,22 +53,22 @@ class BytesEngine:
     spoil: Callable[[], None] | None = None
     is_closed: bool = field(default=False, init=False)
 
-    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> _Prepared:
+    def prepare(self, state: State, comm: Comm, choice: SaveChoice) -> _Prepared:
         """Agree on nothing: every rank writes all it has."""
         if choice.only is not None and choice.only != "bytes":
             raise UsageError(f"Nothing of the state is called {choice.only}", fix="It has only bytes.")
-        return _Prepared(self, group.comm.rank, state["bytes"])
+        return _Prepared(self, comm.rank, state["bytes"])
 
     def load(
         self,
         state: State,
         stored: CheckpointRef,
-        group: RankGroup,
+        comm: Comm,
         _choice: LoadChoice,
         _progress: Progress | None,
     ) -> None:
         """Read this rank's file, checked against the manifest."""
-        rank = group.comm.rank
+        rank = comm.rank
         manifest = read_manifest(read_object(stored.storage, stored.key(MANIFEST_NAME)), stored.uri)
         content = read_object(stored.storage, stored.key(file_of(rank)))
         if checksum_of(content).hex() != manifest.facts.get(f"rank_{rank}"):

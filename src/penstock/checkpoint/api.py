@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, open_parent, stage_on_all_ranks, write_and_commit
-from penstock.checkpoint.engine import LoadChoice, RankSaveStats, Replicas, SaveChoice, State, borrowed_group
+from penstock.checkpoint.engine import LoadChoice, RankSaveStats, Replicas, SaveChoice, State, borrowed_comm
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
 from penstock.checkpoint.loader import CheckpointLoader, LoadReport, open_path_on_all_ranks
 from penstock.checkpoint.plan import save_plan
@@ -61,17 +61,15 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     and the call raises if anything is damaged or lacks a checksum.
     """
     choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
-    with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
+    with borrowed_comm(process_group) as comm, closing(CheckpointLoader()) as loader:
         if verify:
-            run_on_rank0(
-                group.comm, lambda: _require_verified(path), awaiting="rank 0 to verify the checkpoint"
-            )
-        for _ in range(NUM_READINGS - 1 if group.comm.size == 1 else 0):
-            checkpoint = open_path_on_all_ranks(path, group.comm)
+            run_on_rank0(comm, lambda: _require_verified(path), awaiting="rank 0 to verify the checkpoint")
+        for _ in range(NUM_READINGS - 1 if comm.size == 1 else 0):
+            checkpoint = open_path_on_all_ranks(path, comm)
             with suppress(CheckpointReplaced):
-                return loader.load_from(state, checkpoint, group, choice, progress)
-        checkpoint = open_path_on_all_ranks(path, group.comm)
-        return loader.load_from(state, checkpoint, group, choice, progress)
+                return loader.load_from(state, checkpoint, comm, choice, progress)
+        checkpoint = open_path_on_all_ranks(path, comm)
+        return loader.load_from(state, checkpoint, comm, choice, progress)
 
 
 def _require_verified(path: AnyPath) -> None:
@@ -119,15 +117,15 @@ def save(
     """
     options = save_plan.SaveOptions(writers=writers, separation_hint=separation_hint)
     saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms, replicas=replicas)
-    with borrowed_group(process_group) as group, closing(saver):
-        storage, name = open_parent(path, rank=group.comm.rank)
-        prepared = saver.prepare(state, group, SaveChoice(only=only, dtype=dtype))
+    with borrowed_comm(process_group) as comm, closing(saver):
+        storage, name = open_parent(path, rank=comm.rank)
+        prepared = saver.prepare(state, comm, SaveChoice(only=only, dtype=dtype))
         _, stats = write_and_commit(
             prepared,
-            stage_on_all_ranks(prepared, "commit", group.comm),
+            stage_on_all_ranks(prepared, "commit", comm),
             storage,
             name,
-            group.comm,
+            comm,
             progress=progress,
         )
     return stats
@@ -210,12 +208,12 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
     from penstock.checkpoint.replica_comparison import add_digests  # noqa: PLC0415 - loads torch
     from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 
-    with borrowed_group(process_group) as group:
-        local_state = collect_for_save(state, is_alone=group.comm.size == 1)
-        if group.comm.size > 1:
-            local_state = add_digests(local_state, state, group.ranks)
+    with borrowed_comm(process_group) as comm:
+        local_state = collect_for_save(state, is_alone=comm.size == 1)
+        if comm.size > 1:
+            local_state = add_digests(local_state, state, comm.job_ranks)
         holdings = local_state.holdings
-        all_holdings: list[save_plan.Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
+        all_holdings: list[save_plan.Holdings] = comm.gather(holdings, awaiting="what all ranks hold")
     shared, objects = save_plan.plan_job(all_holdings, save_plan.SaveOptions())
     merged = save_plan.merge_holdings(
         [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from socket import gethostname
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -172,80 +172,50 @@ class PreparedSave(Protocol):
         """
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class RankGroup:
-    """The ranks that save and load together; `torch_group` is None for a single rank, and after `close`."""
-
-    comm: Comm
-    torch_group: Any = None
-    ranks: Sequence[int] = ()
-    """The ranks of the group, numbered as in the job. The default is all ranks of the job."""
-
-    def __post_init__(self) -> None:
-        self.ranks = self.ranks or range(self.comm.size)
-
-    def close(self) -> None:
-        """Release the group unless the caller owns it; every rank of the group must call this."""
-        self.comm.close()
-        self.torch_group = None
-
-
-_MADE: Final[WeakSet[RankGroup]] = WeakSet()
+_MADE: Final[WeakSet[Comm]] = WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """Close the remaining groups: gloo's threads release tensors, so they must end before the interpreter."""
-    for group in tuple(_MADE):
-        group.close()
+    for comm in tuple(_MADE):
+        comm.close()
 
 
-def make_own_group(process_group: Any = None, timeout_s: float = TRANSFER_TIMEOUT_S) -> RankGroup:
-    """Make a group of the ranks of `process_group` (None: all) for work that runs while the program trains.
+def make_comm(ranks: Sequence[int], timeout_s: float = TRANSFER_TIMEOUT_S) -> Comm:
+    """Connect these ranks, numbered as in the job, for work that runs while the program trains.
 
-    Collective over these ranks alone. Its messages never mix with the trainer's, and no wait takes longer
+    Collective over these ranks alone. Their messages never mix with the trainer's, and no wait takes longer
     than `timeout_s`.
     """
-    return make_group_of(_list_ranks(process_group), timeout_s)
+    made: Comm = SoloComm(gethostname())
+    if len(ranks) > 1:
+        from penstock.cluster.torch_comm import TorchComm, make_group  # noqa: PLC0415 - loads torch
 
-
-def make_group_of(ranks: Sequence[int], timeout_s: float = TRANSFER_TIMEOUT_S) -> RankGroup:
-    """Make a group of these ranks, numbered as in the job. Collective over them alone."""
-    if len(ranks) < 2:
-        alone = RankGroup(SoloComm(gethostname()))
-        alone.comm.timeout_s = timeout_s
-        return alone
-    from penstock.cluster.torch_comm import TorchComm, make_group  # noqa: PLC0415 - loads torch
-
-    group = make_group(ranks, timeout_s)
-    made = RankGroup(TorchComm(gethostname(), group), group, ranks)
-    made.comm.timeout_s = timeout_s
-    _MADE.add(made)
+        made = TorchComm(gethostname(), make_group(ranks, timeout_s))
+        _MADE.add(made)
+    made.job_ranks, made.timeout_s = ranks, timeout_s
     return made
 
 
 @contextmanager
-def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
-    """The caller's group if it has a gloo backend, or else a new one. For work that ends within the call."""
-    ranks = _list_ranks(process_group)
-    if len(ranks) < 2:
-        made = RankGroup(SoloComm(gethostname()))
-    else:
+def borrowed_comm(process_group: Any = None) -> Iterator[Comm]:
+    """Connect through the caller's group if it has a gloo backend. For work that ends within the call."""
+    ranks, borrowed = list_ranks(process_group), None
+    if len(ranks) > 1:
         import torch.distributed as dist  # noqa: PLC0415 - already loaded by now
 
         from penstock.cluster.torch_comm import TorchComm  # noqa: PLC0415 - likewise
 
-        group = dist.group.WORLD if process_group is None else process_group
-        has_gloo = "gloo" in str(dist.get_backend_config(process_group))
-        made = RankGroup(TorchComm(gethostname(), group), group, ranks) if has_gloo else make_group_of(ranks)
-    made.comm.timeout_s = TRANSFER_TIMEOUT_S
-    try:
-        yield made
-    finally:
-        made.close()
+        if "gloo" in str(dist.get_backend_config(process_group)):
+            group = dist.group.WORLD if process_group is None else process_group
+            borrowed = TorchComm(gethostname(), group)
+            borrowed.job_ranks, borrowed.timeout_s = ranks, TRANSFER_TIMEOUT_S
+    with closing(borrowed or make_comm(ranks)) as comm:
+        yield comm
 
 
-def _list_ranks(process_group: Any) -> list[int]:
+def list_ranks(process_group: Any) -> list[int]:
     """The ranks of a group, numbered as in the job; `[0]` if this process runs alone."""
     if "torch" not in sys.modules:
         # A program that has not imported torch cannot have a process group.

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, CheckpointRef, absolute_path
-from penstock.checkpoint.engine import LoadChoice, RankGroup, State
+from penstock.checkpoint.engine import LoadChoice, State
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
     locate_payloads,
@@ -156,20 +156,20 @@ class CheckpointLoader:
         self,
         state: State,
         stored: CheckpointRef,
-        group: RankGroup,
+        comm: Comm,
         choice: LoadChoice,
         progress: Progress | None = None,
     ) -> LoadReport:
         """Fill `state` from a committed checkpoint. Collective."""
-        opened = open_together(stored.storage, stored.committed.folder, stored.uri, group.comm)
-        return self.load_from(state, opened, group, choice, progress, readable=stored.readable)
+        opened = open_together(stored.storage, stored.committed.folder, stored.uri, comm)
+        return self.load_from(state, opened, comm, choice, progress, readable=stored.readable)
 
     @paused_garbage_collection()
     def load_from(
         self,
         state: State,
         opened: CheckpointSource,
-        group: RankGroup,
+        comm: Comm,
         choice: LoadChoice,
         progress: Progress | None = None,
         *,
@@ -180,7 +180,7 @@ class CheckpointLoader:
         If not every rank can open all files, `readable` names those that this rank can open; it is given
         either on all ranks or on none.
         """
-        start_s, comm = time.perf_counter(), group.comm
+        start_s = time.perf_counter()
         require_dict(state)
         if comm.rank == 0:
             opened.tell_if_unchecked()
@@ -215,7 +215,7 @@ class CheckpointLoader:
             selection, requests = matched.selection, matched.requests
             targets = [*matched.targets, *item_targets(requests, items.tensors)]
             planned_s, *moved = self.fetch(
-                checkpoint, items, requests, targets, group, progress=progress, readable=readable
+                checkpoint, items, requests, targets, comm, progress=progress, readable=readable
             )
 
             def unpack_all() -> dict[str, Any]:
@@ -253,7 +253,7 @@ class CheckpointLoader:
         items: ByteItemIndex,
         requests: LoadRequests,
         targets: Sequence[Target],
-        group: RankGroup,
+        comm: Comm,
         *,
         progress: Progress | None = None,
         readable: Sequence[str] | None = None,
@@ -268,9 +268,7 @@ class CheckpointLoader:
         wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
         files = [checkpoint.index.files[number] for number in np.unique(items.stored.file[wanted])]
         is_cached = readable is None and are_resident(checkpoint.storage, [*map(checkpoint.key, files)])
-        plan, links, num_near = self._plan(
-            checkpoint, items, requests, group.comm, readable, is_cached=is_cached
-        )
+        plan, links, num_near = self._plan(checkpoint, items, requests, comm, readable, is_cached=is_cached)
         planned_s = time.perf_counter()
 
         # Not every rank can open the same files, so the best access is determined for a file that this rank
@@ -284,7 +282,7 @@ class CheckpointLoader:
         context = LoadContext(
             checkpoint=checkpoint,
             items=items,
-            group=group,
+            comm=comm,
             buffers=buffers,
             progress=progress or Progress(),
             storage=storage,
@@ -301,7 +299,7 @@ class CheckpointLoader:
         with ExitStack() as closing_links:
             if links is not None:
                 closing_links.callback(links.close)
-            return run_with_heartbeat(group.comm, work, awaiting="all ranks to load their parts")
+            return run_with_heartbeat(comm, work, awaiting="all ranks to load their parts")
 
     def _plan(
         self,
@@ -500,7 +498,7 @@ class LoadContext:
 
     checkpoint: CheckpointSource
     items: ByteItemIndex
-    group: RankGroup
+    comm: Comm
     buffers: ReadBuffers
     progress: Progress
     storage: Storage
@@ -538,7 +536,7 @@ def _move(
 
     Messages that other ranks wait for are then sent with arbitrary content, so that those ranks end as well.
     """
-    timeout_s, tensors, stored = context.group.comm.timeout_s, context.items.tensors, context.items.stored
+    timeout_s, tensors, stored = context.comm.timeout_s, context.items.tensors, context.items.stored
     # The beginning and end of each read's payload in its file.
     starts = payload_starts(plan.regions, stored.regions.take(plan.row))
     begin = stored.payload_offset[plan.row] + starts * context.items.element_bytes[plan.regions.tensor]
@@ -636,10 +634,10 @@ def _exchanging(
 
     Messages are sent even if reading never begins: other ranks wait for them.
     """
-    if context.group.torch_group is None or not (outbox.messages or incoming):
+    if not (outbox.messages or incoming):
         yield []
         return
-    comm = context.group.comm
+    comm = context.comm
     run = partial(run_rounds, comm.transfer(), outbox, incoming, comm.timeout_s)
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-exchange") as threads, ExitStack() as undo:
         undo.callback(outbox.give_up)

@@ -27,7 +27,6 @@ import numpy as np
 
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.engine import (
-    RankGroup,
     RankSaveStats,
     Replicas,
     SaveCancelled,
@@ -130,10 +129,9 @@ class Saver:
         self._planners: WeakKeyDictionary[Comm, JobPlanner] = WeakKeyDictionary()
 
     @paused_garbage_collection()
-    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> PreparedTensors:
+    def prepare(self, state: State, comm: Comm, choice: SaveChoice) -> PreparedTensors:
         """Let all ranks agree which of them writes which part of `state`. Collective."""
         start_s = time.perf_counter()
-        comm = group.comm
         planner = self._planners.setdefault(comm, JobPlanner(comm))
         collected: list[LocalState] = []
         compare_s = 0.0
@@ -146,7 +144,7 @@ class Saver:
             if comm.size > 1:
                 begin_s = time.perf_counter()
                 is_strict = self._replicas == "compare"
-                local_state = add_digests(local_state, state, group.ranks, only_expected=is_strict)
+                local_state = add_digests(local_state, state, comm.job_ranks, only_expected=is_strict)
                 compare_s = time.perf_counter() - begin_s
             collected.append(local_state)
             return local_state

@@ -50,7 +50,7 @@ from penstock.checkpoint.commit.checkpoints import (
     open_parent,
 )
 from penstock.checkpoint.commit.protocol import Draft, Seal
-from penstock.checkpoint.engine import LoadChoice, WrittenShare, make_group_of
+from penstock.checkpoint.engine import LoadChoice, WrittenShare, make_comm
 from penstock.checkpoint.file_layout import (
     lay_out_file,
     payload_of_bytes,
@@ -385,8 +385,8 @@ class Reader(StorageReader):
         assert self._opened is not None, "torch calls read_metadata first"
         tensors = [item for item in plan.items if item.type is not planning.LoadItemType.BYTE_IO]
         resolved: list[torch.Tensor] = []
-        with closing(make_group_of(readers.ranks)) as group:
-            checkpoint = locate_payloads(self._opened, group.comm)
+        with closing(make_comm(readers.ranks)) as comm:
+            checkpoint = locate_payloads(self._opened, comm)
             index = checkpoint.index
             items = index_byte_items(index)
 
@@ -407,10 +407,8 @@ class Reader(StorageReader):
                 ]
                 return requests, targets + item_targets(requests, items.tensors)
 
-            requests, targets = run_on_all_ranks(
-                group.comm, request, awaiting="all ranks to name what they load"
-            )
-            self._loader.fetch(checkpoint, items, requests, targets, group)
+            requests, targets = run_on_all_ranks(comm, request, awaiting="all ranks to name what they load")
+            self._loader.fetch(checkpoint, items, requests, targets, comm)
         # Objects are read here as well, so that one that would run code is refused before the planner loads
         # it.
         values = unpack(checkpoint, requests, targets, trust=self._trust)

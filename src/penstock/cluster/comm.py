@@ -350,6 +350,8 @@ class Comm(ABC):
         self.rank = rank
         self.size = size
         self.host = host
+        self.job_ranks: Sequence[int] = range(size)
+        """The same ranks, numbered as in the job; all of it unless others connected only some of them."""
         self.timeout_s = DEFAULT_TIMEOUT_S
         """The limit of waits in calls that set none."""
         self.carrier = ""

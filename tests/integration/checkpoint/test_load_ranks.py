@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.engine import LoadChoice, borrowed_group, make_own_group
+from penstock.checkpoint.engine import LoadChoice, borrowed_comm, list_ranks, make_comm
 from penstock.checkpoint.formats.checkpoint_source import open_together
 from penstock.checkpoint.loader import CheckpointLoader
 from penstock.checkpoint.torch_dcp import LoadPlanner, Reader
@@ -215,8 +215,8 @@ def read_once(rank: int, root: Path) -> tuple[int, int]:
     assert report.received_bytes == 8 << 20
     assert report.num_verified == 8
     alone = find_checkpoint(root / "step")
-    with borrowed_group() as group:
-        together = open_together(alone.storage, alone.committed.folder, alone.uri, group.comm)
+    with borrowed_comm() as comm:
+        together = open_together(alone.storage, alone.committed.folder, alone.uri, comm)
     key = together.key(together.index.files[0])
     expected_access = uses_page_cache(prefer_direct_access(alone.storage, reads=key))
     assert uses_page_cache(together.storage_of_files()) == expected_access
@@ -310,15 +310,15 @@ def test_groups_load_separately_and_an_outside_rank_gets_an_error(told: Told) ->
 
 def groups_again_and_again(rank: int, root: Path) -> None:
     for _ in range(5):
-        group = make_own_group()
-        check_comm(group.comm)
-        group.close()
+        comm = make_comm(list_ranks(None))
+        check_comm(comm)
+        comm.close()
     if rank == 0:
         # A rank that belongs to more groups than others still meets them.
         alone = dist.new_group([0], use_local_synchronization=True)
-        assert make_own_group(alone).torch_group is None
-    first, second = make_own_group(), make_own_group()
-    assert first.comm.gather(rank, awaiting="ranks") == second.comm.gather(rank, awaiting="ranks") == [0, 1]
+        assert make_comm(list_ranks(alone)).size == 1
+    first, second = make_comm(list_ranks(None)), make_comm(list_ranks(None))
+    assert first.gather(rank, awaiting="ranks") == second.gather(rank, awaiting="ranks") == [0, 1]
 
 
 def test_separate_groups_can_be_made_repeatedly(told: Told) -> None:
@@ -336,15 +336,15 @@ def node_local_files(rank: int, root: Path) -> str:
     dist.barrier()
     found = {f"w{number}": torch.zeros(64, 1024) for number in range(4)}
     here = tuple(path.name for path in own.glob("*.distcp"))
-    with closing(CheckpointLoader()) as loader, borrowed_group() as group:
+    with closing(CheckpointLoader()) as loader, borrowed_comm() as comm:
         stored = replace(find_checkpoint(own), readable=here)
-        report = loader.load(found, stored, group, LoadChoice())
+        report = loader.load(found, stored, comm, LoadChoice())
         for number, each in enumerate(expected):
             assert found[f"w{number}"].equal(each)
         assert report.read_bytes <= 1.2 * report.received_bytes
         lost = replace(stored, readable=here if rank else ())
         with pytest.raises(ObjectNotFound) as caught:
-            loader.load(found, lost, group, LoadChoice())
+            loader.load(found, lost, comm, LoadChoice())
     return str(caught.value)
 
 

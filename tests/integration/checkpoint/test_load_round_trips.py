@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.engine import LoadChoice, borrowed_group
+from penstock.checkpoint.engine import LoadChoice, borrowed_comm
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint, open_folder
 from penstock.checkpoint.loader import CheckpointLoader
 from penstock.checkpoint.torch_dcp import LoadPlanner, Reader
@@ -292,8 +292,8 @@ def test_an_eighth_of_the_rows_reads_an_eighth_of_the_bytes(tmp_path: Path) -> N
     save({"w": big}, tmp_path / "step")
     checkpoint = open_checkpoint(tmp_path / "step")
     rows = Rows(512, 256, big)
-    with borrowed_group() as group:
-        report = CheckpointLoader().load_from({"w": rows}, checkpoint, group, LoadChoice())
+    with borrowed_comm() as comm:
+        report = CheckpointLoader().load_from({"w": rows}, checkpoint, comm, LoadChoice())
     assert rows.memory.equal(big[512:768])
     assert report.read_bytes <= 1.1 / 8 * big.nbytes
 
@@ -381,12 +381,12 @@ def test_unaligned_storage_is_read_directly_into_tensors(tmp_path: Path, flipped
     found = {"big": torch.zeros(3 << 20), "small": torch.zeros(3)}
     checkpoint = open_folder(storage, "step", "mem://store/step")
     small_blocks = ReadSettings(streams=3, block_bytes=1 << 20)
-    with borrowed_group() as group, closing(CheckpointLoader(small_blocks)) as loader:
+    with borrowed_comm() as comm, closing(CheckpointLoader(small_blocks)) as loader:
         if flipped is not None:
             with pytest.raises(DataDamaged, match="big is not as it was written"):
-                loader.load_from(found, checkpoint, group, LoadChoice())
+                loader.load_from(found, checkpoint, comm, LoadChoice())
             return
-        loader.load_from(found, checkpoint, group, LoadChoice())
+        loader.load_from(found, checkpoint, comm, LoadChoice())
     assert_same(found, {"big": big, "small": torch.ones(3)})
 
 

@@ -92,7 +92,7 @@ def leave_a_manager_open(_rank: int, folder: Path) -> None:
     manager = Manager(folder)
     manager.save_async(1, {"w": 1})
     manager._worker.shutdown()
-    groups = [weakref.ref(group.torch_group) for group in (manager._front, manager._back)]
+    groups = [weakref.ref(vars(comm)["_group"]) for comm in (manager._front, manager._back)]
     assert all(find() is not None for find in groups)
     engine._close_all()
     # Its end is the end of its threads.
@@ -105,11 +105,11 @@ def test_groups_that_nobody_closed_end_before_the_interpreter(tmp_path: Path) ->
 
 
 def give_up_on_the_other(rank: int) -> None:
-    group = engine.make_own_group()
+    comm = engine.make_comm(engine.list_ranks(None))
     if rank == 0:
         with pytest.raises(WaitTimeout):
-            group.comm.gather(rank, awaiting="the other rank", timeout_s=0.1)
-        group.close()
+            comm.gather(rank, awaiting="the other rank", timeout_s=0.1)
+        comm.close()
     dist.barrier()
 
 

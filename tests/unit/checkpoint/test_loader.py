@@ -7,7 +7,7 @@ import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.api import save
-from penstock.checkpoint.engine import LoadChoice, RankGroup
+from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
 from penstock.errors import RankFailed
@@ -30,7 +30,7 @@ def test_a_part_that_cannot_list_its_state_on_one_rank_is_an_error_on_all(tmp_pa
     def program(comm: ThreadComm) -> str:
         state = {"n": 0, "data": Part()} if comm.rank == 1 else {"n": 0}
         with pytest.raises(RankFailed, match=r"(?s)Rank 1 .*the iterator is gone") as caught:
-            CheckpointLoader().load_from(state, opened, RankGroup(comm), LoadChoice())
+            CheckpointLoader().load_from(state, opened, comm, LoadChoice())
         assert state["n"] == 0
         return str(caught.value)
 

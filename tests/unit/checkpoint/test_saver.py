@@ -9,7 +9,7 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit.checkpoints import begin_save, write_into
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.engine import RankGroup, SaveChoice
+from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.formats.description import read_manifest, read_metadata
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.tools.verify import verify
@@ -34,7 +34,7 @@ def state_of(rank: int) -> dict[str, Any]:
 
 def save(comm: ThreadComm, storage: Storage, transforms: tuple[str, ...] = ()) -> None:
     saver = Saver(transforms=transforms)
-    prepared = saver.prepare(state_of(comm.rank), RankGroup(comm), SaveChoice())
+    prepared = saver.prepare(state_of(comm.rank), comm, SaveChoice())
     staged = prepared.stage("commit")
     write_into(begin_save(storage, "x", comm), prepared, staged, comm, facts={"step": 7})
     saver.close()

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, open_parent, write_and_commit
-from penstock.checkpoint.engine import TRANSFER_TIMEOUT_S, LoadChoice, RankGroup, SaveCancelled, SaveChoice
+from penstock.checkpoint.engine import TRANSFER_TIMEOUT_S, LoadChoice, SaveCancelled, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
 from penstock.checkpoint.saver import Saver
@@ -85,13 +85,13 @@ def save_tree(state: Any, path: AnyPath, saver: Saver, worker: Executor | None =
     The state may change once this returns; without a `worker`, the checkpoint is then already committed.
     """
     storage, name = open_parent(path)
-    group = RankGroup(SoloComm(gethostname()))
+    comm = SoloComm(gethostname())
     tree, tensors, paths = split(state)
-    prepared = saver.prepare({**tensors, TREE_NAME: (tree, tuple(paths.items()))}, group, SaveChoice())
+    prepared = saver.prepare({**tensors, TREE_NAME: (tree, tuple(paths.items()))}, comm, SaveChoice())
     staged = prepared.stage("commit" if worker is None else "copy")
 
     def finish() -> None:
-        write_and_commit(prepared, staged, storage, name, group.comm)
+        write_and_commit(prepared, staged, storage, name, comm)
 
     if worker is None:
         finish()
@@ -122,9 +122,9 @@ def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any
     state: dict[str, Any] = {TREE_NAME: None}
     for facts in source.index.tensors:
         state[facts.name] = torch.empty(facts.shape, dtype=getattr(torch, facts.dtype), device=device)
-    group = RankGroup(SoloComm(gethostname()))
+    comm = SoloComm(gethostname())
     with closing(CheckpointLoader()) as loader:
-        loader.load_from(state, source, group, LoadChoice(trust=trust))
+        loader.load_from(state, source, comm, LoadChoice(trust=trust))
     try:
         tree, paths = state.pop(TREE_NAME)
         return join(tree, state, dict(paths))

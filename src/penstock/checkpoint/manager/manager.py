@@ -32,7 +32,8 @@ from penstock.checkpoint.engine import (
     StagedSave,
     State,
     Urgency,
-    make_own_group,
+    list_ranks,
+    make_comm,
 )
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single, require_cache_for
 from penstock.checkpoint.manager import policies, step_store
@@ -106,14 +107,14 @@ class Manager:
                     fix="None keeps all steps.",
                 )
         require_cache_for(redundancy, flush, is_cached=cache is not None)
-        # Two groups: a background save must not wait for another rank's foreground call, nor vice versa.
-        self._front = make_own_group(process_group, timeout_s)
-        self._back = make_own_group(process_group, timeout_s)
+        # Two connections: a background save must not wait for another rank's foreground call, nor vice versa.
+        ranks = list_ranks(process_group)
+        self._front, self._back = make_comm(ranks, timeout_s), make_comm(ranks, timeout_s)
         self._timeout_s = timeout_s
-        self._rank = self._front.comm.rank
+        self._rank = self._front.rank
         self._storage = _open_storage(durable, self._rank)
         catalog = StepCatalog(self._storage, has_pointer=has_pointer)
-        self._store = step_store.StepStore(catalog, self._back.comm, keep=keep)
+        self._store = step_store.StepStore(catalog, self._back, keep=keep)
         if cache is not None:
             from penstock.checkpoint.levels.tiered_store import TieredStore  # noqa: PLC0415 - optional
 
@@ -140,7 +141,7 @@ class Manager:
             replicas=replicas,
         )
         self._restart: Restart | None = None
-        self._in_flight = SavesInFlight(self._front.comm, self._storage.uri, timeout_s)
+        self._in_flight = SavesInFlight(self._front, self._storage.uri, timeout_s)
         self._num_saves = 0
         self._worker = step_store.start_lasting_worker("penstock-save", self._in_flight.print_failures)
         self._owner: int | None = os.getpid()
@@ -162,7 +163,7 @@ class Manager:
 
     def should_save(self, step: int) -> bool:
         """Return whether to save now, for the policy or because the job should end. Collective."""
-        comm, awaiting = self._front.comm, "all ranks at should_save"
+        comm, awaiting = self._front, "all ranks at should_save"
         is_due, reason = self._scheduler.is_due(step), self._stop.find_reason()
         answers = comm.gather((is_due, reason), awaiting=awaiting)
         self._stop.agree([reason for _, reason in answers])
@@ -219,7 +220,7 @@ class Manager:
         name, is_last = step_dirname(step), bool(self.stop_reason)
         self._sync(f"saving {name}")
         prepared = self._saver.prepare(state, self._front, choice)
-        staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
+        staged = stage_on_all_ranks(prepared, urgent, self._front)
         if self._rank == 0 and not self._num_saves:
             self._worker.submit(step_store.warn_of_newer_steps, self._store, step)
         self._num_saves += 1
@@ -273,15 +274,15 @@ class Manager:
         self.skipped_steps = ()
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
         choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
-        search = step_store.RestoreSearch(self._store, step, self._front.comm)
+        search = step_store.RestoreSearch(self._store, step, self._front)
         for copy in search.copies:
             with search:
                 checkpoint = copy.open()
                 if verify:
                     from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rare
 
-                    check = partial(require_verified, checkpoint, self._rank, self._front.comm.size)
-                    run_on_all_ranks(self._front.comm, check, awaiting="all ranks to verify their parts")
+                    check = partial(require_verified, checkpoint, self._rank, self._front.size)
+                    run_on_all_ranks(self._front, check, awaiting="all ranks to verify their parts")
                 try:
                     self._loader.load(state, checkpoint, self._front, choice, progress)
                 except (UsageError, RankError) as error:
@@ -314,7 +315,7 @@ class Manager:
         self._sync(f"writing {output_name}")
         return UserOutput(
             output_name,
-            self._front.comm,
+            self._front,
             self._store,
             is_last=bool(self.stop_reason),
             in_turn=lambda work: self._worker.submit(self._stop.time_save, work).result(),
@@ -338,8 +339,8 @@ class Manager:
         if self._restart and not self._restart.is_valid:
             search = self._restart.search
         else:
-            search = step_store.RestoreSearch(self._store, step, self._front.comm)
-        self._restart = Restart(search, self._front.comm)
+            search = step_store.RestoreSearch(self._store, step, self._front)
+        self._restart = Restart(search, self._front)
         self.skipped_steps = search.skipped_steps
         return self._restart
 

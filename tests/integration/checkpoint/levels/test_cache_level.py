@@ -16,7 +16,7 @@ from tests.support.bytes_engine import BytesEngine
 from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit.protocol import Draft
-from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice
+from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels import cache
 from penstock.checkpoint.levels.cache import CacheLevel, NodeCache
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
@@ -44,7 +44,7 @@ def _level(comm: ThreadComm, folder: Path, schemes: list[Scheme]) -> CacheLevel:
 
 def _save(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> None:
     engine = BytesEngine()
-    prepared = engine.prepare({"bytes": _content(comm.rank, step)}, RankGroup(comm), SaveChoice())
+    prepared = engine.prepare({"bytes": _content(comm.rank, step)}, comm, SaveChoice())
     level = _level(comm, folder, schemes)
     facts = {"step": step}
     level.complete(level.start(f"step-{step}"), prepared, prepared.stage(), number=step, facts=facts)
@@ -60,7 +60,7 @@ def _recover(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 
     if found.reason:
         return found, False
     state = {"bytes": bytearray(SIZES[comm.rank])}
-    BytesEngine().load(state, level.node.find(f"step-{step}"), RankGroup(comm), LoadChoice(), None)
+    BytesEngine().load(state, level.node.find(f"step-{step}"), comm, LoadChoice(), None)
     return found, state["bytes"] == _content(comm.rank, step)
 
 
@@ -134,7 +134,7 @@ def test_parity_is_computed_without_opening_a_file_of_the_save(scheme: Scheme, t
     def save(comm: ThreadComm) -> list[str]:
         storage = CountedReads(open_storage(str(tmp_path / NAMES[comm.rank]), {}))
         level = CacheLevel(storage, comm, schemes=[scheme], block_bytes=BLOCK_BYTES)
-        prepared = BytesEngine().prepare({"bytes": _content(comm.rank, 1)}, RankGroup(comm), SaveChoice())
+        prepared = BytesEngine().prepare({"bytes": _content(comm.rank, 1)}, comm, SaveChoice())
         level.complete(level.start("step-1"), prepared, prepared.stage(), number=1, facts={"step": 1})
         return storage.opened
 
@@ -245,7 +245,7 @@ def test_a_node_that_cannot_begin_leaves_no_node_with_a_draft(
 def test_a_node_that_cannot_commit_leaves_no_node_with_the_step(tmp_path: Path) -> None:
     def save_badly(comm: ThreadComm) -> str:
         engine = BytesEngine(spoil=_refuse if comm.rank == 5 else None)
-        prepared = engine.prepare({"bytes": _content(comm.rank, 1)}, RankGroup(comm), SaveChoice())
+        prepared = engine.prepare({"bytes": _content(comm.rank, 1)}, comm, SaveChoice())
         level = _level(comm, tmp_path, [Xor(group=4)])
         try:
             level.complete(level.start("step-1"), prepared, prepared.stage(), number=1, facts={"step": 1})

@@ -17,7 +17,7 @@ from penstock.checkpoint.commit.checkpoints import (
     write_and_commit,
     write_into,
 )
-from penstock.checkpoint.engine import RankGroup, SaveChoice
+from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.saver import Saver
 from penstock.errors import RankFailed
 from penstock.storage.uri import open_here
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def _save(comm: ThreadComm, storage: Storage, on_seal: Callable[[], object] = lambda: None) -> None:
     saver = Saver()
-    inside = saver.prepare({f"w{comm.rank}": torch.ones(3000)}, RankGroup(comm), SaveChoice())
+    inside = saver.prepare({f"w{comm.rank}": torch.ones(3000)}, comm, SaveChoice())
 
     class Prepared:
         stage = inside.stage
@@ -53,7 +53,7 @@ def test_a_save_of_the_same_state_is_seven_calls_of_all_ranks(tmp_path: Path) ->
         saver = Saver()
         for name in "abc":
             before = comm._call
-            prepared = saver.prepare({f"w{comm.rank}": torch.ones(3000)}, RankGroup(comm), SaveChoice())
+            prepared = saver.prepare({f"w{comm.rank}": torch.ones(3000)}, comm, SaveChoice())
             staged = stage_on_all_ranks(prepared, "commit", comm)
             write_and_commit(prepared, staged, open_here(str(tmp_path)), name, comm)
         saver.close()

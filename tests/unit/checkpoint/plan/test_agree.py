@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.engine import RankGroup, SaveChoice
+from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.plan.save_plan import (
     HeldObject,
     Holdings,
@@ -79,11 +79,11 @@ def test_a_rank_that_lost_a_plan_makes_all_plan_again() -> None:
 
 def test_what_one_rank_cannot_save_fails_all_though_they_know_the_plan() -> None:
     def program(comm: ThreadComm) -> str:
-        saver, group = Saver(), RankGroup(comm)
-        saver.prepare({"w": torch.ones(4), "last": 1}, group, SaveChoice())
+        saver = Saver()
+        saver.prepare({"w": torch.ones(4), "last": 1}, comm, SaveChoice())
         with pytest.raises(RankFailed) as caught:
             saver.prepare(
-                {"w": torch.ones(4), "last": (lambda: 1) if comm.rank == 1 else 1}, group, SaveChoice()
+                {"w": torch.ones(4), "last": (lambda: 1) if comm.rank == 1 else 1}, comm, SaveChoice()
             )
         return str(caught.value)
 

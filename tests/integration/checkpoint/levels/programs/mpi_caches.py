@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tests.support.bytes_engine import BytesEngine
 
-from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice
+from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity
 from penstock.cluster.supervision.rank_process import join_ranks
@@ -31,7 +31,7 @@ def lose_two_hosts_and_get_them_back(comm: Comm, folder: Path) -> None:
     host, engine = f"host-{comm.rank // 2}", BytesEngine()
     storage = open_storage(str(folder / host), {})
     level = CacheLevel(storage, comm, schemes=[DoubleParity(group=4)], domain=host, block_bytes=16_384)
-    prepared = engine.prepare({"bytes": content(comm.rank)}, RankGroup(comm), SaveChoice())
+    prepared = engine.prepare({"bytes": content(comm.rank)}, comm, SaveChoice())
     level.complete(level.start("step-1"), prepared, prepared.stage(), number=1, facts={"step": 1})
     if comm.rank == 0:
         for lost in LOST:
@@ -43,7 +43,7 @@ def lose_two_hosts_and_get_them_back(comm: Comm, folder: Path) -> None:
     found = level.assess("step-1")
     assert not found.lost, found
     state = {"bytes": bytearray(50_000 + 1000 * comm.rank)}
-    engine.load(state, level.view("step-1", found), RankGroup(comm), LoadChoice(), None)
+    engine.load(state, level.view("step-1", found), comm, LoadChoice(), None)
     assert state["bytes"] == content(comm.rank)
     level.close()
     sys.stdout.write(f"rank {comm.rank} is right\n")
