@@ -41,9 +41,9 @@ LIMITS = {
     "places of avoided English": 0,
 }
 ENTERED = {
-    "pc.save": 32,
-    "Manager.save": 26,
-    "Manager.restore": 27,
+    "pc.save": 27,
+    "Manager.save": 25,
+    "Manager.restore": 26,
     "penstock checkpoint ls": 23,
     "penstock trace summary": 18,
     "penstock training run": 88,

@@ -21,7 +21,7 @@ import torch
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
 from penstock.checkpoint.formats.description import ItemChecksums
 from penstock.checkpoint.state.regions import Ints, TensorFacts
-from penstock.checkpoint.state.tensors import as_words, contiguous_bytes
+from penstock.checkpoint.state.tensors import as_words, flatten_bytes
 from penstock.transfer.pipeline import DeferringProducer
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) ->
     if wanted != memory.dtype or not memory.is_cpu:
         return TorchPayload(memory, wanted)
     if memory.is_contiguous():
-        return HostPayload(contiguous_bytes(memory))
+        return HostPayload(flatten_bytes(memory).numpy())
     if memory.dim() == 0:
         memory = memory.reshape(1)
     return HostPayload(as_words(memory).numpy())

@@ -336,7 +336,8 @@ class CheckpointLoader:
         plan, links, num_near = None, None, len(near) or 1
         if part is not None and may_share_on_host:
             plan = plan_with(part, near)
-            if any(comm.gather(plan.shares_on_host, awaiting="which ranks share bytes")):
+            shares_on_host = len(plan.shown_read) > 0 or plan.num_own < len(plan.row)
+            if any(comm.gather(shares_on_host, awaiting="which ranks share bytes")):
                 own_bytes = plan.regions.take(slice(plan.num_own)).num_bytes(element_bytes)
                 host = near.tolist() or [comm.rank]
                 settings = self._buffers.settings

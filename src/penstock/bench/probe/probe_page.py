@@ -160,11 +160,13 @@ def _banner(result: ProbeResult) -> Banner:
     read_rate_text, write_rate, enough_rate = (
         format_rate(one.gib_per_s * GIB) for one in (read, write, enough)
     )
+    rates = [format_rate(rate * GIB) for rate in read.repeats]
+    spread = f"{rates[0]} to {rates[-1]} in {len(rates)}" if len(rates) > 1 else "measured once"
     return Banner(
         verdict="measured",
         look=Look.PLAIN,
         figure=(
-            f"sequentially reads at {read_rate_text} (median; {_say_range(read)}), writes at {write_rate}, "
+            f"sequentially reads at {read_rate_text} (median; {spread}), writes at {write_rate}, "
             f"durable; {say_feeds(result)}"
         ),
         limited_by=_say_limit(result, read),
@@ -180,11 +182,6 @@ def _banner(result: ProbeResult) -> Banner:
         troubles=[*result.notes, *([from_memory] if held > _HELD else [])],
         more={"Knee": say_knee(result.loads[0])} if result.loads else {},
     )
-
-
-def _say_range(measured: ProbeMeasurement) -> str:
-    rates = [format_rate(rate * GIB) for rate in measured.repeats]
-    return f"{rates[0]} to {rates[-1]} in {len(rates)}" if len(rates) > 1 else "measured once"
 
 
 def _say_limit(result: ProbeResult, read: ProbeMeasurement) -> str:

@@ -26,7 +26,7 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from penstock.checkpoint.formats.restricted_pickle import UNREADABLE, TensorRef, read_torch_pickle
-from penstock.checkpoint.formats.saved_objects import names_beyond_data, rebuild
+from penstock.checkpoint.formats.saved_objects import Rebuilding, names_beyond_data
 from penstock.checkpoint.formats.torch_save import (
     TorchSaveArchive,
     ZipRecord,
@@ -153,7 +153,7 @@ def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, w
             fix="If you trust the source of this checkpoint, load it with trust=True, which runs its code.",
         )
     try:
-        return rebuild(value, record)
+        return Rebuilding(record).made(value)
     except (DataDamaged, MemoryError, *UNREADABLE) as error:
         raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
 
@@ -289,11 +289,10 @@ def tensor_pickle(kind: ElementType, shape: Sequence[int]) -> bytes:
     return pickled.getvalue()
 
 
-class _RecordStub:
+class _RecordStub(tuple[Any, ...]):
     """Stands for a record of an archive in a pickle: the ID that refers to it."""
 
-    def __init__(self, *pid: Any) -> None:
-        self.pid = pid
+    __slots__ = ()
 
 
 class TensorStub:
@@ -308,7 +307,7 @@ class TensorStub:
             storage, extent, version = getattr(torch, kind.typed_storage), math.prod(shape), 2
             further = ()
         rebuild = getattr(torch._utils, f"_rebuild_tensor_v{version}")  # noqa: SLF001 - archives hold this name
-        record = _RecordStub("storage", storage, key, "cpu", extent)
+        record = _RecordStub(("storage", storage, key, "cpu", extent))
         self._call: tuple[Any, ...] = (
             rebuild,
             (record, 0, shape, contiguous_strides(shape), False, OrderedDict(), *further),
@@ -323,7 +322,7 @@ class ArchivePickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         """Return the reference to a record for its stand-in; None for everything else."""
-        return obj.pid if isinstance(obj, _RecordStub) else None
+        return tuple(obj) if isinstance(obj, _RecordStub) else None
 
 
 _AFTER_RECORD: Final = b"PK\x07\x08"

@@ -45,6 +45,7 @@ from penstock.checkpoint.state.regions import (
     element_type,
     pad_rows,
     refuse_index,
+    require,
 )
 from penstock.errors import (
     AccessRefused,
@@ -395,13 +396,13 @@ def _read_index(
         is_tensor = name < num_tensors
         tensor, transforms = name[is_tensor], tuple(about.transforms)
         width = max((len(facts.shape) for facts in tensors), default=0)
-        _require(width <= MOST_DIMENSIONS, "a tensor has too many dimensions")
+        require(width <= MOST_DIMENSIONS, "a tensor has too many dimensions")
         inside, shape = _inside(tensor, tensors, width), (len(tensor), width)
         regions = Regions(tensor, np.zeros(shape, np.int64), np.ones(shape, np.int64))
         begins = np.concatenate([_NO_NUMBERS, *(file.items.begin for file in document.files)])
         extents = np.concatenate([_NO_NUMBERS, *(file.items.extent for file in document.files)])
         are_whole = len(tensors) == num_tensors == len(about.shape) and len(set(names)) == len(names)
-        _require(are_whole and len(begins) == len(extents) == inside.sum(), "its columns differ in length")
+        require(are_whole and len(begins) == len(extents) == inside.sum(), "its columns differ in length")
         regions.offsets[inside], regions.sizes[inside] = begins, extents
         file = np.repeat(np.arange(len(files)), [len(each) for each in files])
         offset, size = _column_of(files, "item_offset"), _column_of(files, "item_bytes")
@@ -412,7 +413,7 @@ def _read_index(
             number, place = int(name[row]), (int(file[row]), int(offset[row]), int(size[row]))
             objects[number] = StoredObject(names[number], *place, transforms, sums[row].tobytes())
         of_objects = range(num_tensors, len(names))
-        _require(sorted(objects) == list(of_objects), "an object has no item")
+        require(sorted(objects) == list(of_objects), "an object has no item")
         index = CheckpointIndex(
             tensors,
             StoredRegions(
@@ -434,11 +435,6 @@ def _read_index(
         raise DataDamaged(f"The manifest's index: {error}", where=where) from error
     check_index(index, where)
     return index
-
-
-def _require(is_so: object, what: str) -> None:
-    if not is_so:
-        raise ValueError(what)
 
 
 def _column_of(files: Sequence[ManifestFile], name: str) -> Ints:
@@ -767,7 +763,7 @@ def _parse(root: Any, where: str) -> CheckpointIndex:
         places_of_chunks += [find(name, chunk.offsets) for chunk in about.chunks]
     tensor = np.repeat(np.arange(len(counts)), counts)
     dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)
-    _require(dims.max(initial=0) <= MOST_DIMENSIONS, "a tensor has too many dimensions")
+    require(dims.max(initial=0) <= MOST_DIMENSIONS, "a tensor has too many dimensions")
     boxes = []
     for field_name, padding in (("offsets", 0), ("sizes", 1)):
         rows = list(map(attrgetter(field_name), chunks))

@@ -23,6 +23,7 @@ from penstock.checkpoint.state.regions import (
     QUANTIZED,
     Bytes,
     element_type,
+    require,
 )
 from penstock.errors import DataDamaged
 
@@ -50,12 +51,6 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "_StorageInfo": {"transform_descriptors": None},
 }
 """Attributes that older versions of torch lack, or that newer ones leave out if they are None."""
-
-
-def require(is_right: object, what: str) -> None:
-    """Raise `ValueError` for a part that no program saves. The caller that reads the file adds the place."""
-    if not is_right:
-        raise ValueError(what)
 
 
 def _itself(kind: type) -> Callable[[Any], Any]:

@@ -31,9 +31,9 @@ from penstock.checkpoint.formats.restricted_pickle import (
     TensorRef,
     TorchName,
     TorchSize,
-    require,
 )
 from penstock.checkpoint.formats.torch_save import PLAIN, inside, require_in_record
+from penstock.checkpoint.state.regions import require
 
 _LARGEST_SHARED = 1024
 _MOST_ENTROPY = 1024
@@ -51,13 +51,11 @@ def names_beyond_data(value: object) -> list[str]:
     return sorted(beyond)
 
 
-def rebuild(value: Any, record: Callable[[TensorRef], bytearray]) -> Any:
-    """Rebuild an archive's value with its tensors and instances; `record` reads a tensor's whole record."""
-    return _Rebuilding(record).made(value)
+class Rebuilding:
+    """Rebuilds one object with its tensors and instances; `record` reads a tensor's whole record.
 
-
-class _Rebuilding:
-    """Rebuilds one object. Every part is rebuilt once, so what was shared is shared again."""
+    Every part is rebuilt once, so what was shared is shared again.
+    """
 
     def __init__(self, record: Callable[[TensorRef], bytearray]) -> None:
         self._record = record

@@ -93,6 +93,8 @@ class MemberReader:
         self._keys = [key(file.name) for file in files]
         self._storage = storage
         self._sources: dict[int, Source] = {}
+        self._opened = ExitStack()
+        self.close = self._opened.close
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at `offset` of the sequence."""
@@ -103,15 +105,12 @@ class MemberReader:
                 return
             number, begin, length = self._extents[place]
             if number not in self._sources:
-                self._sources[number] = self._storage.open(self._keys[number])
+                source = self._storage.open(self._keys[number])
+                self._sources[number] = self._opened.enter_context(closing(source))
             inside = offset - (int(self._ends[place]) - length)
             part = buffer[: length - inside]
             self._sources[number].read_into(begin + inside, part)
             offset, buffer = offset + part.nbytes, buffer[part.nbytes :]
-
-    def close(self) -> None:
-        for source in self._sources.values():
-            source.close()
 
 
 class MemberWriter:
@@ -184,8 +183,10 @@ class ByteFeed:
     def __init__(self, blocks: Sequence[memoryview]) -> None:
         self._free: SimpleQueue[memoryview | None] = SimpleQueue()
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        self.give_back = self._free.put
+        """Takes a block back so that it can be filled again."""
         for block in blocks:
-            self._free.put(block)
+            self.give_back(block)
         self._lock = threading.Lock()
         self._filling: memoryview | None = None
         self._filled = 0
@@ -224,10 +225,6 @@ class ByteFeed:
         block = None if self._has_ended else self._full.get()
         self._has_ended = block is None
         return block
-
-    def give_back(self, block: memoryview) -> None:
-        """Return a block so that it can be filled again."""
-        self._free.put(block)
 
     def abandon(self) -> None:
         """Stop making callers of `put` wait for free blocks, because no one will take the full ones."""
@@ -294,8 +291,7 @@ class FirstFailure:
     After an error, the rank continues with whatever bytes it has, so that the others do not wait for it.
     """
 
-    def __init__(self) -> None:
-        self._error: Exception | None = None
+    _error: Exception | None = None
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -314,6 +310,7 @@ class FirstFailure:
                 work(*arguments)
 
     def raise_noted(self) -> None:
+        """Raise the noted error, if any."""
         if self._error is not None:
             raise self._error
 
@@ -328,6 +325,7 @@ class Protector:
         self._num_exchanges = 0
 
     def close(self) -> None:
+        """Close the connections between ranks."""
         if self._transfer is not None:
             self._transfer.close()
 

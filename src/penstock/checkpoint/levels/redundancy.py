@@ -70,6 +70,7 @@ def inverse(element: int) -> int:
 
 
 def add(total: memoryview, piece: memoryview) -> None:
+    """Add `piece` to `total`."""
     sums = np.frombuffer(total, np.uint8)
     np.bitwise_xor(sums, np.frombuffer(piece, np.uint8), out=sums)
 

@@ -570,11 +570,6 @@ class LoadPlan:
         """The number of this rank's own reads."""
         return int(np.count_nonzero(self.reader == self.rank))
 
-    @property
-    def shares_on_host(self) -> bool:
-        """True if this rank and others of its host need what one of them reads."""
-        return len(self.shown_read) > 0 or self.num_own < len(self.row)
-
 
 Wish = tuple[Regions, Bools | None, str]
 """What one rank needs of a checkpoint: the regions; whether it can open each file, or None if all ranks can

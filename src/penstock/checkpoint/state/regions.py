@@ -261,6 +261,12 @@ def refuse_index(what: str, where: str) -> NoReturn:
     raise DataDamaged(what, where=where, fix="Load an older checkpoint, or save this one again.")
 
 
+def require(is_right: object, what: str) -> None:
+    """Raise `ValueError` for a part that no program saves. The caller that reads the file adds the place."""
+    if not is_right:
+        raise ValueError(what)
+
+
 @dataclass(frozen=True, slots=True)
 class ElementType:
     """One element type. A name is None if the format lacks the type."""

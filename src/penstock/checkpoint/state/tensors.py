@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from penstock.checkpoint.formats.dcp_item import object_bytes, open_item
 from penstock.checkpoint.formats.saved_objects import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
-from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.walk import (
     KEY_TYPES,
     Leaf,
@@ -96,11 +96,6 @@ class LocalState:
             f"This rank holds no piece of {name!r} with {list(sizes)} elements at {list(offsets)}",
             fix="Write and read only what the plan assigns to this rank.",
         )
-
-
-def contiguous_bytes(memory: torch.Tensor) -> ByteArray:
-    """Return the bytes of contiguous host memory of any dtype."""
-    return flatten_bytes(memory).numpy()
 
 
 def flatten_bytes(memory: torch.Tensor) -> torch.Tensor:

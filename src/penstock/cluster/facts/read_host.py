@@ -190,7 +190,10 @@ def parse_mounts(text: str, *, left_out: Collection[str] = _STATE_KINDS) -> Iter
     """
     by_folder: dict[str, Mount] = {}
     for line in text.splitlines():
-        device, folder, kind, options, *_ = (_unescaped(word) for word in line.split(" "))
+        # The kernel writes spaces and backslashes as octal numbers.
+        device, folder, kind, options, *_ = (
+            re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word) for word in line.split(" ")
+        )
         by_folder.pop(folder, None)
         if kind not in left_out:
             by_folder[folder] = Mount(
@@ -206,11 +209,6 @@ def parse_system(os_release: str) -> str:
     """The name of the distribution in `/etc/os-release`."""
     pairs = (line.partition("=") for line in os_release.splitlines())
     return {name: value.strip("\"'") for name, _, value in pairs}["PRETTY_NAME"]
-
-
-def _unescaped(word: str) -> str:
-    """Decode spaces and backslashes, which the kernel writes as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
 def _numa(folder: Path) -> Iterator[NumaNode]:
