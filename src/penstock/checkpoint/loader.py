@@ -188,7 +188,8 @@ class CheckpointLoader:
         stored = StoredNames(
             opened.index,
             choice,
-            rank=comm.rank,
+            # Ranks that did not save have no values of their own: what looks like one is a program's key.
+            rank=comm.rank if comm.rank < num_saved else 0,
             key_types=opened.key_types,
             # Which entries a rank lacked is meaningful only if as many ranks load as have saved.
             lacking=opened.lacking.get(comm.rank, ()) if num_saved == comm.size else (),
@@ -386,7 +387,7 @@ def _match_on_all_ranks(
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():
-            return _match(parts, checkpoint, items, choice, comm.rank)
+            return _match(parts, checkpoint, items, choice)
 
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
@@ -430,7 +431,7 @@ def _match_on_all_ranks(
 
 
 def _match(
-    parts: LoadedParts, checkpoint: CheckpointSource, items: ByteItemIndex, choice: LoadChoice, rank: int
+    parts: LoadedParts, checkpoint: CheckpointSource, items: ByteItemIndex, choice: LoadChoice
 ) -> _MatchedState:
     local_state, index = collect_for_load(parts.state), checkpoint.index
     leaves = local_state.leaves
@@ -438,7 +439,7 @@ def _match(
         [leaf.name for leaf in leaves],
         dict.fromkeys([facts.name for facts in index.tensors] + [stored.name for stored in index.objects]),
         choice,
-        rank=rank,
+        rank=parts.stored.rank,
         paths=index.paths,
     )
     regions, shards, objects = find_wanted(local_state, selection, index, converts=choice.convert_dtypes)

@@ -91,12 +91,15 @@ def select_leaves(
     stored_names: dict[str, str] = {}
     left = []
     missing = []
-    for name in names:
-        asked = asked_name(name, choice)
+    asked_names = {name: asked_name(name, choice) for name in names}
+    literal = set(asked_names.values())
+    for name, asked in asked_names.items():
         if asked is None:
             left.append(name)
             continue
-        stored_name = find_stored_name(asked, rank, stored)
+        # Stock torch saves a state that has both "x" and "x@rank1".
+        is_literal = rank_object_name(asked, rank) in literal
+        stored_name = find_stored_name(asked, 0 if is_literal else rank, stored)
         if stored_name is not None:
             stored_names[name] = stored_name
         else:
@@ -208,7 +211,7 @@ class StoredNames:
         self.key_types = key_types
         self.converts = choice.convert_dtypes
         self._rename = choice.rename or {}
-        self._rank = rank
+        self.rank = rank
         self._lacking = lacking
         self._paths = index.paths
         self._objects = index.objects
@@ -239,8 +242,8 @@ class StoredNames:
         """Return the facts of what is stored under `name` for this rank; SKIPPED if nothing is."""
         if name in self._lacking:
             return SKIPPED
-        own = rank_object_name(name, self._rank)
-        return self._facts.get(own, self._facts.get(name, SKIPPED))
+        stored_name = find_stored_name(name, self.rank, self._facts)
+        return SKIPPED if stored_name is None else self._facts[stored_name]
 
     def below(self, stored_prefix: str, own_key: str) -> StoredPlaces:
         """Return the checkpoint's places below `stored_prefix`, such as "opt.", for the part `own_key`.

@@ -49,6 +49,38 @@ class Warnings(logging.Handler):
         self._text.append(record.getMessage())
 
 
+def load_keys_with_a_mark(rank: int, root: Path) -> list[Any]:
+    found: list[Any] = []
+    states: dict[str, State] = {
+        "alone": {"w@rank1": 0, "part": {"w@rank1": torch.zeros(1)}},
+        "other": {"w": 0, "part": {"w": torch.zeros(1)}},
+        "stock": {"w": torch.zeros(1), "w@rank1": torch.zeros(1)},
+        "written": {"w": torch.zeros(1)},
+    }
+    for name, state in states.items():
+        pc.load(state, root / name, strict=False)
+        if "part" in state:
+            (state["part"],) = state["part"].values()
+        found.append({key: float(value) for key, value in state.items()})
+    return found
+
+
+def test_key_that_looks_like_another_ranks_value_is_only_loaded_as_itself(tmp_path: Path) -> None:
+    saved: State = {"w@rank1": 7, "part": {"w@rank1": torch.ones(1)}}
+    pc.save(saved, tmp_path / "alone")
+    pc.save(saved, tmp_path / "other")
+    both = {"w": torch.ones(1), "w@rank1": torch.full((1,), 7.0)}
+    stock_save(both, checkpoint_id=tmp_path / "stock", no_dist=True)
+    stock_save(both, storage_writer=pc.Writer(tmp_path / "written"), no_dist=True)
+    for size in (1, 2):
+        for found in on_gloo_ranks(size, load_keys_with_a_mark, tmp_path):
+            alone, other, stock, written = found
+            assert alone == {"w@rank1": 7, "part": 1}
+            assert other == {"w": 0, "part": 0}
+            assert stock == {"w": 1, "w@rank1": 7}
+            assert written == {"w": 1}
+
+
 def layers() -> nn.Module:
     """Layers whose flat parameter is cut within the first, and buffers that each rank keeps for itself."""
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))

@@ -259,7 +259,7 @@ def find_leaf_name(stored_name: str, held: Container[str]) -> str:
 
 def find_stored_name(name: str, rank: int, stored: Container[str]) -> str | None:
     """Return the stored name of `rank`'s object for the leaf `name`, or None if there is none."""
+    if name not in stored:
+        return None
     own = rank_object_name(name, rank)
-    if own in stored:
-        return own
-    return name if name in stored else None
+    return own if rank and own in stored else name
