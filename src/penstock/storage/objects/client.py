@@ -98,6 +98,13 @@ class RemoteObject:
     etag: str | None
 
 
+def require_later(found: RemoteObject, after: str) -> None:
+    """Raise `RequestFailed` if a listing goes back, as one does that begins again with every page."""
+    # A folder marker (`a/`) may be listed as `a`, after `a!`.
+    if found.key + "/" * (not found.size_bytes) <= after:
+        raise RequestFailed("foreign", f"a listing goes back from {after} to {found.key}")
+
+
 def bare_etag(etag: str | None) -> str | None:
     """Return an ETag without its quotes; None for an empty one."""
     return (etag or "").strip('"') or None

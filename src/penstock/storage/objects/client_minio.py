@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import urlsplit
 from xml.etree.ElementTree import ParseError
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
+_LARGEST_ANSWER: Final = 64 << 20
+"""The largest answer to anything but a read; a page of a listing has at most a few megabytes."""
 
 
 class _Minio(Minio):
@@ -60,6 +62,28 @@ class _Minio(Minio):
         digest = hashlib.sha256(body or b"").hexdigest() if self.signs_payload or not body else UNSIGNED
         built["x-amz-content-sha256"] = digest
         return built, date
+
+
+class _Pool(urllib3.PoolManager):
+    """Connections whose answers are read only up to a limit: all but objects' contents are small."""
+
+    def urlopen(  # type: ignore[override] # as that of PoolManager
+        self,
+        method: str,
+        url: str,
+        redirect: bool = True,  # noqa: FBT001, FBT002 - as in the base class
+        *,
+        preload_content: bool = True,
+        **kw: Any,
+    ) -> urllib3.BaseHTTPResponse:
+        answer = super().urlopen(method, url, redirect, preload_content=False, **kw)
+        if not preload_content and answer.status in (200, 206):
+            return answer
+        with closing(answer):
+            content = answer.read(_LARGEST_ANSWER + 1)
+        if len(content) > _LARGEST_ANSWER:
+            raise RequestFailed("foreign", f"it is larger than {_LARGEST_ANSWER:,} bytes")
+        return urllib3.HTTPResponse(content, answer.headers, answer.status, request_method=method)
 
 
 class MinioClient(PartClient):
@@ -159,7 +183,7 @@ def _make_minio(settings: ClientSettings) -> _Minio:
     tls: dict[str, Any] = {"cert_reqs": "CERT_REQUIRED" if options.tls_verify else "CERT_NONE"}
     if settings.ca_bundle:
         tls["ca_certs"] = settings.ca_bundle
-    pool = urllib3.PoolManager(
+    pool = _Pool(
         timeout=urllib3.Timeout(connect=min(options.request_timeout_s, 10.0), read=options.request_timeout_s),
         maxsize=options.parts_in_flight + options.ranges_in_flight,
         retries=False,

@@ -24,6 +24,7 @@ from penstock.storage.objects.client import (
     RequestFailed,
     attempt,
     connect,
+    require_later,
 )
 from penstock.storage.objects.client_settings import resolve_settings
 from penstock.storage.objects.object_requests import RetryingRequests
@@ -217,6 +218,7 @@ class ObjectStorage:
             try:
                 with attempt(client):
                     for remote in client.list(remote_prefix, after):
+                        require_later(remote, after)
                         # Progress resets the attempts: a long listing may fail now and then.
                         after, number, num_listed = remote.key, 1, num_listed + 1
                         if num_listed % PAGE_KEYS == 0:
