@@ -250,7 +250,7 @@ def test_a_refused_connection_names_the_endpoint(client: str, corner: OpenCorner
     nobody = S3Server("nobody", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match=r"Cannot connect to http://127\.0\.0\.1:9") as caught:
         corner(nobody, client, attempts="1").stat("anything")
-    assert "service runs" in caught.value.fix
+    assert "service is running" in caught.value.fix
 
 
 @counted_client
