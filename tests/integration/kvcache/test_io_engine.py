@@ -339,7 +339,7 @@ def test_a_cache_that_has_no_room_is_refused_before_the_first_byte(tmp_path: Pat
         results=tmp_path, plan=plan, layout=EntryLayout(namespace="test"), engine=EngineSettings()
     )
     storage = open_storage(str(tmp_path / "store"), {})
-    with pytest.raises(OutOfSpace, match=r"takes .* TiB, and") as raised:
+    with pytest.raises(OutOfSpace, match=r"takes .* TiB, but only") as raised:
         on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Progress()))
     assert "--capacity" in str(raised.value.fix)
     assert not (tmp_path / "store").exists()
