@@ -31,6 +31,7 @@ from penstock.submission.rules.rule import (
     Finding,
     Rule,
     Verdict,
+    check,
     limit,
     not_applicable,
     nothing,
@@ -374,16 +375,12 @@ def _digest(share: ParsedFile, *path: str) -> int:
         raise MissingFact(f"digest is {text!r:.60}, not a number", where=share.file) from error
 
 
-def _largest_remainder(case: Case) -> int:
-    """Return the number of samples that the worst epoch leaves out; negative if it reads some twice."""
+def _remainder(case: Case) -> dict[str, Any]:
+    """Return how many samples the worst epoch leaves out, of how many; negative if it reads some twice."""
     total, epochs = _num_samples(case.run.record), _epochs(case.run.record)
-    return max((total - sum(rank.integer("samples") for rank in ranks) for _, ranks in epochs), key=abs)
-
-
-def _prove_remainder(case: Case, remainder: int) -> str:
-    total, policy = _num_samples(case.run.record), case.run.record.text("plan", "division")
-    share = remainder / total if total else 0.0
-    return f"an epoch leaves out {remainder:,} of {total:,} samples ({share:.3%}); the policy is {policy}"
+    left = max((total - sum(rank.integer("samples") for rank in ranks) for _, ranks in epochs), key=abs)
+    policy = case.run.record.text("plan", "division")
+    return {"left": left, "total": total, "share": left / total if total else 0.0, "policy": policy}
 
 
 def _judge_shuffle(case: Case) -> Iterator[Finding]:
@@ -562,17 +559,17 @@ RULES: Final = (
         fails="the same with 9,374 files",
         judge=lambda case: (_judge_memory(case),),
     ),
-    limit(
+    check(
         id="order.left_out",
         title="Every epoch reads all samples",
         **_ORDER,
         formula="samples == sum over all ranks in each epoch (else warning), with count, share and policy",
         passes="28,000 samples, batches of 7 on 8 accelerators: none is left out",
         fails="28,001 samples: one is left out of each epoch (a warning)",
-        fact=_largest_remainder,
-        limit=0,
-        show=("{fact:,} samples", "{limit:,} samples"),
-        proof=lambda it: _prove_remainder(it.case, it.fact),
+        facts=_remainder,
+        holds=lambda it: it.left == 0,
+        show=("{left:,} samples", "0 samples"),
+        proof="an epoch leaves out {left:,} of {total:,} samples ({share:.3%}); the policy is {policy}",
         fix="Choose a number of files that all accelerators' batches divide.",
         otherwise=Verdict.WARNING,
     ),
