@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LIMITS = {
-    "statements": 43_487,
-    "expressions": 304_578,
+    "statements": 43_482,
+    "expressions": 304_576,
     "record types": 397,
     "modules": 326,
     "protocols": 21,
-    "functions of three lines or less": 899,
+    "functions of three lines or less": 898,
     "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,

@@ -73,7 +73,7 @@ class RankSaveStats:
 
     rank: int
     payload_bytes: int
-    file_bytes: int
+    file_bytes: int = 0
     compare_s: float = 0.0
     """The time taken to compare replicas; not included in `plan_s`."""
     plan_s: float = 0.0

@@ -122,6 +122,8 @@ class Saver:
         self.transforms = tuple(transforms)
         self.options = options or SaveOptions()
         self.memory = StagingMemory(staging_bytes)
+        self.close = self.memory.clear
+        """Frees idle memory. May be called twice."""
         self.metadata = MetadataWriter()
         self._warned: set[str] = set()
         self.warn = partial(warn_of_losses, warned=set(), checked=set())
@@ -178,10 +180,6 @@ class Saver:
             comm=comm,
         )
 
-    def close(self) -> None:
-        """Free idle memory. May be called twice."""
-        self.memory.clear()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedTensors:
@@ -225,15 +223,15 @@ class PreparedTensors:
                 objects.append(
                     tuple((stored, paths[name] if stored == name else (stored,)) for name, stored in names)
                 )
+            stats = RankSaveStats(rank=plan.rank, payload_bytes=plan.num_bytes, compare_s=self.compare_s)
             share = SaveShare(
-                rank=plan.rank,
                 layouts=self.layouts,
                 payloads=payloads,
-                payload_bytes=plan.num_bytes,
+                stats=stats,
                 contents=ShareContents(regions=tuple(regions), objects=tuple(objects)),
-                compare_s=self.compare_s,
             ).transformed(self.saver.transforms)
-        share = replace(share, plan_s=self.plan_s + time.perf_counter() - start_s)
+        plan_s = self.plan_s + time.perf_counter() - start_s
+        share = replace(share, stats=replace(stats, plan_s=plan_s))
         memory, writers = self.saver.memory, self.saver.options.writers
         budget_bytes = memory.budget_bytes
         if urgent == "commit":
@@ -326,13 +324,11 @@ _NS_PER_S = 1e9
 class SaveShare:
     """One rank's files, and the sources of their payloads."""
 
-    rank: int
     layouts: tuple[FileLayout, ...]
     payloads: Mapping[str, Sequence[Payload]]
-    payload_bytes: int
+    stats: RankSaveStats
+    """What is known of the costs before any byte is copied."""
     contents: ShareContents = field(default_factory=ShareContents)
-    compare_s: float = 0.0
-    plan_s: float = 0.0
 
     def transformed(self, transforms: Sequence[str]) -> SaveShare:
         """Return the same share with each item transformed, as in `("stream.zstd/1",)`."""
@@ -464,7 +460,7 @@ class StagedFiles:
                 if self._copies == "before all else":
                     self._pipe.wait_filled()
                 measurement = self._pipe.write_to(
-                    [storage], rank=self._share.rank, progress=progress, key_of=key_of
+                    [storage], rank=self._share.stats.rank, progress=progress, key_of=key_of
                 )
             except PipelineStopped as error:
                 raise SaveCancelled from error
@@ -484,12 +480,9 @@ class StagedFiles:
         return WrittenShare(
             files=tuple(files),
             contents=self._share.contents,
-            stats=RankSaveStats(
-                rank=self._share.rank,
-                payload_bytes=self._share.payload_bytes,
+            stats=replace(
+                self._share.stats,
                 file_bytes=measurement.ledger.durable_bytes,
-                compare_s=self._share.compare_s,
-                plan_s=self._share.plan_s,
                 stage_s=max(self._pipe.filled_ns - self._start_ns, 0) / _NS_PER_S,
                 write_s=(measurement.last_submit_ns - measurement.first_submit_ns) / _NS_PER_S,
                 sync_s=(measurement.end_ns - measurement.last_submit_ns) / _NS_PER_S,

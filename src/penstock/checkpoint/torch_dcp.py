@@ -50,7 +50,7 @@ from penstock.checkpoint.commit.checkpoints import (
     open_parent,
 )
 from penstock.checkpoint.commit.protocol import Draft, Seal
-from penstock.checkpoint.engine import LoadChoice, WrittenShare, make_comm
+from penstock.checkpoint.engine import LoadChoice, RankSaveStats, WrittenShare, make_comm
 from penstock.checkpoint.file_layout import (
     lay_out_file,
     payload_of_bytes,
@@ -686,10 +686,9 @@ class Writer(BlockingAsyncStager, StorageWriter):
             storage, _ = open_parent(self._uri(), rank=assigned.rank)
             items = RankItems(plan.items, planner, assigned.rank, self._options)
             share = SaveShare(
-                rank=items.rank,
                 layouts=items.layouts,
                 payloads=items.contents(payload_of_bytes, payload_of_tensor),
-                payload_bytes=items.payload_bytes,
+                stats=RankSaveStats(rank=items.rank, payload_bytes=items.payload_bytes),
             ).transformed(self._transforms)
             settings = choose_pipeline_settings(
                 share.layouts, self._options.writers, self._memory.budget_bytes

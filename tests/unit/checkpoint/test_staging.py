@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from penstock.checkpoint.engine import SaveCancelled
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled
 from penstock.checkpoint.file_layout import FileItem, FileLayout, lay_out_file, payload_of_tensor
 from penstock.checkpoint.plan.save_plan import Bucket
 from penstock.checkpoint.saver import (
@@ -37,13 +37,11 @@ def _share(*tensors: torch.Tensor) -> SaveShare:
     ]
     layouts = tuple(lay_out_file(bucket, facts) for bucket in buckets)
     return SaveShare(
-        rank=0,
         layouts=layouts,
         payloads={
             layout.name: [payload_of_tensor(one)] for layout, one in zip(layouts, tensors, strict=True)
         },
-        payload_bytes=sum(one.nbytes for one in tensors),
-        plan_s=0.0,
+        stats=RankSaveStats(rank=0, payload_bytes=sum(one.nbytes for one in tensors)),
     )
 
 

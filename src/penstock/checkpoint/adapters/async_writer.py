@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from penstock.checkpoint.commit.checkpoints import AnyPath, can_be_named
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.engine import TRANSFER_TIMEOUT_S, WrittenShare
+from penstock.checkpoint.engine import TRANSFER_TIMEOUT_S, RankSaveStats, WrittenShare
 from penstock.checkpoint.file_layout import (
     FileLayout,
     open_device_streams,
@@ -76,20 +76,18 @@ class WriteTask:
     """One rank's files and the locations of their bytes; may be sent to the process that writes them."""
 
     folder: str
-    rank: int
     layouts: tuple[FileLayout, ...]
     parts: Parts
     """The packed object or the tensor of each item, by file and in order."""
-    num_bytes: int
+    stats: RankSaveStats
+    """What is known of the costs before the writing: `stage_s` once the tensors are copied."""
     writers: int
     staging_bytes: int
     transforms: tuple[str, ...]
-    plan_s: float
     was_sent: bool = False
     """True if the task was pickled for another process, which then has copies of all tensors in memory."""
     loan: WarmMemory | None = None
     """The memory to which tensors were copied, in this process or in the one from which it was forked."""
-    stage_s: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch would share the trainer's own memory with the other process. The trainer does not continue
@@ -146,8 +144,8 @@ class HostCopy:
             for tensor, view in zip(moving, views, strict=True)
         }
         parts = _with_tensors(self.task.parts, lambda tensor: copies.get(id(tensor), tensor))
-        stage_s = time.perf_counter() - start_s
-        self.task = replace(self.task, parts=parts, loan=loan, stage_s=stage_s)
+        stats = replace(self.task.stats, stage_s=time.perf_counter() - start_s)
+        self.task = replace(self.task, parts=parts, loan=loan, stats=stats)
         return self.task
 
 
@@ -261,21 +259,17 @@ def _write_files(task: WriteTask) -> WrittenShare:
         ]
         for file, items in task.parts.items()
     }
-    share = SaveShare(
-        rank=task.rank,
-        layouts=task.layouts,
-        payloads=payloads,
-        payload_bytes=task.num_bytes,
-        plan_s=task.plan_s,
-    ).transformed(task.transforms)
+    share = SaveShare(layouts=task.layouts, payloads=payloads, stats=task.stats).transformed(task.transforms)
     settings = choose_pipeline_settings(share.layouts, task.writers, task.staging_bytes)
     memory = StagingMemory(task.staging_bytes)
     staged = StagedFiles(share, memory, settings, copies="with the writes", timeout_s=TRANSFER_TIMEOUT_S)
-    storage = open_here(task.folder, rank=task.rank)
+    storage = open_here(task.folder, rank=task.stats.rank)
     written = staged.write_to(prefer_direct_access(storage), lambda name: name)
     sync_names(storage, "")
     held_bytes = task.loan.size_bytes if task.loan is not None else 0
-    stats = replace(written.stats, stage_s=task.stage_s, memory_bytes=written.stats.memory_bytes + held_bytes)
+    stats = replace(
+        written.stats, stage_s=task.stats.stage_s, memory_bytes=written.stats.memory_bytes + held_bytes
+    )
     return replace(written, stats=stats)
 
 
@@ -355,14 +349,16 @@ class AsyncWriter(FileSystemWriter):
             return
         task = WriteTask(
             folder=self._folder,
-            rank=rank,
             layouts=self._items.layouts,
             parts=self._items.contents(bytes, _memory_of),
-            num_bytes=self._items.payload_bytes,
             writers=self._writers,
             staging_bytes=self._staging_bytes,
             transforms=self._transforms,
-            plan_s=time.perf_counter() - start_s,
+            stats=RankSaveStats(
+                rank=rank,
+                payload_bytes=self._items.payload_bytes,
+                plan_s=time.perf_counter() - start_s,
+            ),
         )
         self._copy = HostCopy(task)
         self._report = TaskReport()
@@ -375,14 +371,14 @@ class AsyncWriter(FileSystemWriter):
         if self._copy is None:
             return None, None, []
         task = self._copy.task
-        return write, self._copy, [task.rank, task, self._report]
+        return write, self._copy, [task.stats.rank, task, self._report]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On all ranks, if the caller has no process to write in: prepare, write, and return the results."""
         self.prepare_write_data(plan, planner)
         if self._copy is not None and self._report is not None:
             task = self._copy()
-            write(task.rank, task, self._report)
+            write(task.stats.rank, task, self._report)
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._finished_results())
         return done
