@@ -62,14 +62,16 @@ class CheckpointRunOptions:
     )
     storage: tuple[tuple[str, str], ...] = STORAGE
     results: ResultOptions = group(ResultOptions)
-    scale: Fraction = option("--scale", SCALE, "Share of every file to write, e.g. 0.01.", default="1")
+    scale: Fraction = option(
+        "--scale", SCALE, "Multiply the size of every file by this factor, e.g. 0.01.", default="1"
+    )
     writes: int | None = option(
         "--writes", whole(0), "Number of checkpoints to write (default: the model's setting, usually 10)."
     )
     reads: int | None = option(
         "--reads", whole(0), "Number of checkpoints to read back (default: the model's setting, usually 10)."
     )
-    is_subset: bool = flag("--subset", "Run on N ranks, and write only the files of the model's first N.")
+    is_subset: bool = flag("--subset", "With --ranks N, write only the files of the model's first N ranks.")
     fsync: bool | None = switch(
         "--fsync", "Make every file durable before its write counts as done (default: the model's setting)."
     )
@@ -299,12 +301,12 @@ def size(
     name: str = MODEL_NAME,
     settings: tuple[str, ...] = _SETTINGS,
     ranks: int | None = option(
-        "--ranks", whole(1), "Number of ranks to lay the model out on (default: the model's own number)."
+        "--ranks", whole(1), "Number of ranks to divide the model among (default: the model's own number)."
     ),
-    scale: Fraction = option("--scale", SCALE, "Share of every file to count.", default="1"),
-    is_subset: bool = flag(
-        "--subset", "Count only the files of the model's first N ranks; N is given by --ranks."
+    scale: Fraction = option(
+        "--scale", SCALE, "Multiply the size of every file by this factor, e.g. 0.01.", default="1"
     ),
+    is_subset: bool = flag("--subset", "With --ranks N, count only the files of the model's first N ranks."),
 ) -> None:
     """Calculate the files and bytes that each rank writes, and show how the total is calculated.
 

@@ -123,11 +123,11 @@ def flush(
     terminal: Terminal,
     *,
     caches: tuple[str, ...] = arguments(
-        "CACHE...", FOLDER_URI, "Cache on each rank's node: one path for all ranks, or one for each."
+        "CACHE...", FOLDER_URI, "Path of the cache on each rank's node: one for all ranks, or one for each."
     ),
     steps: tuple[int, ...] = repeated("--step", whole(), "Flush only this step."),
     durable: str | None = option(
-        "--to", URI, "Durable directory or URI of the run (default: the run that the cache belongs to)."
+        "--to", URI, "Copy to this directory or URI (default: that of the run to which the cache belongs)."
     ),
 ) -> int:
     """Copy pending steps, and the newest step that can be restored, from CACHE to durable storage.

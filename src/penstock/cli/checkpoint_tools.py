@@ -31,9 +31,9 @@ def list_checkpoints(
 ) -> None:
     """List the checkpoints in PATH with step, state, size and age.
 
-    The state is committed, damaged, no sums (another program wrote it) or no access (this user may not read
-    it). It is derived from metadata, manifest and file sizes; to check every byte, use `penstock checkpoint
-    verify`.
+    The state is committed, damaged, no sums (written by another program, without checksums) or no access
+    (this user may not read it). It is derived from metadata, manifest and file sizes; to check every byte,
+    use `penstock checkpoint verify`.
 
     Examples:
 
@@ -68,7 +68,11 @@ def show(
     *,
     path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file."),
     pattern: str = option(
-        "--name", TEXT, "Show only matching names, e.g. 'model.*'.", default="*", metavar="PATTERN"
+        "--name",
+        TEXT,
+        "Show only tensors with matching names, e.g. 'model.*'.",
+        default="*",
+        metavar="PATTERN",
     ),
 ) -> None:
     """Show the tensors of a checkpoint: names, shapes, types, sizes, and the files that hold them.
@@ -278,7 +282,9 @@ def remove(
     even_last: bool = flag(
         "--even-last", "Allow removing the last complete checkpoint, or a step that is not durable."
     ),
-    no_verify: bool = flag("--no-verify", "Check only the files and sizes of the remaining checkpoint."),
+    no_verify: bool = flag(
+        "--no-verify", "Check only that the remaining checkpoint's files exist with the right sizes."
+    ),
 ) -> None:
     """Remove a checkpoint: hide it in one durable step, then delete its files.
 

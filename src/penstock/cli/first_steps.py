@@ -33,7 +33,9 @@ def workloads(
     terminal: Terminal,
     *,
     name: str | None = optional_argument(
-        "[WORKLOAD]", WORKLOAD, "Workload to show: unet3d_h100, unet3d with --accelerator, or a YAML file."
+        "[WORKLOAD]",
+        WORKLOAD,
+        "Workload to show, e.g. unet3d_h100, unet3d with --accelerator, or a YAML file (default: list all).",
     ),
     accelerator: str = ACCELERATOR,
     settings: tuple[str, ...] = SETTINGS,

@@ -71,7 +71,7 @@ class KvCacheOptions:
     gpu: int = option("--gpu", SIZE, "Size of the cache in accelerator memory (no I/O).", default="0B")
     cpu: int = option("--cpu", SIZE, "Size of the cache in host memory (no I/O).", default="0B")
     capacity: int | None = option(
-        "--capacity", SIZE, "Maximum size of the entries on storage (default: no limit)."
+        "--capacity", SIZE, "Maximum total size of the entries on storage (default: no limit)."
     )
     tensor: int = option(
         "--tensor-parallel",
@@ -93,7 +93,9 @@ class KvCacheOptions:
         "Name objects as this program does; only Penstock's own objects have a checksum.",
         default="penstock",
     )
-    scale: Fraction = option("--scale", SCALE, "Share of each object's bytes to transfer.", default="1")
+    scale: Fraction = option(
+        "--scale", SCALE, "Multiply the size of every object by this factor, e.g. 1/100.", default="1"
+    )
     streams: int = option("--streams", whole(1), "Maximum objects in flight per rank.", default="8")
     chunk_bytes: int = option("--chunk", SIZE, "Maximum size of a request.", default="32MiB")
     speedup: float = option(
@@ -105,7 +107,7 @@ class KvCacheOptions:
     duration_s: float | None = option(
         "--duration",
         TIME,
-        "Start no operations after this time (default: no limit; in mlperf-v3, set by the edition).",
+        "Stop starting operations after this long (default: no limit; in mlperf-v3, set by the edition).",
     )
     prefill: float = option(
         "--prefill-rate",
@@ -152,7 +154,7 @@ def run(
     ),
     cache: KvCacheOptions = group(KvCacheOptions),
     requests: int = option("--requests", whole(1), "Number of requests to generate.", default="1000"),
-    users: int = option("--users", whole(1), "Number of users who send them.", default="100"),
+    users: int = option("--users", whole(1), "Number of users who send the requests.", default="100"),
     think_s: float = option("--think", TIME, "Mean time between a user's requests.", default="30s"),
     chunk_tokens: int = option("--chunk-tokens", whole(1), "Tokens per cached chunk.", default="256"),
     objective_s: float | None = option(
@@ -161,7 +163,7 @@ def run(
     mlperf_options: tuple[int, ...] = option(
         "--options",
         several(whole(1, 3)),
-        "Options to run, numbered as in the benchmark's rules.",
+        "MLPerf's options to run, numbered as in its rules.",
         default="1,2,3",
         panel="mlperf-v3",
     ),

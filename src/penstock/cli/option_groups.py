@@ -102,7 +102,7 @@ def write_page(path: Path | None, draw: Callable[[], Report], terminal: Terminal
 CLOSED_GATES: Final = 3
 """The exit code of a run that a gate stopped."""
 SKIPPED_GATES: Final = repeated(
-    "--skip-gate", GATE, "Skip a preflight gate; run.json records it (see `penstock cluster check`)."
+    "--skip-gate", GATE, "Skip a preflight gate (see `penstock cluster check`); run.json records the skip."
 )
 
 

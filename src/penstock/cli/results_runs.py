@@ -198,7 +198,8 @@ def show(
 ) -> None:
     """Show one run: how it ended, its epochs, where its time went, and the bottleneck.
 
-    If the run is active or was interrupted, the figures cover its complete blocks.
+    If the run is active or was interrupted, the figures cover its complete blocks: epochs, or parts of epochs
+    that end with a checkpoint.
 
     Examples:
 
@@ -387,7 +388,7 @@ def page(
         "--out", NEW_PAGE, "Write this page (default: report.html in the run's directory).", short="-o"
     ),
 ) -> None:
-    """Draw the page of a run: whether it passed, what limits it, since when, and the charts that show it.
+    """Draw the page of a run: whether it passed, what limited it and since when, with charts.
 
     Every run draws its page when it ends. Use this command for a run that is active or was killed, or to draw
     the page again.

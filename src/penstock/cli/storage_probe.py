@@ -48,8 +48,8 @@ def probe(
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
-        "Measure highest rates (best), loads up to the knee (knee; with O_DIRECT if URI is a path), or calls "
-        "on files (metadata).",
+        "Measure highest rates (best), loads up to the knee (knee; with O_DIRECT if URI is a path), or rates "
+        "of creating, looking up, listing and deleting files (metadata).",
         default="best",
     ),
     request_bytes: int = option(
@@ -82,7 +82,7 @@ def probe(
     """Measure the limits of the storage at URI, and clean up.
 
     Measures sequential writes (durable at the end), cold reads, random reads, small objects and fsync
-    latency. All other measurements are compared with these limits. On slow storage, each measurement
+    latency. Compare the figures of all other benchmarks with these limits. On slow storage, each measurement
     transfers less data, so that it takes at most about 20 s.
 
     With --measure knee, operations start on a fixed schedule, whether or not earlier ones have completed, and

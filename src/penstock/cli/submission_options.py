@@ -32,9 +32,10 @@ class DivisionOptions:
 
     closed: bool = flag(
         "--closed",
-        "Enforce the CLOSED division's rules (training: implies --loader pytorch, --division drop).",
+        "Choose the CLOSED division and enforce its rules (in training: implies --loader pytorch and "
+        "--division drop).",
     )
-    open: bool = flag("--open", "Enforce the OPEN division's rules.")
+    open: bool = flag("--open", "Choose the OPEN division and enforce its rules.")
 
     @property
     def division(self) -> SubmissionDivision | None:

@@ -63,7 +63,10 @@ def rehearse(
     ),
     folder: Path = argument("DIR", FOLDER, "New or empty directory, or a rehearsal to continue."),
     scale: Fraction = option(
-        "--scale", SCALE, "Share of the data set's files, or of each checkpoint, to use.", default="0.001"
+        "--scale",
+        SCALE,
+        "Share of the data set's files, or of each checkpoint's bytes, to use.",
+        default="0.001",
     ),
     accelerator: str = option(
         "--accelerator", TEXT, "Emulate this accelerator: b200 or mi355.", default="b200"

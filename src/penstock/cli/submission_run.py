@@ -62,7 +62,7 @@ def checkpointing(
     accelerator: str = required("--accelerator", TEXT, "Accelerator whose memory is saved: b200 or mi355."),
     writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10"),
     reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10"),
-    is_subset: bool = flag("--subset", "Run on N ranks, and write only the files of the model's first N."),
+    is_subset: bool = flag("--subset", "With --ranks N, write only the files of the model's first N ranks."),
     skipped_gates: tuple[Gate, ...] = SKIPPED_GATES,
 ) -> int:
     r"""Run a whole checkpointing result: write ten checkpoints and read ten back.

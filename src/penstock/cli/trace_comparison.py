@@ -221,7 +221,7 @@ def _open_study(
 def expect(
     terminal: Terminal,
     *,
-    file: Path = argument("CHECKS.yaml", FILE, "Comparison with checks (see `penstock docs trace`)."),
+    file: Path = argument("CHECKS.yaml", FILE, "YAML file with runs and checks (see `penstock docs trace`)."),
     dask: str = DASK,
 ) -> int:
     """Check expectations about runs; if any fails, list the failed checks and exit with 1.

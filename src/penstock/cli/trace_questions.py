@@ -230,12 +230,12 @@ def overlap(
     of: str = option(
         "--of",
         TEXT,
-        "Treat this phase as I/O; all: everything but compute and waiting.",
+        "Count the events of this phase as I/O; all: those of every phase except compute and waiting.",
         default="io",
         metavar="PHASE",
     ),
 ) -> None:
-    """Measure from intervals how much I/O overlaps with other I/O and with computation.
+    """Measure how much I/O overlaps with other I/O and with computation, from the intervals of events.
 
     `union_us` is the time during which any I/O was running, `sum_us` the sum of all durations, `concurrency`
     how many operations ran at a time, and `overlap_us` the time during which I/O and computation both ran.

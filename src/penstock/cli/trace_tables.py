@@ -16,7 +16,8 @@ _MOST_ROWS: Final = 50
 _RANK_PATTERN: Final = option(
     "--rank-pattern",
     TEXT,
-    "Regular expression whose first group is the rank in a file's name (default: finds rank3 and trace-3).",
+    "Regular expression whose first group captures the rank in a trace file's name (default: finds 3 in "
+    "rank3 and trace-3).",
     metavar="REGEX",
 )
 

@@ -111,7 +111,10 @@ class TrainingRunOptions:
     )
     decode: bool = flag("--decode", "Decode samples, as real training does.")
     check: ContentCheck = option(
-        "--check", CONTENT_CHECK, "Verify sample contents: off, sample (1 in 16) or full.", default="off"
+        "--check",
+        CONTENT_CHECK,
+        "Compare what is read with what was generated: never (off), 1 block in 16 (sample) or all (full).",
+        default="off",
     )
     checkpoints: str | None = option(
         "--checkpoints", URI, "Save checkpoints here (default: the workload's checkpoint_folder)."
@@ -139,7 +142,7 @@ class TrainingRunOptions:
     trials: tuple[str, ...] = repeated(
         "--try",
         TEXT,
-        "Run again with this change (workers=N, prefetch=N or persistent=1), and compare.",
+        "Run again with this change (workers=N, prefetch=N or persistent=1); compare with the first run.",
         panel=_OWN,
     )
 
@@ -373,7 +376,7 @@ def sweep(
     *,
     workload: WorkloadOptions = group(WorkloadOptions),
     run_words: tuple[str, ...] = arguments(
-        "[-- OPTIONS]", TEXT, "Options for each `penstock training run`.", is_required=False
+        "[-- OPTIONS]", TEXT, "Options to pass to each `penstock training run`.", is_required=False
     ),
     data: DataOptions = group(DataOptions),
     results: str = required("--results", FOLDER_URI, "Create each run's directory below DIR."),
