@@ -1,62 +1,116 @@
-"""Another user of the same machine, beside a job on four ranks: he reads, ends and changes nothing of it."""
+"""Another user of the same machine, beside a job: he reads, ends and changes nothing of it."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import psutil
 import pytest
 
-TRY_ALL = """
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+ACT = """
 import encodings.idna, json, os, socket, sys  # all before the code is out of reach
-from pathlib import Path
-pids, ports = json.loads(sys.argv[1])
+pids, ports, names, paths = json.loads(sys.argv[1])
 os.setgroups([]); os.setgid(40001); os.setuid(40001)
 done = []
+"""
+ACTS = {
+    "read": """
 for pid in pids:
-    for name in ("environ", "mem", "fd/0"):
+    for name in ("environ", "mem", "maps", "fd/0", "fd/1", "cwd/."):
         try:
-            with open(f"/proc/{pid}/{name}", "rb") as file: file.read(1)
-            done.append(f"read {name}")
+            with open(f"/proc/{pid}/{name}", "rb") as file:
+                if file.read(1): done.append(f"read {name}")
         except OSError: pass
+""",
+    "end": """
+for pid in pids:
     try: os.kill(pid, 15); done.append("ended a process")
     except OSError: pass
-for port in ports:
+""",
+    "connect": """
+for kind, place in [(socket.AF_INET, ("127.0.0.1", port)) for port in ports] + [
+    (socket.AF_UNIX, name) for name in names
+]:
     for sent in (b"[" * 100_000, b"GET / HTTP/1.1\\r\\n\\r\\n", b'{"kind": "stop"}\\n', b"\\x80\\x04." * 99):
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=0.5) as stranger:
-                stranger.sendall(sent)
-                answer = stranger.recv(1000)
-                if b"challenge" not in answer and answer: done.append(f"was told {answer!r}")
+        for how in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)[: 1 + (kind == socket.AF_UNIX)]:
+            try:
+                with socket.socket(kind, how) as stranger:
+                    stranger.settimeout(0.5)
+                    stranger.connect(place)
+                    stranger.sendall(sent)
+                    answer = stranger.recv(1000)
+                    if b"challenge" not in answer and answer: done.append(f"was told {answer!r}")
+            except OSError: pass
+""",
+    "open": """
+for path in paths:
+    for mode in ("rb", "r+b"):
+        try: open(path, mode).close(); done.append(f"opened {path} as {mode}")
         except OSError: pass
-for folder in map(Path, ("/tmp", "/dev/shm")):
-    for path in folder.glob("*penstock*"):
-        try:
-            if path.stat().st_uid == 0 and os.access(path, os.W_OK): done.append(f"may change {path}")
-        except OSError: pass
-print(json.dumps(done))
-"""
+""",
+}
+
+
+def words_of(job: str, folder: Path) -> Sequence[str]:
+    """The command line of a job."""
+    probe = [PENSTOCK, "storage", "probe", str(folder / "p"), "--size", "32MiB", "--blocks", "1MiB"]
+    match job:
+        case "trace":
+            line = '{{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":{},"dur":1,"ph":"X","args":{{}}}}\n'
+            for name in "ab":
+                with (folder / f"{name}.pfw").open("w") as file:
+                    file.writelines(map(line.format, range(200_000)))
+            return [PENSTOCK, "trace", "summary", "--dask", "local", *map(str, folder.glob("*.pfw"))]
+        case "metrics":
+            return [*probe, "--streams", "1", "--metrics-dir", str(folder / "metrics"), "--json"]
+    return [*probe, "--streams", "1", "--ranks", "4", "--json"]
+
+
+def things_of(job: psutil.Process) -> Iterator[Sequence[object]]:
+    """The processes, ports, Unix sockets, and files in shared and temporary folders that a job has now."""
+    family = [job, *job.children(recursive=True)]
+    yield [each.pid for each in family]
+    of_family = [place for place in psutil.net_connections("all") if place.pid in {one.pid for one in family}]
+    yield sorted(
+        {place.laddr[1] for place in of_family if place.status == psutil.CONN_LISTEN and place.laddr}
+    )
+    sockets = {place.laddr for place in of_family if place.family.name == "AF_UNIX" and place.laddr}
+    yield sorted(str(name).replace("@", "\0", 1) for name in sockets)
+    opened = chain.from_iterable(Path(f"/proc/{each.pid}/fd").glob("*") for each in family)
+    files = {str(path.readlink()) for path in opened if path.is_symlink()}
+    yield sorted(name for name in files if name.startswith(("/dev/shm", "/tmp")))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_nothing_of_a_job_on_ranks_is_read_or_ended_by_another_user(tmp_path: Path) -> None:
-    words = ["--size", "32MiB", "--blocks", "1MiB", "--streams", "1", "--ranks", "4", "--json"]
-    probe = [str(Path(sys.executable).with_name("penstock")), "storage", "probe", str(tmp_path / "p"), *words]
-    job = subprocess.Popen(probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("job_name", "acts"),
+    [
+        ("probe", ["read", "end", "connect", "open"]),
+        ("trace", ["read", "end", "connect", "open"]),
+        ("metrics", ["read", "end", "connect", "open"]),
+    ],
+)
+def test_nothing_of_a_job_is_read_ended_or_changed_by_another_user(
+    job_name: str, acts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "metrics").mkdir()
+    words = words_of(job_name, tmp_path)
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program = ACT + "".join(ACTS[act] for act in acts) + "print(json.dumps(done))"
     attacks = 0
     while job.poll() is None:
-        family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
-        ports = {
-            place.laddr[1]  # type: ignore[misc]  # listening sockets have one
-            for place in psutil.net_connections("tcp")
-            if place.pid in {each.pid for each in family} and place.status == psutil.CONN_LISTEN
-        }
-        if not ports:
+        try:
+            targets = list(things_of(psutil.Process(job.pid)))
+        except (psutil.NoSuchProcess, FileNotFoundError):
             continue
-        targets = json.dumps([[each.pid for each in family], sorted(ports)])
-        attack = [sys.executable, "-I", "-c", TRY_ALL, targets]
+        if not (targets[1] or job_name in ("trace", "metrics")):
+            continue
+        attack = [sys.executable, "-I", "-c", program, json.dumps(targets)]
         tried = subprocess.run(attack, cwd="/", capture_output=True, text=True, check=False, timeout=60)
         assert (tried.stdout, tried.stderr) == ("[]\n", "")
         attacks += 1
