@@ -272,23 +272,21 @@ class StoredNames:
         """
         if not any(map(str.isdecimal, entries)):
             return False
-        is_taken = self.asked(f"{key}.param_groups.0.params") in self._facts
-        if is_taken and not any(map(str.isdecimal, names)):
+        if not any(map(str.isdecimal, names)) and self.asked(f"{key}.param_groups.0.params") in self._facts:
             return True
-        begin = f"{self.prefix(key)}param_groups."
         kinds = {
             isinstance(entry, str)
             for each in self._objects
-            if each.name.startswith(begin) and each.name.endswith(".params")
+            if each.name.startswith(f"{self.prefix(key)}param_groups.") and each.name.endswith(".params")
             for entry in self._read(each)
         }
         if len(kinds) != 1:
             raise UsageError(
                 f"{name_some(sorted(entries))} in the state of {key!r} may be names or numbers of parameters:"
                 " the checkpoint has no groups that tell",
-                fix=f"Load a checkpoint that has its groups, or exclude='{key}.*'.",
+                fix="Load a checkpoint that has the groups of its optimizers, or exclude this optimizer.",
             )
-        return kinds == {False}
+        return False in kinds
 
 
 class MissingName(UsageError, RuntimeError):
@@ -505,8 +503,7 @@ class _OptimizerState(_Part):
             entries = list(group["params"])
             numbers = {self.numbers.get(entry) for entry in entries}
             # If no module in the state tells what the names mean, parameters are matched in order.
-            is_known = self.is_numbered or self.name_of
-            if len(entries) != len(own) or (is_known and numbers != {*own}):
+            if len(entries) != len(own) or ((self.is_numbered or self.name_of) and numbers != {*own}):
                 raise UsageError(
                     f"Group {place} of {self.key!r} has different parameters from the checkpoint's",
                     where=f"the checkpoint has {name_some(entries)}",
@@ -552,8 +549,12 @@ class _NamedState(_Part):
 
     def take(self, loaded: Any) -> Any:
         """Copy the options of the groups back; everything else was loaded in place."""
-        own_names = [own["params"] for own in self.own["param_groups"]]
-        _require_names(self.key, loaded["param_groups"], own_names, is_named=False)
+        _require_names(
+            self.key,
+            loaded["param_groups"],
+            [own["params"] for own in self.own["param_groups"]],
+            is_named=False,
+        )
         for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
             if len(own["params"]) != len(group["params"]) or _has_names(group["params"]):
                 raise UsageError(
@@ -591,7 +592,12 @@ def _begin_optimizer(
         entries = {number: entries.get(str(number), {}) for number in by_number}
         _require_same_order(key, entries, by_number)
     name_of = {number: name for name, number in by_name.items()}
-    shown = {} if is_numbered or not entries else name_of
+    # A wrapper's named_parameters() has names that get_optimizer_state_dict shortens.
+    shown = (
+        name_of | {number: name for name, number in by_name.items() if name in entries}
+        if entries and not is_numbered
+        else {}
+    )
     state = {entry: slots for entry, slots in raw["state"].items() if entry not in by_number}
     without = []
     for number, parameter in by_number.items():

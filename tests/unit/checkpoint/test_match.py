@@ -418,6 +418,17 @@ def test_names_in_a_group_stay_those_of_its_own_parameters(*, is_named: bool) ->
         load({"model": again[0], "optim": again[1]}, {"model": weights, "optim": optimizer.state_dict()})
 
 
+def test_optimizer_that_a_wrapper_named_takes_the_names_of_its_module() -> None:
+    module, optimizer = with_moments("a", "b")
+    again, _ = with_moments("a", "b")
+    fresh = torch.optim.SGD([(f"module.{name}", each) for name, each in again.named_parameters()], momentum=1)
+    load(
+        {"model": again, "optim": fresh}, {"model": module.state_dict(), "optim": by_name(module, optimizer)}
+    )
+    assert [fresh.state[each]["momentum_buffer"].item() for each in again.parameters()] == [1, 2]
+    assert fresh.param_groups[0]["param_names"] == ["module.a", "module.b"]
+
+
 def test_names_of_another_order_than_the_numbers_of_a_checkpoint_are_refused() -> None:
     with pytest.raises(UsageError, match="'a' was where 'b' is"):
         load({"optim": by_name(*with_moments("b", "a"))}, {"optim": with_moments("a", "b")[1].state_dict()})
