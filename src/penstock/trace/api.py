@@ -34,15 +34,15 @@ class EventRelation:
         self.name = name
 
     def arrow(self) -> pa.Table:
-        """The events as an Arrow table."""
+        """Return the events as an Arrow table."""
         return self.relation.to_arrow_table()
 
     def pandas(self) -> Any:
-        """The events as a pandas DataFrame."""
+        """Return the events as a pandas DataFrame."""
         return self.relation.df()
 
     def dask(self, rows_per_partition: int = 1 << 20) -> Any:
-        """The events as a Dask DataFrame. Raises `Unavailable` if Dask is not installed."""
+        """Return the events as a Dask DataFrame. Raises `Unavailable` if Dask is not installed."""
         with explained_imports("dask"):
             frames = importlib.import_module("dask.dataframe")
         return frames.from_pandas(self.pandas(), npartitions=max(1, -(-len(self) // rows_per_partition)))

@@ -76,7 +76,7 @@ class Dimensions:
     phase_of: PhaseOf | None = None
 
     def tier_sql(self) -> str:
-        """SQL for the tier, which is NULL for events without a path."""
+        """Return SQL for the tier, which is NULL for events without a path."""
         prefixes = sorted(
             ((prefix.rstrip("/"), name) for name, some in self.tiers.items() for prefix in some),
             key=lambda pair: -len(pair[0]),
@@ -93,7 +93,7 @@ class Dimensions:
         return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE {sql_literal(OTHER)} END"
 
     def file_class_sql(self) -> str:
-        """SQL for the file class, which is NULL for events without a path."""
+        """Return SQL for the file class, which is NULL for events without a path."""
         base = "parse_filename(path, false, 'forward_slash')"
         cases = "".join(
             f" WHEN regexp_matches({base}, {sql_literal(pattern)}) THEN {sql_literal(name)}"
@@ -102,7 +102,7 @@ class Dimensions:
         return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE translate({base}, '0123456789-', '') END"
 
     def phase_sql(self) -> str:
-        """SQL for the phase, which is never NULL."""
+        """Return SQL for the phase, which is never NULL."""
         cases = "".join(
             f" WHEN {' AND '.join(map(_condition_sql, conditions))} THEN {sql_literal(phase)}"
             for phase, conditions in self.phases
@@ -152,7 +152,7 @@ def sql_literal(text: str) -> str:
 
 
 def case_sql(column: str, values: Mapping[str, int]) -> str:
-    """SQL for the number that `values` has for a column's value; NULL if it has none."""
+    """Return SQL for the number that `values` has for a column's value; NULL if it has none."""
     cases = "".join(f" WHEN {sql_literal(text)} THEN {number}" for text, number in values.items())
     return f"CASE {column}{cases} END" if cases else "NULL"
 
@@ -186,7 +186,7 @@ IS_CALL: Final = "NOT contains(args, '\"is_sum\"')"
 
 
 def argument_sql(name: str) -> str:
-    """An SQL expression for a whole number among an event's arguments, otherwise NULL."""
+    """Return an SQL expression for a whole number among an event's arguments, otherwise NULL."""
     return f"TRY_CAST(json_extract_string(args, '$.{name}') AS BIGINT)"
 
 
@@ -242,7 +242,7 @@ class EventsView:
     is_stored: bool = False
 
     def work(self) -> EventsView:
-        """Leave out the I/O of the program's runtime, and add the column `rank_name`."""
+        """Return the events without the I/O of the program's runtime, with the column `rank_name`."""
         kind = "TABLE" if self.is_stored else "VIEW"
         self.connection.execute(
             f"CREATE OR REPLACE TEMP {kind} penstock_work AS"
@@ -271,7 +271,7 @@ def view_events(
     *,
     is_stored: bool = False,
 ) -> EventsView:
-    """The events of `source` with tier, file class and phase as `dimensions` define them.
+    """Return the events of `source` with tier, file class and phase as `dimensions` define them.
 
     For stored events, these columns are computed once, in memory; otherwise, each query computes what it
     needs.

@@ -84,7 +84,7 @@ longer word.
 
 
 def fix_sql(error: Exception, sql: str, usual: str) -> str:
-    """The fix for an error in a user's SQL: `offset` is a column, and also a word of SQL."""
+    """Return the fix for an error in a user's SQL: `offset` is a column, and also a word of SQL."""
     is_bare = re.search(r'(?<!["\w])offset(?!["\w])', sql, re.IGNORECASE)
     return 'Quote the column: "offset".' if is_bare and "syntax error" in str(error) else usual
 
@@ -210,7 +210,7 @@ class FileAccount:
                 self.samples.append({"line": number, "reason": parsed.reason, "text": text[:200]})
 
     def document(self) -> Mapping[str, Any]:
-        """The account as JSON."""
+        """Return the account as JSON."""
         return {**asdict(self), "hosts": sorted(self.hosts), "ranks": sorted(self.ranks)}
 
     @classmethod
@@ -280,12 +280,12 @@ _CANONICAL: Final = {
 
 
 def canonical(name: str) -> str:
-    """The operation of which `name` is a spelling, or `name` itself if it is unknown."""
+    """Return the operation of which `name` is a spelling, or `name` itself if it is unknown."""
     return _CANONICAL.get(name, name)
 
 
 def spellings_of(operations: Iterable[str]) -> list[str]:
-    """The names of these operations, and all their other spellings."""
+    """Return the names of these operations, and all their other spellings."""
     return [name for one in sorted(operations) for name in (one, *_SPELLINGS.get(one, "").split())]
 
 
@@ -307,7 +307,7 @@ def batch_rows(rows: Iterator[Mapping[str, Any]], file: TraceFile) -> Iterator[p
 
 
 def transfer_size(name: str, cat: str, arguments: Mapping[str, Any]) -> int | None:
-    """The bytes that an event transferred; the query of `json_lines` applies the same rule to columns."""
+    """Return the bytes that an event transferred, or None; the query of `json_lines` has the same rule."""
     moved, op = parse_int64(arguments.get("ret")), canonical(name)
     if cat == "STDIO" and op in ITEM_MOVERS and moved is not None:
         item_bytes = parse_int64(arguments.get("size"))

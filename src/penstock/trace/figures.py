@@ -45,11 +45,11 @@ class TimeAxis:
     span_us: int
 
     def since_sql(self, run: str = "run") -> str:
-        """An SQL expression for an event's start since its run's first event; `run` is the names' column."""
+        """Return SQL for an event's start since its run's first event; `run` is the column of run names."""
         return f"(ts_us - {case_sql(run, {name: extent.origin_us for name, extent in self.runs.items()})})"
 
     def bucket_us(self, most: int) -> int:
-        """A round length of time (1, 2 or 5 times a power of ten) of which at most `most` cover the axis."""
+        """Return a round time (1, 2 or 5 times a power of ten) of which at most `most` cover the axis."""
         return round_up(-(-(self.span_us + 1) // most))
 
 
@@ -120,7 +120,7 @@ _SAME_THREAD: Final = (
 
 
 def _part(where: str) -> str:
-    """An SQL expression for where an event begins to add to the union of the events that meet `where`."""
+    """Return an SQL expression for where an event begins to add to the union of events that meet `where`."""
     reach = f"max(until_us) FILTER (WHERE {where}) OVER before"
     return f"CASE WHEN {where} THEN least(until_us, greatest(since_us, coalesce({reach}, since_us))) END"
 
@@ -133,7 +133,7 @@ MOST_OPERATIONS: Final = 6
 
 
 def bandwidth(axis: TimeAxis) -> Answer:
-    """Bytes read and written in each fine bucket, by run and tier; buckets without bytes are left out."""
+    """Return the bytes read and written in each fine bucket that has any, by run and tier."""
     width_us = axis.bucket_us(BANDWIDTH_BUCKETS)
     since = axis.since_sql()
     source = f"""
@@ -151,7 +151,7 @@ def bandwidth(axis: TimeAxis) -> Answer:
 
 
 def rank_cells(axis: TimeAxis) -> Answer:
-    """Bytes and busy time of each rank in each bucket; with many ranks, several adjacent ones share a row.
+    """Return bytes and busy time by rank and bucket; of many ranks, several adjacent ones share a row.
 
     Busy time is the time in which a rank had at least one call in progress; a row of several ranks has their
     sum.
@@ -193,7 +193,7 @@ def rank_cells(axis: TimeAxis) -> Answer:
 
 
 def overlap_lanes(axis: TimeAxis) -> Answer:
-    """The time of computation, of I/O, and of both at once in each bucket, summed over the ranks of a run."""
+    """Return the time of computation, I/O and both at once in each bucket, summed over a run's ranks."""
     width_us = axis.bucket_us(OVERLAP_BUCKETS)
     source = " UNION ALL ".join(
         f"SELECT process, '{what}' AS what, {what}_from_us AS since_us, until_us FROM {CALLS} "
@@ -227,7 +227,7 @@ def overlap_lanes(axis: TimeAxis) -> Answer:
 
 
 def metadata_calls(axis: TimeAxis) -> Answer:
-    """Calls that transfer no data (open, stat, seek, close, sync) in each bucket, by run and operation.
+    """Return the calls without data (open, stat, seek, close, sync) in each bucket, by run and operation.
 
     The most frequent operations are named; all others are `other`.
     """
@@ -256,7 +256,7 @@ STEP_PIXELS: Final = 4
 
 
 def call_bars(axis: TimeAxis) -> Answer:
-    """Bars of calls, and parts of a loop, by thread; bars that no drawing could tell apart are merged.
+    """Return bars of calls, and parts of a loop, by thread; bars that no drawing could tell apart are merged.
 
     A run with more threads than lanes has a lane for each process; with more processes than lanes, those with
     the most I/O are drawn. The notes say so.
@@ -302,7 +302,7 @@ def call_bars(axis: TimeAxis) -> Answer:
 
 
 def _drawn_sql(table: str, pixel_us: int) -> str:
-    """SQL for a table's events in the lanes of `placed`; events that share begin and end pixels are one."""
+    """Return SQL for the events in the lanes of `placed`; events that share begin and end pixels are one."""
     return f"""
         SELECT lane, kind::VARCHAR AS kind, min(since_us) AS since_us, max(until_us) AS until_us,
                count(*) AS num_events, sum(until_us - since_us)::BIGINT AS sum_us
@@ -338,7 +338,7 @@ def _merge(rows: Bars, gap_us: int) -> Bars:
 
 
 def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_processes: bool) -> str:
-    """A sentence on what the drawing of a run leaves out or merges."""
+    """Return a sentence on what the drawing of a run leaves out or merges."""
     num_events, num_bars = sum(int(bar[-2] or 0) for bar in bars), len(bars)
     num_lanes = int(bars[0][5] or 0) if bars else 0
     lanes = "processes" if is_of_processes else "threads"
@@ -352,7 +352,7 @@ def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_proces
 
 
 def file_offsets(axis: TimeAxis) -> Answer:
-    """The offsets of reads and writes in each run's busiest files over time, as finely as a drawing shows.
+    """Return the offsets of reads and writes in each run's busiest files over time, as fine as a drawing.
 
     The busiest files of a run are those with the most bytes among calls whose offset is known.
     """
@@ -389,7 +389,7 @@ MOST_FILES: Final = 12
 
 
 def size_bins(events: EventsView) -> Answer:
-    """Transfers and their bytes between powers of two, by run and direction; 0 bytes have a bin too."""
+    """Return transfers and bytes between powers of two, by run and direction; 0 bytes have a bin, too."""
     rows = events.ask(f"""
         SELECT run, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS kind,
                CASE WHEN size_bytes > 0 THEN (2 ** floor(log2(size_bytes)))::BIGINT ELSE 0 END AS from_bytes,
@@ -403,7 +403,7 @@ def size_bins(events: EventsView) -> Answer:
 
 
 def latency_bins(events: EventsView) -> Answer:
-    """Calls and their time by duration, in bins of 1, 2 and 5 times powers of ten, by run and kind."""
+    """Return calls and their time by duration, in bins of 1, 2 and 5 times powers of ten, by run and kind."""
     rows = events.ask(f"""
         WITH alike AS (
             SELECT run, op, phase, dur_us, count(*) AS num_calls FROM {{events}} WHERE {IS_IO} GROUP BY ALL),
@@ -423,7 +423,7 @@ def latency_bins(events: EventsView) -> Answer:
 
 
 def busiest_files(events: EventsView) -> Answer:
-    """The files of each run with the most bytes or the most time: calls, bytes, busy time.
+    """Return the files of each run with the most bytes or the most time: calls, bytes, busy time.
 
     `union_us` is the time in which at least one call on the file was in progress.
     """
@@ -451,7 +451,7 @@ def busiest_files(events: EventsView) -> Answer:
 
 
 def operations(events: EventsView) -> Answer:
-    """Calls by run and operation: their number, total and longest time, and bytes."""
+    """Return calls by run and operation: their number, total and longest time, and bytes."""
     rows = events.ask(f"""
         SELECT run, op, any_value({KIND}) AS kind, count(*), sum(dur_us)::BIGINT AS sum_us, avg(dur_us),
                max(dur_us), coalesce(sum(size_bytes), 0)::BIGINT, arg_max(path, dur_us)

@@ -7,7 +7,7 @@
 Invariants: a table is complete or absent, whenever the process dies; events at the same time are in the order
 of their files, and within a file in the order of its lines; a table carries its sources and their accounts,
 so queries on it know what was lost; a table that is older than its sources is rebuilt before it is queried,
-and refused if rebuilding would run SQL that the table itself states.
+and refused if rebuilding would run SQL that is stored in the table.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def check_where(where: str) -> None:
 
 
 def _keep_wanted(connection: duckdb.DuckDBPyConnection, events: Any, where: str) -> Any:
-    """The events that meet an expression, in their order."""
+    """Return the events that meet an expression, in their order."""
     table = pa.Table.from_batches([events]) if isinstance(events, pa.RecordBatch) else events
     try:
         # An `Expression` is parsed on its own, so its text cannot end the expression and begin a statement.
@@ -324,7 +324,7 @@ class GatheredEvents:
                 self._write_part()
 
     def source(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """A query for all events in the order of time."""
+        """Return a query for all events in the order of time."""
         relation = f"read_parquet({sql_literal(str(self.scratch / 'part-*.parquet'))})"
         if self.num_parts:
             self._write_part()
@@ -370,7 +370,7 @@ def write_table(
 
 
 def _read_facts_text(path: Path) -> bytes | None:
-    """The facts in a Parquet file; empty if it has none, None if the file is not a Parquet file."""
+    """Return the facts in a Parquet file; empty if it has none, None if the file is not a Parquet file."""
     try:
         metadata: Mapping[bytes, bytes] = pq.read_metadata(path).metadata or {}
     except (pa.ArrowInvalid, OSError):
@@ -379,7 +379,7 @@ def _read_facts_text(path: Path) -> bytes | None:
 
 
 def read_facts(path: Path) -> EventTableFacts | None:
-    """The facts of a table; None if the file is not a Parquet file."""
+    """Return the facts of a table, or None if the file is not a Parquet file."""
     text = _read_facts_text(path)
     if text is None:
         return None
@@ -478,7 +478,7 @@ class TraceSet:
 
 
 def name_trace_files(paths: Sequence[Path], *, run: str, rank_pattern: str = RANK_PATTERN) -> list[TraceFile]:
-    """The files to read, each with the shortest name that distinguishes it from the others."""
+    """Return the files to read, each with the shortest name that distinguishes it from the others."""
     names = [path.name for path in paths]
     unique = len(set(names)) == len(names)
     return [
@@ -554,7 +554,7 @@ def open_trace_set(
 
 
 def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTableFacts:
-    """Return the facts of a table, rebuilt if its sources have changed; deleted sources have not."""
+    """Return the facts of a table, rebuilt if its sources have changed; deleted ones count as unchanged."""
     files = [
         TraceFile(path=Path(one["path"]), name=one["name"], run=one["run"], rank_pattern=one["rank_pattern"])
         for one in facts.sources
@@ -649,7 +649,7 @@ _FROM_2000_US, _TO_2100_US = 30 * _YEAR_US, 130 * _YEAR_US
 
 
 def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
-    """Sentences about files whose times cannot be right, either alone or compared with other files."""
+    """Return sentences about files whose times cannot be right, either alone or compared with other files."""
     timed = sorted(
         ((account.first_us, account) for account in accounts if account.first_us is not None),
         key=itemgetter(0),

@@ -3,7 +3,6 @@
     plan -> the program runs, with its own output and exit code; ranks are noted from outside
          -> files are named by rank -> the bytes that the system counted go into the trace
 
-
 Invariants: the program runs with its own arguments, whether or not it can be traced; of its processes'
 environments, only the ranks are kept.
 """
@@ -114,7 +113,7 @@ def plan_recording(
 
 
 def dftracer_preload() -> Path | None:
-    """The library that the dftracer package preloads into programs; None if it is not installed."""
+    """Return the library that the dftracer package preloads into programs, or None if it is not installed."""
     package = find_spec("dftracer")
     for folder in package.submodule_search_locations or () if package is not None else ():
         for library in sorted(Path(folder).rglob("libdftracer_preload*.so")):
@@ -125,7 +124,7 @@ def dftracer_preload() -> Path | None:
 _MARK: Final = "PENSTOCK_RECORDING"
 """Set for the processes of a recording, to distinguish them from all other processes of the machine."""
 _PAUSE_S: Final = 0.1
-"""The time between two looks at the machine's processes, each of which costs about a millisecond."""
+"""The time between two looks at the machine's processes; each look costs about a millisecond."""
 _STARTED: Final = re.compile(rb'"name":"start".*?"pid":(\d{1,10}),.*?"ppid":(\d{1,10})')
 """The first event of each process in dftracer's files."""
 
@@ -212,7 +211,7 @@ def _watch_ranks(mark: bytes, ranks: dict[int, LauncherRank], is_over: Event) ->
 
 
 def _read_counted_bytes(pid: int) -> dict[str, int]:
-    """The bytes that the system counted for an ended process and all its descendants that were waited for.
+    """Return the bytes that the system counted for an ended process and the descendants that were waited for.
 
     Empty if the system does not count bytes, or does not reveal them.
     """
@@ -224,7 +223,7 @@ def _read_counted_bytes(pid: int) -> dict[str, int]:
 
 
 def _read_start(listing: Path) -> bytes:
-    """The timestamp at which a listing begins, as a sort key that puts listings without calls last."""
+    """Return the timestamp at which a listing begins, as a sort key that puts listings without calls last."""
     with listing.open("rb") as file:
         return file.read(20) or b"~"
 
@@ -265,7 +264,7 @@ def _name_by_rank(
 
 
 def _find_tasks(made: Sequence[Path]) -> tuple[dict[Path, int], dict[int, int]]:
-    """The process or thread of each file, and the process or thread that created it."""
+    """Return the process or thread of each file, and the process or thread that created it."""
     listings = {path: int(path.suffix[1:]) for path in made if path.suffix[1:].isdecimal()}
     tasks, makers = dict(listings), find_makers(listings)
     for path in made:

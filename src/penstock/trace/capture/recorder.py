@@ -85,12 +85,12 @@ class ThreadQueue:
 
 
 def get_recorder(folder: str, place: str = "") -> TraceRecorder:
-    """The process's only recorder for a folder; `place` is its rank and the world size, such as `3/8`."""
+    """Return the process's only recorder for a folder; `place` is its rank and world size, such as `3/8`."""
     return _create_recorder(str(Path(folder).absolute()), place)
 
 
 def recorder_of(environment: Environment) -> TraceRecorder | None:
-    """The recorder of the folder in `PENSTOCK_TRACE`, with the rank that Penstock or a launcher has set."""
+    """Return the recorder of the folder in `PENSTOCK_TRACE`, with this process's rank; None if unset."""
     if TRACE not in environment:
         return None
     return get_recorder(environment[TRACE], environment.get(TRACE_RANK) or _find_place(environment))
@@ -240,7 +240,7 @@ class TraceRecorder:
             self.flush()
 
     def _waiting_lines(self) -> bytes:
-        """All waiting events as lines, after the lines that an earlier write failed to write."""
+        """Return all waiting events as lines, after the lines that an earlier write failed to write."""
         parts, self._unwritten = [self._unwritten], b""
         with self._lock:
             queues = list(self._queues)

@@ -46,7 +46,7 @@ class EventKind:
 
 @cache
 def span_kind(name: str, cat: str) -> EventKind:
-    """The kind of a span of the program itself. Equal arguments return the same object."""
+    """Return the kind of a span of the program itself. Equal arguments return the same object."""
     return EventKind(name, cat, Layer.PYTHON)
 
 
@@ -69,7 +69,7 @@ class LineFormatter:
     _heads: dict[EventKind, str] = field(default_factory=dict)
 
     def opening(self, *, rank: int | None) -> bytes:
-        """The first lines, which name this process: its host, its unit of time, its rank."""
+        """Return the first lines, which name this process: its host, its unit of time, its rank."""
         host = self._hash_of_host()
         lines = [
             self._metadata("HH", {"name": self.host, "value": host}),
@@ -81,7 +81,7 @@ class LineFormatter:
         return b"".join(lines)
 
     def events(self, thread: int, recorded: Iterable[RecordedEvent]) -> bytes:
-        """The lines of the events that one thread recorded."""
+        """Return the lines of the events that one thread recorded."""
         lines: list[str] = []
         files, heads, epoch_ns = self._files, self._heads, self.epoch_ns
         number, tail = self.num_events, f'"ph":{COMPLETE},"args":{{"hhash":"{self._hash_of_host()}"'
@@ -105,7 +105,7 @@ class LineFormatter:
         return "".join(lines).encode()
 
     def ending(self, at_ns: int) -> bytes:
-        """The last line: the number of events before it, which shows readers if some are missing."""
+        """Return the last line: the number of events before it, which shows readers if some are missing."""
         at_us = (at_ns + self.epoch_ns) // 1000
         return (
             f'{{"id":{self.num_events + 1},"name":"end","cat":"dftracer","type":{Layer.TRACER:d},'
@@ -117,14 +117,14 @@ class LineFormatter:
         return xxhash.xxh3_64_hexdigest(self.host.encode())
 
     def _head(self, kind: EventKind) -> str:
-        """The beginning of all lines of a kind. Formatted only once."""
+        """Return the beginning of all lines of a kind. Formatted only once."""
         name, cat = json.dumps(kind.name), json.dumps(kind.cat)
         head = f'"name":{name},"cat":{cat},"type":{kind.layer:d},"pid":{self.pid}'
         self._heads[kind] = head
         return head
 
     def _name_file(self, path: str, lines: list[str]) -> str:
-        """The argument that names a file by its hash.
+        """Return the argument that names a file by its hash.
 
         On first use, a line that explains the hash is added to `lines`.
         """

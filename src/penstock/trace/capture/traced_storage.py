@@ -35,7 +35,7 @@ Kinds = Mapping[str, EventKind]
 
 
 def storage_kinds(cat: str) -> Kinds:
-    """The event kind of each operation of one storage; `cat` is their category."""
+    """Return the event kind of each operation of one storage; `cat` is their category."""
     return {act: EventKind(name, cat, Layer.LIBC_IO) for act, name in _CALLS.items()}
 
 
@@ -68,11 +68,11 @@ class TracedStorage(protocol.WrappedStorage):
         return TracedSource(source, self._recorder, self._kinds, path)
 
     def past_cache(self, reads: str | None = None) -> protocol.Storage:
-        """The same tree bypassing the page cache, also traced: tracing must not change the path of I/O."""
+        """Return the same tree past the page cache, also traced: tracing must not change the path of I/O."""
         return TracedStorage(prefer_direct_access(self.inside, reads=reads), self._recorder)
 
     def deferring(self, what: Deferred) -> protocol.Storage:
-        """The same tree with syncing left to the caller, also traced."""
+        """Return the same tree with syncing left to the caller, also traced."""
         return TracedStorage(defer_sync(self.inside, what), self._recorder)
 
     def record_span(
@@ -82,7 +82,7 @@ class TracedStorage(protocol.WrappedStorage):
         self._recorder.record_span(name, cat, began_ns, ended_ns, args)
 
     def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:
-        """The objects of the wrapped storage; traced when the last one has been listed."""
+        """Yield the objects of the wrapped storage; traced when the last one has been listed."""
         began_ns, num_entries = clock_ns(), 0
         for info in self.inside.list(prefix):
             num_entries += 1
@@ -92,7 +92,7 @@ class TracedStorage(protocol.WrappedStorage):
         )
 
     def stat(self, key: str) -> protocol.ObjectInfo:
-        """The facts about an object of the wrapped storage."""
+        """Return the facts about an object of the wrapped storage."""
         return self._recorder.trace(
             self._kinds["stat"], self._path(key), lambda: self.inside.stat(key), ret=0
         )

@@ -67,7 +67,7 @@ def times(study: Study) -> Answer:
 
 
 def time_changes(study: Study, table: Answer) -> Answer:
-    """Changes from the baseline in the unions of T1's measures, as shares of the baseline.
+    """Return changes from the baseline in the unions of T1's measures, as shares of the baseline.
 
     Comparing sums would compare a flush by a hundred threads with a write by one.
     """
@@ -85,7 +85,7 @@ def time_changes(study: Study, table: Answer) -> Answer:
 
 
 def measures(study: Study) -> Answer:
-    """T1 by every measure of time, and the rate that each tier really delivered."""
+    """Return T1 by every measure of time, and the rate that each tier really delivered."""
     columns = make_columns(
         "run", "tier", "max_sum_us", "max_union_us", "max_thread_us", "concurrency", "run_union_us",
         "total_bytes", "busy_rate",
@@ -104,7 +104,7 @@ def measures(study: Study) -> Answer:
 
 
 def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[Value]]:
-    """Rows of `by` and all measures. Sums over all ranks are left out unless there is no process."""
+    """Return rows of `by` and all measures. Sums over all ranks are left out unless there is no process."""
     events, width = study.events, len(by)
     processes: dict[tuple[Value, ...], list[Sequence[Any]]] = {}
     for row in measure_groups(events, (*by, "host", "pid"), where=where):
@@ -132,7 +132,7 @@ def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[
 
 
 def query_tables(study: Study) -> list[Answer]:
-    """The tables that take one query each: T2 to T5 and T10 to T14.
+    """Return the tables that take one query each: T2 to T5 and T10 to T14.
 
     Volumes are given both in total and normalised, because runs may differ in ranks and files.
     """
@@ -262,7 +262,7 @@ def _by_run(study: Study, sql: str) -> list[Value]:
 
 
 def file_tables(study: Study) -> tuple[Answer, Answer, Answer, Answer]:
-    """T6 calls, T7 times, T8 sizes, T9 the events of the first file in order.
+    """Return T6 (calls), T7 (times), T8 (sizes) and T9 (the events of the first file, in order).
 
     The description names the files by base name, or by a pattern for it, because runs keep the same files in
     different places. If it names none, the file whose calls differ most between runs is taken.
@@ -311,7 +311,7 @@ def _list_events(study: Study, name: str) -> Answer:
 
 
 def find_mismatches(study: Study) -> Answer:
-    """Differences of each run from the baseline in ranks, hosts, steps and files, and the run's losses.
+    """Return how each run differs from the baseline in ranks, hosts, steps and files, and the run's losses.
 
     This comes before all tables, because a run with half of its traces looks like a run with half of the
     writes.
@@ -376,7 +376,7 @@ class ComparisonResult:
     charts: Sequence[Answer]
 
     def table(self, name: str) -> Answer:
-        """The table called `name`, such as `t1` or `t5_spread`."""
+        """Return the table called `name`, such as `t1` or `t5_spread`."""
         return next(table for table in (*self.tables, *self.charts) if table.name == name)
 
 

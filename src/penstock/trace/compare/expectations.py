@@ -116,7 +116,7 @@ def _refuse(check: str, why: str) -> UsageError:
 
 
 def _steps(node: ast.expr) -> list[str]:
-    """The names in an expression such as `base.ssd.max_sum_us` or `base["my tier"].max_sum_us`."""
+    """Return the names in an expression such as `base.ssd.max_sum_us` or `base["my tier"].max_sum_us`."""
     match node:
         case ast.Name(id=name):
             return [name]

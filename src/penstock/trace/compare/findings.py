@@ -273,7 +273,7 @@ _LOOPS: Final = "penstock_loops"
 
 
 def measure_loops(study: Study) -> dict[str, tuple[float, dict[str, float]]]:
-    """By run: the steps of an average rank, its time in each part of the loop, and what it read.
+    """Return, by run, the steps of an average rank, its time in each part of the loop, and what it read.
 
     Runs that recorded neither waiting nor computing nor steps have no loop. Processes that record no step of
     a loop that others record are workers, whose computing is not part of the loop. In runs that record no
@@ -339,7 +339,7 @@ def _compare_loops(  # noqa: PLR0917 - two loops
     base_steps: float,
     base: Mapping[str, float],
 ) -> list[TraceFinding]:
-    """A finding if some part differs by a share of the baseline's loop that is worth reporting."""
+    """Return a finding if some part differs by a share of the baseline's loop that is worth reporting."""
     share = num_steps / base_steps if num_steps and base_steps else 1.0
     base = {name: amount * share for name, amount in base.items()}
     parts = [name for name in _LOOP_PARTS.values() if name in here or name in base]
@@ -554,7 +554,7 @@ RUN_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
 
 
 def find_all(study: Study) -> list[TraceFinding]:
-    """The findings of every rule, in the order of the report.
+    """Return the findings of every rule, in the order of the report.
 
     In a comparison of several runs, habits count by how much they exceed the baseline's, so the baseline has
     none.
@@ -567,14 +567,14 @@ def find_all(study: Study) -> list[TraceFinding]:
 
 
 def find_in_runs(study: Study) -> list[TraceFinding]:
-    """The findings of a report, in which each run's habits and the waits of its loop count in full."""
+    """Return the findings of a report, in which each run's habits and the waits of its loop count in full."""
     rules = [*FINDING_RULES.values(), *RUN_RULES.values()]
     found = [finding for rule in rules for finding in rule(study)]
     return rank_findings(_keep_relevant(study, _leave_out_explained(found)))
 
 
 def say_left_out(study: Study) -> list[str]:
-    """A line for each run about the calls of its start-up and runtime, which findings leave out."""
+    """Return a line for each run about the calls of its start-up and runtime, which findings leave out."""
     rows = study.events.ask(f"""
         SELECT run, count(*), sum(dur_us)::DOUBLE FROM {{events}} WHERE {IS_RUNTIME} GROUP BY run
         ORDER BY {study.in_order()}""")

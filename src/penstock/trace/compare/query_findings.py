@@ -79,7 +79,7 @@ def _find(  # noqa: PLR0917 - what every rule has
     habit: str = "",
     fix: str = "",
 ) -> list[TraceFinding]:
-    """A finding for each run among the query's rows, which begin with the run and end with their time.
+    """Return a finding for each run among the query's rows, which begin with the run and end with their time.
 
     For an alarm, there is a finding for each value in the second column. `says` gives title and sentences.
     `where` is the SQL condition of the calls in which the run lost time. `habit` says how often a run has
@@ -135,7 +135,7 @@ def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> i
 
 
 def count_ranks(study: Study, run: str) -> int:
-    """The number of ranks of a run, or of its processes if no rank is known; at least 1."""
+    """Return the number of ranks of a run, or of its processes if no rank is known; at least 1."""
     (num_ranks, num_processes) = study.work.ask_one(f"""
         SELECT count(DISTINCT rank), count(DISTINCT rank_name) FROM {{events}}
         WHERE run = {sql_literal(run)}""")
@@ -143,7 +143,7 @@ def count_ranks(study: Study, run: str) -> int:
 
 
 def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """An SQL condition for events whose `columns` equal the strings after the run in one of the rows."""
+    """Return an SQL condition: the events' `columns` equal the strings after the run in one of the rows."""
     each = (
         " AND ".join(
             f"{column} = {sql_literal(value)}" for column, value in zip(columns, row[1:], strict=False)
@@ -248,7 +248,7 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
 
 
 def _small_sql(is_wanted: str, share: float, order: str) -> str:
-    """SQL for classes of files in which at least this share of calls, and enough of them, move few bytes."""
+    """Return SQL for classes of files in which enough calls, and at least this share, move few bytes."""
     return f"""
         SELECT run, file_class, count(*) AS num_calls, count(*) FILTER (WHERE {_IS_SMALL}) AS num_small,
                quantile_cont(size_bytes, 0.5),
@@ -369,7 +369,7 @@ _DIRECTION: Final = f"CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END"
 
 
 def _typical_sql(keys: str) -> str:
-    """SELECT `keys`, calls, bytes, and the size at which half of the bytes are transferred.
+    """Return a SELECT of `keys`, calls, bytes, and the size at which half of the bytes are transferred.
 
     Headers are most of the calls, but hardly any of the bytes.
     """
@@ -404,7 +404,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
     )
 
     def busy_us(run: str, where: str) -> float:
-        """The time that an average rank spent in these calls."""
+        """Return the time that an average rank spent in these calls."""
         chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
         return sum(us for (us,) in union_times(study.work, ("rank_name",), chosen).values()) / num_ranks[run]
 
@@ -504,7 +504,7 @@ def calls_after_close(study: Study) -> list[TraceFinding]:
 
 
 def compare_reads(study: Study, run: str) -> tuple[float, float] | None:
-    """The microseconds of a read here, and in the baseline at equal sizes; None if either has no reads."""
+    """Return the microseconds of a read here, and in the baseline at equal sizes; None if one lacks reads."""
     is_read = f"{IS_IO} AND {IS_READ} AND {IS_CALL} AND size_bytes > 0"
     here, base = study.work.ask_one(f"""
         WITH sized AS (

@@ -78,7 +78,7 @@ def write_comparison(comparison: ComparisonResult, folder: Path) -> list[Path]:
 
 
 def render_markdown(comparison: ComparisonResult) -> str:
-    """Mismatches, findings and tables as Markdown, for pull requests, tickets and terminals."""
+    """Return mismatches, findings and tables as Markdown, for pull requests, tickets and terminals."""
     parts = [
         f"# {len(comparison.runs)} runs compared\n",
         f"{', '.join(comparison.runs)}; against {comparison.baseline}.\n",
@@ -100,7 +100,7 @@ def render_markdown(comparison: ComparisonResult) -> str:
 
 
 def comparison_page(comparison: ComparisonResult) -> Report:
-    """The page of a comparison."""
+    """Return the page of a comparison."""
     num_alarms = sum(finding.weight == "alarm" for finding in comparison.findings)
     names = ", ".join(comparison.runs)
     return Report(
@@ -143,7 +143,7 @@ def comparison_page(comparison: ComparisonResult) -> Report:
 
 
 def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str, has_calls: bool = True) -> Banner:
-    """The answers of a page: the verdict, what costs most, what to do about it, and what else stands out.
+    """Return what a page says first: the verdict, what costs most, its fix, and what else stands out.
 
     If traces have sums instead of calls, the absence of findings is no verdict.
     """
@@ -185,7 +185,7 @@ def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str, has_
 
 
 def findings_section(findings: Sequence[TraceFinding]) -> Section:
-    """All findings, each with its evidence."""
+    """Return all findings, each with its evidence."""
     return Section(
         name="findings",
         title="Findings",
@@ -208,12 +208,12 @@ def findings_section(findings: Sequence[TraceFinding]) -> Section:
 
 
 def format_lost(finding: TraceFinding) -> str:
-    """The cost of a finding for an average rank; empty if it is unknown."""
+    """Return the cost of a finding for an average rank; empty if it is unknown."""
     return f"{format_seconds(finding.lost_us / 1e6)} a rank" if finding.lost_us else ""
 
 
 def answer_tables(answer: Answer) -> list[Table]:
-    """The first rows of an answer as a table for people; none if it has no rows."""
+    """Return the first rows of an answer as a table for people; none if it has no rows."""
     if not answer.rows:
         return []
     heads = [heading(column) for column in answer.columns]
@@ -230,7 +230,7 @@ def _count_hidden(answer: Answer) -> list[str]:
 
 
 def _draw_figures(comparison: ComparisonResult) -> list[Section]:
-    """The figures of the page that have anything to draw."""
+    """Return the figures of the page that have anything to draw."""
     busy = [row for row in comparison.table("t1_measures").records() if row["max_union_us"]]
     # The union of the busiest process on each tier, because sums over threads would not be times.
     busy_rows: list[Mapping[str, str | Cell]] = [
@@ -294,13 +294,13 @@ def _draw_figures(comparison: ComparisonResult) -> list[Section]:
 
 
 def by_run(runs: Sequence[str], rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """The rows of each run that has any, in the order of runs."""
+    """Return the rows of each run that has any, in the order of runs."""
     found = [(run, [row for row in rows if row["run"] == run]) for run in runs]
     return [(run, of_run) for run, of_run in found if of_run]
 
 
 def bandwidth_charts(runs: Sequence[str], rows: Sequence[Row], x_end: float = 0.0) -> list[Chart]:
-    """Bytes per second in each bucket, a chart for each tier and run: reads rise, writes hang from zero."""
+    """Return a chart of bytes per second for each tier and run: reads rise from zero, writes hang from it."""
     # The axis ends with the last transfer of bytes; the tables show what comes after it.
     x_end = x_end or max((row["since_start_us"] + row["bucket_us"] for row in rows), default=1) / 1e6
     charts = []
@@ -333,7 +333,7 @@ def _rate(row: Row, column: str) -> float:
 
 
 def times_of(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """The beginnings and ends of rows in seconds; a bucket ends after its width, other rows have an end."""
+    """Return when rows begin and end, in seconds; a bucket ends after its width, other rows have an end."""
     ends = [
         row["until_us"] if "until_us" in row else row["since_start_us"] + row["bucket_us"] for row in rows
     ]
@@ -343,7 +343,7 @@ def times_of(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
 def bin_charts(
     runs: Sequence[str], rows: Sequence[Row], begins: str, ends: str, counted: Sequence[tuple[str, str]]
 ) -> list[Chart]:
-    """Histograms, stacked by kind: a chart for each run and each of the columns `counted`, with its title.
+    """Return histograms, stacked by kind: a chart for each run and each column of `counted`, with its title.
 
     The bins are adjacent, from the first to the last that any run has; bins without calls are gaps.
     """
@@ -394,7 +394,7 @@ def _format_us(edge: int) -> str:
 
 
 def tabulate_cells(comparison: ComparisonResult) -> pa.Table:
-    """Every cell of every table, chart and finding's evidence."""
+    """Return every cell of every table, chart and finding's evidence."""
     answers = [
         comparison.mismatches,
         *comparison.tables,

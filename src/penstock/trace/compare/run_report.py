@@ -66,7 +66,7 @@ class RunReport:
     """The rows of each figure, and the section that shows them."""
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON: sentences, findings, and the data of all figures."""
+        """Return the report as JSON: sentences, findings, and the data of all figures."""
         return {
             "runs": list(self.runs),
             "says": list(self.says),
@@ -80,7 +80,7 @@ class RunReport:
         }
 
     def page(self) -> Report:
-        """The whole page; it loads nothing and runs no script."""
+        """Return the whole page; it loads nothing and runs no script."""
         num_alarms = sum(finding.weight is Weight.ALARM for finding in self.findings)
         names = ", ".join(self.runs)
         (rows_of_runs,) = answer_tables(self.overview) or [Table([])]
@@ -119,7 +119,7 @@ class RunReport:
         )
 
     def _find_peak(self) -> str:
-        """The time at which most bytes were transferred, as a sentence."""
+        """Return the time at which most bytes were transferred, as a sentence."""
         rows: list[Row] = list(self.figures["bandwidth"][0].records())
         if not rows:
             return "nothing was moved"
@@ -175,7 +175,7 @@ FROM_CACHE: Final = "F9"
 
 
 def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFinding]) -> Answer:
-    """A row for each run: its span, calls, bytes, busy time, and the operation in progress for longest."""
+    """Return a row for each run: span, calls, bytes, busy time, and the operation in progress for longest."""
     # The runs for which an alarm says that a number misleads.
     doubts = {(one.code, run) for one in findings if one.weight is Weight.ALARM for run in one.runs}
     extra = (
@@ -244,7 +244,7 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
 
 
 def say_answer(answer: Answer, overlap: Answer) -> list[str]:
-    """The first sentences of a report of these runs: one run in detail, several in a sentence or two each."""
+    """Return the first sentences of a report: one run in detail, or several in a sentence or two each."""
     spent: dict[Any, list[int]] = {}
     overlaps: list[Row] = list(overlap.records())
     for row in overlaps:
@@ -349,7 +349,7 @@ def _timeline(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
 
 
 def _rank_heat(study: Study, axis: TimeAxis, *, is_busy: bool) -> tuple[Answer, Section]:
-    """A heat map of ranks. Each cell is shaded by its bytes, or by the share of time in which it was busy."""
+    """Return a heat map of ranks; each cell is shaded by its bytes, or by the share of time it was busy."""
     answer = figures.rank_cells(axis).without(*(("read_bytes", "written_bytes") if is_busy else ("busy_us",)))
     width = format_seconds(axis.bucket_us(figures.HEAT_BUCKETS) / 1e6)
     rows: list[dict[str, Any]] = list(answer.records())
@@ -379,7 +379,7 @@ def _rank_heat(study: Study, axis: TimeAxis, *, is_busy: bool) -> tuple[Answer, 
 
 
 def _series_of_kinds(rows: Sequence[Row], kinds: Sequence[str], y: str, top: str = "") -> list[Series]:
-    """A series for each kind of call present: its place in time, and its columns `y` and `top`."""
+    """Return a series for each kind of call present: its place in time, and its columns `y` and `top`."""
     made = []
     for kind in kinds:
         of_kind = [row for row in rows if row["kind"] == kind]
@@ -462,7 +462,7 @@ def _overlap(study: Study, axis: TimeAxis) -> tuple[Answer, Section]:
 
 
 def _runs_without(study: Study, axis: TimeAxis, wanted: str) -> str:
-    """The runs that have nothing of what `wanted` counts, for a sentence; empty if there are none."""
+    """Return, for a sentence, the runs that have nothing of what `wanted` counts; "" if there are none."""
     runs = axis.runs
     missing = [run for run in study.runs if run not in runs or not getattr(runs[run], wanted)]
     return "these traces" if len(missing) == len(study.runs) else ", ".join(missing)

@@ -36,7 +36,8 @@ Rows = Sequence[tuple[Any, ...]]
 class _Place:
     """A place where calls are slow.
 
-    It consists of the end of a title, a sentence, the SQL condition of the calls, and all places.
+    `title` is the end of a title, `says` a sentence, `where` the SQL condition of the calls. `rows` has all
+    places of this kind.
     """
 
     kind: str
@@ -162,7 +163,7 @@ def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | 
     took, usual = (list(accumulate(row[place] for row in slices)) for place in (2, 3))
 
     def gain(cut: int) -> Any:
-        """The variance between the ratios before and after a cut."""
+        """Return the variance between the ratios before and after a cut."""
         before, after = (
             took[cut - 1] / usual[cut - 1],
             (took[-1] - took[cut - 1]) / (usual[-1] - usual[cut - 1]),
@@ -205,7 +206,7 @@ def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | 
 
 
 def _see_everywhere(study: Study, run: str, what: str, calls: str, rates: str) -> _Place | None:
-    """All calls of a kind, if they are slower than in the baseline."""
+    """Return a place of all calls of a kind if they are slower than in the baseline, otherwise None."""
     rows = study.work.ask(
         f"SELECT file_class, {rates} {calls} GROUP BY file_class ORDER BY took - usual DESC"
     )
@@ -228,7 +229,7 @@ def _see_everywhere(study: Study, run: str, what: str, calls: str, rates: str) -
 
 
 def _say_queue(study: Study, run: str, what: str) -> str:
-    """A sentence if the calls of several threads end one after another, as calls serialized by a lock do."""
+    """Return a sentence if the calls of several threads end one after another, as under a lock, or ""."""
     (num, shortest_us, mean_us) = study.work.ask_one(f"""
         SELECT count(*), quantile_cont(gap_us, 0.1), avg(gap_us)
         FROM (SELECT end_us - lag(end_us) OVER by_end AS gap_us, ts_us < lag(end_us) OVER by_end AS is_waiting

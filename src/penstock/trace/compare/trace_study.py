@@ -70,11 +70,11 @@ class Study:
         self.is_app = f"contains(name, {sql_literal(spec.app_event)})"
 
     def run_columns(self, unit: Unit) -> list[Column]:
-        """A column for each run, with the run's name."""
+        """Return a column for each run, with the run's name."""
         return [Column(run, unit, head=run) for run in self.runs]
 
     def in_order(self, column: str = "run") -> str:
-        """An SQL expression to sort by: the position of a row's run, whose name is in `column`."""
+        """Return an SQL expression to sort by: the position of a row's run, whose name is in `column`."""
         return f"list_position([{', '.join(map(sql_literal, self.runs))}], {column})"
 
 
@@ -92,7 +92,7 @@ def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str,
 
 
 def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
-    """SELECT `by` and the sum of durations in the process where it is largest."""
+    """Return a SELECT of `by` and the sum of durations in the process where it is largest."""
     keys = ", ".join(by)
     return f"""
         SELECT {keys}, {of_processes("max(total)")}::BIGINT FROM (
@@ -101,7 +101,7 @@ def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
 
 
 def of_processes(aggregate: str) -> str:
-    """SQL for an aggregate over processes; sums over all ranks count only if there is nothing else."""
+    """Return SQL for an aggregate over processes; sums over all ranks count only if there is nothing else."""
     return f"coalesce({aggregate} FILTER (pid <> {ALL_RANKS}), {aggregate})"
 
 
@@ -230,7 +230,7 @@ class ComparisonSpec(YamlDocument):
         return self.baseline or next(iter(self.runs))
 
     def dimensions(self) -> Dimensions:
-        """The dimensions. The document's phase rules come before the default rules."""
+        """Return the dimensions. The document's phase rules come before the default rules."""
         return Dimensions(
             tiers={name: (some,) if isinstance(some, str) else some for name, some in self.tiers.items()},
             file_classes={} if self.file_classes == "strip-digits" else self.file_classes,
@@ -268,7 +268,7 @@ class TraceFinding:
     """For a habit, the number of such calls in the baseline."""
 
     def document(self) -> dict[str, Any]:
-        """The finding as JSON."""
+        """Return the finding as JSON."""
         shown = {
             field.name: getattr(self, field.name) for field in fields(self) if "amount" not in field.name
         }
@@ -298,7 +298,7 @@ _ENDINGS: Final = re.compile(r"(\.(pfw|gz|json|txt|strace|events|parquet|darshan
 
 
 def name_runs(given: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
-    """The patterns of each run, by its name, in the order in which runs were first given."""
+    """Return the patterns of each run, by its name, in the order in which runs were first given."""
     groups: dict[tuple[str, str], list[str]] = {}
     for text in given:
         named = _NAMED.fullmatch(text)

@@ -77,12 +77,12 @@ class Answer:
     missing: str = "-"
 
     def records(self) -> list[dict[str, Value]]:
-        """One mapping per row."""
+        """Return one mapping for each row."""
         names = [column.name for column in self.columns]
         return [dict(zip(names, row, strict=True)) for row in self.rows]
 
     def without(self, *names: str) -> Self:
-        """The same rows without the columns `names`."""
+        """Return the same rows without the columns `names`."""
         kept = [place for place, column in enumerate(self.columns) if column.name not in names]
         return replace(
             self,
@@ -92,7 +92,7 @@ class Answer:
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """The answer as a JSON document, in which `rows` are objects."""
+    """Return the answer as a JSON document, in which `rows` are objects."""
     return {
         "name": answer.name,
         "title": answer.title,
@@ -103,7 +103,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def as_csv(answer: Answer) -> str:
-    """A header and rows; missing values are empty, and no text is a formula to a spreadsheet."""
+    """Return a header and rows; missing values are empty, and no text is a formula to a spreadsheet."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([column.name for column in answer.columns])
@@ -113,7 +113,7 @@ def as_csv(answer: Answer) -> str:
 
 
 def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
-    """A heading, the table and the notes. A table cut to `most_rows` shows the number of omitted rows."""
+    """Return a heading, the table and the notes; a table cut to `most_rows` shows how many rows it omits."""
     shown = answer.rows if most_rows is None else answer.rows[:most_rows]
     lines = [f"### {answer.title}", ""]
     if answer.rows:
@@ -129,13 +129,13 @@ def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
 
 
 def as_records(answer: Answer) -> list[dict[str, str]]:
-    """Readable cells by heading, for a table on a terminal."""
+    """Return readable cells by heading, for a table on a terminal."""
     heads = [heading(column) for column in answer.columns]
     return [dict(zip(heads, cells(answer, row), strict=True)) for row in answer.rows]
 
 
 def heading(column: Column) -> str:
-    """The heading of a column for people, without any unit that the cells show themselves."""
+    """Return the heading of a column for people, without any unit that the cells show themselves."""
     if column.head:
         return column.head
     if column.unit is Unit.MICROSECONDS:
@@ -146,7 +146,7 @@ def heading(column: Column) -> str:
 
 
 def cells(answer: Answer, row: Sequence[Value]) -> list[str]:
-    """The readable texts of one row."""
+    """Return the readable texts of one row."""
     return [
         answer.missing if value is None else _FORMATS[column.unit](value)
         for column, value in zip(answer.columns, row, strict=True)

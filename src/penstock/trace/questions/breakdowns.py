@@ -51,7 +51,7 @@ Totals = defaultdict[Any, list[int]]
 def measure_groups(
     events: EventsView, by: Sequence[str], *, where: str, extra: Sequence[str] = ()
 ) -> list[Key]:
-    """Rows of `by`, num_events, sum_us, union_us, concurrency, and the SQL aggregates `extra`."""
+    """Return rows of `by`, num_events, sum_us, union_us, concurrency, and the SQL aggregates `extra`."""
     grouping = f"GROUP BY {', '.join(by)}" if by else ""
     selected = ", ".join([*by, "count(*)", "coalesce(sum(dur_us), 0)::BIGINT", *extra])
     unions = union_times(events, by, where)
@@ -64,7 +64,7 @@ def measure_groups(
 
 
 def union_times(events: EventsView, by: Sequence[str], *sets: str) -> dict[Key, tuple[int, ...]]:
-    """The time in which an event of each set was in progress, by the values of `by`.
+    """Return the time in which an event of each set was in progress, by the values of `by`.
 
     Sets are SQL conditions. Groups whose events take no time are left out.
     """
@@ -112,7 +112,7 @@ def union_in_buckets(
 
 
 def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Callable[..., None]) -> Totals:
-    """The totals that `add` makes from the pieces of time whose lengths add up to unions.
+    """Return the totals that `add` makes from the pieces of time whose lengths add up to unions.
 
     The pieces of a group and set do not overlap. `add` receives the keys, the position of the set, and for
     each piece its group (a position among the keys), begin and end. The pieces of a group are adjacent and in
@@ -191,7 +191,7 @@ def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers
 
 
 def summary(events: EventsView) -> tuple[Answer, Answer]:
-    """The facts about a trace, with a note on each run that its events name, and a row for each function."""
+    """Return the facts about a trace, with notes on the runs that its events name, and a row per function."""
     # The bytes of MPI-IO are traced again in the calls that it makes.
     counts = events.ask_one(f"""
         SELECT count(DISTINCT host), greatest(count(DISTINCT rank), max(num_ranks)),
@@ -252,7 +252,7 @@ _UNTRACED_BYTES: Final = 1 << 20
 
 
 def find_untraced(events: EventsView) -> list[str]:
-    """Sentences about runs for which `trace record` missed many of the bytes that the system counted."""
+    """Return sentences about runs in which `trace record` missed many of the bytes the system counted."""
     counted = events.ask(f"""
         SELECT run, string_agg(DISTINCT args->>'tracer', ' and '), sum((args->>'read_bytes')::BIGINT)::BIGINT,
                sum((args->>'written_bytes')::BIGINT)::BIGINT
@@ -290,7 +290,7 @@ _SMALLEST, _LARGEST = "min(size)", "max(size)"
 
 
 def _quantile_sql(share: float) -> str:
-    """SQL for a quantile, interpolated as in pandas."""
+    """Return SQL for a quantile, interpolated as in pandas."""
     place = f"((any_value(total) - 1) * {share}::DOUBLE)"
     below, above = (
         f"min(size) FILTER (WHERE until > {rounded}((total - 1) * {share}::DOUBLE))"
@@ -300,7 +300,7 @@ def _quantile_sql(share: float) -> str:
 
 
 def _count_sizes(by: Sequence[str], where: str) -> str:
-    """A query for the frequency of each size; events without a size have one row for all of them."""
+    """Return a query for the frequency of each size; events without a size have one row for all of them."""
     keys = ", ".join(by)
     return f"""
         SELECT {keys}, size_bytes AS size, count(*) AS num, sum(dur_us) AS busy_us
@@ -310,7 +310,7 @@ def _count_sizes(by: Sequence[str], where: str) -> str:
 def _measure_sizes(
     events: EventsView, by: Sequence[str], measures: Sequence[str], *, where: str, order: str
 ) -> list[tuple[Any, ...]]:
-    """Rows of `by` and of the SQL `measures`, which are exact, because calls have few different sizes."""
+    """Return rows of `by` and the SQL `measures`, which are exact, because calls have few different sizes."""
     keys = ", ".join(by)
     return events.ask(f"""
         WITH placed AS (
@@ -352,7 +352,7 @@ BREAKDOWNS: Final = {
 
 
 def break_down(events: EventsView, name: str, *, by: Sequence[str], top: int | None = None) -> Answer:
-    """Operations, files or classes of files, the most time-consuming first."""
+    """Return a table of operations, files or classes of files, the most time-consuming first."""
     title, where = BREAKDOWNS[name]
     by = check_keys(by)
     extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
@@ -371,7 +371,7 @@ _MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
 
 
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
-    """Sizes of transfers: statistics for each group, and its `top` most frequent sizes."""
+    """Return sizes of transfers: statistics for each group, and its `top` most frequent sizes."""
     by = check_keys(by)
     keys = ", ".join(by)
     # Deviations are those of samples; quantiles are interpolated as in pandas.
@@ -400,7 +400,7 @@ STRAGGLER_RATIO = 1.25
 
 
 def ranks(events: EventsView) -> Answer:
-    """A row for each rank of a run: skew, and the ranks for which the others wait.
+    """Return a row for each rank of a run: skew, and the ranks for which the others wait.
 
     A rank is its process with workers and forked writers; if no rank is known, each process counts as one. A
     rank that transfers twice the bytes may take twice the time, so a late rank is a straggler only if it
@@ -441,7 +441,7 @@ def ranks(events: EventsView) -> Answer:
 
 
 def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """The ranks of one run, their time and work relative to the median, and whether they are stragglers."""
+    """Yield the ranks of one run, their time and work relative to the median, and if they are stragglers."""
     ranked = [row for row in rows if row[1] is not None]
     rated = ranked or [row for row in rows if row[2] != ALL_RANKS]
     yield from ((*row, None, None, False) for row in rows if row not in rated)
@@ -456,7 +456,7 @@ def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str = "io") -> Answer:
-    """The overlap of I/O with computation, in a row for each value of `by`.
+    """Return the overlap of I/O with computation, in a row for each value of `by`.
 
     `of` is the phase that counts as I/O, or `all` phases except compute and waiting. If there are no events
     of the phase `io`, only the application's own spans of I/O count.
@@ -510,7 +510,7 @@ _MOST_BUCKETS = 100_000
 
 
 def round_up(wanted_us: int) -> int:
-    """The next round length of time: 1, 2 or 5 times a power of ten microseconds."""
+    """Return the next round length of time: 1, 2 or 5 times a power of ten microseconds."""
     power = 1
     while wanted_us > 10 * power:
         power *= 10
@@ -518,7 +518,7 @@ def round_up(wanted_us: int) -> int:
 
 
 def cut_sql(source: str, bucket_us: int, kept: str) -> str:
-    """SELECT `kept`, bucket, begin_us and finish_us: `source`, cut at the edges of buckets.
+    """Return a SELECT of `kept`, bucket, begin_us and finish_us: `source`, cut at the edges of buckets.
 
     `source` is a SELECT with `since_us` and `until_us`. Most events lie within one bucket, and skip the
     general case.
@@ -543,7 +543,7 @@ MOVED_PART: Final = (
 
 
 def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
-    """A row for each bucket of each run and tier that had I/O."""
+    """Return a row for each bucket of each run and tier that had I/O."""
     starts = events.ask(f"""
         SELECT run, min(ts_us), max(end_us) FILTER (WHERE {IS_IO}) - min(ts_us)
         FROM {{events}} GROUP BY run""")
@@ -587,7 +587,7 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
 
 
 def file_events(events: EventsView, path: str) -> Answer:
-    """The events of `path`, which is a whole path, or the end of exactly one."""
+    """Return the events of `path`, which is a whole path, or the end of exactly one."""
     path = _find_path(events, path)
     rows = events.ask(f"""
         SELECT run, rank, tid, ts_us - (SELECT min(ts_us) FROM {{events}}), dur_us, name, op, size_bytes,

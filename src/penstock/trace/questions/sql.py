@@ -25,11 +25,11 @@ class SqlAnswer:
     rows: Sequence[Sequence[Any]]
 
     def document(self) -> Mapping[str, Any]:
-        """The result as JSON."""
+        """Return the result as JSON."""
         return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
 
     def texts(self) -> list[dict[str, str]]:
-        """The result as rows of a table for people; columns of the same name are numbered."""
+        """Return the result as rows of a table for people; columns of the same name are numbered."""
         heads: list[str] = []
         for column in self.columns:
             names = (column, *(f"{column} ({number})" for number in range(2, len(self.columns) + 1)))
@@ -95,7 +95,7 @@ def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it: integral decimals become integers, what JSON cannot express strings."""
+    """Return a value as JSON can hold it: integral decimals as integers, what JSON lacks as strings."""
     match value:
         case None | bool() | int() | str():
             return value

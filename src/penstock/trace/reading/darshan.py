@@ -39,7 +39,7 @@ _OF_PROCESS: Final = re.compile(r".*_id\d+-(\d+)_\d+-\d+-\d+-.*")
 
 
 def _find_pid(name: str) -> int | None:
-    """The process of a log, by its file name. Without MPI, each process of a job has a log as its rank 0."""
+    """Return the PID in a log's file name, or None. Without MPI, each process has a log as its rank 0."""
     match = _OF_PROCESS.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -326,7 +326,7 @@ def _sum_calls(
 
 
 def _find_shape(verb: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """The known numbers of a direction's calls: by size, in order, and not aligned."""
+    """Return the known numbers of a direction's calls: by size, in order, and not aligned."""
     shape = {
         name: value
         for name, counter in _SHAPES[verb].items()

@@ -132,7 +132,7 @@ def load_json(text: str) -> Any:
 
 
 def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The members of an object. If several have the same key, the first counts, as in DuckDB."""
+    """Return the members of an object. If several have the same key, the first counts, as in DuckDB."""
     members = dict(pairs)
     return members if len(members) == len(pairs) else dict(reversed(pairs))
 
@@ -209,13 +209,13 @@ def _build_row(
 
 
 def _dump_arguments(arguments: Mapping[str, Any]) -> str:
-    """The JSON text of these arguments, ordered by key, because DuckDB preserves no other order."""
+    """Return the JSON text of these arguments, ordered by key, because DuckDB preserves no other order."""
     ordered = dict(sorted(arguments.items()))
     return clean_text(json.dumps(ordered, separators=(",", ":"), ensure_ascii=False))
 
 
 def clean_text(text: str) -> str:
-    """The text in valid UTF-8: JSON's escapes can spell halves of characters."""
+    """Return the text in valid UTF-8: JSON's escapes can spell halves of characters."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -395,7 +395,7 @@ class JsonLines:
         return pa.RecordBatch.from_arrays([columns[name] for name in BATCH_SCHEMA.names], schema=BATCH_SCHEMA)
 
     def _name_hashes(self, columns: Mapping[str, Any], plain: str, hashed: str) -> pa.DictionaryArray:
-        """The traced names, or else the names for which hashes stand."""
+        """Return the traced names, or else the names for which hashes stand."""
         names = columns[plain]
         if columns[hashed].null_count == len(columns[hashed]):
             return names.dictionary_encode()
@@ -430,7 +430,7 @@ class JsonLines:
         return pa.compute.coalesce(names, of_hashes).dictionary_encode()
 
     def _name_new_file(self, value: str) -> str:
-        """The new name of a renamed file, which is among the arguments."""
+        """Return the new name of a renamed file, which is among the arguments."""
         self._num_named["fhash", value] += 1
         names = self._names.get(("fhash", value))
         return names[-1][1] if names else _UNEXPLAINED + value
@@ -522,7 +522,7 @@ def _open_database() -> duckdb.DuckDBPyConnection:
 
 @cache
 def _write_query(text: str, ns_per_tick: int) -> str:
-    """The query for plain events of `text`: members as JSON text -> values -> whether all values are exact.
+    """Return the query for plain events of `text`: members as JSON text -> values -> whether all are exact.
 
     A JSON text keeps its type: `"5"` is a string, `5` a number. A number is exact if casting it to an integer
     and back changes nothing, which `1.5`, `1e3` and `007` do not survive.
@@ -614,7 +614,7 @@ _searching: Final = Lock()
 
 
 def find_name_in_siblings(path: Path, kind: str, value: str) -> str | None:
-    """The name that files in the folder of `path` give to a hash; None if there is none, or if two differ.
+    """Return the name that files in the folder of `path` give to a hash; None if none does, or if two differ.
 
     A forked worker writes its own file, which does not repeat what its parent's file has explained. Hashes of
     16 digits are the same in every process; shorter ones, from early versions, mean nothing in other

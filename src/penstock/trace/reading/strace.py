@@ -44,13 +44,13 @@ _searching: Final = Lock()
 
 
 def find_host(path: Path) -> str | None:
-    """The host on which a file was recorded, if the file's name contains it."""
+    """Return the host on which a file was recorded if the file's name contains it, otherwise None."""
     match = _HOST.fullmatch(path.name)
     return match[1] if match else None
 
 
 def find_task(path: Path, head: bytes) -> tuple[int, int]:
-    """The thread and process of a listing, by its name; zeros if each line names its own."""
+    """Return the thread and process of a listing, by its name; zeros if each line names its own."""
     match = _FILE_NAME.fullmatch(path.name)
     if match is None or _THREADLESS_LINE.match(head) is None:
         return _UNKNOWN
@@ -97,7 +97,7 @@ _MOST_UNFINISHED: Final = 1 << 16
 _TOO_MANY: Final = "too many calls or tasks are unfinished"
 _MOST_TASKS: Final = 1 << 18
 _COPIED_PER_LINE: Final = 16
-"""How many open files new processes may inherit for each line of the listing: far more than in real ones."""
+"""The open files that new processes may inherit per line of a listing: far more than in real listings."""
 _UNFINISHED: Final = "<unfinished ...>"
 _ENDS_TASK: Final = frozenset(("exit", "exit_group"))
 """Calls that never return."""
@@ -153,7 +153,7 @@ class _Process:
     folder: str = ""
 
     def path_of(self, descriptor: re.Match[str], group: int = 1) -> str | None:
-        """The file of the descriptor in a group, as `strace -y` names it, or else as calls so far show."""
+        """Return the file of the descriptor in a group, as `strace -y` or earlier calls name it, or None."""
         shown = descriptor[group + 1]
         return _unescape(shown) if shown else self.paths.get(int(descriptor[group]))
 
@@ -166,7 +166,7 @@ class _Process:
         descriptor: re.Match[str] | None,
         opened: str | None,
     ) -> str | None:
-        """The file of a call: by name, by descriptor, or by a name below a descriptor's folder."""
+        """Return the file of a call: by name, by descriptor, or by a name below a descriptor's folder."""
         named = _unescape(text)
         folder = _WORKING_FOLDER.match(arguments)
         if folder is not None:
@@ -267,12 +267,12 @@ class Strace:
         return [self._end_call(tid) for tid in list(self._unfinished)]
 
     def faults(self) -> Iterable[str]:
-        """The faults of the file as a whole: missing durations."""
+        """Yield the faults of the file as a whole: missing durations."""
         if self._num_timeless:
             yield f"{self._num_timeless} calls have no duration: run strace with -T"
 
     def _end_call(self, tid: int) -> ParsedLine:
-        """The call in which a thread was when it ended; metadata if there was none."""
+        """Return the call in which a thread was when it ended; metadata if there was none."""
         if tid not in self._unfinished:
             return ParsedLine(LineFate.METADATA)
         ts_ns, text, begun = self._unfinished.pop(tid)
@@ -367,7 +367,7 @@ class Strace:
         return written
 
     def _process_of(self, tid: int) -> _Process:
-        """The process of a thread. A new thread may come from a call that has not returned yet."""
+        """Return the process of a thread. A new thread may come from a call that has not returned yet."""
         if tid not in self._processes:
             self._processes[tid] = _Process(tid)
             if self._making:
@@ -377,7 +377,7 @@ class Strace:
         return self._processes[tid]
 
     def _make(self, maker: int, flags: str, tid: int) -> _Process:
-        """The process of a new task: a thread shares its creator's, a child begins with a copy of it."""
+        """Return the process of a new task: a thread shares its creator's, a child gets a copy of it."""
         process = self._processes[maker]
         if "CLONE_THREAD" in flags:
             return process
@@ -411,7 +411,7 @@ def read_strace(
     listing = Strace(find_task(path, head), find_host(path))
     for chunk in chunks:
         if account.dropped_reasons.get(_TOO_MANY, 0) > _MOST_UNFINISHED:
-            # Only a listing that was made for it comes here, and parsing it would take minutes.
+            # No real listing has so many, and parsing the rest of a forged one would take minutes.
             num_lines = chunk.count(b"\n")
             account.lines += num_lines
             account.dropped += num_lines

@@ -115,7 +115,7 @@ _CONTENTS: Final = tuple(
 
 
 def detect_dialect(head: bytes) -> Dialect:
-    """The dialect of a file that begins with `head`.
+    """Return the dialect of a file that begins with `head`.
 
     Unknown content counts as JSON lines, which are then dropped one by one.
     """
@@ -162,7 +162,7 @@ _FIX: Final = "Name trace files, a folder of them, a quoted glob, or an event ta
 
 
 def find_trace_files(patterns: Sequence[str]) -> list[Path]:
-    """The files that names, globs and folders match, each only once, in the order of the patterns."""
+    """Return the files that names, globs and folders match, each only once, in the order of the patterns."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
         try:
@@ -241,7 +241,7 @@ def _begins_as_trace(path: Path) -> bool:
 
 
 def _read_head(path: Path) -> bytes:
-    """The first bytes of a file, decompressed; empty if the file cannot be read."""
+    """Return the first bytes of a file, decompressed; empty if the file cannot be read."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -276,7 +276,7 @@ _BAD_GZIP: Any = igzip_lib.IsalError
 
 
 def read_event_count(trace: Path) -> int | None:
-    """The number of events that the process of an unfinished trace has recorded; None if it is finished."""
+    """Return how many events the process of an unfinished trace has recorded; None for a finished trace."""
     try:
         content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
     except FileNotFoundError:
@@ -285,7 +285,7 @@ def read_event_count(trace: Path) -> int | None:
 
 
 def find_lines(path: Path, *marks: bytes) -> Iterator[bytes]:
-    """The lines of a file that contain one of the marks. Damage is not reported."""
+    """Yield the lines of a file that contain one of the marks. Damage is not reported."""
     for chunk in split_lines(read_pieces(path, lambda _: None, lambda _: None)):
         if any(mark in chunk for mark in marks):
             yield from (line for line in chunk.split(b"\n") if any(mark in line for mark in marks))
@@ -391,7 +391,7 @@ def _rescue(file: BinaryIO, at: int, num_delivered: int) -> Iterator[bytes]:
 
 
 def _find_member(file: BinaryIO, at: int) -> int | None:
-    """The first position at or after `at` at which a gzip member begins."""
+    """Return the first position at or after `at` at which a gzip member begins."""
     file.seek(at)
     overlap = b""
     while read := file.read(_READ_BYTES):
