@@ -83,7 +83,7 @@ class _Failure:
     code: int = 1
 
     def error(self) -> RankFailed:
-        """The error that all ranks raise."""
+        """Return the error that all ranks raise."""
         return RankFailed(self.rank, self.host, self.cause, exit_code=self.code)
 
 
@@ -351,7 +351,7 @@ class Comm(ABC):
         self.size = size
         self.host = host
         self.job_ranks: Sequence[int] = range(size)
-        """The same ranks, numbered as in the job; all of it unless others connected only some of them."""
+        """These ranks, numbered as in the job: all of its ranks, or the ones that a caller has connected."""
         self.timeout_s = DEFAULT_TIMEOUT_S
         """The limit of waits in calls that set none."""
         self.carrier = ""
@@ -476,7 +476,7 @@ class Comm(ABC):
 
 
 def broken_connection(error: RuntimeError, awaiting: str, place: str) -> RankError:
-    """The error to raise when a library has lost a connection."""
+    """Return the error to raise when a library has lost a connection."""
     return RankError(
         f"The connection between ranks broke while waiting for {awaiting}: {error}",
         where=place,

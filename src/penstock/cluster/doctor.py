@@ -256,7 +256,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock_is_synchronised() -> bool:
-    """True if the kernel considers this machine's wall clock synchronised."""
+    """Return True if the kernel considers this machine's wall clock synchronised."""
     unsynchronised = 5  # TIME_ERROR of adjtimex(2)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
     return bool(0 <= state < unsynchronised)

@@ -183,7 +183,7 @@ class CounterSampler:
             self.sample()
 
 
-# The counters that cover a storage
+# The counters that cover a storage location
 
 
 _NETWORK: Final = frozenset(

@@ -16,7 +16,7 @@ from penstock.storage.files.local_files import read_document
 
 
 def find_hosts(hosts: str | None, hostfile: str | Path | None) -> tuple[dict[str, int | None], str]:
-    """The hosts of `--hosts` or `--hostfile` with their numbers of ranks, and the name of the option.
+    """Return the hosts of `--hosts` or `--hostfile` with their numbers of ranks, and the name of the option.
 
     The number is None for hosts without one. `hosts` is `a:4,b:4`, with IPv6 addresses in brackets:
     `[fe80::1]:4`. A host file has one host per line: `a`, `a:4` (MPICH) or `a slots=4` (Open MPI); `#` begins
@@ -50,7 +50,7 @@ def find_hosts(hosts: str | None, hostfile: str | Path | None) -> tuple[dict[str
 
 
 def place_ranks(counts: Mapping[str, int | None], ranks: int | None, *, where: str) -> dict[str, int]:
-    """The number of ranks that fit on each host. Hosts without numbers share `ranks` evenly."""
+    """Return the number of ranks that fit on each host. Hosts without numbers share `ranks` evenly."""
     if len({count is None for count in counts.values()}) > 1:
         raise UsageError(
             "Only some hosts have a count",
@@ -69,7 +69,7 @@ def place_ranks(counts: Mapping[str, int | None], ranks: int | None, *, where: s
 
 
 def is_loopback(host: str) -> bool:
-    """True if `host` is certainly a name or an address of the local machine."""
+    """Return True if `host` is certainly a name or an address of the local machine."""
     if host == "localhost":
         return True
     try:

@@ -77,7 +77,7 @@ def require_matching_size(ranked: LauncherRank, ranks: int | None) -> None:
 
 
 def host_label(environment: Environment, hostname: str) -> str:
-    """The name of this machine in messages: the user's label, the launcher's name, or the host name."""
+    """Return this machine's name in messages: the user's label, the launcher's name, or the host name."""
     return environment.get(HOST_LABEL) or environment.get("PMI_HOSTNAME") or hostname
 
 
@@ -85,7 +85,7 @@ SLURM_END = "SLURM_JOB_END_TIME"
 
 
 def read_slurm_end_s(environment: Environment | None = None) -> float:
-    """The time at which Slurm ends this job, in seconds since 1970.
+    """Return the time at which Slurm ends this job, in seconds since 1970.
 
     Raises `Unavailable` if Slurm does not set it.
     """

@@ -134,7 +134,7 @@ def _require_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _padded(content: bytes, size_bytes: int) -> torch.Tensor:
-    """`content`, padded with zeros to `size_bytes`."""
+    """Return `content`, padded with zeros to `size_bytes`."""
     padded = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
     if content:
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -146,7 +146,7 @@ def _make_head(payload: bytes) -> torch.Tensor:
 
 
 def _read_head(head: torch.Tensor) -> tuple[int, bytes]:
-    """The size of a payload, and its first bytes."""
+    """Return the size of a payload, and its first bytes."""
     content = head.numpy().tobytes()
     size_bytes = int.from_bytes(content[:8])
     return size_bytes, content[8 : 8 + size_bytes]

@@ -69,8 +69,8 @@ IRREDUCIBLE: Final = Reduction()
 class Content:
     """One object's bytes. `name` identifies the object within the seed: a number below 2**64, or a string.
 
-    Any thread may use it, at any offset and length. The first one on a machine compiles a loop, which takes
-    half a second; later ones load the loop from a cache. Create one before timing, and call
+    Any thread may use it, at any offset and length. The first `Content` on a machine compiles a loop, which
+    takes half a second; later ones load the loop from a cache. Create one before timing, and call
     `prepare_verification` if content is verified in a timed section.
     """
 
@@ -103,7 +103,7 @@ class Content:
             _load_fill()(np.frombuffer(target, dtype=np.uint8), offset, self._recipe)
 
     def verify(self, buffer: memoryview, offset: int = 0) -> int | None:
-        """The position in `buffer` of the first byte that does not belong at `offset`; None if all do."""
+        """Return the position in `buffer` of the first byte that is not the object's at `offset`, or None."""
         stored = flat(buffer)
         _require_offset(stored, offset)
         head = min(-offset % _WORD_BYTES, stored.nbytes)
@@ -122,7 +122,7 @@ class Content:
         return None
 
     def _bytes(self, offset: int, size_bytes: int) -> bytes:
-        """A few bytes: those before and after whole words."""
+        """Return a few bytes: those before and after whole words."""
         found = np.empty(size_bytes, dtype=np.uint8)
         _load_fill()(found, offset, self._recipe)
         return found.tobytes()
@@ -134,7 +134,7 @@ class Content:
 
 @lru_cache(maxsize=64)
 def _shared_recipe(seed: bytes, reduction: Reduction) -> Words:
-    """The part of a recipe that all objects of a seed share: everything but the first two words."""
+    """Return the part of a recipe that all objects of a seed share: everything but the first two words."""
     shares = np.array([reduction.dedupable * 2**32, reduction.compressible * _BLOCK_WORDS * 2**24])
     pool = _keys(seed + b"p")
     return np.concatenate([pool, pool, np.rint(shares).astype(np.uint64)])

@@ -127,7 +127,7 @@ _RECIPE: Final = "Array(uint64, 1, 'C', True, aligned=True)"
 
 @cache
 def load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
-    """The loop that writes an object's bytes, loaded from the cache on disk or compiled in half a second.
+    """Return the loop that writes an object's bytes, from the cache on disk or compiled in half a second.
 
     It takes bytes at any address, their offset in the object, and the recipe: two keys of the object, two of
     the pool, the share of the pool, and the zeros.
@@ -137,5 +137,5 @@ def load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
 
 @cache
 def load_find() -> Callable[[Words, int, Words], int]:
-    """The loop that returns the position of the first word that is not the object's, or -1 if all are."""
+    """Return the loop that finds the first word that is not the object's; it returns -1 if all are."""
     return compile_loop(_find, f"int64(Array(uint64, 1, 'C', True, aligned=False), uint64, {_RECIPE})")

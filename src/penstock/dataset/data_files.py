@@ -42,7 +42,7 @@ class DataFiles:
         return len(self.train) + len(self.evaluation)
 
     def plan(self, index: int) -> FilePlan:
-        """The plan of file `index`, whether it exists or not."""
+        """Return the plan of file `index`, whether it exists or not."""
         num_train = len(self.train)
         if index < num_train:
             return self.kind.plan(index, self.train.name(index))
@@ -58,7 +58,7 @@ def for_each_group(
     threads: int,
     in_a_row: int | None = None,
 ) -> Iterator[Outcome]:
-    """The results of `work` on groups of this rank's files, in order, `threads` groups at a time.
+    """Yield the results of `work` on groups of this rank's files, in order, `threads` groups at a time.
 
     Without `in_a_row`, a thread takes several files at once if they are so small that waking it up for each
     file would take longer than the work.
@@ -134,14 +134,14 @@ class NumberedFiles:
         return self.count
 
     def name(self, index: int) -> str:
-        """The key of file `index`."""
+        """Return the key of file `index`."""
         if not 0 <= index < self.count:
             raise IndexError(f"file {index} of {self.count}")
         number = f"{index:0{len(str(self.count))}}"
         return f"{self._folder_of(index)}{self.prefix}_{number}_of_{self.count}.{self.suffix}"
 
     def folders(self) -> tuple[str, ...]:
-        """The folders that hold all of the files."""
+        """Return the folders that hold all of the files."""
         numbers = range(max(1, self.num_subfolders))
         return tuple(self._folder_of(number).rstrip("/") for number in numbers)
 
@@ -153,7 +153,7 @@ class NumberedFiles:
 
 
 def training_files(dataset: Dataset) -> NumberedFiles:
-    """The names of the training files."""
+    """Return the names of the training files."""
     return NumberedFiles(
         folder="train",
         count=dataset.num_files_train,
@@ -164,7 +164,7 @@ def training_files(dataset: Dataset) -> NumberedFiles:
 
 
 def evaluation_files(dataset: Dataset) -> NumberedFiles:
-    """The names of the evaluation files."""
+    """Return the names of the evaluation files."""
     return NumberedFiles(
         folder="valid",
         count=dataset.num_files_eval,

@@ -48,7 +48,7 @@ class DatasetRecipe:
     reduction: Reduction
 
     def document(self) -> dict[str, Any]:
-        """The recipe as plain data. Two recipes are equal exactly when their files are."""
+        """Return the recipe as plain data. Two recipes are equal exactly when their files are."""
         described = asdict(self.dataset)
         document = {
             "content_version": CONTENT_VERSION,
@@ -62,7 +62,7 @@ class DatasetRecipe:
 
 
 def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
-    """True if the folder was claimed for this data set before; raises `UsageError` if for another one."""
+    """Return True if the folder was claimed for this data set; raise `UsageError` if for another one."""
     manifest = read_manifest(storage)
     differing = [] if manifest is None else _differences(recipe.document(), manifest["recipe"])
     if differing:
@@ -107,7 +107,7 @@ def write_manifest(storage: Storage, recipe: DatasetRecipe, *, complete: bool) -
 
 
 def read_manifest(storage: Storage) -> dict[str, Any] | None:
-    """The manifest at `storage`, or None if there is none.
+    """Return the manifest at `storage`, or None if there is none.
 
     A manifest that cannot be parsed raises an error; it is never ignored.
     """

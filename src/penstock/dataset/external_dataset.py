@@ -191,7 +191,7 @@ def _open_both(folder: Path | None) -> tuple[Listing, Listing | None]:
 def list_in_parallel(
     files: Callable[[str], Iterator[ObjectInfo]], folders: Sequence[str], *, threads: int
 ) -> Iterator[ObjectInfo]:
-    """The files of all folders, in any order, `threads` folders at a time and in bounded memory."""
+    """Yield the files of all folders, in any order, `threads` folders at a time and in bounded memory."""
     pages: Queue[list[ObjectInfo]] = Queue(2 * threads)
     stopped = threading.Event()
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-list") as pool:

@@ -52,7 +52,7 @@ class Listing:
         return self._num_files
 
     def name(self, index: int) -> str:
-        """The key of file `index`."""
+        """Return the key of file `index`."""
         if not 0 <= index < self._num_files:
             raise IndexError(f"file {index} of {self._num_files}")
         at = self._names_bytes + index * _END.size

@@ -53,7 +53,7 @@ class GenerationResult:
 
 
 def data_files(recipe: DatasetRecipe) -> DataFiles:
-    """All files of a recipe, as formulas."""
+    """Return all files of a recipe, whose names are a formula."""
     return DataFiles(
         kind=open_format(recipe.dataset, recipe.seed),
         train=training_files(recipe.dataset),
@@ -62,13 +62,13 @@ def data_files(recipe: DatasetRecipe) -> DataFiles:
 
 
 def expected_bytes(dataset: Dataset) -> int:
-    """The approximate size of a data set: its samples at their mean size, without what formats add."""
+    """Return the approximate size of a data set: its samples at their mean size, without what formats add."""
     num_files = dataset.num_files_train + dataset.num_files_eval
     return ceil(num_files * dataset.num_samples_per_file * dataset.record_length_bytes)
 
 
 def missing_bytes(recipe: DatasetRecipe, storage: Storage) -> int:
-    """The number of bytes that remain to be written; raises `UsageError` if another data set is there."""
+    """Return how many bytes remain to be written; raise `UsageError` if another data set is there."""
     size_bytes = expected_bytes(recipe.dataset)
     if not is_claimed(storage, recipe):
         return size_bytes

@@ -70,7 +70,7 @@ class BlockTrace:
         )
 
     def with_chunks_of(self, chunk_tokens: int) -> BlockTrace:
-        """The same requests in chunks whose size divides the block size or is a multiple of it.
+        """Return the same requests in chunks whose size divides the block size or is a multiple of it.
 
         A chunk of several blocks is identified by its last block, which stands for everything before it.
         """
@@ -100,7 +100,7 @@ class BlockTrace:
         )
 
     def statistics(self) -> dict[str, Any]:
-        """Statistics of this trace, as plain data."""
+        """Return statistics of this trace, as plain data."""
         uses = np.bincount(self.block_ids, minlength=1)
         return {
             "requests": self.num_requests,
@@ -115,7 +115,7 @@ class BlockTrace:
 
 
 def offsets(counts: Integers) -> Integers:
-    """The start offset of each part, given the parts' lengths, followed by the end of the last part."""
+    """Return the start offset of each part, given the parts' lengths, followed by the end of the last one."""
     ends: Integers = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=ends[1:])
     return ends
@@ -130,7 +130,7 @@ def number_densely(ids: Integers) -> Integers:
 
 
 def _position_in_request(counts: Integers) -> Integers:
-    """The position of each block within its request."""
+    """Return the position of each block within its request."""
     return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(offsets(counts)[:-1], counts)
 
 
@@ -159,14 +159,14 @@ class Reuse:
     capacity_for_prefix: Integers
 
     def prefix_hit_ratio(self, capacity_blocks: int | None) -> float:
-        """The share of blocks that a cache of this size serves; None means unlimited size."""
+        """Return the share of blocks that a cache of this size serves; None means unlimited size."""
         if not len(self.capacity_for_prefix):
             return 0.0
         return float(np.mean(self.capacity_for_prefix <= limit_of(capacity_blocks)))
 
 
 def limit_of(capacity_blocks: int | None) -> int:
-    """The capacity as a number. A cache without limit has every block that was used before."""
+    """Return the capacity as a number. A cache without limit has every block that was used before."""
     return NEVER - 1 if capacity_blocks is None else min(capacity_blocks, NEVER - 1)
 
 
@@ -180,7 +180,7 @@ def find_reuse(trace: BlockTrace) -> Reuse:
 
 
 def stack_distances(ids: Integers) -> Integers:
-    """For each use of an id, the number of other ids since its last use; `NEVER` for a first use.
+    """Return, for each use of an id, the number of other ids since its last use; `NEVER` for a first use.
 
     Let i be a use and p the last use before it of the same id. The other ids are counted by their first uses
     after p: uses j between p and i whose own last use is not after p. No use up to p has a later last use, so
@@ -199,7 +199,7 @@ def stack_distances(ids: Integers) -> Integers:
 
 
 def _count_smaller_before(ranks: Integers) -> Integers:
-    """For each element of a permutation, count the smaller elements before it.
+    """Return, for each element of a permutation, the number of smaller elements before it.
 
     Sorts stably by one bit after another, from the highest. Two elements are separated at the highest bit in
     which they differ, and until then keep their original order.
@@ -223,7 +223,7 @@ def _count_smaller_before(ranks: Integers) -> Integers:
 
 
 def serving_tiers(reuse: Reuse, capacities: Iterable[int | None]) -> Integers:
-    """The number of the tier, fastest first, that serves each block; -1 if its prefix is not served.
+    """Return the number of the tier, fastest first, that serves each block; -1 if its prefix is not served.
 
     Tiers keep the most recently used blocks. A prefix is served if every block of it is in some tier.
     """
@@ -234,7 +234,7 @@ def serving_tiers(reuse: Reuse, capacities: Iterable[int | None]) -> Integers:
 
 
 def simulate_tiers(reuse: Reuse, tiers: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """The hits that each tier serves, and the blocks written to it because it lacks them.
+    """Return the hits that each tier serves, and the blocks written to it because it lacks them.
 
     `tiers` maps each tier to its capacity in blocks; None means unlimited. Writes go through to every tier.
     """

@@ -66,12 +66,12 @@ class LatencyHistogram:
         return total
 
     def percentile_ms(self, percent: float) -> float | None:
-        """The latency below which this share of operations lies, to within 0.4 %; None without values."""
+        """Return the latency below which this share of operations lies, within 0.4 %; None without values."""
         bucket = _bucket_at(self.counts, percent)
         return None if bucket is None else min(_middle(bucket), self.max_ns) / 1e6
 
     def document(self) -> dict[str, Any]:
-        """The distribution in milliseconds, as plain data."""
+        """Return the distribution in milliseconds, as plain data."""
         num = int(self.counts.sum())
         if not num:
             return {"count": 0}
@@ -111,7 +111,7 @@ _DIRECTIONS: Final = {"read": Op.READ, "write": Op.WRITE}
 
 
 def hits_over_time(plan: IoPlan) -> list[dict[str, Any]]:
-    """For each part of the workload's time, the chunks requested, and what each tier serves or takes."""
+    """Return, for each part of the workload's time, the chunks requested, and each tier's hits and writes."""
     if plan.arrival_s is None or plan.chunks is None or not plan.num_requests:
         return []
     span_s = float(plan.arrival_s[-1]) or 1.0
@@ -143,7 +143,7 @@ def _count(parts: Integers, weights: Integers | None = None) -> list[int]:
 
 
 def count_rank(operations: Operations, timed: NDArray[np.void], end_ns: int) -> Integers:
-    """One rank's bytes and latencies in each part of the run; the arrays of all ranks can be added up.
+    """Return one rank's bytes and latencies in each part of the run; the arrays of all ranks can be added up.
 
     For each direction and part, the array has the bytes, then the number of operations with a latency in each
     bucket. An operation belongs to the part in which it ended.
@@ -160,7 +160,7 @@ def count_rank(operations: Operations, timed: NDArray[np.void], end_ns: int) -> 
 
 
 def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]]:
-    """For each part of the run's time, the bytes, and the median and 95th percentile of latencies."""
+    """Return, for each part of the run's time, the bytes, and the median and 95th percentile of latencies."""
     if not end_ns:
         return []
     total = np.sum(ranks, axis=0)
@@ -260,7 +260,7 @@ def merge_ranks(ranks: Sequence[Times]) -> Times:
 
 
 def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHistogram) -> dict[str, Any]:
-    """The figures of one direction: payload bytes, rates over the run and per busy stream, and latencies."""
+    """Return the figures of one direction: payload bytes, rates of the run and per busy stream, latencies."""
     return {
         "bytes": moved_bytes,
         "gib_per_s": moved_bytes / GIB / elapsed_s if elapsed_s else 0.0,
@@ -270,7 +270,7 @@ def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHis
 
 
 def time_saved_document(plan: IoPlan, times: Times, *, prefill_tokens_per_s: float) -> dict[str, Any]:
-    """The time to first token that loading saves over computing, and the bandwidth at which both are equal.
+    """Return the time to first token that loading saves over computing, and the bandwidth of break-even.
 
     Loading a token's cache pays off above bytes per token x the tokens per second that an accelerator
     computes. A request that missed an entry saved nothing, because what it loaded after the gap is useless.
@@ -302,13 +302,13 @@ def name_kind(plan: IoPlan) -> str:
 
 
 def has_small_objects(document: Mapping[str, Any]) -> bool:
-    """True if a run's objects are scaled down so far that their latencies do not represent whole objects."""
+    """Return True if objects are scaled down so far that their latencies are not those of whole objects."""
     plan = document["plan"]
     return plan["scale"] != "1" and bool(plan["chunk_bytes"] // plan["objects_per_chunk"] < _SMALL_BYTES)
 
 
 def client_share(document: Mapping[str, Any]) -> float | None:
-    """The share of a run's time that this client needs for the same bytes in memory; None if not measured.
+    """Return the share of a run's time that this client needs for the same bytes in memory, or None.
 
     Reads and writes share the time of a run, whereas each ceiling was measured with one direction alone.
     """
@@ -321,7 +321,7 @@ def client_share(document: Mapping[str, Any]) -> float | None:
 
 
 def is_limited_by_client(document: Mapping[str, Any]) -> bool:
-    """True if a run was hardly slower than memory. A run faster than memory disproves its ceiling."""
+    """Return True if a run was hardly slower than memory. A run faster than memory disproves its ceiling."""
     return _NEARLY_ALL < (client_share(document) or 0.0) <= 1
 
 
@@ -394,7 +394,7 @@ def read_cache_run(folder: Path) -> dict[str, Any]:
 
 
 def metric_rows(option: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row for each metric of an option of mlperf-v3."""
+    """Return one row for each metric of an option of mlperf-v3."""
     return [
         {
             "metric": metric.removeprefix("aggregated_"),
@@ -407,7 +407,7 @@ def metric_rows(option: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of all runs by name, each with the order in which it ranks the runs, best first."""
+    """Return the figures of all runs by name, each with the order in which it ranks the runs, best first."""
     figures = [_figures(document) for document in documents]
     names = [name for name in figures[0] if all(name in of_run for of_run in figures)]
     streams = [document.get("engine", {}).get("streams") for document in documents]
@@ -435,7 +435,7 @@ def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def is_latency(name: str) -> bool:
-    """True if a figure is one of our own latencies. Published ones are shown with the order they claim."""
+    """Return True if a figure is one of our own latencies; published ones keep the order they claim."""
     return "_ms" in name and not name.endswith("theirs")
 
 
@@ -466,7 +466,7 @@ def _figures(document: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _order(values: Sequence[float | None], name: str) -> list[int]:
-    """The numbers of the runs, best first; runs without the figure are left out."""
+    """Return the numbers of the runs, best first; runs without the figure are left out."""
     known = [(value, number) for number, value in enumerate(values) if value is not None]
     is_time = "_ms" in name
     return [number for _, number in sorted(known, reverse=not is_time)]

@@ -34,7 +34,7 @@ _ENOUGH: Final = 0.95
 
 
 def make_simulation_page(document: Mapping[str, Any]) -> Report:
-    """The page of a simulation: the hits by size of the cache, and what each tier serves."""
+    """Return the page of a simulation: the hits by size of the cache, and what each tier serves."""
     rows = sorted(
         (row for row in document["rows"] if row["capacity_blocks"] is not None),
         key=lambda row: row["capacity_blocks"],
@@ -79,7 +79,7 @@ def make_simulation_page(document: Mapping[str, Any]) -> Report:
 
 
 def size_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row for each size of the cache."""
+    """Return one row for each size of the cache."""
     return [
         {
             "blocks": _count_blocks(row["capacity_blocks"]),
@@ -91,7 +91,7 @@ def size_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def tier_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row for each tier."""
+    """Return one row for each tier."""
     return [
         {
             "tier": tier["tier"],
@@ -112,7 +112,7 @@ _MOSTLY: Final = 0.9
 
 
 def _say_what_pays(worth: float | None, break_even: float) -> str:
-    """Advice on the share of requests for which loading was worth it."""
+    """Return advice on the share of requests for which loading was worth it."""
     if worth is None:
         return "Use a workload with hits: this one reads nothing back."
     paid = f"loading was faster than computing for {worth:.1%} of requests with hits"
@@ -122,7 +122,7 @@ def _say_what_pays(worth: float | None, break_even: float) -> str:
 
 
 def make_run_page(document: Mapping[str, Any]) -> Report:
-    """The page of a run: rates, latencies, break-even, and the load that the storage sustains."""
+    """Return the page of a run: rates, latencies, break-even, and the load that the storage sustains."""
     if "options" in document:
         return _make_mlperf_page(document)
     saved, misses = document["time_to_first_token"], sum(document["misses"].values())
@@ -185,7 +185,7 @@ def make_run_page(document: Mapping[str, Any]) -> Report:
 
 
 def _make_mlperf_page(document: Mapping[str, Any]) -> Report:
-    """The page of a run of mlperf-v3: the honest rates of each option, and all metrics next to them."""
+    """Return the page of a run of mlperf-v3: each option's honest rates, and all metrics next to them."""
     options = document["options"]
     misses = sum(option["misses"] for option in options.values())
     rates = {
@@ -228,7 +228,7 @@ def _make_mlperf_page(document: Mapping[str, Any]) -> Report:
 
 
 def _load_charts(document: Mapping[str, Any]) -> list[Chart]:
-    """Charts of latency by load, if the run searched for the largest load."""
+    """Return charts of latency by load, if the run searched for the largest load."""
     sustained = document.get("sustained")
     if not sustained:
         return []
@@ -251,7 +251,7 @@ _DIRECTIONS: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 
 
 def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
-    """Charts of each tier's hits and bytes over the workload's time."""
+    """Return charts of each tier's hits and bytes over the workload's time."""
     rows = document["over_workload"]
     if not rows or not any(row["chunks"] for row in rows):
         return []
@@ -297,7 +297,7 @@ def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
 
 
 def _run_charts(document: Mapping[str, Any]) -> list[Chart]:
-    """Charts of rates and latencies on storage over the run's time."""
+    """Return charts of rates and latencies on storage over the run's time."""
     rows = document["over_run"]
     directions = [name for name in _DIRECTIONS if any(row[f"{name}_bytes"] for row in rows)]
     if not directions:
@@ -334,13 +334,13 @@ def _run_charts(document: Mapping[str, Any]) -> list[Chart]:
 
 
 def _middles(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
-    """The middle of each part, followed by the end of the last one."""
+    """Return the middle of each part, followed by the end of the last one."""
     width_s = rows[1]["begin_s"] if len(rows) > 1 else 1.0
     return [row["begin_s"] + width_s / 2 for row in rows], width_s * len(rows)
 
 
 def _known_series(name: str, tone: Tone, xs: Sequence[float], ys: Sequence[float | None]) -> Series:
-    """A line through the points that have a value."""
+    """Return a line through the points that have a value."""
     pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
     return Series(name=name, tone=tone, x=[x for x, _ in pairs], y=[y for _, y in pairs])
 
@@ -363,7 +363,7 @@ _RATES: Final = ("gib_per_s", "bandwidth_gbps, honest")
 
 
 def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
-    """The page of several runs: a chart for each rate and latency, and all figures with rankings."""
+    """Return the page of several runs: a chart for each rate and latency, and all figures with rankings."""
     runs = [f"run {index + 1}" for index in range(len(comparison["targets"]))]
     figures: Mapping[str, Mapping[str, Any]] = comparison["figures"]
     rates = {
@@ -426,7 +426,7 @@ def _compare_bars(name: str, runs: Sequence[str], values: Sequence[float | None]
 
 
 def figure_rows(comparison: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One row for each figure, with the order in which it ranks the runs."""
+    """Return one row for each figure, with the order in which it ranks the runs."""
     return [
         {
             "figure": name,

@@ -87,7 +87,7 @@ def _remove(storage: Storage, keys: Collection[str], progress: Progress) -> None
 _DOUBLINGS: Final = 12
 _BISECTIONS: Final = 3
 _IMPROVED: Final = 0.9
-"""The load no longer matters if a load time is above this share of the load time at twice the load."""
+"""If half the load still takes more than this share of the load time, even less load will not help."""
 _IDLE: Final = 0.25
 
 
@@ -103,7 +103,7 @@ class LoadPoint:
     in_flight: float = 1.0
 
     def meets(self, objective_ms: float) -> bool:
-        """True if the storage kept up within the objective, and every entry was read."""
+        """Return True if the storage kept up within the objective, and every entry was read."""
         return self.is_complete and max(self.load_p95_ms, self.lag_p95_ms) <= objective_ms
 
 
@@ -115,7 +115,7 @@ def find_sustained_load(
     Load is a factor on the workload's own pace. It is sustained if the 95th percentile of load times meets
     the objective and so does the lag, because storage that falls behind has not sustained anything. The load
     is doubled or halved until it crosses the objective, and then narrowed down to 10 %. If half the load is
-    no faster, still smaller loads will not be either: even an idle storage misses the objective.
+    no faster, still smaller loads will not be either: even idle storage misses the objective.
     """
     points = [measure(first)]
     factor = 2.0 if points[0].meets(objective_ms) else 0.5
@@ -347,7 +347,7 @@ def _search_load(
     def measure(speedup: float) -> LoadPoint:
         engine = replace(request.engine, speedup=speedup)
         if speedup:
-            # By this time, a storage that is far behind has missed the objective.
+            # By this time, storage that is far behind has missed the objective.
             limit_s = 1.1 * span_s / speedup + 20 * objective_ms / 1e3
             engine = replace(engine, duration_s=min(limit_s, engine.duration_s or limit_s))
         at_load = replace(request, engine=engine, measures_ceiling=False)

@@ -46,19 +46,19 @@ MISSES: Final = tuple(outcome for outcome in EntryOutcome if outcome >= EntryOut
 
 
 def vllm_folder(config: Mapping[str, Any]) -> str:
-    """The name that vLLM gives to the folder of this configuration."""
+    """Return the name that vLLM gives to the folder of this configuration."""
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
     digest = sha256(canonical.encode()).hexdigest()[:12]
     return f"{str(config['model_name']).replace('/', '_')}_{digest}"
 
 
 def key_digest(key: str) -> bytes:
-    """The digest of a key, as its footer stores it."""
+    """Return the digest of a key, as its footer stores it."""
     return blake2b(key.encode(), digest_size=16).digest()
 
 
 def make_footer(key: str, payload_bytes: int, payload_digest: bytes) -> bytes:
-    """The last page of an entry."""
+    """Return the last page of an entry."""
     fields = _FIELDS.pack(_MAGIC, payload_bytes, key_digest(key), payload_digest)
     return (fields + _CHECKED.pack(xxhash.xxh3_64_intdigest(fields))).ljust(FOOTER_BYTES, b"\0")
 
@@ -81,13 +81,13 @@ def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_diges
 
 
 def stated_digest(footer: memoryview) -> bytes | None:
-    """The payload digest in a footer; None if the page is not a footer, whether valid or not."""
+    """Return the payload digest in a footer, valid or not; None if the page is not a footer."""
     magic, _, _, of_payload = _FIELDS.unpack_from(footer)
     return bytes(of_payload) if magic == _MAGIC else None
 
 
 def has_zero_page(content: memoryview) -> bool:
-    """True if a page never arrived: pages of entries are random, whereas pages lost in a crash are zeros."""
+    """Return True if a page never arrived: pages of entries are random, pages lost in a crash are zeros."""
     pages = np.frombuffer(content[: len(content) // _PAGE * _PAGE], np.uint64).reshape(-1, _PAGE // 8)
     return bool((~pages.any(axis=1)).any())
 
@@ -125,7 +125,7 @@ class EntryLayout:
         return vllm_folder(self.vllm_configuration())
 
     def vllm_configuration(self) -> dict[str, Any]:
-        """The configuration that vLLM's tier hashes into its folders' names and stores in `config.json`."""
+        """Return the configuration that vLLM hashes into its folders' names and stores in `config.json`."""
         block = _VLLM_BLOCK_TOKENS if self.chunk_tokens % _VLLM_BLOCK_TOKENS == 0 else self.chunk_tokens
         layers = [f"model.layers.{number}.self_attn.attn" for number in range(self.layers)]
         return {
@@ -143,7 +143,7 @@ class EntryLayout:
         }
 
     def side_files(self) -> dict[str, bytes]:
-        """The files that the layout's engine writes once, next to its entries."""
+        """Return the files that the layout's engine writes once, next to its entries."""
         if self.name != "vllm":
             return {}
         prefix = f"{self.folder}/" if self.folder else ""
@@ -151,7 +151,7 @@ class EntryLayout:
         return {f"{prefix}{self._vllm_folder}/config.json": content}
 
     def key(self, entry: int, part: int) -> str:
-        """The key of one object of an entry."""
+        """Return the key of one object of an entry."""
         prefix = f"{self.folder}/" if self.folder else ""
         size = 32 if self.name == "vllm" else 16
         digest = blake2b(f"{self.namespace}:{entry}".encode(), digest_size=size).hexdigest()

@@ -340,7 +340,7 @@ def _whole(facts: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
 
 
 def _full_bytes(series: Sequence[StoredEntry]) -> dict[int, int]:
-    """The payload size of a complete entry, by rank: the most frequent size, on a tie the largest."""
+    """Return the payload size of a complete entry, by rank: the most frequent size, on a tie the largest."""
     sizes: dict[int, Counter[int]] = {}
     for entry in series:
         overhead = FOOTER_BYTES if entry.tier == "penstock" else 0

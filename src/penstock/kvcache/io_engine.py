@@ -171,7 +171,7 @@ class IoEngine:
         return None
 
     def _is_over(self, place: int) -> bool:
-        """True if the run has ended, or ends before this operation is due."""
+        """Return True if the run has ended, or ends before this operation is due."""
         limit_s, speedup = self._settings.duration_s, self._settings.speedup
         if limit_s is None:
             return False

@@ -65,7 +65,7 @@ class ObjectLayout:
     scale: Fraction = Fraction(1)
 
     def part_bytes(self, model: KvModel, tokens: int) -> list[int]:
-        """The sizes of a chunk's objects, in the order of their numbers."""
+        """Return the sizes of a chunk's objects, in the order of their numbers."""
         splits = 1 if model.latent_dims else min(self.tensor, model.kv_heads)
         # Numbers of layers and of heads per part, which differ by 1 at most.
         layer_parts = model.layers if self.is_per_layer else self.pipeline
@@ -129,16 +129,16 @@ class IoPlan:
         return stored
 
     def share_of(self, rank: int, num_ranks: int) -> Operations:
-        """The I/O of one rank: all operations on its entries."""
+        """Return the I/O of one rank: all operations on its entries."""
         own = self.in_storage
-        # Divided by a hash of the object.
+        # Objects are divided among ranks by a hash.
         mixed = (own["entry"] * self.parts + own["part"]).astype(np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
         share: Operations = own[(mixed >> np.uint64(33)) % np.uint64(num_ranks) == rank]
         return share
 
     def most_stored_bytes(self, num_ranks: int) -> int:
-        """The most bytes stored at a time, however far ranks drift apart: the sum of each rank's maximum."""
+        """Return the most bytes stored at a time, however far ranks drift apart: the sum of their maxima."""
         most = 0
         for rank in range(num_ranks):
             share = self.share_of(rank, num_ranks)
@@ -147,7 +147,7 @@ class IoPlan:
         return most
 
     def document(self) -> dict[str, Any]:
-        """The plan in figures, as plain data."""
+        """Return the plan in figures, as plain data."""
         storage, all_tiers = self.in_storage, self.operations
         counts = {
             op.name.lower() + "s": {
@@ -228,7 +228,7 @@ def plan_blocks(
 
 
 def find_evictions(ids: Integers, capacity: int | None) -> Integers:
-    """For each use of a block, the block that an LRU cache of this size evicts for it; -1 means none."""
+    """Return, for each use of a block, the block that an LRU cache of this size evicts for it, or -1."""
     evicted = np.full(len(ids), -1, np.int64)
     if not capacity:
         return evicted

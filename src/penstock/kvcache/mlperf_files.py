@@ -152,7 +152,7 @@ def judge_trial(
 def _requests_done(
     plan: IoPlan, planned: Operations, operations: Operations, timed: NDArray[np.void]
 ) -> tuple[Integers, NDArray[np.float64], NDArray[np.float64]]:
-    """The requests whose storage operations are all done: time on storage, and time from first to last.
+    """Return the requests whose storage operations are done, with their times on storage and in total.
 
     Requests that memory alone served count as far as the run came; requests that found no room did nothing
     and do not count.
@@ -239,7 +239,7 @@ def _cache_stats(
 
 
 def _health(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Criteria of the tool that are not part of the benchmark."""
+    """Return criteria of the tool that are not part of the benchmark."""
     criteria = [
         ("Storage Tier Write Device P95 < 500ms", 500, stats["storage_write_device_p95_ms"], "ms", True),
         ("Storage Tier Read Device P95 < 200ms", 200, stats["storage_read_device_p95_ms"], "ms", True),
@@ -335,7 +335,7 @@ def _at(summary: Mapping[str, Any], path: Sequence[str]) -> float:
 
 
 def honest_figures(results: Sequence[TrialResult]) -> dict[str, Any]:
-    """The honest value next to each metric of an option, from all ranks and trials together."""
+    """Return the honest value next to each metric of an option, from all ranks and trials together."""
     return {
         str(option): _honest_option([result for result in results if result.option == option])
         for option in sorted({result.option for result in results})
@@ -399,7 +399,7 @@ _WHY: Final[Mapping[str, str]] = {
 def trial_command(
     settings: OptionSettings, *, trial: int, ranks: int, output: Path, cache: str, base_seed: int
 ) -> str:
-    """The command of one trial, written as for the tool, with only the options that the edition allows."""
+    """Return the command of one trial as for the tool, with only the options that the edition allows."""
     option = settings.option
     values = {
         "rank-output-base": f"{output}/option_{settings.number}/trial_{trial}",

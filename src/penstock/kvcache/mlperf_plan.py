@@ -152,7 +152,7 @@ def _draw_user(settings: OptionSettings, user: int) -> Requests:
 
 
 def _first_turns(ends: NDArray[np.bool_]) -> Integers:
-    """The place of the first turn of each conversation; `ends` marks the last turns."""
+    """Return the place of the first turn of each conversation; `ends` marks the last turns."""
     first, turns, places = 0, 0, np.empty(len(ends), np.int64)
     for place, is_end in enumerate(ends.tolist()):
         if turns == _MOST_TURNS:
@@ -222,7 +222,7 @@ class _Cache:
             heapq.heappush(free, (self._serve(request, now), worker))
 
     def rows(self) -> NDArray[np.void]:
-        """The operations in the order of virtual time."""
+        """Return the operations in the order of virtual time."""
         rows = np.zeros(len(self._columns["entry"]), OPERATION)
         for name, column in self._columns.items():
             rows[name] = np.frombuffer(column, np.float64 if name == "time_s" else np.int64)
@@ -309,7 +309,7 @@ class _Cache:
         return True
 
     def _idle(self, tier: _Tier, now: float) -> int | None:
-        """The least recently used entry that no worker is using."""
+        """Return the least recently used entry that no worker is using, or None."""
         return next((entry for entry in tier.entries if self._busy_until_s[entry] <= now), None)
 
 
@@ -317,7 +317,7 @@ _RECORDED: Final = ("time_s", "request", "op", "tier", "entry", "bytes")
 
 
 def _turns_before(requests: Requests) -> list[list[int]]:
-    """For each request, list the earlier requests of its conversation."""
+    """Return, for each request, the earlier requests of its conversation."""
     turns: dict[int, list[int]] = {}
     before = []
     for request, first in enumerate(requests["first_turn"].tolist()):

@@ -54,7 +54,7 @@ class MlperfRequest(RunSettings):
     capacity_bytes: int | None = None
 
     def settings(self, number: int, rank: int) -> OptionSettings:
-        """The settings of one option on one rank."""
+        """Return the settings of one option on one rank."""
         option = self.limits.options[str(number)]
         return OptionSettings(
             number=number,
@@ -177,7 +177,7 @@ def _run_options(
 
 
 def _metadata(request: MlperfRequest, leaf: Path, began: str, *, hosts: int, ranks: int) -> dict[str, Any]:
-    """The metadata of the run in the tool's terms."""
+    """Return the metadata of the run in the tool's terms."""
     first = request.settings(request.options[0], 0)
     commands = [
         mlperf_files.trial_command(

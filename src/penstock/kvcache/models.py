@@ -65,7 +65,7 @@ class KvModel:
         return self.layers * self.layer_bytes_per_token
 
     def rank_bytes_per_token(self, *, tensor: int = 1, pipeline: int = 1) -> int:
-        """The most bytes that a rank keeps for each token: tensor ranks divide heads, pipeline ranks layers.
+        """Return the most bytes a rank keeps per token: tensor ranks divide heads, pipeline ranks layers.
 
         If there are more tensor ranks than KV heads, ranks share heads; with MLA, every tensor rank has the
         whole latent.
@@ -157,7 +157,7 @@ UPSTREAM_BYTES_PER_TOKEN: Final[Mapping[str, int]] = {
     "llama3.1-8b": 4096,
     "llama3.1-70b-instruct": 16_384,
 }
-"""The factors in MLPerf Storage v3.0's `datasize`: 20 to 64 times less than what its run writes."""
+"""The bytes per token in MLPerf Storage v3.0's `datasize`: 20 to 64 times less than what its run writes."""
 _TYPICAL_TOKENS: Final[Mapping[str, int]] = {
     "tiny-1b": 2048,
     "mistral-7b": 4096,
@@ -172,7 +172,7 @@ _HIT_SHARES: Final = (0.5, 0.9, 0.99)
 def size_for_users(
     model: KvModel, users: int, *, tokens: int | None = None, tensor: int = 1, pipeline: int = 1
 ) -> dict[str, Any]:
-    """The bytes of all users' contexts, as plain data, next to the v3.0 tool's figures.
+    """Return the bytes of all users' contexts, as plain data, next to the v3.0 tool's figures.
 
     Each user has `tokens` of context, by default a number typical of the model.
     """
@@ -198,7 +198,7 @@ def size_for_users(
 
 
 def size_for_trace(trace: BlockTrace, model: KvModel) -> dict[str, Any]:
-    """The bytes that a trace writes and can read, and the cache sizes for given shares of its hits."""
+    """Return the bytes that a trace writes and can read, and the cache sizes for given shares of its hits."""
     reuse = find_reuse(trace)
     block_bytes = trace.block_tokens * model.bytes_per_token
     best = reuse.prefix_hit_ratio(None)

@@ -99,7 +99,7 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, str, A
 
 
 def _read_object(found: Any, line: int, where: str, stated: set[int]) -> Iterator[_Request]:
-    """The requests of one line: a request itself, a record of Dynamo's, or one of Weka's conversations."""
+    """Yield the requests of one line: one request, a record of Dynamo's, or one of Weka's conversations."""
     if not isinstance(found, dict):
         raise UsageError("This line is not a JSON object", where=where, fix="Write one object per line.")
     event = found["event"] if isinstance(found.get("event"), dict) else found
@@ -132,7 +132,7 @@ def _read_object(found: Any, line: int, where: str, stated: set[int]) -> Iterato
 
 
 def _read_turns(turns: Sequence[Any], line: int, where: str, *, after_s: float) -> Iterator[_Request]:
-    """The requests of one of Weka's conversations; their ids mean nothing in other conversations."""
+    """Yield the requests of one of Weka's conversations; their ids mean nothing in other conversations."""
     for number, turn in enumerate(turns, start=1):
         at = f"{where} {number}"
         if not isinstance(turn, dict):
@@ -155,7 +155,7 @@ def _read_turns(turns: Sequence[Any], line: int, where: str, *, after_s: float) 
 
 
 def find_value(request: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value of the first of these names that the request has."""
+    """Return the value of the first of these names that the request has."""
     return next((request[name] for name in names if name in request), None)
 
 
@@ -238,7 +238,7 @@ def _note_counts(rows: Sequence[_Request], inputs: Integers, counts: Integers, t
 
 
 def _note_unchained(ids: Integers, counts: Integers) -> list[str]:
-    """A note if the same id follows different ids, so that it cannot stand for everything before it."""
+    """Return a note if an id follows different ids, and so cannot stand for everything before it."""
     before = np.empty_like(ids)
     before[1:] = ids[:-1]
     before[offsets(counts)[:-1][counts > 0]] = -1
@@ -405,7 +405,7 @@ def _detect_format(path: Path, beginning: str) -> str:
 
 
 def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
-    """The objects of a file that is one JSON document; None if each line is a document."""
+    """Return the objects of a file that is one JSON document; None if each line is a document."""
     first = file.readline()
     try:
         if isinstance(parse_json(first), dict):
@@ -422,7 +422,7 @@ def _read_document(file: TextIO, path: Path) -> Sequence[Any] | None:
 
 
 def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iterator[_Request]:
-    """The requests of a table; they share no blocks."""
+    """Yield the requests of a table; they share no blocks."""
     header = [name.strip().lower() for name in next(reader, [])]
     columns = {}
     for names in _CSV_COLUMNS:
@@ -449,7 +449,7 @@ def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iter
 
 
 def _cell(row: Sequence[str], column: int) -> float | str | None:
-    """A number, the seconds that a date stands for, or any other text unchanged."""
+    """Return a number, the seconds that a date stands for, or any other text unchanged."""
     text = row[column] if column < len(row) else None
     try:
         return None if text is None else float(text)
@@ -463,7 +463,7 @@ def _cell(row: Sequence[str], column: int) -> float | str | None:
 
 
 def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int) -> Iterator[_Request]:
-    """The requests of ShareGPT's conversations, one for each answer."""
+    """Yield the requests of ShareGPT's conversations, one for each answer."""
     num_requests = num_blocks = 0
     for number, where, conversation in found:
         first = num_blocks
@@ -479,7 +479,7 @@ def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int)
 
 
 def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:
-    """For each answer, the tokens of all turns before it, and its own tokens."""
+    """Yield, for each answer, the tokens of all turns before it, and its own tokens."""
     turns = conversation.get("conversations") if isinstance(conversation, dict) else None
     if not isinstance(turns, list):
         raise UsageError(

@@ -193,7 +193,7 @@ def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[KeyPath, Any]
 
 
 def canonical_path(given: KeyPath) -> KeyPath:
-    """The canonical name of the key that was given."""
+    """Return the canonical name of the key that was given."""
     if given == ("model",):  # a bare `model: resnet50`
         return ("model", "name")
     section = (SECTION_ALIASES.get(given[0], given[0]), *given[1:])
@@ -201,7 +201,7 @@ def canonical_path(given: KeyPath) -> KeyPath:
 
 
 def canonical_values(tree: object) -> dict[KeyPath, Any]:
-    """The values of a configuration by canonical key; empty unless the configuration is a mapping."""
+    """Return the values of a configuration by canonical key; empty unless the configuration is a mapping."""
     given = flatten(tree) if isinstance(tree, Mapping) else ()
     return {canonical_path(path): value for path, value in given}
 
@@ -241,7 +241,7 @@ def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[str], list[tuple[KeyP
 
 
 def _departs(path: KeyPath, value: object, settings: Mapping[KeyPath, Setting]) -> bool:
-    """True if DLIO treats this value differently."""
+    """Return True if DLIO treats this value differently."""
     if path in _ONLY_WITH:
         other, default, needed = _ONLY_WITH[path]
         if (settings[other].value if other in settings else default) != needed:
@@ -251,6 +251,6 @@ def _departs(path: KeyPath, value: object, settings: Mapping[KeyPath, Setting]) 
 
 
 def explanation(path: KeyPath) -> str:
-    """The reason why the key at `path`, or its section, has no effect here; "" if it does have one."""
+    """Return the reason why the key at `path`, or its section, has no effect here; "" if it does have one."""
     sections = (path[:length] for length in range(len(path), 0, -1))
     return next((EXPLAINED[section] for section in sections if section in EXPLAINED), "")

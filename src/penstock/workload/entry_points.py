@@ -23,7 +23,7 @@ class Extension(StrEnum):
 
 
 def installed_extensions(kind: Extension) -> dict[str, EntryPoint]:
-    """The entry points of this environment's packages, by name."""
+    """Return the entry points of this environment's packages, by name."""
     return {entry.name: entry for entry in sorted(entry_points(group=kind.value), key=lambda one: one.name)}
 
 

@@ -50,7 +50,7 @@ def load(
     prefers_dlio: bool = False,
     is_data_set: bool = False,
 ) -> LoadedWorkload:
-    """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
+    """Return the workload `name`: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
     A file `NAME.yaml` in `config_dir`, or in its folder `workload`, takes precedence over a shipped one.
     Names that only DLIO uses are recognized as well; `prefers_dlio` decides about those that mean a different
@@ -78,7 +78,7 @@ def load(
 
 
 def _load_shared(family: str, overrides: Sequence[Override]) -> LoadedWorkload:
-    """The values that all accelerators of a family share."""
+    """Return the values that all accelerators of a family share."""
     tree, given = families()[family], {override.path for override in overrides}
     otherwise = [
         f"{variant} sets {', '.join(keys)}"
@@ -93,17 +93,17 @@ def _load_shared(family: str, overrides: Sequence[Override]) -> LoadedWorkload:
 def load_sections(
     sections: Mapping[str, Any], *, name: str, source: str, overrides: Sequence[Override] = ()
 ) -> LoadedWorkload:
-    """The workload of these sections, which were read from `source`."""
+    """Return the workload of these sections, which were read from `source`."""
     return _load_layers([sections], name, overrides, source=source)
 
 
 def shipped() -> tuple[LoadedWorkload, ...]:
-    """Every workload of the catalog, one for each accelerator."""
+    """Return every workload of the catalog, one for each accelerator."""
     return tuple(load(name) for family in families() for name in full_names(family))
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that a user has named."""
+    """Return the text of a file that a user has named."""
     try:
         return read_document(path).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -115,7 +115,7 @@ def read_text(path: Path) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """True if the word names a file rather than something shipped."""
+    """Return True if the word names a file rather than something shipped."""
     return name.endswith(_SUFFIXES) or "/" in name
 
 
@@ -128,7 +128,7 @@ def _find_file(name: str, config_dir: Path | None) -> Path | None:
 
 
 def _choose_member(name: str, accelerator: str) -> tuple[str, str]:
-    """The family and accelerator of a shipped workload; `name` is the family, or both in one word."""
+    """Return the family and accelerator of a shipped workload; `name` is the family, or both in one word."""
     stem, _, named = name.rpartition("_")
     family, named = (name, "") if name in families() else (stem, named)
     if family not in families():
@@ -164,7 +164,7 @@ def _load_layers(
     source: str = "",
     is_ours: bool = False,
 ) -> LoadedWorkload:
-    """The workload of these layers and overrides. Messages name `source` (default: the name)."""
+    """Return the workload of these layers and overrides. Messages name `source` (default: the name)."""
     source = source or name
     stack = LayeredSettings()
     remarks = []
@@ -221,7 +221,7 @@ def _scale_deviation(stack: LayeredSettings, shipped: Setting | None) -> Iterato
 
 
 def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:
-    """Values that are valid individually but contradict each other."""
+    """Yield values that are valid individually but contradict each other."""
     dataset, model = workload.dataset, workload.model
     if dataset.record_dims and dataset.record_length_bytes_stdev:
         why = "cannot go with record_dims, which fix every record's size; set one of them"
@@ -238,7 +238,7 @@ def _contradictions(workload: Workload) -> Iterator[tuple[KeyPath, str]]:
 
 
 def suggest_key(path: KeyPath) -> str:
-    """The key that `path` probably means, or the keys next to it."""
+    """Return the key that `path` probably means, or the keys next to it."""
     known = (*known_paths(), *ALIASES, *EXPLAINED, *((section,) for section in SECTION_ALIASES))
 
     def children(section: KeyPath) -> list[str]:
@@ -273,7 +273,7 @@ class CheckpointModel:
 
 
 def load_model(name: str, *, overrides: Sequence[Override] = ()) -> CheckpointModel:
-    """The model of this name: `llama3-8b`, DLIO's `llama_8b_zero3`, `unet3d_h100`, or a YAML file."""
+    """Return the model `name`: `llama3-8b`, DLIO's `llama_8b_zero3`, `unet3d_h100`, or a YAML file."""
     if is_file_name(name):
         path = Path(name)
         card = read_card(parse_yaml(read_text(path), source=name), name=path.stem, source=name)
@@ -292,7 +292,7 @@ def load_model(name: str, *, overrides: Sequence[Override] = ()) -> CheckpointMo
 
 
 def model_of_workload(name: str, workload: Workload) -> CheckpointModel:
-    """The model of a workload that was loaded as `name`, with the facts from its card, if it has one."""
+    """Return the model of a workload loaded as `name`, with the facts from its card, if it has one."""
     return _model(shipped_card(name), LoadedWorkload(workload=workload))
 
 

@@ -79,7 +79,7 @@ def describe_breach(rule: str, key: str, why: str) -> str:
 def find_breaches(
     division: SubmissionDivision, changed: Iterable[KeyPath], *, workload: str
 ) -> tuple[str, ...]:
-    """The changed keys that a division forbids, for a workload of the family `workload`."""
+    """Return the changed keys that a division forbids, for a workload of the family `workload`."""
     allowed = _ALLOWED[division] | PLACE_KEYS
     rule = RULES[division]
     breaches = []
@@ -112,7 +112,7 @@ def choose_reading(
     loader: str | None,
     remainder: str | None,
 ) -> tuple[str, str]:
-    """The loader and the handling of remainders for a run: as requested, as prescribed, or the default.
+    """Return a run's loader and handling of remainders: as requested, as prescribed, or the default.
 
     Raises `UsageError` unless the division allows this workload, one of the shipped `families`, with these
     changed keys. The closed division prescribes torch's loader and drops remainders. Otherwise, Penstock's

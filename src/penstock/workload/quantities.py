@@ -112,14 +112,14 @@ _BYTE_TYPES: Final = ("string", "binary")
 
 
 def read_bytes(value: Any) -> Any:
-    """Text with a unit as whole bytes; anything else unchanged, for the type to check."""
+    """Convert text with a unit to whole bytes; return anything else unchanged, for the type to check."""
     if isinstance(value, str):
         return parse_bytes(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read_exact_bytes(value: Any) -> Fraction:
-    """A size that may include a fraction of a byte, taken literally: 114660.07 is 11466007/100."""
+    """Read a size that may include a fraction of a byte, taken literally: 114660.07 is 11466007/100."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Fraction):
         raise UsageError(f"{value!r} is not a size", fix="Write bytes, or a size such as 4MiB.")
     if isinstance(value, str) and not value.replace("_", "").replace(".", "", 1).isdecimal():
@@ -131,7 +131,7 @@ def read_exact_bytes(value: Any) -> Fraction:
 
 
 def read_seconds(value: Any) -> Any:
-    """Text with a unit as seconds; anything else unchanged, for the type to check."""
+    """Convert text with a unit to seconds; return anything else unchanged, for the type to check."""
     return parse_seconds(value) if isinstance(value, str) else value
 
 
@@ -151,14 +151,14 @@ def read_element_type(name: str) -> str:
 
 
 def element_bytes(name: str) -> int:
-    """The size of one element of a type that `read_element_type` accepts."""
+    """Return the size of one element of a type that `read_element_type` accepts."""
     import numpy as np  # noqa: PLC0415 - see above
 
     return 1 if name in _BYTE_TYPES else np.dtype(name).itemsize
 
 
 def read_duration(value: Any) -> Duration:
-    """A time: a number of seconds, `250ms`, or a mapping that names a distribution and its values."""
+    """Read a time: a number of seconds, `250ms`, or a mapping that names a distribution and its values."""
     if isinstance(value, Duration):
         return value
     if not isinstance(value, Mapping):
@@ -188,7 +188,7 @@ def read_duration(value: Any) -> Duration:
 
 
 def write_duration(duration: Duration) -> float | dict[str, str | float]:
-    """The inverse of `read_duration`; a fixed time becomes a bare number."""
+    """Return what `read_duration` reads as `duration`; a fixed time becomes a bare number."""
     if duration.law is Distribution.FIXED:
         return duration.mean_s
     known, _, _ = _LAWS[duration.law]

@@ -16,12 +16,12 @@ from penstock.workload.spec import SECRET_NAMES, KeyPath
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as text, as in `dataset.num_files_train`."""
+    """Return a path as text, as in `dataset.num_files_train`."""
     return ".".join(path)
 
 
 def flatten(tree: Mapping[Any, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every leaf with its path. Lists are leaves, and an empty mapping sets nothing."""
+    """Yield every leaf with its path. Lists are leaves, and an empty mapping sets nothing."""
     for key, value in tree.items():
         path = (*above, str(key))
         if isinstance(value, Mapping):
@@ -75,7 +75,7 @@ class LayeredSettings:
             self.settings[*above, "mean"] = standing
 
     def tree(self) -> dict[str, Any]:
-        """The settings as nested mappings."""
+        """Return the settings as nested mappings."""
         root: dict[str, Any] = {}
         for path, setting in self.settings.items():
             folder = root
@@ -85,7 +85,7 @@ class LayeredSettings:
         return root
 
     def source_of(self, path: KeyPath) -> str:
-        """The source of the value at `path`, above it or below it; "" if there is none."""
+        """Return the source of the value at `path`, above it or below it; "" if there is none."""
         for length in range(len(path), 0, -1):
             for known, setting in self.settings.items():
                 if known[:length] == path[:length]:
@@ -110,7 +110,7 @@ class Override:
     source: str
 
     def tree(self) -> dict[str, Any]:
-        """The path as nested mappings, with the value innermost."""
+        """Return the path as nested mappings, with the value innermost."""
         tree = self.value
         for step in reversed(self.path):
             tree = {step: tree}
@@ -119,7 +119,7 @@ class Override:
 
 
 def parse_settings(texts: Iterable[str]) -> tuple[Override, ...]:
-    """The values of repeated `--set` options."""
+    """Return the values of repeated `--set` options."""
     return tuple(_override(text, source=f"--set {text}") for text in texts)
 
 
@@ -185,7 +185,7 @@ def _override(text: str, *, source: str) -> Override:
 
 
 def parse_value(text: str, *, source: str) -> Any:
-    """The value of `text`.
+    """Return the value of `text`.
 
     Sizes and times remain text, because only their key determines which of them it is.
     """
@@ -201,7 +201,7 @@ def parse_value(text: str, *, source: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """The shortest text that `parse_value` reads as `value`."""
+    """Return the shortest text that `parse_value` reads as `value`."""
     if isinstance(value, str):
         is_plain = value and value == value.strip() and not set(value) & set("[]{},:'\"\\")
         if is_plain and isinstance(_primitive(value), str):
@@ -234,7 +234,7 @@ class _Scanner:
         self.at = 0
 
     def value(self, ends: str) -> Any:
-        """The value that begins here."""
+        """Return the value that begins here."""
         opening = self.peek()
         if opening == "[":
             return list(self._elements(opening))
@@ -248,7 +248,7 @@ class _Scanner:
         return _primitive(text)
 
     def _elements(self, opening: str) -> Iterator[Any]:
-        """The values between brackets; for a mapping, pairs of keys and values."""
+        """Yield the values between brackets; for a mapping, pairs of keys and values."""
         closing = _ENDS[opening]
         self.at += 1
         while self.peek() != closing:
@@ -287,11 +287,11 @@ class _Scanner:
         return re.sub(rf"\\([{quote}\\])", r"\1", found[1])
 
     def peek(self) -> str:
-        """The next character that is not a space, or "" at the end."""
+        """Return the next character that is not a space, or "" at the end."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
         return self.text[self.at : self.at + 1]
 
     def error(self, what: str, fix: str) -> UsageError:
-        """The error for the text that is being read."""
+        """Return the error for the text that is being read."""
         return UsageError(f"{self.text!r} has {what}", where=self._source, fix=fix)

@@ -25,18 +25,18 @@ def families() -> Mapping[str, Family]:
 
 
 def full_names(name: str) -> tuple[str, ...]:
-    """The names that `workload=` accepts for a family's members."""
+    """Return the names that `workload=` accepts for a family's members."""
     return tuple(f"{name}_{accelerator}" for accelerator in families()[name]["accelerators"]) or (name,)
 
 
 @cache
 def dlio_workloads() -> Mapping[str, Mapping[str, Any]]:
-    """The workloads that only DLIO ships, under its names."""
+    """Return the workloads that only DLIO ships, under its names."""
     return dict(_read_folder("catalog"))["dlio"]
 
 
 def _read_folder(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and content of each YAML file in a shipped folder."""
+    """Yield the name and content of each YAML file in a shipped folder."""
     entries = sorted((resources.files("penstock.workload") / folder).iterdir(), key=lambda entry: entry.name)
     for entry in entries:
         if entry.name.endswith(".yaml"):
@@ -79,13 +79,13 @@ class ModelCard(BaseModel):
 
 @cache
 def cards() -> Mapping[str, ModelCard]:
-    """All shipped cards by name, in catalogue order."""
+    """Return all shipped cards by name, in catalogue order."""
     files = _read_folder("catalog/models")
     return {name: read_card(tree, name=name, source=f"{name}.yaml") for name, tree in files}
 
 
 def shipped_card(name: str) -> ModelCard | None:
-    """The card with this name or alias, or None if there is none."""
+    """Return the card with this name or alias, or None if there is none."""
     return cards().get(name) or next((card for card in cards().values() if name in card.aliases), None)
 
 

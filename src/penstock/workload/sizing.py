@@ -26,7 +26,7 @@ FILES_PER_FOLDER: Final = 10_000
 
 
 def record_bytes(dataset: Dataset) -> Fraction:
-    """The mean size of a sample on storage, before compression: by columns, else dimensions, else length."""
+    """Return the mean size of a sample on storage, uncompressed: by columns, else dimensions, else length."""
     row_bytes = parquet_row_bytes(dataset)
     if row_bytes is not None:
         return Fraction(row_bytes)
@@ -36,21 +36,21 @@ def record_bytes(dataset: Dataset) -> Fraction:
 
 
 def read_bytes_per_sample(dataset: Dataset) -> Fraction:
-    """The bytes of a sample that training reads: in Parquet, only columns with `read: true`."""
+    """Return the bytes of a sample that training reads: in Parquet, only columns with `read: true`."""
     if parquet_row_bytes(dataset) is None:
         return record_bytes(dataset)
     return Fraction(sum(column_bytes(column) for column in dataset.parquet.columns if column.read))
 
 
 def parquet_row_bytes(dataset: Dataset) -> int | None:
-    """The size of a row by its columns; None if the data set has no columns."""
+    """Return the size of a row by its columns; None if the data set has no columns."""
     if dataset.format is not DataFormat.PARQUET or not dataset.parquet.columns:
         return None
     return sum(map(column_bytes, dataset.parquet.columns))
 
 
 def column_bytes(column: ParquetColumn) -> int:
-    """The size of this column in one row."""
+    """Return the size of this column in one row."""
     return column.size * element_bytes(column.dtype)
 
 
@@ -87,7 +87,7 @@ class DatasetSizing:
     proof: tuple[str, ...]
 
     def check_files(self, num_files: int) -> tuple[bool, str]:
-        """True if `num_files` are enough, and the comparison as text."""
+        """Return whether `num_files` are enough, and the comparison as text."""
         passed = num_files >= self.min_files
         return passed, f"{num_files:,} files {'>=' if passed else '<'} {self.min_files:,} files needed"
 
@@ -95,7 +95,7 @@ class DatasetSizing:
 def make_sizing_request(
     workload: Workload, *, num_accelerators: int, host_memory_bytes: Iterable[int]
 ) -> DatasetSizingRequest:
-    """The request for sizing `workload`'s data set for these machines."""
+    """Return the request for sizing `workload`'s data set for these machines."""
     hosts = tuple(host_memory_bytes)
     if num_accelerators < 1 or not hosts or min(hosts) < 1:
         raise UsageError(
@@ -114,7 +114,7 @@ def make_sizing_request(
 
 
 def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
-    """The smallest data set by both rules: 500 steps for each accelerator, five times all hosts' memory."""
+    """Return the smallest data set by both rules: 500 steps per accelerator, five times all hosts' memory."""
     hosts, per_file = request.host_memory_bytes, request.num_samples_per_file
     by_steps = MIN_STEPS * request.batch_size * request.num_accelerators
     by_memory_exactly = MEMORY_MULTIPLE * sum(hosts) / request.record_bytes
@@ -161,17 +161,17 @@ def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
 
 
 def _gibibytes(memory_bytes: int) -> str:
-    """The size in GiB if that is exact, so that the line can be checked by hand; otherwise in bytes."""
+    """Return the size in GiB if that is exact, so that the line can be checked by hand; else in bytes."""
     return f"{memory_bytes >> 30} GiB" if memory_bytes % (1 << 30) == 0 else f"{memory_bytes} B"
 
 
 def bytes_text(size_bytes: Fraction) -> str:
-    """The size in bytes as a workload gives it, without separators, ready to be pasted: `114660.07`."""
+    """Return the size in bytes as a workload gives it, without separators, to be pasted: `114660.07`."""
     return f"{size_bytes.numerator}" if size_bytes.denominator == 1 else f"{float(size_bytes):.15g}"
 
 
 def quotient_text(value: Fraction) -> str:
-    """`value` with one decimal, or with as many as distinguish it from a whole number: 37,500.2."""
+    """Return `value` with one decimal, or with as many as distinguish it from a whole number: 37,500.2."""
     if value.denominator == 1:
         return f"{value.numerator:,}"
     for digits in range(1, 30):
@@ -207,7 +207,7 @@ class AcceleratorForecast:
 
 
 def forecast_accelerators(workload: Workload, bandwidth_bytes_per_s: Fraction) -> AcceleratorForecast:
-    """The largest number of accelerators whose utilization stays at or above the workload's threshold."""
+    """Return the most accelerators whose utilization stays at or above the workload's threshold."""
     dataset, batch_size = workload.dataset, workload.reader.batch_size
     computation_s = Fraction(str(workload.train.computation_time.expected_s))
     threshold = Fraction(str(workload.metric.au))
@@ -264,5 +264,5 @@ def _accelerators(num: int) -> str:
 
 
 def _percent(share: Fraction) -> str:
-    """The percentage, truncated so that a value below a threshold never seems to reach it."""
+    """Return the share in percent, truncated so that a value below a threshold never seems to reach it."""
     return f"{math.floor(share * 10_000) / 100:.2f}"

@@ -1,8 +1,9 @@
 """A workload as typed data: one frozen dataclass per section, with DLIO's defaults.
 
 Types tell `read_workload` and `write_workload` how to read and write a value; the constructors check nothing.
-A spec never changes: an override creates a new one. Units are part of the names; an alias is the key where
-DLIO's differs. `read_workload` reads what `write_workload` prints as an equal workload, except for secrets.
+A spec never changes: an override creates a new one. Units are part of the names; an alias is DLIO's key
+where that differs. `read_workload` turns what `write_workload` prints into an equal workload, except for
+secrets.
 """
 
 from collections.abc import Iterator, Mapping
@@ -318,7 +319,7 @@ class StorageSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One request. `name` is the family's or the file's; `accelerator` is "" if none was named."""
+    """A workload, complete. `name` is the family's or the file's, `accelerator` "" if none was named."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections
 
@@ -355,7 +356,7 @@ def _adapter() -> TypeAdapter[Workload]:
 def read_workload(
     tree: Mapping[str, Any], *, name: str, accelerator: str
 ) -> tuple[Workload | None, list[tuple[KeyPath, str]]]:
-    """The workload that `tree` describes, or every wrong value by its path; "" marks an unknown key."""
+    """Return the workload that `tree` describes, or each wrong value by its path; "" marks an unknown key."""
     try:
         workload = _adapter().validate_python({**tree, "name": name, "accelerator": accelerator})
     except ValidationError as refused:
@@ -364,7 +365,7 @@ def read_workload(
 
 
 def write_workload(workload: Workload, *, only_set: bool = False) -> dict[str, Any]:
-    """All values under DLIO's keys, including defaults, as plain values.
+    """Return all values under DLIO's keys, including defaults, as plain values.
 
     Unset values are None, or left out if `only_set`.
     """
@@ -373,7 +374,7 @@ def write_workload(workload: Workload, *, only_set: bool = False) -> dict[str, A
 
 
 def known_paths(section: type = Workload, above: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key as a path; the keys of a list's elements are below the list's own key."""
+    """Yield every key as a path; the keys of a list's elements are below the list's own key."""
     hints = get_type_hints(section, include_extras=True)
     for entry in fields(section):
         if section is Workload and entry.name in _NOT_IN_FILES:

@@ -47,7 +47,7 @@ process.
 def parse_yaml(
     text: str, *, source: str, kind: str = "A workload", page: str = "workloads"
 ) -> dict[str, Any]:
-    """The mapping in `text`. Errors name `source`, and the page that describes such documents."""
+    """Return the mapping in `text`. Errors name `source`, and the page that describes such documents."""
     # Each bracket and each column of indentation opens at most one level.
     block_levels = max(map(len, _BLOCK_PREFIX.findall(text)), default=0)
     may_nest_deeply = text.count("[") + text.count("{") + block_levels > _FAST_NESTING

@@ -81,7 +81,7 @@ def plan_agents(
     arguments: Sequence[str] = (),
     timeout_s: float,
 ) -> tuple[CommandFor, Environment]:
-    """The command line of each host's agent, and the variables that it receives.
+    """Return the command line of each host's agent, and the variables that it receives.
 
     `python` is the interpreter on the hosts. `arguments` are passed to the launcher, or to ssh, which never
     prompts.

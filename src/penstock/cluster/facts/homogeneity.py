@@ -97,7 +97,7 @@ def check_homogeneity(cluster: ClusterFacts) -> tuple[HomogeneityCheck, ...]:
 
 
 def overall_verdict(checks: Sequence[HomogeneityCheck]) -> Verdict:
-    """The worst of all verdicts; "not checked" is worse than a warning."""
+    """Return the worst of all verdicts; "not checked" is worse than a warning."""
     order: tuple[Verdict, ...] = ("fail", "not checked", "warning")
     verdicts = {check.verdict for check in checks}
     return next((verdict for verdict in order if verdict in verdicts), "pass")
@@ -132,7 +132,7 @@ def _each_version(hosts: Sequence[PresentHost]) -> Iterator[HomogeneityCheck]:
 
 
 def _mounts_by_folder(report: HostReport) -> dict[str, str] | None:
-    """The kind of each mount. For shared storage, its source and options as well."""
+    """Return the kind of each mount and, for shared storage, its source and options."""
     if report.mounts is None:
         return None
     mounts = {mount.folder: mount.kind for mount in report.mounts}
@@ -212,7 +212,7 @@ def _same_entries(
 def find_differences(
     entries: Sequence[tuple[Holder, Mapping[str, str]]], *, absent: str, name: Callable[[list[Holder]], str]
 ) -> tuple[int, list[str]]:
-    """The number of keys, and a clause for each key whose value differs between holders."""
+    """Return the number of keys, and a clause for each key whose value differs between holders."""
     keys = sorted({key for _, values in entries for key in values}, key=str.lower)
     differences = []
     for key in keys:
@@ -236,7 +236,7 @@ def _grouped(
 
 
 def _pass(subject: str, groups: Mapping[Hashable, list[str]], found: str) -> HomogeneityCheck:
-    """A passed check, or "not checked" if a fact of some host is unknown."""
+    """Return a passed check, or "not checked" if a fact of some host is unknown."""
     if None not in groups:
         return HomogeneityCheck(subject, "pass", found)
     unknown = f"unknown on {', '.join(groups[None])}"

@@ -54,7 +54,7 @@ _KINDS: Final = {
 
 
 def soft_limits() -> dict[str, int | None]:
-    """The soft limits of this process; None means no limit."""
+    """Return the soft limits of this process; None means no limit."""
     soft = {name: resource.getrlimit(kind)[0] for name, kind in _KINDS.items()}
     return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
 
@@ -206,7 +206,7 @@ def parse_mounts(text: str, *, left_out: Collection[str] = _STATE_KINDS) -> Iter
 
 
 def parse_system(os_release: str) -> str:
-    """The name of the distribution in `/etc/os-release`."""
+    """Return the name of the distribution in `/etc/os-release`."""
     pairs = (line.partition("=") for line in os_release.splitlines())
     return {name: value.strip("\"'") for name, _, value in pairs}["PRETTY_NAME"]
 
@@ -257,7 +257,7 @@ def _drives(folder: Path) -> Iterator[Drive]:
 
 
 def _transport(name: str, device: str) -> str:
-    """The transport of a drive, from the path of its device; "" if the path does not show it."""
+    """Return the transport of a drive, from the path of its device; "" if the path does not show it."""
     if name.startswith("nvme"):
         return "nvme"
     marks = {"/usb": "usb", "/ata": "sata", "/virtio": "virtio", "/end_device": "sas", "/rport": "fc"}
@@ -265,13 +265,13 @@ def _transport(name: str, device: str) -> str:
 
 
 def _settings(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The settings among `names` that this kernel has below `folder`, with their values."""
+    """Return the settings among `names` that this kernel has below `folder`, with their values."""
     values = {name: _optional_text(folder / name.replace(".", "/")) for name in names}
     return {name: " ".join(value.split()) for name, value in values.items() if value}
 
 
 def _limits(shared_memory: Path) -> dict[str, str]:
-    """The limits of a process started by a launcher, which are often lower than in a login shell."""
+    """Return the limits of a process started by a launcher, which are often lower than in a login shell."""
     limits = {name: "unlimited" if limit is None else str(limit) for name, limit in soft_limits().items()}
     return {**limits, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
 

@@ -145,7 +145,7 @@ def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
 
 
 def _by_value(values: Iterable[tuple[str, Value]]) -> dict[Value, list[str]]:
-    """The hosts whose ranks have each value, each host once."""
+    """Return the hosts whose ranks have each value, each host once."""
     groups: dict[Value, list[str]] = defaultdict(list)
     for host, value in values:
         if host not in groups[value]:

@@ -118,7 +118,7 @@ def run_preflight(
 
 
 def _lack(gate: Gate, doing: PreflightRequest, *, is_private: bool) -> str:
-    """The reason why a gate does not apply; "" if it does."""
+    """Return the reason why a gate does not apply; "" if it does."""
     if gate is Gate.STORAGE and (doing.uri is None or doing.reopen is None):
         return "no storage is used"
     if gate is Gate.SPACE and doing.uri is None and doing.results is None:
@@ -149,7 +149,7 @@ def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
 
 
 def read_volume(path: Path, host: str) -> Volume:
-    """The file system of `path`, which need not exist yet, on `host`."""
+    """Return the file system of `path`, which need not exist yet, on `host`."""
     folder = nearest_folder(path.absolute())
     usage = shutil.disk_usage(folder)
     device = folder.stat().st_dev
@@ -186,7 +186,7 @@ def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> list[
 
 
 def bound_offsets(rounds: Sequence[tuple[float, Sequence[float], float]]) -> list[tuple[float, float]]:
-    """For each rank, the lower and upper bound of how far its clock is ahead of rank 0's. Pure.
+    """Return, for each rank, the lower and upper bound of how far its clock is ahead of rank 0's. Pure.
 
     A round consists of rank 0's clock before it sent, every rank's reading, and rank 0's clock after it
     received. Every rank read its clock between those two moments, so the bounds hold however slow the network
@@ -225,7 +225,7 @@ def check_shared_storage(
         return reopen() if folder is None else open_local(folder)
 
     def place_probe() -> tuple[Path | None, str, str, bool] | str:
-        """The folder, key and digest, and whether the bytes are new; or the reason why there are none."""
+        """Return the folder, key and digest, and whether the bytes are new; or why there are none."""
         key, content = PREFIX + secrets.token_hex(8), secrets.token_bytes(_PROBE_BYTES)
         try:
             root = find_local_root(reopen())
@@ -243,7 +243,7 @@ def check_shared_storage(
         return folder, key, hashlib.sha256(content).hexdigest(), True
 
     def look(folder: Path | None, key: str) -> tuple[str, str, str]:
-        """The host, the digest of what this rank reads, and the reason if it reads nothing."""
+        """Return the host, the digest of what this rank reads, and the reason if it reads nothing."""
         deadline_s = time.monotonic() + patience_s
         while True:
             try:

@@ -72,7 +72,7 @@ class Failed:
     detail: str = ""
 
     def error(self) -> PenstockError:
-        """The error that the launching process raises for this failure."""
+        """Return the error that the launching process raises for this failure."""
         kind = {Ending.USAGE: UsageError, Ending.UNAVAILABLE: Unavailable}.get(self.ending)
         code = 2 if self.ending is Ending.NOT_FOUND else 1
         error = kind(self.cause) if kind else RankFailed(self.rank, self.host, self.cause, exit_code=code)

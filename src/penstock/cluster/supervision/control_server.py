@@ -256,7 +256,7 @@ class ControlServer:
                 logger.warning("Ignored a message that only servers send: %r", unexpected)
 
     def _missing(self, call: int) -> list[int]:
-        """The ranks that have not reported a long wait in this call."""
+        """Return the ranks that have not reported a long wait in this call."""
         late = {member.rank for member in self._members.values() if member.last_late_call == call}
         return [rank for rank in range(self.ranks) if rank not in late]
 
@@ -322,7 +322,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def advertise_address(port: int) -> str:
-    """The address of a server on all interfaces, for ranks on any machine, as `connect_to_server` takes it.
+    """Return a server's address for ranks on any machine, in the form that `connect_to_server` takes.
 
     Loopback comes last, because on another machine it would reach a different server.
     """

@@ -75,7 +75,7 @@ class SupervisorChannel:
         self.send("late", rank=self._rank, call=call, awaiting=awaiting)
 
     def find_absent(self, call: int) -> tuple[int, ...]:
-        """The ranks that have not arrived at this call, as far as the job's server knows.
+        """Return the ranks that have not arrived at this call, as far as the job's server knows.
 
         Only for one thread.
         """
@@ -411,7 +411,7 @@ def _open_signal_socket() -> socket.socket:
 
 
 def find_mpi_memory(pid: int) -> tuple[Path, ...]:
-    """The files of shared memory that MPICH has created for a process, and that only a regular end removes.
+    """Return the shared-memory files that MPICH created for a process, and that only a regular end removes.
 
     An interrupted job would leave a few megabytes per rank in /dev/shm until the next boot.
     """

@@ -12,6 +12,6 @@ from penstock.workload.spec import Dataset
 
 
 def open_format(dataset: Dataset, seed: int) -> FileFormat:
-    """The format of `dataset`; sample sizes are drawn from `seed`."""
+    """Return the format of `dataset`; sample sizes are drawn from `seed`."""
     file_format: FileFormat = resolve_name(f"{__name__}.{dataset.format.opener}")(dataset, seed)
     return file_format

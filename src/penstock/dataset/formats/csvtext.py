@@ -27,7 +27,7 @@ class CsvFormat(fp.ReadWhole):
     """Files that any CSV reader takes as numbers."""
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
-        """The shape of a sample, which is a row of numbers, whatever its dimensions."""
+        """Return the shape of a sample, which is a row of numbers, whatever its dimensions."""
         shape = super()._draw_shape(index)
         if np.dtype(shape.dtype).kind == "c":
             raise UsageError(
@@ -70,13 +70,13 @@ class CsvFormat(fp.ReadWhole):
         return _values(numbers, kind).reshape(len(samples), *plan.dims)
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """The numbers that the text represents."""
+        """Return the numbers that the text represents."""
         numbers = _numbers(plan, content, samples.start * plan.dims[0], len(samples) * plan.dims[0])
         return _values(numbers, np.dtype(plan.dtype)).reshape(len(samples), *plan.dims)
 
 
 def _measure(kind: np.dtype[np.generic]) -> tuple[int, int, int]:
-    """The values in an element, the characters before its digits, and all characters with the separator."""
+    """Return an element's values, the characters before its digits, and all characters with separator."""
     is_float = kind.kind == "f"
     limit = int(10 ** np.finfo(kind.str).precision) if is_float else int(np.iinfo(kind.str).max) + 1
     prefix = len(b"0.") if is_float else 0
@@ -98,7 +98,7 @@ def _values(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> fp.Sampl
 
 
 def _text(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> NDArray[np.uint8]:
-    """One row of characters for each number; the last column is free for the separator."""
+    """Return one row of characters for each number; the last column is free for the separator."""
     limit, prefix, width = _measure(kind)
     text = np.empty((len(numbers), width), dtype=np.uint8)
     text[:, :prefix] = np.frombuffer(b"0."[:prefix], dtype=np.uint8)

@@ -26,7 +26,7 @@ KEPT_BUFFERS = 8
 
 
 def buffer_pool() -> BufferPool:
-    """A pool of the buffers that `write_file` uses; one pool serves any number of files and threads."""
+    """Return a pool of buffers for `write_file`; one pool serves any number of files and threads."""
     return BufferPool(BUFFER_BYTES, KEPT_BUFFERS)
 
 
@@ -131,7 +131,7 @@ def _first_wrong_byte(
 
 
 def _truncated(plan: fp.FilePlan, part: int, actual_bytes: int, needed_bytes: int) -> ShortTransfer:
-    """The error for a stored part that ends before the bytes that it must have."""
+    """Return the error for a stored part that ends before the bytes that it must have."""
     name = plan.parts[part].key(plan.name)
     return ShortTransfer(
         f"{name} is truncated: it has {actual_bytes} bytes of at least {needed_bytes}",
@@ -160,7 +160,7 @@ def _describe(kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content:
 def _first_wrong_sample(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
-    """The first sample that decodes to something other than expected."""
+    """Return the first sample that decodes to something other than expected, or None."""
     with closing(storage.open(plan.name)) as source:
         survey = kind.survey(plan, source)
         for start in range(0, plan.num_samples, plan.block_samples):
@@ -176,7 +176,7 @@ def _first_wrong_sample(
 def _first_wrong_block(
     kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: Content
 ) -> int | None:
-    """The first sample of the first block that differs from a file generated in memory for comparison."""
+    """Return the first sample of the first block that differs from a file generated in memory, or None."""
     whole = kind.with_all_columns()
     plan = whole.plan(plan.index, plan.name)
     right = MemoryStorage()

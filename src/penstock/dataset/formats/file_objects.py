@@ -59,7 +59,7 @@ class GrowingBuffer(io.RawIOBase):
         return view.nbytes
 
     def tell(self) -> int:
-        """The number of bytes ever written."""
+        """Return the number of bytes ever written."""
         return self._drained_bytes + len(self._waiting)
 
     def drain(self, out: FormatSink) -> None:

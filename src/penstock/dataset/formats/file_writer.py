@@ -64,13 +64,13 @@ class FormatSink(ABC):
         self._kind, self._sum = kind, 0
 
     def end_sum(self) -> int:
-        """The checksum of the bytes since `start_sum`."""
+        """Return the checksum of the bytes since `start_sum`."""
         self._kind = None
         return self._sum
 
     @abstractmethod
     def _window(self, wanted: int) -> memoryview:
-        """The next window of memory: at least one byte, at most `wanted`."""
+        """Return the next window of memory: at least one byte, at most `wanted`."""
 
     @abstractmethod
     def _take_text(self, window: memoryview, text: memoryview) -> None:

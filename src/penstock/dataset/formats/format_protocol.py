@@ -52,7 +52,7 @@ class FilePart:
     size_bytes: int | None
 
     def key(self, name: str) -> str:
-        """The key of this part of the file `name`."""
+        """Return the key of this part of the file `name`."""
         return self.pattern.replace("{}", name)
 
 
@@ -133,7 +133,7 @@ class FileFormat(ABC):
         self._layouts: dict[SampleShape, FilePlan] = {}
 
     def plan(self, index: int, name: str) -> FilePlan:
-        """The plan of file `index`, to be stored under `name`.
+        """Return the plan of file `index`, to be stored under `name`.
 
         Indexes are unique over training and evaluation.
         """
@@ -165,7 +165,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def _lay_out(self, plan: FilePlan) -> tuple[int, tuple[FilePart, ...]]:
-        """The number of samples in a block, and the parts of a file: all that `plan` leaves to the format."""
+        """Return the samples per block and the parts of a file: what `plan` leaves to the format."""
 
     @abstractmethod
     def emit(self, plan: FilePlan, part: int, out: FormatSink) -> None:
@@ -180,7 +180,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def reads(self, plan: FilePlan, survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
-        """The ranges to read for these samples, in order; those of `survey` were read before."""
+        """Return the ranges to read for these samples, in order; those of `survey` were read before."""
 
     @abstractmethod
     def decode(self, plan: FilePlan, survey: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
@@ -190,7 +190,7 @@ class FileFormat(ABC):
         """Raise `StorageError` for a wrong checksum that readers detect but `decode` does not."""
 
     def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
-        """The samples that `decode` must return.
+        """Return the samples that `decode` must return.
 
         By default, they are consecutive content from offset 0 on.
         """
@@ -198,7 +198,7 @@ class FileFormat(ABC):
         return as_array(plan, text, len(samples))
 
     def with_all_columns(self) -> FileFormat:
-        """The same files, but everything in each sample is read."""
+        """Return the same files, but everything in each sample is read."""
         return self
 
 
@@ -206,7 +206,7 @@ class ReadWhole(FileFormat):
     """A format whose readers take whole files."""
 
     def reads(self, plan: FilePlan, _survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
-        """The whole file, whichever samples are wanted."""
+        """Yield the whole file, whichever samples are wanted."""
         size_bytes = plan.parts[0].size_bytes
         assert size_bytes is not None
         if samples:
@@ -221,7 +221,7 @@ class GatheredRanges:
         self._starts = [piece.offset for piece in self._pieces]
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
-        """A view of one piece, or a copy joined from several; raises `OSError` if a byte was not read."""
+        """Return a view of a piece, or a copy joined from several; raise `OSError` for a byte not read."""
         joined = bytearray()
         while True:
             at, piece = offset + len(joined), memoryview(b"")
@@ -247,7 +247,7 @@ class GatheredRanges:
 def read_range(
     plan: FilePlan, pieces: Sequence[Extent] | GatheredRanges, offset: int, size_bytes: int
 ) -> memoryview:
-    """A range of the file from the pieces that were read of it, as in `GatheredRanges.read`."""
+    """Return a range of the file from the pieces that were read of it, as in `GatheredRanges.read`."""
     gathered = pieces if isinstance(pieces, GatheredRanges) else GatheredRanges(pieces)
     try:
         return gathered.read(offset, size_bytes)
@@ -260,7 +260,7 @@ def read_range(
 
 
 def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
-    """The ranges of part 0 in file order, with adjacent ranges merged."""
+    """Return the ranges of part 0 in file order, with adjacent ranges merged."""
     ranges: list[RangeRead] = []
     for read in sorted(reads, key=lambda read: read.offset):
         if ranges and read.offset == ranges[-1].offset + ranges[-1].size_bytes:
@@ -272,7 +272,7 @@ def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
 
 
 def make_damage_error(plan: FilePlan, why: str) -> StorageError:
-    """The error for a file that cannot be decoded."""
+    """Return the error for a file that cannot be decoded."""
     return StorageError(
         f"{plan.name} is damaged: {why}",
         uri=plan.name,
@@ -281,12 +281,12 @@ def make_damage_error(plan: FilePlan, why: str) -> StorageError:
 
 
 def as_array(plan: FilePlan, text: memoryview, num_samples: int = 1) -> Sample:
-    """`text` as an array of `num_samples` samples along the first axis."""
+    """Return `text` as an array of `num_samples` samples along the first axis."""
     return np.frombuffer(text, dtype=plan.dtype).reshape(num_samples, *plan.dims)
 
 
 def make_content(content: Content, offset: int, size_bytes: int) -> memoryview:
-    """Content in newly allocated memory."""
+    """Return content in newly allocated memory."""
     buffer = memoryview(bytearray(size_bytes))
     content.fill(buffer, offset)
     return buffer
@@ -302,7 +302,7 @@ class SampleShape:
 
 
 def draw_bytes(dataset: Dataset, seed: int, index: int) -> int:
-    """The size of the samples of file `index`, not yet rounded to elements, and possibly below 1."""
+    """Return the size of the samples of file `index`, not yet rounded to elements, and possibly below 1."""
     mean, stdev = dataset.record_length_bytes, dataset.record_length_bytes_stdev
     if not stdev:
         return round(mean)
@@ -313,7 +313,7 @@ def draw_bytes(dataset: Dataset, seed: int, index: int) -> int:
 
 
 def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: int = 1) -> SampleShape:
-    """The shape of samples in file `index`: the requested dimensions, or two nearly equal ones.
+    """Return the shape of samples in file `index`: the requested dimensions, or two nearly equal ones.
 
     The product of the two is exactly the drawn size. DLIO instead squares the integer root, and loses up to
     two rows.
@@ -336,7 +336,7 @@ def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: in
 
 @lru_cache(maxsize=4096)
 def near_square(number: int) -> tuple[int, int]:
-    """Two factors of `number`.
+    """Return two factors of `number`.
 
     The first is at most the second, and as close to it as a limited search finds.
     """

@@ -48,7 +48,7 @@ class Hdf5Format(fp.FileFormat):
             )
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
-        """A block is a chunk; only the library knows the file's size."""
+        """Make a chunk a block; only the library knows the file's size."""
         chunks = self._chunks(plan.dims, plan.dtype)
         return chunks[0] if chunks else 1, (fp.FilePart(size_bytes=None),)
 
@@ -104,7 +104,7 @@ class Hdf5Format(fp.FileFormat):
         )
 
     def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """The whole chunks that contain the samples; adjacent ones are merged into one range."""
+        """Yield the ranges of whole chunks that contain the samples; adjacent ones are merged."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             yield from fp.merge_ranges(read for block in survey.blocks[first : last + 1] for read in block)
@@ -140,7 +140,7 @@ class Hdf5Format(fp.FileFormat):
         )
 
     def _chunks(self, dims: tuple[int, ...], dtype: str) -> tuple[int, ...] | None:
-        """A chunk's shape: as requested, or derived from the requested size; None if none is needed."""
+        """Return a chunk's shape, as requested or derived from the requested size; None if none is needed."""
         asked, num_samples = self._dataset.hdf5, self._dataset.num_samples_per_file
         shape = (num_samples, dims[0] // self._num_datasets, *dims[1:])
         if asked.chunk_dims:

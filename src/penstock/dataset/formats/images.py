@@ -55,7 +55,7 @@ class ImageFormat(fp.ReadWhole):
             )
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
-        """The shape of an image of the drawn size, or of the nearest size that an image can have."""
+        """Return the shape of an image of the drawn size, or of the nearest size that an image can have."""
         drawn = round(record_bytes(self._dataset))
         if not self._dataset.record_dims:
             drawn = fp.draw_bytes(self._dataset, self._seed, index)
@@ -72,22 +72,22 @@ class ImageFormat(fp.ReadWhole):
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
-        """Pixels, as Pillow decodes them."""
+        """Return pixels, as Pillow decodes them."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
         return _pixels(plan, fp.read_range(plan, pieces, 0, plan.sample_bytes))
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """The pixels of the image as it is generated."""
+        """Return the pixels of the image as it is generated."""
         return _pixels(plan, self.encode(plan.sample_bytes, content))[samples.start : samples.stop]
 
     @abstractmethod
     def dims(self, size_bytes: int) -> tuple[int, int, int]:
-        """The rows, columns and colours of the image that fills this many bytes."""
+        """Return the rows, columns and colours of the image that fills this many bytes."""
 
     @abstractmethod
     def encode(self, size_bytes: int, content: Content) -> memoryview:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
 
 
 def _pixels(plan: fp.FilePlan, text: memoryview) -> fp.Sample:
@@ -119,7 +119,7 @@ def _segment(marker: int, body: bytes) -> bytes:
 
 
 def _head(rows: int, columns: int) -> bytes:
-    """Everything before the coded data: JFIF, flat quantization, the frame, codes, the scan."""
+    """Return everything before the coded data: JFIF, flat quantization, the frame, codes, the scan."""
     frame = struct.pack(">BHHB", 8, rows, columns, 3) + bytes([1, 0x22, 0, 2, 0x11, 0, 3, 0x11, 0])
     only_code = [1, *[0] * 15]  # the number of Huffman codes of each length: a single one of one bit, "0"
     scan = bytes([3, 1, 0x00, 2, 0x00, 3, 0x00, 0, 63, 0])
@@ -146,12 +146,12 @@ class JpegFormat(ImageFormat):
     largest_bytes = 1 << 30
 
     def dims(self, size_bytes: int) -> tuple[int, int, int]:
-        """Rows, columns, colours."""
+        """Return the rows, columns and colours of the image that fills this many bytes."""
         across, down, _ = fit_jpeg(size_bytes)
         return 16 * down, 16 * across, 3
 
     def encode(self, size_bytes: int, content: Content) -> memoryview:
-        """The head, coded content, comments of content that fill up the file, and the end."""
+        """Return the head, coded content, comments of content that fill up the file, and the end."""
         across, down, _ = fit_jpeg(size_bytes)
         image = memoryview(bytearray(size_bytes))
         content.fill(image, 0)
@@ -166,7 +166,7 @@ class JpegFormat(ImageFormat):
 
 @lru_cache(maxsize=4096)
 def fit_jpeg(size_bytes: int) -> tuple[int, int, int]:
-    """The units across and down of the 4:3 image that leaves the fewest bytes to comments, and how many.
+    """Return the units across and down of the 4:3 image with the fewest bytes of comments, and that number.
 
     The number of units across is even. The rest is either nothing or large enough for the head of a comment.
     """
@@ -185,7 +185,7 @@ def fit_jpeg(size_bytes: int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=1)
 def _code_mask() -> NDArray[np.uint8]:
-    """Zeros at the positions of codes, every 11 bits, for a step of pairs of units."""
+    """Return zeros at the positions of codes, every 11 bits, for a step of pairs of units."""
     bits = np.ones(_BLOCK_BYTES * 8, dtype=np.uint8)
     bits[::11] = 0
     return np.tile(np.packbits(bits), 512 * _PAIR_BYTES // _BLOCK_BYTES)
@@ -260,12 +260,12 @@ class PngFormat(ImageFormat):
     largest_bytes = _LARGEST_CHUNK
 
     def dims(self, size_bytes: int) -> tuple[int, int, int]:
-        """Rows, columns, colours."""
+        """Return the rows, columns and colours of the image that fills this many bytes."""
         width, height, _ = fit_png(size_bytes)
         return height, width, 3
 
     def encode(self, size_bytes: int, content: Content) -> memoryview:
-        """The header, one chunk of stored rows, a private chunk that fills up the file, and the end."""
+        """Return the header, one chunk of stored rows, a private chunk that fills the file, and the end."""
         width, height, padding = fit_png(size_bytes)
         image = memoryview(bytearray(size_bytes))
         content.fill(image, 0)
@@ -284,7 +284,7 @@ class PngFormat(ImageFormat):
 
 @lru_cache(maxsize=4096)
 def fit_png(size_bytes: int) -> tuple[int, int, int]:
-    """The width and height of the nearly square image that leaves the fewest bytes to fill up, and how many.
+    """Return the width and height of the nearly square image with the fewest bytes left, and that number.
 
     The rest is either nothing or large enough for a chunk.
     """

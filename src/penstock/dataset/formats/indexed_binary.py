@@ -43,7 +43,7 @@ class IndexedFormat(fp.FileFormat):
             out.raw(entries.data.cast("B"))
 
     def reads(self, plan: fp.FilePlan, _survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """Both whole indexes, as readers load them, and the records; adjacent ones are merged."""
+        """Yield both whole indexes, as readers load them, and the records; adjacent ones are merged."""
         if not samples:
             return
         for part in (_OFFSETS, _SIZES):
@@ -55,7 +55,7 @@ class IndexedFormat(fp.FileFormat):
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
-        """Views of the records."""
+        """Return views of the records."""
         text = fp.read_range(
             plan, pieces, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes
         )

@@ -40,18 +40,18 @@ class StackedFormat(fp.ReadWhole):
     """A format with all samples of a file in one array, along its last axis; a file is one block."""
 
     def _content_offset(self, _plan: fp.FilePlan) -> int:
-        """The offset of the array's content in the file."""
+        """Return the offset of the array's content in the file."""
         return 0
 
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
-        """Views of the array, samples first."""
+        """Return views of the array, samples first."""
         text = fp.read_range(plan, pieces, self._content_offset(plan), plan.num_samples * plan.sample_bytes)
         return unstack(plan, text, samples)
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """The samples within the whole array."""
+        """Return the samples within the whole array."""
         text = fp.make_content(content, self._content_offset(plan), plan.num_samples * plan.sample_bytes)
         return unstack(plan, text, samples)
 
@@ -74,7 +74,7 @@ class NpyFormat(StackedFormat):
 
 @lru_cache(maxsize=4096)
 def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
-    """A header of version 1.0, padded so that the array begins at a multiple of 64 bytes."""
+    """Return a header of version 1.0, padded so that the array begins at a multiple of 64 bytes."""
     shape = f"({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
     padding = -(10 + len(text) + 1) % 64
@@ -88,12 +88,12 @@ def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
 
 
 def stacked_header(plan: fp.FilePlan) -> bytes:
-    """The header of an array of all samples of a file."""
+    """Return the header of an array of all samples of a file."""
     return array_header(plan.dtype, (*plan.dims, plan.num_samples))
 
 
 def unstack(plan: fp.FilePlan, text: memoryview, samples: range) -> fp.Sample:
-    """Views of samples in an array that has them along its last axis."""
+    """Return views of samples in an array that has them along its last axis."""
     stacked = np.frombuffer(text, dtype=plan.dtype).reshape(*plan.dims, plan.num_samples)
     return np.moveaxis(stacked, -1, 0)[samples.start : samples.stop : samples.step]
 
@@ -117,7 +117,7 @@ class Member:
 
 
 def local_header(member: Member) -> bytes:
-    """The record before a member. The member's checksum and sizes follow after it."""
+    """Return the record before a member. The member's checksum and sizes follow after it."""
     sizes = (_LARGE, _LARGE) if member.is_large else (0, 0)
     extra = struct.pack("<HHQQ", 1, 16, 0, 0) if member.is_large else b""
     version = _ZIP64_VERSION if member.is_large else _PLAIN_VERSION
@@ -130,13 +130,13 @@ def local_header(member: Member) -> bytes:
 
 
 def trailer(member: Member, crc: int) -> bytes:
-    """The record after a member: its checksum and sizes."""
+    """Return the record after a member: its checksum and sizes."""
     layout = "<4sIQQ" if member.is_large else "<4sIII"
     return struct.pack(layout, b"PK\x07\x08", crc, member.size_bytes, member.size_bytes)
 
 
 def directory_entry(member: Member, crc: int) -> bytes:
-    """A member and its checksum in the directory."""
+    """Return a member and its checksum in the directory."""
     wide = [member.size_bytes] * 2 * member.is_large + [member.offset] * (member.offset >= _LARGE)
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version = _ZIP64_VERSION if wide else _PLAIN_VERSION
@@ -151,7 +151,7 @@ def directory_entry(member: Member, crc: int) -> bytes:
 
 
 def end_of_archive(num_members: int, directory_bytes: int, directory_offset: int) -> bytes:
-    """The end of an archive, which says where its directory is."""
+    """Return the end of an archive, which says where its directory is."""
     wide = b""
     if directory_offset >= _LARGE:
         record = struct.pack(
@@ -183,7 +183,7 @@ _STEP_BYTES: Final = 1 << 20
 
 
 def _members(plan: fp.FilePlan) -> tuple[Member, Member]:
-    """`x` at the beginning of the archive and the labels `y` after it."""
+    """Return `x` at the beginning of the archive and the labels `y` after it."""
     head = stacked_header(plan)
     samples = Member("x.npy", 0, len(head) + plan.num_samples * plan.sample_bytes, head)
     end = len(local_header(samples)) + samples.size_bytes + len(trailer(samples, 0))
@@ -247,7 +247,7 @@ class CompressedNpzFormat(StackedFormat):
         return fp.FileSurvey(blocks=((fp.RangeRead(offset=0, size_bytes=source.size_bytes),),))
 
     def reads(self, _plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """The whole file."""
+        """Yield the whole file."""
         if samples:
             yield from survey.blocks[0]
 
@@ -286,6 +286,6 @@ class CompressedNpzFormat(StackedFormat):
 
 
 def open_npz(dataset: Dataset, seed: int) -> StackedFormat:
-    """Stored or compressed archives, as the data set requests."""
+    """Return stored or compressed archives, as the data set requests."""
     is_stored = dataset.compression is Compression.NONE
     return NpzFormat(dataset, seed) if is_stored else CompressedNpzFormat(dataset, seed)

@@ -63,7 +63,7 @@ class ColumnType:
         return "DELTA_BINARY_PACKED" if self.dtype in _SMALL_INTEGERS and is_number else "PLAIN"
 
     def valid(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Bytes that the type can hold: text of 64 ASCII characters, one-bit booleans, others unchanged."""
+        """Return bytes valid for the type: text of 64 ASCII characters, one-bit booleans, or unchanged."""
         if self.dtype == "string":
             return (rows & np.uint8(0x3F)) + np.uint8(0x30)
         return rows & np.uint8(1) if self.dtype == "bool" else rows
@@ -84,7 +84,7 @@ class ColumnType:
         return pa.FixedSizeListArray.from_arrays(values, type=self.kind)
 
     def to_rows(self, column: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """The inverse of `to_arrow`."""
+        """Convert a column of Arrow back to rows of bytes: the inverse of `to_arrow`."""
         blocks = [self._bytes_of(chunk) for chunk in column.chunks]
         return np.concatenate(blocks).reshape(-1, self.row_bytes)
 
@@ -103,7 +103,7 @@ class ColumnType:
 
 
 def column_type(column: ParquetColumn, *, as_bytes: bool = False) -> ColumnType:
-    """The type of a column: byte strings for several one-byte elements, lists for several larger ones."""
+    """Return the type of a column: byte strings for several one-byte elements, lists for larger ones."""
     size, row_bytes = column.size, column_bytes(column)
     if column.dtype in _TEXT_TYPES:
         kind = _TEXT_TYPES[column.dtype]
@@ -165,13 +165,13 @@ class ParquetFormat(fp.FileFormat):
         return ParquetFormat, (self._dataset, self._seed)
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
-        """The shape of a sample, which decodes to the bytes of the columns that are read."""
+        """Return the shape of a sample, which decodes to the bytes of the columns that are read."""
         columns = self._columns or _byte_strings(super()._draw_shape(index).size_bytes)
         read_bytes = sum(column.row_bytes for column in columns if column.read)
         return fp.SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
-        """A block is a row group; only the library knows the file's size."""
+        """Make a row group a block; only the library knows the file's size."""
         return min(self._dataset.parquet.row_group_size, plan.num_samples), (fp.FilePart(size_bytes=None),)
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:
@@ -211,7 +211,7 @@ class ParquetFormat(fp.FileFormat):
         return fp.FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
 
     def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
-        """The whole columns to be read, row group by row group; adjacent ones are merged into one range."""
+        """Yield the ranges of whole columns to read, row group by row group; adjacent ones are merged."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             for block in survey.blocks[first : last + 1]:
@@ -220,7 +220,7 @@ class ParquetFormat(fp.FileFormat):
     def decode(
         self, plan: fp.FilePlan, survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
-        """Rows of bytes, from columns that Arrow decodes; the checksums of pages are verified."""
+        """Return rows of bytes from columns that Arrow decodes; the checksums of pages are verified."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
         columns = [column for column in self._columns_of(plan) if column.read]
@@ -248,7 +248,7 @@ class ParquetFormat(fp.FileFormat):
         return np.concatenate(wanted, axis=1)
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """The rows' bytes as their columns' types hold them."""
+        """Return the rows' bytes as their columns' types hold them."""
         columns = self._columns_of(plan)
         blocks = [np.empty((0, *plan.dims), dtype=np.uint8)]
         for group in _groups(plan, samples):
@@ -263,7 +263,7 @@ class ParquetFormat(fp.FileFormat):
         return np.concatenate(blocks)
 
     def with_all_columns(self) -> ParquetFormat:
-        """The same files with every column read."""
+        """Return the same files with every column read."""
         parquet = self._dataset.parquet
         columns = tuple(replace(column, read=True) for column in parquet.columns)
         return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)
@@ -302,7 +302,7 @@ class ParquetFormat(fp.FileFormat):
 
 @lru_cache(maxsize=64)
 def _written_levels(columns: tuple[ColumnType, ...]) -> dict[str, tuple[int, int]]:
-    """The levels of these columns, as found in a file without rows."""
+    """Return the levels of these columns, as found in a file without rows."""
     buffer = pa.BufferOutputStream()
     pq.ParquetWriter(buffer, pa.schema([column.field for column in columns])).close()
     return _levels(pq.read_metadata(pa.BufferReader(buffer.getvalue())).schema)
@@ -318,7 +318,7 @@ def _byte_strings(row_bytes: int) -> tuple[ColumnType, ...]:
 
 
 def _groups(plan: fp.FilePlan, samples: range) -> Iterator[range]:
-    """The row groups that hold `samples`."""
+    """Yield the row groups that hold `samples`."""
     for start in range(
         samples.start // plan.block_samples * plan.block_samples, samples.stop, plan.block_samples
     ):
@@ -329,7 +329,7 @@ def _groups(plan: fp.FilePlan, samples: range) -> Iterator[range]:
 def _elements(
     plan: fp.FilePlan, columns: Sequence[ColumnType], rows: range, number: int, content: Content
 ) -> fp.Sample:
-    """The content of one column in one row group, as one row of bytes for each row."""
+    """Return the content of one column in one row group, as one row of bytes for each row."""
     num_rows, row_bytes = len(rows), columns[number].row_bytes
     before = sum(column.row_bytes for column in columns[:number])
     assert before + row_bytes <= plan.sample_bytes

@@ -28,15 +28,15 @@ class SyntheticFormat(fp.FileFormat):
         )
 
     def reads(self, _plan: fp.FilePlan, _survey: fp.FileSurvey, _samples: range) -> Iterator[fp.RangeRead]:
-        """No ranges."""
+        """Return no ranges."""
         return iter(())
 
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, _pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
-        """Zeros, which take no memory until they are written to."""
+        """Return zeros, which take no memory until they are written to."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)
 
     def expected(self, plan: fp.FilePlan, _content: Content, samples: range) -> fp.Sample:
-        """The same zeros as `decode` returns."""
+        """Return the same zeros as `decode` returns."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)

@@ -55,7 +55,7 @@ class TFRecordFormat(fp.ReadWhole):
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """The images' content."""
+        """Return the images' content."""
         before = sum(map(len, record_head(plan.sample_bytes)))
         starts = (before + sample * record_bytes(plan.sample_bytes) for sample in samples)
         images = [fp.as_array(plan, fp.make_content(content, start, plan.sample_bytes)) for start in starts]
@@ -68,14 +68,14 @@ def mask(crc: int) -> int:
 
 
 def record_bytes(image_bytes: int) -> int:
-    """The size of one whole record."""
+    """Return the size of one whole record."""
     length, head = record_head(image_bytes)
     return len(length) + len(head) + image_bytes + _SUM_BYTES
 
 
 @lru_cache(maxsize=4096)
 def record_head(image_bytes: int) -> tuple[bytes, bytes]:
-    """The bytes before an image: the length with its checksum, and the example up to the image's first byte.
+    """Return the bytes before an image: the length with its checksum, and the example up to the first byte.
 
     The image is the example's last field, so only the checksum follows it.
     """
@@ -88,7 +88,7 @@ def record_head(image_bytes: int) -> tuple[bytes, bytes]:
 
 
 def _field(number: int, body: bytes, more_bytes: int = 0) -> bytes:
-    """A length-delimited field, whose body continues for `more_bytes`."""
+    """Return a length-delimited field, whose body continues for `more_bytes`."""
     return _varint(number << 3 | _DELIMITED) + _varint(len(body) + more_bytes) + body
 
 
