@@ -218,10 +218,10 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
 
 
 def take_debug(arguments: list[str] | None) -> tuple[list[str], bool]:
-    """Remove `--debug` from the words before any `--`; return the other words, and true if it was there.
+    """Remove `--debug` from the words before any `--`; return the other words, and whether it was there.
 
-    It may stand anywhere, because people append it to a command that failed. None means this process's own
-    arguments.
+    The flag may stand anywhere, because people append it to a command that failed. None means this process's
+    own arguments.
     """
     if arguments is None:
         arguments = sys.argv[1:]

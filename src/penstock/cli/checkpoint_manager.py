@@ -98,7 +98,7 @@ def status(
 
 
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:
-    """Show how much is left to copy. Return when nothing is, no flusher works, or only failures remain."""
+    """Show how much is left to copy, until no flusher is running or all remaining flushes are failing."""
     from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.levels.flush import FlushFolder
 

@@ -20,7 +20,7 @@ DIFFERENT = 1
 DAMAGED = 1
 NOT_CHECKED = 3
 _FORMATS = dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch") | {".safetensors": "safetensors"}
-"""The format of a target by its suffix; any other is torch's distributed format."""
+"""The format of a target by its suffix; any other suffix means torch's distributed format."""
 
 
 @verb

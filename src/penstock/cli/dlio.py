@@ -317,7 +317,7 @@ def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
 
 
 def list_replaced(workload: Workload) -> Sequence[str]:
-    """Return remarks on options of the workload that other options replace here."""
+    """Return remarks on options of the workload that have no effect here, because others do their work."""
     options = workload.storage.storage_options
     remarks = []
     if options.prefetch_window or options.prefetch_workers:

@@ -105,7 +105,7 @@ def _object_options(workload: Workload) -> Iterator[tuple[str, str]]:
 
 
 def _endpoint(url: str, options: StorageOptions) -> str:
-    """Return a URL of the service. If `url` has no scheme, `secure` chooses it; the default is https."""
+    """Return the service's URL. If `url` has no scheme, `secure` chooses it; the default is https."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         return f"{'http' if options.secure is False else 'https'}://{url}"

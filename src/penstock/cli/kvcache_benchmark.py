@@ -54,7 +54,7 @@ _BLOCKS_ONLY: Final = (
     "--per-layer", "--layout", "--speedup", "--prefill-rate", "--keep", "--requests", "--users", "--think",
     "--chunk-tokens", "--objective",
 )  # fmt: skip
-"""Options of `kvcache run` that one of its workloads ignores."""
+"""Options of `kvcache run` that apply only to the workload `blocks`."""
 
 
 @dataclass(frozen=True, kw_only=True)

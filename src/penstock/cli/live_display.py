@@ -52,7 +52,7 @@ class Lines(Follower):
     interval_s = LINE_INTERVAL_S
 
     def __init__(self, *, first_s: float = LINE_INTERVAL_S) -> None:
-        """Print no line before `first_s`, so that short work prints none."""
+        """Print no line in the first `first_s` seconds, so that short work prints none."""
         self._first_at_s = time.monotonic() + first_s
 
     def show(self, status: RunStatus) -> None:

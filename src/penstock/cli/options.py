@@ -36,7 +36,7 @@ from penstock.optional_libraries import missing_library
 T = TypeVar("T")
 O = TypeVar("O")  # noqa: E741 - a group of options
 Fields = dict[str, dataclasses.Field[Any]]
-"""Declared options by name: of a parameter, or of a group's field."""
+"""Declared options by the name of their parameter, or of their field in a group."""
 _KEY = "penstock option"
 _NESTED = "__"
 """Joins the name of a group and that of its field: GROUP__FIELD."""
@@ -133,7 +133,7 @@ def group(options: type[O], *, panel: str | None = None) -> O:
 
 
 def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
-    """Return a field for a dataclass or a signature. Declaring functions claim to return its value's type."""
+    """Return a field for a dataclass or a signature. Its callers are typed as if they returned its value."""
     declaration = Declaration(names=tuple(filter(None, names)), help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:

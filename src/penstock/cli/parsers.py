@@ -79,7 +79,7 @@ def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:
 
 
 def _make_later(module: str, name: str) -> Callable[[str], Any]:
-    """Return a function that makes values of a type and imports its module only then."""
+    """Return a function that makes values of a type, and imports the type's module only when called."""
 
     def make(word: str) -> Any:
         return getattr(import_module(module), name)(word)
@@ -93,7 +93,7 @@ def choice(*words: str) -> Parser[str]:
 
 
 def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
-    """Make a parser of a few words, one for each value. The words stand here so `--help` imports nothing."""
+    """Make a parser that accepts only `words` (listed here so `--help` imports nothing), and calls `make`."""
     allowed = tuple(words)
 
     def parse(text: str) -> T:

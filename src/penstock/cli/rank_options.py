@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from _thread import start_new_thread  # without threading's locks, which a signal may find taken
+from _thread import start_new_thread  # takes none of threading's locks, which may be held at a signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -95,7 +95,7 @@ def _find_folder(run: str, parent: Path) -> Path:
 
 
 class _WatchedRun:
-    """A run observed from another process. A status counts as new if it changed, since clocks may differ."""
+    """A run observed from another process. A status is new if it changed, whatever hosts' clocks say."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder

@@ -39,7 +39,7 @@ PAGES: Final = {"probe": _draw_probe, "kvcache": _draw_cache}
 
 
 def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:
-    """Yield a title and a line that compares device with application bytes, for each direction and gap."""
+    """Yield titles and lines that compare device with application bytes, and explain any difference."""
     for reconciliation in reconciliations:
         title = f"devices, {reconciliation.direction}"
         if reconciliation.delivered_bytes is None:

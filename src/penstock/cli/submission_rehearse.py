@@ -241,7 +241,7 @@ def _rehearse_training(options: TrainingRunOptions, comm: Comm, terminal: Termin
     dataset, required = made.workload.dataset, made.required_size
     num_samples = required.min_files * dataset.num_samples_per_file
     num_steps = num_samples // (made.workload.reader.batch_size * required.request.num_accelerators)
-    # The slowest valid run: a longer run misses the minimum.
+    # The longest valid time of a step: with longer steps, a run misses the minimum utilization.
     slowest = float(required.request.computation_s) / made.workload.metric.au
     run_s = num_steps * made.workload.train.epochs * slowest
     return [

@@ -246,7 +246,7 @@ def make_training_result(
 def _sized_settings(
     options: TrainingRunOptions, series: RunSeries, workload: Workload, required_size: DatasetSizing
 ) -> tuple[str, ...]:
-    """Return the settings with the number of files added: of the existing data set if that is enough."""
+    """Return the settings with the number of files added; an existing data set is used if large enough."""
     from penstock.submission.authoring.run_sequence import read_series_state
 
     settings = options.workload.settings

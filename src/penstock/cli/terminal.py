@@ -83,7 +83,7 @@ class TextTable:
 
 
 View = Iterable[Line | TextTable]
-"""A result for people, from top to bottom. If it is a generator, it works only if the result is drawn."""
+"""A result for people, from top to bottom. A generator does its work only if the result is drawn."""
 
 
 def table(title: str, rows: Sequence[Mapping[str, str]]) -> View:
@@ -164,7 +164,7 @@ class Terminal:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one document on stdout, with its schema first. Raises an error for NaN, which JSON lacks.
+    """Print one document on stdout, the name of its schema first. Raises an error for NaN, which JSON lacks.
 
     The schema is named after the running verb and a version, e.g. `checkpoint-run/1`; the documentation site
     has it under `schemas/`. A document with its own `version`, which other commands read back, gets none.

@@ -126,7 +126,7 @@ class ActiveRun:
         os.utime(self.folder / run_folder.RUN_FILE)
 
     def show_in_folder(self, progress: Progress) -> None:
-        """Show what `progress` receives in the run's folder, so that it can be followed there."""
+        """Show in the run's folder what `progress` receives, so that the run can be followed there."""
         self._progress = progress
         kind = str(self.record.plan.get("kind", "training"))
         name = "_".join(filter(None, (self.record.name, self.record.accelerator)))

@@ -9,8 +9,8 @@ cannot be read are reported and skipped. A run is entered before its folder is c
 after its record is closed. `run.json` therefore decides how the run ended, and if its end cannot be entered,
 this is only logged.
 
-Where a folder is follows from the disk, and what happened to it from the history; a folder without an entry
-and an entry without a folder are both listed. A removal never includes an active run, and gives a reason for
+The disk shows where a run's folder is, and the history what happened to it; a folder without an entry and an
+entry without a folder are both listed. A removal never includes an active run, and gives a reason for
 each selected run that it keeps.
 
     {"format": 1, "event": "ended", "run": "1a2b3c", "at": "2026-01-02T03:04:05.000000+00:00", ...}
@@ -232,7 +232,7 @@ class CatalogedRun:
 
 
 class _History:
-    """The entries by run, with the latest of each kind."""
+    """The latest entry of each kind for each run, and the run's folder."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.began: dict[str, Entry] = {}
@@ -403,7 +403,7 @@ def parse_age(text: str, now: datetime) -> datetime:
 def plan_removal(
     selected: Sequence[CatalogedRun], keep_last: int = 0
 ) -> tuple[list[CatalogedRun], list[tuple[CatalogedRun, str]]]:
-    """Choose the runs to remove among `selected` (newest first); return them, and the others with reasons."""
+    """Choose the runs to remove among `selected` (newest first); return them, and why the others stay."""
     older = selected[keep_last:]
     spared = [(run, f"one of the last {keep_last}") for run in selected[:keep_last]]
     spared += [(run, "still running") for run in older if run.outcome == "running"]

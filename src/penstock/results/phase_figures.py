@@ -54,7 +54,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtilizationWindow:
-    """The steps that count: DLIO's number of steps, how many each end excludes, and samples per step."""
+    """The steps that count: DLIO's number of steps, those excluded at each end, and samples per step."""
 
     num_steps: int
     exclude_start_steps: int
@@ -120,7 +120,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """Every measure: over all ranks, for each rank, and compared between ranks."""
+    """Every measure of steps: over all ranks, for each rank, and compared between ranks."""
 
     shares: TimeShares
     over_ranks: Mapping[str, TimeStats]
@@ -286,7 +286,7 @@ def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: S
 def compat_rate(
     blocks: Sequence[StepBlock], window: UtilizationWindow, phase: StepPhase
 ) -> tuple[float, float]:
-    """Compute DLIO's AU and samples per second of a rank's epoch: the mean over its blocks by their steps."""
+    """Compute DLIO's AU and samples per second of a rank's epoch: means over blocks, weighted by steps."""
     num_steps = sum(len(block.steps) for block in blocks)
     rates = [(len(block.steps), *compat_block_rate(block, window, phase)) for block in blocks]
     au_percent = sum(weight * au for weight, au, _ in rates) / (num_steps or 1)

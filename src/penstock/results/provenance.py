@@ -154,7 +154,7 @@ def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 def git_state(folder: Path) -> GitState | None:
     """Return the state of the repository around `folder`, or None without a repository or git.
 
-    Also returns None if settings of the repository might run a program, because it may be a stranger's.
+    Also returns None if settings of the repository might run a program, because a stranger may have made it.
     """
     settings = _git(folder, "config", "--local", "--includes", "--list", "--name-only")
     if settings is None or not all(map(_HARMLESS_SETTING.fullmatch, settings.splitlines())):
@@ -189,7 +189,7 @@ def is_alive(mark: ProcessMark) -> bool | None:
 
 
 def redact_word(word: str) -> str:
-    """Replace values with suspicious names in a word, and the user and secrets in the query of a URI."""
+    """Replace the secrets in a word: values with suspicious names (also in a URI), and the user in a URI."""
     word = replace_surrogates(word)
     name, equals, _ = word.partition("=")
     if equals and "?" not in name and _SECRET_NAME.search(name):

@@ -33,7 +33,7 @@ _FREE_SECTIONS: Final = ("storage", "output", "profiling", "access", "pipe", "en
 _ASKED: Final = ("access", "pipe", "division", "scale", "is_subset", "parallelism")
 """Parts of a run's plan that the user chose and that are not in the workload."""
 _LOADER: Final = "loader"
-"""The name of the user's own loader, which runs with such a loader may vary."""
+"""The setting with the name of the user's own loader; runs with such loaders may differ in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,7 +146,11 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
-    """Return the record with its current outcome, judged from this host `silence_s` after its heartbeat."""
+    """Return the record with its current outcome, as seen from this host.
+
+    A run counts as interrupted if its process is gone or, where this host cannot tell, if `silence_s`, the
+    time since its last heartbeat, is too long.
+    """
     if record.outcome is not RunOutcome.RUNNING:
         return record
     alive = provenance.is_alive(record.process)

@@ -51,8 +51,8 @@ _SHARES: Final = {
 class RunStatus:
     """The state of a run at one time. Times are seconds since 1970.
 
-    Totals and rates are by unit, such as `read_bytes`. `rates` are means since a unit was first counted;
-    `rates_now` are those of the last seconds. `state` is `working`, `computing`, or `waiting for` samples,
+    Totals and rates are by unit, such as `read_bytes`. `rates` are means since a unit was first counted, and
+    `rates_now` means over the last seconds. `state` is `working`, `computing`, or `waiting for` samples,
     storage or ranks, and has lasted for `state_s`; `absent_ranks` are the ranks that rank 0 waits for, if
     they are known. Totals that end with `_s` are seconds of rank 0.
     """
@@ -302,7 +302,7 @@ def status_line(status: RunStatus) -> str:
 # The meter
 
 NOW_S: Final = 10.0
-"""Current rates count from the newest look that is at least this old."""
+"""Current rates are computed since the newest `_Look` that is at least this old."""
 RECENT_S: Final = 60.0
 """The time left is estimated from the speed over this time."""
 NOTED_WAIT_S: Final = 2.0

@@ -53,7 +53,7 @@ class RunSteps:
         return np.linspace(0.0, max(self.end_s, 1e-6), max(2, min(MOST_BUCKETS, num_steps)) + 1)
 
     def rates(self, column: str) -> Numbers:
-        """Return the growth of a column per second in each interval, over all ranks' steps."""
+        """Return the sum of a column over all ranks' steps in each interval, per second."""
         edges = self.edges
         growth = [
             _growth(self.at_s(rank, "start_ns"), self.at_s(rank, "barrier_ns"), rank.steps[column], edges)
@@ -82,7 +82,10 @@ class RunSteps:
 
 
 def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
-    """Return the amounts between edges. Each amount is spread evenly from its beginning to its end."""
+    """Return the total amount in each interval between edges.
+
+    Each of the `amounts` is spread evenly over the time from its beginning to its end.
+    """
     after = np.cumsum(amounts, dtype=np.float64)
     moments = np.column_stack([begins, ends]).ravel()
     totals = np.column_stack([after - amounts, after]).ravel()

@@ -1,9 +1,9 @@
 """An edition of the rules as data: the numbers, names and lists that rules compare with.
 
 The YAML files in `editions/` are parsed here, strictly. `choose_edition` detects each submitter's edition by
-files that only that edition has; a folder may hold submitters of several editions. Invariants: a rule
-contains no number of its own; each submitter is judged by its own edition, and a submitter without any mark
-like the others in the folder.
+files that only that edition has; a folder may hold submitters of several editions. Invariants: rules contain
+no numbers; each submitter is judged by its own edition, and a submitter without such files by the edition of
+the others in the folder.
 """
 
 from contextlib import suppress

@@ -313,7 +313,7 @@ def _twice(keys: list[str]) -> list[str]:
 
 
 class _TreeLoader(_Loader):  # type: ignore[misc]  # PyYAML has no types
-    """The safe loader; it also notes repeated keys, and refuses numbers of thousands of digits."""
+    """PyYAML's safe loader; it also notes repeated keys, and refuses numbers of thousands of digits."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -180,7 +180,8 @@ METRICS: Final[Mapping[Benchmark, Mapping[str, Callable[[SubmittedResult], float
 }
 """The figures by the names that reports and summaries use, in which MB means MiB, and GB means GiB.
 
-For checkpoints, each figure is computed by the first ranks, as results are published, and by the slowest.
+For checkpoints, each figure is computed from the times of first ranks, as in published results, and from the
+times of slowest ranks.
 """
 
 

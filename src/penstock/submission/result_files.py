@@ -144,7 +144,7 @@ NO_POOL: Final[CodeImagePool] = ("", {}, frozenset())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeContext:
-    """The shared part of one submitter's folder, as names.
+    """The names in those parts of a submitter's folder that all its results share.
 
     Hidden entries are left out, and the names of folders end in "/". `is_merged` is true if the tree also
     holds other organisations' folders. `systems` has the entries of systems/.

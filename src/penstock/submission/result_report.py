@@ -123,7 +123,7 @@ def result_row(
     location, benchmark = result.location, result.location.benchmark
 
     def common(read: Callable[[ResultDir], object]) -> Callable[[], Cell]:
-        """The value that all runs state, read later; None if they differ."""
+        """Return a function that returns the value in which all runs agree, or None if they differ."""
         return lambda: _only({str(read(run_dir)) for run_dir in result.run_dirs()})
 
     means = {figure.name: figure.mean for figure in figures}

@@ -334,7 +334,7 @@ def provisioned_watts(description: ParsedFile) -> float | None:
 def _of_product(
     description: ParsedFile, read: Callable[[ParsedFile, KeyPath], float]
 ) -> Iterator[float | None]:
-    """Yield a figure of each kind of product node and switch times their number, or None if unknown."""
+    """For each kind of product node and switch, yield a figure times their number, or None if unknown."""
     for kind, count, body in (
         ("product_nodes", "quantity", ("chassis",)),
         ("product_switches", "unit_count", ()),

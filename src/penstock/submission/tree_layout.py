@@ -90,7 +90,7 @@ def _scan(folder: Path | None) -> list[os.DirEntry[str]]:
 
 
 def list_folder(folder: Path | None) -> list[Path]:
-    """List the entries that are neither hidden nor left behind by tools, by name; none without a folder."""
+    """List the entries that are neither hidden nor left behind by tools; none if there is no folder."""
     return [Path(entry.path) for entry in _scan(folder)]
 
 

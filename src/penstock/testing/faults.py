@@ -1,4 +1,4 @@
-"""Storages that are slow, full or broken: wrappers around any storage, which can be nested.
+"""`Storage` objects that are slow, full or broken: wrappers around any `Storage`, which can be nested.
 
 Each wrapper has one effect. At its mildest setting it has none, and passes the contract suite. Invariant:
 every submitted buffer is released exactly once, even if a fault occurs.
@@ -15,7 +15,7 @@ from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
 from penstock.storage import protocol
 
 Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list", "stat", "delete", "sync"]
-"""A call on a storage, or on one of its sinks or sources."""
+"""A call on a `Storage` object, or on one of its sinks or sources."""
 
 Gate = Callable[[Verb, int], None]
 """Called before each call with its verb and number of bytes. It may wait, or raise the error of the call."""
@@ -24,7 +24,7 @@ Sleep = Callable[[float], None]
 
 
 class Gated(protocol.WrappedStorage):
-    """A storage with a `gate` before every call: the base class of the faults below, and of your own."""
+    """A `Storage` with a `gate` before every call: the base class of the faults below, and of your own."""
 
     def __init__(self, inside: protocol.Storage, gate: Gate, **own_options: str | float) -> None:
         super().__init__(inside, **own_options)

@@ -127,7 +127,7 @@ class StorageContract:
     clock_skew_s: ClassVar[float] = 120.0
     """The largest difference between the storage's clock and this machine's."""
     expected_options: ClassVar[Mapping[str, OptionValue]] = {}
-    """Options that must be on record with these values."""
+    """Options that the storage's record must have, with these values."""
 
     @pytest.fixture
     def storage(self) -> Storage:

@@ -44,7 +44,7 @@ class SweepRun:
 
 
 def sum_up(passed: int, tries: Sequence[SweepRun]) -> tuple[int, str | None]:
-    """The number of accelerators that the storage feeds, and what set the limit; None if nothing did.
+    """Return the number of accelerators that the storage feeds, and what set the limit, or None for no limit.
 
     If the limit is the client's, the storage feeds at least that number.
     """
@@ -70,7 +70,7 @@ def say_answer(passed: int, tries: Sequence[SweepRun]) -> str:
 
 
 def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> tuple[int, list[SweepRun]]:
-    """The largest number of accelerators up to `most` that is fed, 0 if none is, and all tries in order."""
+    """Return the largest number of accelerators up to `most` that is fed (0 if none is), and all tries."""
     if most < 1:
         raise UsageError(
             f"A sweep needs at least one accelerator, not {most}", where="--most", fix="Give at least 1."
@@ -85,7 +85,7 @@ def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> tupl
 
 
 def largest_passing(passes: Callable[[int], bool], *, most: int) -> int:
-    """The largest number up to `most` that passes, 0 if 1 does not. Each number is tried at most once."""
+    """Return the largest number up to `most` that passes, or 0 if 1 fails. Tries no number twice."""
     good, candidate = 0, 1
     while passes(candidate):
         good = candidate
@@ -129,7 +129,7 @@ def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
 
 
 def verdict_columns(one: SweepRun) -> dict[str, str]:
-    """The columns that show whether a run passed, whether its storage kept up, and what limited it."""
+    """Return the columns that show whether a run passed, whether its storage kept up, and what limited it."""
     return {
         "AU reached": "yes" if one.meets_threshold else "no",
         "fed by storage": "yes" if one.is_fed else "no",

@@ -197,7 +197,7 @@ def _take_checkpoints(
 
 
 def find_limit(tour: Tour, op: str) -> tuple[float, str]:
-    """The best rate of one direction in bytes per second, and what reached it."""
+    """Return the best rate of one direction in bytes per second, and what reached it."""
     probed = probe_page.best(tour.probe, op)
     rounds = [one.phase.gib_per_s for one in tour.checkpoints.rounds if one.round.direction == op]
     fastest = max([probed.gib_per_s, *rounds])

@@ -46,7 +46,7 @@ from penstock.workload.spec import Workload
 
 MANIFEST_KEY: Final = ".mlps-datagen-manifest.json"
 TRIES_PER_RUN: Final = 2
-"""Durations may vary so much that no run may follow another; do not repeat such runs forever."""
+"""The most tries per run, on average: durations may vary so much that no run may follow another."""
 
 Clock = Callable[[], datetime]
 Made = TypeVar("Made")
@@ -240,7 +240,7 @@ def add_run(
 
 
 def dataset_recipe(workload: Workload) -> DatasetRecipe:
-    """The recipe for the bytes of a submitted data set."""
+    """Return the recipe for the bytes of a submitted data set."""
     return DatasetRecipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
 
 

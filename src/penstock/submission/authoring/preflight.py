@@ -103,7 +103,7 @@ def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing resul
     changed: Sequence[str],
     size_gib: float,
 ) -> list[str]:
-    """Return all breaches of the rules on checkpointing; `changed` has the dotted names of the keys set."""
+    """Return all breaches of the rules on checkpointing; `changed` has the dotted names of keys set."""
     rules, ranks = edition.checkpoints, f"{num_processes} ranks"
     limits, memory = rules.models.get(model), rules.accelerator_memory_gb
     if limits is None:

@@ -161,9 +161,11 @@ def _differences(
 ) -> Iterator[tuple[str, object, object]]:
     """Compare a result directory with the request: yield each key whose values differ, with both values.
 
-    A series holds one result: a different accelerator, number or data set needs another series.
+    A series holds one result: a different accelerator, number of processes or data set needs another series.
     """
-    is_datagen = run_dir.folder.parent.name == SubmissionPhase.DATAGEN  # any number of ranks may generate
+    is_datagen = (
+        run_dir.folder.parent.name == SubmissionPhase.DATAGEN
+    )  # any number of ranks may generate data
     for what, field in (
         ("accelerator", "accelerator"),
         ("accelerators", "num_processes"),

@@ -376,7 +376,7 @@ def _digest(share: ParsedFile, *path: str) -> int:
 
 
 def _remainder(case: Case) -> dict[str, Any]:
-    """Return how many samples the worst epoch leaves out, of how many; negative if it reads some twice."""
+    """Return how many samples the worst epoch leaves out (negative if it reads some twice), and the total."""
     total, epochs = _num_samples(case.run.record), _epochs(case.run.record)
     left = max((total - sum(rank.integer("samples") for rank in ranks) for _, ranks in epochs), key=abs)
     policy = case.run.record.text("plan", "division")

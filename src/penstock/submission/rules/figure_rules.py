@@ -1,8 +1,8 @@
 """Rules about figures: utilization, stated means, and agreement of rates, files and times.
 
-Anyone who raises a figure has to raise all figures that depend on it. Every tolerance is far wider than 660
-published runs need. If older tools do not record a fact, a rule that needs it is not applicable rather than
-broken.
+Anyone who inflates a figure has to change all figures that depend on it, too. Every tolerance is far wider
+than 660 published runs need. If older tools do not record a fact, a rule that needs it is not applicable
+rather than broken.
 """
 
 from collections.abc import Callable, Iterator
@@ -437,8 +437,8 @@ RULES: Final = (
             if it.share > it.utilization
             else "Let the reviewer see from the run's log which of the two is true."
         ),
-        # Both are divided by the same time, and no step computes for less than its time. The files do not
-        # show why a rate is lower: a program that is slow to start also produces such figures.
+        # Both are divided by the same time, and no step computes for less than the workload's time. The files
+        # do not show why a rate is lower: a program that is slow to start also produces such figures.
         otherwise=lambda it: Verdict.FAIL if it.share > it.utilization else Verdict.WARNING,
         is_lenient_in_warm_up=True,
     ),

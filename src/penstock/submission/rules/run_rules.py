@@ -221,7 +221,7 @@ def _judge_host_memory(case: Case) -> Iterator[Finding]:
             otherwise=Verdict.WARNING,
         )
     if summary.has("potential_caching") and summary.has("data_size_per_host_GB"):
-        # Which hosts could hold their share of the data in memory: no rule uses that, but readers do.
+        # No rule uses which hosts could hold their share of the data in memory, but readers do.
         memory_gib, share_gib = summary.numbers("host_memory_GB"), summary.number("data_size_per_host_GB")
         stated = [*summary.numbers("potential_caching")]
         # On clusters, the list of memory may have more entries than there are hosts.

@@ -1,6 +1,6 @@
 """Rules about the tree, the systems that it describes, and the program that made its results.
 
-A folder that the edition does not know fails, because the edition's own tool refuses it, whereas an unknown
+A folder that the edition does not list fails, because the edition's own tool refuses it, whereas an unknown
 file is only a warning. If something is wrong with the system of another result, that is a warning here.
 """
 
@@ -365,7 +365,7 @@ def _judge_manifest(case: Case) -> Iterator[Finding]:
 def _find_misplaced(case: Case) -> list[str]:
     result, location = case.result, case.result.location
     model = location.model.lower()
-    if location.benchmark is Benchmark.VECTOR_SEARCH:  # its folder is an engine's, and then an index's
+    if location.benchmark is Benchmark.VECTOR_SEARCH:  # in the folder of an engine, that of an index
         model = f"{location.folder.parent.name.lower()}_{model}"
     phases = {"datasize": result.datasize, "datagen": result.datagen, "run": result.run_dirs()}
     expected = {
