@@ -39,7 +39,7 @@ def status(
     ),
     watches: bool = flag("--watch", "Wait until all flushes are finished."),
 ) -> int:
-    """Show the steps of RUN on each level, their redundancy, and the progress of flushes.
+    """Show the steps of RUN in durable storage and caches, their redundancy, and the progress of flushes.
 
     Each node sees only its own cache: run the command on every node. Exits with 1 if a flush keeps failing.
 

@@ -45,7 +45,7 @@ def plan(
         "--flush-every", whole(1), "Flush every N-th checkpoint to durable storage.", default="10"
     ),
 ) -> None:
-    r"""Estimate the training efficiency of each checkpointing strategy at its best interval.
+    r"""Estimate the training efficiency of each checkpointing strategy at its best checkpoint interval.
 
     Uses a first-order formula (Young/Daly), and checks it against a simulation of random failures.
 

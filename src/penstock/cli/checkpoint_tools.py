@@ -135,7 +135,9 @@ def diff(
     *,
     first: str = argument("FIRST", URI, "Checkpoint of any format."),
     second: str = argument("SECOND", URI, "Checkpoint to compare it with, of any format."),
-    only: tuple[str, ...] = repeated("--only", TEXT, "Compare only matching names, e.g. 'model.*'."),
+    only: tuple[str, ...] = repeated(
+        "--only", TEXT, "Compare only items with matching names, e.g. 'model.*'."
+    ),
 ) -> int:
     """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
 
@@ -225,7 +227,9 @@ def convert(
         choice("dcp", "torch", "safetensors"),
         "Format to write (default: by TARGET's suffix: .pt is torch, .safetensors is safetensors, else dcp).",
     ),
-    only: tuple[str, ...] = repeated("--only", TEXT, "Convert only matching names, e.g. 'model.*'."),
+    only: tuple[str, ...] = repeated(
+        "--only", TEXT, "Convert only items with matching names, e.g. 'model.*'."
+    ),
     tensors_only: bool = flag("--tensors-only", "Convert only tensors, and list what is left out."),
     compresses: bool = flag("--compress", "Compress items with zstd (dcp only)."),
     shard_bytes: int = option(

@@ -86,7 +86,7 @@ class KvCacheOptions:
         default="1",
     )
     page: Path | None = PAGE
-    is_per_layer: bool = flag("--per-layer", "Write one object per layer.")
+    is_per_layer: bool = flag("--per-layer", "Write each layer of a chunk as a separate object.")
     layout: str = option(
         "--layout",
         choice("penstock", "vllm", "lmcache"),

@@ -419,10 +419,11 @@ printed before it runs. The vector search and key-value cache benchmarks are not
 
 Options:
   --data-dir, --checkpoint-folder FOLDER    Directory for the data set, or for checkpoints.
-  --results-dir FOLDER --systemname NAME    Directory for results, and the system under test. The run is added
+  --results-dir FOLDER --systemname NAME    Directory for results; name of the system. The run is added
                                             to the submission if `init` made the directory a submission tree.
-                                            Defaults: MLPSTORAGE_RESULTS_DIR, MLPSTORAGE_SYSTEMNAME,
-                                            MLPSTORAGE_DATA_DIR and MLPSTORAGE_CHECKPOINT_FOLDER.
+                                            Defaults in the environment: MLPSTORAGE_RESULTS_DIR,
+                                            MLPSTORAGE_SYSTEMNAME, MLPSTORAGE_DATA_DIR and
+                                            MLPSTORAGE_CHECKPOINT_FOLDER.
   --params KEY=VALUE ...                    Override settings of the workload.
   --hosts A:4,B:4 --mpi-bin NAME --mpi-params="..."    Choose hosts, launcher, and the launcher's arguments.
   --config-file FILE                        Read options from a YAML file; the command line takes precedence.
