@@ -27,7 +27,7 @@ from typing import Any, Final
 
 
 class PenstockError(Exception):
-    """The base of all errors: `what` happened, `where`, and the `fix`. `exit_code` is the command's."""
+    """The base of all errors: `what` happened, `where`, and the `fix`. Commands exit with `exit_code`."""
 
     exit_code: int = 1
 
@@ -65,7 +65,7 @@ class Unavailable(PenstockError):
 
 
 class StorageError(PenstockError, OSError):
-    """Storage refused a request, failed, or returned wrong data. `errno` is the system's, or None."""
+    """Storage refused a request, failed, or returned wrong data. `errno` is the system's number, or None."""
 
     def __init__(
         self, what: str, *, uri: str = "", where: str = "", fix: str = "", errno: int | None = None
@@ -76,7 +76,7 @@ class StorageError(PenstockError, OSError):
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):
-    """No object has this key, or no file has this name. The path is usually mistyped, hence the exit code."""
+    """No object has this key, or no file has this name. The path is usually mistyped, hence exit code 2."""
 
     exit_code = 2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 Activity = Literal["working", "computing", "reading", "moving"]
-"""The activity of rank 0: `reading` waits for one batch, however it is produced; `moving` is only I/O."""
+"""What rank 0 does: `reading` is waiting for a batch, however it is produced; `moving` is only I/O."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class Progress:
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:
         """Report what this rank is doing now.
 
-        Until the next phase, `advance` also counts in `unit`, multiplied by `times`, the number of ranks that
-        do the same.
+        Until the next phase, `advance` also adds its amount to the total of `unit`, multiplied by `times`,
+        the number of ranks that do the same.
         """
 
     def remark(self, text: str) -> None:

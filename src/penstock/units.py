@@ -96,14 +96,14 @@ def parse_rate(text: str) -> float:
 
 
 def _three_digits(value: float) -> str:
-    """Format with three significant digits, more for larger numbers, and no exponent: 1.25, 12.5, 1023."""
+    """Format with at least three significant digits and no exponent: 1.25, 12.5, 1023."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Format bytes in binary units: `1.50 GiB`, `512 B`. Below 100, a number without decimals is exact."""
+    """Format bytes in binary units: `1.50 GiB`, `512 B`. A number below 100 without decimals is exact."""
     if size_bytes < 0:
         return f"-{format_bytes(-size_bytes)}"
     scaled, step = float(size_bytes), 0
@@ -146,5 +146,5 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_number(value: float | None, style: str) -> str:
-    """Format a number in a format's style; a dash for None."""
+    """Return `value` in the format `style`, or a dash for None."""
     return "-" if value is None else format(value, style)

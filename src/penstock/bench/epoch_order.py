@@ -65,7 +65,7 @@ class EpochOrder:
             self._permutation = Permutation(self._num_runs, f"epoch {seed} {epoch}".encode())
 
     def items(self, positions: Positions) -> Positions:
-        """The items at these positions."""
+        """Return the items at these positions."""
         items = positions % self._num_items
         if self._permutation is not None:
             runs, places = np.divmod(items, self._run_items)
@@ -104,7 +104,7 @@ class EvenDivision:
         return -self.num_items % self.num_places if self.remainder is Remainder.PAD else 0
 
     def left_out(self, epoch: int) -> tuple[range, ...]:
-        """The items that no place takes in this epoch, ascending: at most two runs.
+        """Return the items that no place takes in this epoch, ascending: at most two runs.
 
         With `rotate`, the items left out are the next `num_left_out` ones each epoch. They are less than half
         of all items, so the next epoch includes what this one leaves out; after about num_items /
@@ -160,7 +160,7 @@ class Permutation:
         self._keys = tuple(zip(keys[::2], keys[1::2], strict=True))
 
     def items(self, positions: Positions) -> Positions:
-        """The items at these positions, which may be in any order."""
+        """Return the items at these positions, which may be in any order."""
         if positions.size and not 0 <= positions.min() <= positions.max() < self.size:
             raise IndexError(f"positions {positions.min()} to {positions.max()} of {self.size}")
         items = np.empty(positions.size, dtype=np.uint64)
@@ -222,14 +222,14 @@ class DrawnTimes:
     rank: int
 
     def of_epoch(self, epoch: int, num_steps: int) -> list[int]:
-        """The nanoseconds of steps 1 to `num_steps`, drawn before the epoch so that no step waits for it."""
+        """Return the nanoseconds of steps 1 to `num_steps`, drawn in advance so that no step waits for it."""
         if self.duration.law is Distribution.FIXED:
             return [round(self.duration.mean_s * 1e9)] * num_steps
         key = self._make_key()
         return [self._draw_ns(key, epoch, step, 1)[0] for step in range(1, num_steps + 1)]
 
     def of_batch(self, epoch: int, step: int, num_samples: int) -> tuple[int, ...]:
-        """The nanoseconds to preprocess each sample of a step's batch; empty if there is no preprocessing."""
+        """Return the nanoseconds to preprocess each sample of a step's batch; empty without preprocessing."""
         if self.duration.is_zero:
             return ()
         return tuple(self._draw_ns(self._make_key(_PREPROCESSING), epoch, step, num_samples))

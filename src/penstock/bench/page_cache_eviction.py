@@ -45,7 +45,7 @@ class CacheEviction:
         return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def document(self) -> dict[str, Any]:
-        """The figures as plain data."""
+        """Return the figures as plain data."""
         return {**asdict(self), "resident_share": self.resident_share}
 
     @property

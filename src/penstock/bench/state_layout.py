@@ -35,7 +35,7 @@ class FileGroup:
     size_bytes: Numbers
 
     def scaled(self, scale: Fraction) -> FileGroup:
-        """The same files with `scale` times their bytes, rounded; none becomes empty."""
+        """Return the same files with `scale` times their bytes, rounded; none becomes empty."""
         distinct, places = np.unique(self.size_bytes, return_inverse=True)
         sizes = [max(1, round(size * scale)) for size in distinct.tolist()]
         return replace(self, size_bytes=np.array(sizes, dtype=np.int64)[places])
@@ -77,7 +77,7 @@ class StateLayout:
         return sum(int(np.searchsorted(group.ranks, self.num_carried)) for group in self.groups)
 
     def bytes_of_processes(self) -> Numbers:
-        """The bytes of one checkpoint that each process writes."""
+        """Return the bytes of one checkpoint that each process writes."""
         totals = np.zeros(self.num_processes, dtype=np.int64)
         for group in self.groups:
             carried = int(np.searchsorted(group.ranks, self.num_carried))
@@ -86,12 +86,12 @@ class StateLayout:
         return totals
 
     def ranks_of(self, process: int) -> range:
-        """The ranks of the mesh that a process carries."""
+        """Return the ranks of the mesh that a process carries."""
         first, end = (edge * self.num_carried // self.num_processes for edge in (process, process + 1))
         return range(first, end)
 
     def files_of(self, process: int, *, epoch: int = 1, step: int = 1) -> Iterator[PlannedObject]:
-        """A process's files of one checkpoint, in the order of writing.
+        """Yield a process's files of one checkpoint, in the order of writing.
 
         An object's key is the file's name.
         """
@@ -108,12 +108,12 @@ class StateLayout:
 
 
 def checkpoint_folder(epoch: int, step: int) -> str:
-    """The folder of one checkpoint, as DLIO names it."""
+    """Return the folder of one checkpoint, as DLIO names it."""
     return f"global_epoch{epoch}_step{step}"
 
 
 def without_empty(groups: Iterable[FileGroup]) -> tuple[FileGroup, ...]:
-    """Groups without their empty files: some ranks get no elements if there are fewer elements than ranks."""
+    """Return the groups without their empty files: with fewer elements than ranks, some get none."""
     non_empty = ((group, group.size_bytes > 0) for group in groups)
     return tuple(
         replace(group, ranks=group.ranks[full], size_bytes=group.size_bytes[full])
@@ -145,13 +145,13 @@ class Mesh:
 
 
 def even_share(whole: Numbers | int, parts: int, place: Numbers) -> Numbers:
-    """Part `place` of `whole`, divided into `parts` as equally as whole numbers allow."""
+    """Return part `place` of `whole`, divided into `parts` as equally as whole numbers allow."""
     shares: Numbers = whole * (place + 1) // parts - whole * place // parts
     return shares
 
 
 def stage_of_layer(layer: int, *, num_layers: int, num_stages: int) -> int:
-    """The stage of a layer from 1 to `num_layers`.
+    """Return the stage of a layer from 1 to `num_layers`.
 
     Without an even split, early stages have one layer more.
     """
@@ -232,7 +232,7 @@ def plan_layout(
 
 
 def count_parameters(model: Model) -> int:
-    """The number of a transformer's parameters: embedding, layers, final norm and output head."""
+    """Return the number of a transformer's parameters: embedding, layers, final norm and output head."""
     assert model.transformer is not None
     assert model.num_layers is not None
     dims = model.transformer
@@ -241,7 +241,7 @@ def count_parameters(model: Model) -> int:
 
 
 def layer_tensors(dims: Transformer) -> tuple[int, ...]:
-    """The elements of each tensor of one layer: norm, attention in and out, norm, feed-forward up and down.
+    """Return the sizes of one layer's tensors: norm, attention in and out, norm, feed-forward up and down.
 
     Keys and values have `hidden x kv heads / heads` columns each, even if a head's width is not a whole
     number.
@@ -284,7 +284,7 @@ def _groups(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _transformer(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
-    """The model's files, then the optimizer's, with each rank's share of all parameters."""
+    """Yield the model's files, then the optimizer's, with each rank's share of all parameters."""
     assert spec.transformer is not None
     assert spec.num_layers is not None
     dims, num_layers = spec.transformer, spec.num_layers
@@ -301,7 +301,7 @@ def _transformer(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _layer(number: int, tensors: tuple[int, ...], *, mesh: Mesh, num_layers: int, width: int) -> FileGroup:
-    """The files of one layer on the ranks of its stage.
+    """Return the files of one layer on the ranks of its stage.
 
     The embedding is layer 0; the output head and the final norm follow the last layer.
     """
@@ -316,7 +316,7 @@ def _layer(number: int, tensors: tuple[int, ...], *, mesh: Mesh, num_layers: int
 
 
 def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width: int) -> FileGroup:
-    """All layers in one file on each rank: the first replica's ranks, or all ranks with a share each."""
+    """Return all layers in one file per rank: of the first replica's ranks, or of all with a share each."""
     if zero_stage < 3:
         ranks = np.arange(mesh.model_parallel, dtype=np.int64)
         return FileGroup(name=_WHOLE, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
@@ -326,7 +326,7 @@ def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width:
 
 
 def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
-    """The elements of these tensors that each rank holds. Every tensor is divided, norms included."""
+    """Return the elements of these tensors that each rank holds. Every tensor is divided, norms included."""
     places = np.arange(mesh.tensor, dtype=np.int64)
     distinct, counts = np.unique(np.array(tensors, dtype=np.int64), return_counts=True)
     by_place = sum(
@@ -341,7 +341,7 @@ def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
 
 
 def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:
-    """The optimizer's states, divided evenly among all ranks or, without ZeRO, those of the first replica."""
+    """Return the optimizer's states, divided evenly among all ranks or, without ZeRO, the first replica's."""
     num_ranks = mesh.num_ranks if spec.parallelism.zero_stage else mesh.model_parallel
     ranks = np.arange(num_ranks, dtype=np.int64)
     width = OPTIMIZER_STATES * DATATYPE_BYTES[spec.optimizer_datatype]
@@ -351,7 +351,7 @@ def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:
 
 
 def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
-    """DLIO's older keys: a layer's elements, divided by tensor parallelism, and a rank's optimizer groups."""
+    """Yield the files by DLIO's older keys: layers divided by tensor parallelism, and optimizer groups."""
     writers = np.arange(
         mesh.num_ranks if spec.parallelism.zero_stage else mesh.model_parallel, dtype=np.int64
     )
@@ -364,7 +364,7 @@ def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _explicit_layers(spec: Model, mesh: Mesh, *, num_layers: int) -> Iterator[FileGroup]:
-    """One file for each layer if there is a pipeline, otherwise one for all, as for transformers."""
+    """Yield one file for each layer if there is a pipeline, otherwise one for all, as for transformers."""
     width, stage = DATATYPE_BYTES[spec.model_datatype], spec.parallelism.zero_stage
     if stage == 3 or mesh.pipeline == 1:
         yield _model_file(spec.layer_parameters * num_layers, mesh=mesh, zero_stage=stage, width=width)
@@ -374,7 +374,7 @@ def _explicit_layers(spec: Model, mesh: Mesh, *, num_layers: int) -> Iterator[Fi
 
 
 def _listed(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:
-    """The files that a model's card lists."""
+    """Yield the files that a model's card lists."""
     for rule in model.files:
         ranks = np.arange(0, mesh.num_ranks, rule.every, dtype=np.int64)
         for index in range(rule.count):

@@ -95,14 +95,14 @@ class RankSaveStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShareContents:
-    """The contents of one rank's files, from which the checkpoint is described; names come with paths."""
+    """The contents of one rank's files, from which the checkpoint is described."""
 
     regions: tuple[Regions, ...] = ()
     """The regions in each file; their `tensor` column has the numbers that the plan gave to the tensors of
     all ranks.
     """
     objects: tuple[tuple[tuple[str, tuple[str | int, ...]], ...], ...] = ()
-    """The objects in each file."""
+    """The name of each object in each file, and its path in the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class StagedSave(Protocol):
     ) -> WrittenShare:
         """Write all files durably, each under `key_of(file name)`. Called once, from any thread.
 
-        Files that exist already are read through `storage` once, from beginning to end.
+        Files that the program itself has written are read through `storage` once, from beginning to end.
         """
 
     def cancel(self) -> None:
@@ -216,7 +216,7 @@ def borrowed_comm(process_group: Any = None) -> Iterator[Comm]:
 
 
 def list_ranks(process_group: Any) -> list[int]:
-    """The ranks of a group, numbered as in the job; `[0]` if this process runs alone."""
+    """Return the ranks of a group, numbered as in the job; `[0]` if this process runs alone."""
     if "torch" not in sys.modules:
         # A program that has not imported torch cannot have a process group.
         return [0]

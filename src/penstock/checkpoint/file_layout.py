@@ -64,7 +64,7 @@ class TorchPayload:
         self._dtype = dtype
 
     def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:
-        """Fill `target` with the bytes from offset `start` on; with a `stream`, only begin to."""
+        """Fill `target` with the bytes from offset `start` on; with a `stream`, only begin the copy."""
         row = torch.frombuffer(target, dtype=self._dtype)
         begin = start // self._dtype.itemsize
         for piece, place in split_range(tuple(self._memory.shape), begin, begin + row.numel()):
@@ -221,7 +221,7 @@ class FileLayout:
         return self.items[-1].end if self.items else 0
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
-        """The offset, size and payload offset of every item."""
+        """Return the offset, size and payload offset of every item."""
         # Plain numbers: with a tuple for each of a hundred thousand items, Python would start collecting
         # garbage.
         offset, end, payload = (

@@ -2,11 +2,11 @@
 
 A window is a memfd, so no size limit of /dev/shm applies, and it vanishes with the last process that uses it,
 however that process ends. If the window is in huge pages, its rank reads directly into it; otherwise the rank
-copies each block that others want into it. The rank announces the block's place; the others copy what they
-want and return the place, which is reused once all have returned it. Invariants: the content of a place does
-not change until all ranks have returned it and the reader has finished with it; copying out of a window never
-waits for another rank, so ranks cannot deadlock; a rank that fails announces it, so a connection that ends
-without an announcement means that the rank died.
+copies each block that others want into it. The rank announces the block's place in the window; the others
+copy what they want and return the place, which is reused once all have returned it. Invariants: the content
+of a place does not change until all ranks have returned it and the reader has finished with it; copying out
+of a window never waits for another rank, so ranks cannot deadlock; a rank that fails announces it, so a
+connection that ends without an announcement means that the rank died.
 """
 
 from __future__ import annotations

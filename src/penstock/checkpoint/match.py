@@ -2,10 +2,10 @@
 
 Three steps lead from a name in the state to bytes of the checkpoint:
 
-1. `loading_into` gives each part of the state a place for everything that the checkpoint has for it and that
-   the load takes. Without this, a fresh optimizer, whose state is still empty, or a data loader whose
-   structure has changed since the save would lack places for most of it. Afterwards, each part loads what has
-   arrived.
+1. `loading_into` gives each part of the state a place (an entry of a dict or list) for everything that the
+   checkpoint has for it and that the load takes. Without this, a fresh optimizer, whose state is still empty,
+   or a data loader whose structure has changed since the save would lack places for most of it. Afterwards,
+   each part loads what has arrived.
 2. `select_leaves` finds the stored name of each leaf: `only=` and `exclude=` select, `rename=` translates,
    and a value that belonged to this rank alone takes precedence over the common one.
 3. `find_wanted` compares each leaf with what is stored under its name: shape, dtype, tensor or object.
@@ -264,7 +264,7 @@ class StoredNames:
         return found
 
     def are_numbers(self, key: str, entries: Collection[str], names: Collection[str]) -> bool:
-        """Return True if the checkpoint numbers the parameters of the optimizer `key`, not if it names them.
+        """Return True if the checkpoint numbers the parameters of optimizer `key`, False if it names them.
 
         It has state for these `entries`; the state calls the parameters by these `names`. As a name may be a
         number, too (those of a `ParameterList` are), the entries alone do not tell. The saved groups do, so
@@ -392,7 +392,7 @@ class Places:
     def _keys(
         self, holder: Mapping[Any, Any], steps: Collection[str | int], at: Path
     ) -> dict[str | int, Any]:
-        """Map steps that are text in the checkpoint, but not in the state, to the state's keys."""
+        """Map steps of paths that are text in the checkpoint, but not in the state, to the state's keys."""
         unknown = [step for step in steps if isinstance(step, str) and step not in holder]
         own = {str(key): key for key in holder if not isinstance(key, str)}
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
@@ -532,7 +532,7 @@ class _OptimizerState(_Part):
 
 
 def _converted(given: Any, taken: Any) -> Iterator[str]:
-    """Describe the tensors of a state whose dtype differs from the one they were given."""
+    """Describe the tensors that were `given` to an optimizer and that it has taken as another dtype."""
     if isinstance(given, Mapping) and isinstance(taken, Mapping):
         for key in given.keys() & taken.keys():
             yield from (f".{key}{text}" for text in _converted(given[key], taken[key]))

@@ -59,12 +59,12 @@ class Target:
         return self.memory.dtype == getattr(torch, self.facts.dtype) and not has_other_bits
 
     def direct_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
-        """The bytes of a region within the target, on its device, if they are contiguous and as stored."""
+        """Return a region's bytes within the target, on its device; None unless contiguous and as stored."""
         view = narrow_region(self.memory, self.offsets, offsets, sizes)
         return flatten_bytes(view) if view.is_contiguous() and self.has_stored_bytes else None
 
     def contiguous_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> ByteArray | None:
-        """The same bytes, if they are in host memory."""
+        """Return the same bytes, or None unless they are in host memory."""
         found = self.direct_bytes(offsets, sizes) if self.memory.is_cpu else None
         return None if found is None else found.numpy()
 
@@ -261,7 +261,7 @@ class Destinations:
                     share.on_device = target.direct_bytes(*region)
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
-        """The memory for a part of a span, if the storage can read to any address; otherwise None."""
+        """Return memory for a part of a span, or None if the storage cannot read to any address."""
         share = self._shares[span]
         is_inside = share.begin <= begin and end <= share.begin + share.num_bytes
         if not self._takes_any_address or not is_inside or share.on_device is not None:

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 def add_digests(
     state: LocalState, parts: Mapping[str, Any], ranks: Collection[int], *, only_expected: bool = False
 ) -> LocalState:
-    """Add digests of those tensors of `parts` that nothing proves to be equal on these ranks of the job.
+    """Return `state` with digests of the tensors in `parts` that nothing proves to be equal on these ranks.
 
     With `only_expected`, add only digests of tensors that are expected to differ.
     """

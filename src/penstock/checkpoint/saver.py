@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     import torch
 
 WAITING_BUFFER_BYTES = 128 << 20
-"""The most buffers for a save that the caller waits for. Object storage needs some for parts in flight."""
+"""The most memory for buffers of a save that the caller waits for; object storage holds parts in flight."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
 """The memory for copies. If a rank's share is larger, `save_async` blocks until the rest is written."""

@@ -166,7 +166,7 @@ class LoadPlanner(DefaultLoadPlanner):
         leaf.put(loaded)
 
     def resolve_tensor(self, read_item: planning.ReadItem) -> torch.Tensor:
-        """The memory of the state into which an item is read."""
+        """Return the memory of the state into which an item is read."""
         index = read_item.dest_index
         corner = tuple(index.offset or (0,) * len(read_item.lengths))
         begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
@@ -270,7 +270,7 @@ class SavePlanner(DefaultSavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: planning.WriteItem) -> torch.Tensor | io.BytesIO:
-        """The memory of a region, live and possibly strided, or a packed object."""
+        """Return the memory of a region, live and possibly strided, or a packed object."""
         name = write_item.index.fqn
         if write_item.type is planning.WriteItemType.BYTE_IO:
             return io.BytesIO(self._local_state.objects[self._plain_names.get(name, name)])
@@ -426,7 +426,7 @@ class Reader(StorageReader):
         return can_be_named(checkpoint_id)
 
     def _regions(self, wanted: Sequence[planning.ReadItem], tensors: Sequence[TensorFacts]) -> Regions:
-        """The regions that torch's plan needs, in the checkpoint's own numbers."""
+        """Return the regions that torch's plan needs, in the checkpoint's own numbers."""
         numbers = {facts.name: number for number, facts in enumerate(tensors)}
         rows = []
         for item in wanted:

@@ -37,7 +37,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def flat(buffer: memoryview) -> memoryview:
-    """`buffer` as plain bytes, without a copy, whatever its item type and shape."""
+    """Return `buffer` as plain bytes, without a copy, whatever its item type and shape."""
     if buffer.format == "B" and buffer.ndim == 1:
         return buffer
     return buffer.cast("B") if buffer.nbytes else memoryview(b"")

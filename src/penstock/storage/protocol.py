@@ -307,7 +307,7 @@ def check_prefix(prefix: str, root_uri: str) -> str:
 
 
 def read_if_any(storage: Storage, key: str) -> bytes | None:
-    """The content of a small object; None if there is none."""
+    """Return the content of a small object, or None if there is none."""
     try:
         return bytes(read_object(storage, key))
     except ObjectNotFound:
@@ -315,7 +315,7 @@ def read_if_any(storage: Storage, key: str) -> bytes | None:
 
 
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
-    """A small object and its description; raises `ObjectNotFound` if there is none."""
+    """Return a small object and its description; raise `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):
         return storage.read_whole(key)
     return storage.stat(key), read_object(storage, key)

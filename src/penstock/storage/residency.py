@@ -211,11 +211,11 @@ POPULATE_READ = 22
 class MappedStorage(WrappedStorage):
     """A `Storage` whose files are read from memory mappings.
 
-    Wrappers inside that observe or slow reads keep doing so.
+    Wrappers inside it that observe or slow down reads remain in effect.
     """
 
     def open(self, key: str) -> Source:
-        """Open and map a file. An empty file is not mapped, nor is any on file systems without mappings."""
+        """Open and map a file. Empty files are not mapped, nor are files that the file system cannot map."""
         source = self.inside.open(key)
         if isinstance(source, FileSource) and source.size_bytes:
             # A file that was truncated since it was opened causes a ValueError.

@@ -59,7 +59,7 @@ class Location:
         return f"{self.uri}?{query}" if query else self.uri
 
     def with_options(self, /, **options: str) -> Location:
-        """Return the same place with more options, which replace existing ones of the same names."""
+        """Return the same location with more options, which replace existing ones of the same names."""
         return Location(self.scheme, self.root, {**self.options, **options})
 
     def split_name(self) -> tuple[Location, str] | None:

@@ -35,7 +35,7 @@ def find_room(folder: Path) -> int:
 
 
 def nearest_folder(path: Path) -> Path:
-    """`path` or its nearest existing parent. A folder that this user may not look into counts as absent."""
+    """Return `path` or its nearest existing parent, without folders that this user may not look into."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 

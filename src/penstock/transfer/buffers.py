@@ -24,7 +24,7 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class WarmMemory:
-    """`size_bytes` of memory that begins at a huge page.
+    """`size_bytes` of memory that begins at the boundary of a huge page.
 
     Touching it first takes seconds per GiB, so reuse it. It has one user at a time, and is freed with the
     last view of it. If it `is_shared`, forked processes use the same memory; otherwise they get a copy, made

@@ -37,7 +37,7 @@ now_ns = time.monotonic_ns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The bytes that passed each station.
+    """The bytes that passed each station of a write or a read.
 
     A write uses all fields but the last two; a read uses `planned_bytes` and the last two.
     """

@@ -72,7 +72,7 @@ class PipelineSettings:
     """Settings for one rank's writing or reading of objects.
 
     `streams` is the number of objects written at once, or of read requests in flight. If the storage returns
-    no buffer for `silence_s`, it counts as dead.
+    no buffer for `silence_s` seconds, it counts as dead.
     """
 
     streams: int = 2

@@ -34,7 +34,7 @@ LAST_BLOCK_BYTES = 1 << 20
 """The smallest of the last blocks, which shrink so that all streams finish at nearly the same time."""
 
 MOST_COPYING_THREADS = 4
-"""This many threads saturate memory, which the ranks of a host share."""
+"""This many threads saturate the memory bandwidth, which the ranks of a host share."""
 
 CACHED_BLOCK_BYTES = 32 << 20
 """The size of blocks from the page cache: copies need no buffer, and smaller blocks cost interpreter time."""
@@ -43,7 +43,7 @@ STEP_BYTES = 1 << 20
 """Bytes are checksummed and copied in steps that stay in the processor's cache."""
 
 SMALL_PART_BYTES = 64 << 10
-"""Up to this size, a part takes the interpreter, which runs one thread at a time, longer than the copy."""
+"""For parts up to this size, the interpreter, which runs one thread at a time, takes longer than the copy."""
 
 GAP_BYTES = 64 * 1024
 """Gaps between spans up to this size are read as well, because another request would cost more."""
@@ -175,7 +175,7 @@ def plan_blocks(
 
 
 def _extents(spans: Sequence[Span]) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of spans with small gaps: first and last (exclusive) span, first byte and end."""
+    """Yield runs of spans with small gaps: first and last (exclusive) span, first byte and end."""
     first, end = 0, spans[0].end if spans else 0
     for number, span in enumerate(spans):
         is_back = span.begin < spans[max(number - 1, first)].begin

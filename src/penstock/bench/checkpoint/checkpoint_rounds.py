@@ -73,7 +73,7 @@ class ProgressBoard:
             logger.debug("Progress could not be noted: %s", error)
 
     def read(self) -> list[int]:
-        """The bytes that each rank has noted; 0 for a rank that has noted nothing yet."""
+        """Return the bytes that each rank has noted; 0 for a rank that has noted nothing yet."""
         try:
             content = self._path.read_bytes()
         except OSError as error:
@@ -116,7 +116,7 @@ class RoundProgress(Progress):
             self._moved_by_bucket[bucket] += int(amount)
 
     def moved_over_time(self, planned_bytes: int) -> MovedBytes:
-        """The bytes of this rank over the time of the last round, in at most `MOST_BUCKETS` intervals."""
+        """Return this rank's bytes over the time of the last round, in at most `MOST_BUCKETS` intervals."""
         # Whole chunks are counted, so the last one of a file may overshoot.
         scale = planned_bytes / self._moved_bytes if self._moved_bytes else 0.0
         length, fold = max(self._moved_by_bucket, default=-1) + 1, 1
@@ -220,7 +220,7 @@ def plan_rounds(*, num_writes: int, num_reads: int, kept_steps: Sequence[int]) -
 def plan_objects(
     layout: StateLayout, process: int, step: int, *, epoch: int = EPOCH
 ) -> tuple[PlannedObject, ...]:
-    """The objects of a checkpoint that one process writes."""
+    """Return the objects of a checkpoint that one process writes."""
     folder = checkpoint_folder(epoch, step)
     return tuple(
         PlannedObject(f"{folder}/{file.key}", file.size_bytes)
@@ -229,7 +229,7 @@ def plan_objects(
 
 
 def rank_shift(hosts: Sequence[str]) -> int:
-    """The shift by which every rank reads files that another host wrote; 0 on one host.
+    """Return the shift by which every rank reads files that another host wrote; 0 on one host.
 
     With a shift of n, rank r reads the files of rank r + n. The shift is the largest number of ranks on a
     host. If hosts have different numbers of consecutive ranks, some ranks of a large host still read what
@@ -251,7 +251,7 @@ class StateContent:
         self._contents[planned.key].fill(buffer, offset)
 
     def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
-        """The index of the first wrong byte in `buffer`; None if all are correct."""
+        """Return the index of the first wrong byte in `buffer`; None if all are correct."""
         return self._contents[planned.key].verify(buffer, offset)
 
 

@@ -208,7 +208,7 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
 
 
 def _run_on_rank0(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
-    """The result of `work` on rank 0. A failure raises `RankFailed`, even if there are no other ranks."""
+    """Return the result of `work` on rank 0; a failure raises `RankFailed`, even without other ranks."""
     results = all_gather_results(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
     return cast("Result", results[0])
 
@@ -271,7 +271,7 @@ class CheckpointRequest(RunSettings):
         )
 
     def plan_document(self) -> dict[str, Any]:
-        """The plan for the run's record, as plain values."""
+        """Return the plan for the run's record, as plain values."""
         mesh = self.layout.mesh
         return {
             "kind": "checkpoint",
@@ -461,7 +461,7 @@ def _run_rounds(
 
 
 def _find_gap(rounds: Sequence[RoundFigures], earlier: CheckpointMarker | None) -> float | None:
-    """The time from the last write to the first read, across two runs as well. MLPerf Storage limits it."""
+    """Return the time from the last write, perhaps of an earlier run, to the first read. MLPerf limits it."""
     written = [figures.ended_at_s for figures in rounds if figures.round.direction == "write"]
     if not written and earlier is not None:
         written = [marked.ended_at_s for marked in earlier.steps]

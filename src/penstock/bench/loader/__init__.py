@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
-    """The options of the loader of this name, as the workload and `threads` set them."""
+    """Return the options of the loader of this name, as the workload and `threads` set them."""
     reader, dataset = workload.reader, workload.dataset
     if name == "pytorch":
         with explained_imports():

@@ -96,7 +96,7 @@ class ContentCheck(StrEnum):
     FULL = "full"
 
     def includes(self, block: int) -> bool:
-        """True if the block of this number, in a rank's order, is checked."""
+        """Return True if the block of this number, in a rank's order, is checked."""
         return self is ContentCheck.FULL or (self is ContentCheck.SAMPLE and block % SAMPLED == 0)
 
 
@@ -140,7 +140,7 @@ class Loader(Protocol):
     """
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """The batches of one epoch, in order; a failed request's error is raised at its batch."""
+        """Yield the batches of one epoch, in order; raise a failed request's error at its batch."""
 
     @property
     def counters(self) -> Counters:
@@ -170,4 +170,4 @@ class LoaderOptions(Protocol):
         """
 
     def document(self) -> dict[str, Any]:
-        """The settings as plain data, with the loader's name."""
+        """Return the settings as plain data, with the loader's name."""

@@ -152,7 +152,7 @@ class NativeOptions:
         return NativeLoader(storage, self, decoder)
 
     def document(self) -> dict[str, Any]:
-        """The settings as plain data, with the loader's name."""
+        """Return the settings as plain data, with the loader's name."""
         return {"name": "native", **asdict(self)}
 
 
@@ -180,7 +180,7 @@ class NativeLoader:
         return Counters()
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """The batches of one epoch, in order."""
+        """Yield the batches of one epoch, in order."""
         remaining = iter(requests)
         window: deque[_PendingBatch] = deque()
         try:

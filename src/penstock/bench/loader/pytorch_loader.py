@@ -83,7 +83,7 @@ class PytorchOptions:
         return PytorchLoader(reopen, self, decoder)
 
     def document(self) -> dict[str, Any]:
-        """The settings as plain data, with the loader's name."""
+        """Return the settings as plain data, with the loader's name."""
         return {"name": "pytorch", **asdict(self)}
 
 
@@ -120,7 +120,7 @@ class PytorchLoader:
         return sum(self._counted.values(), Counters())
 
     def epoch(self, requests: Iterable[BatchRequest | OpenStorage]) -> Iterator[Batch]:
-        """The batches of one epoch, in order; `Unavailable` if a worker has died."""
+        """Yield the batches of one epoch, in order; raise `Unavailable` if a worker has died."""
         self._requests.of_epoch = requests
         with self._explained_deaths():
             self._arrivals = iter(self._torch)
@@ -286,7 +286,7 @@ class _Reads(Dataset[_Arrival]):
         return served
 
     def _collate(self, num_samples: int) -> torch.Tensor | None:
-        """A tensor as large as the batch's decoded samples. In a worker, torch puts it into shared memory."""
+        """Return a tensor as large as the batch's decoded samples; a worker's is sent in shared memory."""
         if not num_samples:
             return None
         if self._sample is None:
@@ -328,7 +328,7 @@ def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -
 
 
 def worker_context(start: ProcessStart) -> BaseContext:
-    """The start method's context, with an event that survives the death of a worker.
+    """Return the start method's context, with an event that survives the death of a worker.
 
     Workers look at torch's end-of-work event between batches. A `multiprocessing.Event` has a lock: a worker
     that is killed while it holds the lock leaves it locked, and torch, which has noticed the death, then

@@ -64,7 +64,7 @@ def read_open_proc(file: int) -> str:
 
 
 def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]:
-    """The kernel's counts of a process's reads, minus those of some threads and of the measurement."""
+    """Return the kernel's counts of a process's reads, minus those of some threads and of the measurement."""
     own_reads = _own_reads.copy() if process == os.getpid() else Counter[str]()
     found: Counter[str] = Counter()
     for path, counts in (("io", 1), *((f"task/{thread}/io", -1) for thread in without)):
@@ -77,7 +77,7 @@ def read_io(process: int, *, without: Iterable[int | None] = ()) -> Counter[str]
 
 
 def find_descendants() -> list[int]:
-    """The children and further descendants of this process, except those that serve `multiprocessing`."""
+    """Return the children and further descendants of this process, but not `multiprocessing`'s helpers."""
     found: list[int] = []
     unseen = [(os.getpid(), False)]
     while unseen:
@@ -133,7 +133,7 @@ class ProcessWatch:
         self._thread.join(5.0)
 
     def read_so_far(self) -> Counter[str]:
-        """The reads since the start: by the loader's processes if there are any, else by this process."""
+        """Return the reads since the start: of the loader's processes if it has any, else of this process."""
         for pid in self._find_pids():
             self._io[pid] = read_io(pid) or self._io.get(pid, Counter())
         if self._io:
@@ -260,7 +260,7 @@ class FetchProbe:
         return fetch
 
     def _read_clocks(self) -> tuple[int, int]:
-        """The time, and the time for which this process was awake.
+        """Return the time, and the time for which this process was awake.
 
         A process is awake while any of its threads computes or this one waits for a core.
         """
@@ -297,7 +297,7 @@ class FetchLog:
             unfinished.replace(self._report)
 
     def _read_io(self) -> Counter[str]:
-        """The reads of this process, without those by threads that send batches."""
+        """Return the reads of this process, without those by threads that send batches."""
         threads = threading.enumerate()
         senders = [one.native_id for one in threads if any(name in one.name for name in _MESSENGERS)]
         return read_io(os.getpid(), without=senders)
@@ -413,7 +413,7 @@ class TorchWatch:
         return iterate
 
     def read_so_far(self) -> Counter[str]:
-        """The workers' reads for samples, as far as they have reported them."""
+        """Return the workers' reads for samples, as far as they have reported them."""
         found: Counter[str] = Counter()
         for path in self._folder.glob("*/*.json") if self._folder else ():
             with suppress(OSError, ValueError):
@@ -421,7 +421,7 @@ class TorchWatch:
         return found
 
     def take_deliveries(self) -> list[Delivery]:
-        """The batches delivered since the last call, each with the fetches of the worker that produced it."""
+        """Return the batches delivered since the last call, each with the fetches of its worker."""
         iterations, self._iterations[:] = self._iterations[:], []
         own, self._own[:] = self._own[:], []
         found: list[Delivery] = []

@@ -310,7 +310,7 @@ class _Measurement:
 
 
 def _emulated_step(times: DrawnTimes) -> Consume:
-    """A step that ignores the batch, and computes for as long as the workload asks."""
+    """Return a step that ignores the batch, and computes for as long as the workload asks."""
     drawn: dict[int, list[int]] = {}
 
     def consume(_batch: Any, loaded_ns: int, epoch: int, step: int) -> int:
@@ -323,7 +323,7 @@ def _emulated_step(times: DrawnTimes) -> Consume:
 
 
 def _users_step(function: Callable[[Any], object], name: str) -> Consume:
-    """A step that calls the user's function."""
+    """Return a step that calls the user's function."""
 
     def consume(batch: Any, _loaded_ns: int, epoch: int, step: int) -> int:
         try:
@@ -365,7 +365,7 @@ class EpochLoop:
     _pending: list[StepEvent] = field(default_factory=list)
 
     def waited_ns(self) -> int:
-        """The sum of all waits so far, including the current one. Called by another thread."""
+        """Return the sum of all waits so far, including the current one. Called by another thread."""
         since_ns = self._waits_since_ns
         return self._waited_ns + (time.monotonic_ns() - since_ns if since_ns else 0)
 

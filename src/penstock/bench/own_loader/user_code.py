@@ -30,7 +30,7 @@ _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def names_user_code(text: str) -> bool:
-    """True if `text` is MODULE:NAME rather than the name of something installed."""
+    """Return True if `text` is MODULE:NAME rather than the name of something installed."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
@@ -101,7 +101,7 @@ class DescribedLoader:
     batch_size: int | None = None
 
     def document(self) -> dict[str, Any]:
-        """The loader as plain data, with the keys common to all loaders; its own settings are unknown."""
+        """Return the loader as plain data, with the keys of all loaders; its own settings are unknown."""
         return {
             "name": self.name,
             "step": self.step,
@@ -164,7 +164,7 @@ class SampleCounter:
         self._is_known = False
 
     def __call__(self, batch: Any) -> int:
-        """The number of samples in `batch`; 1 if unknown."""
+        """Return the number of samples in `batch`; 1 if unknown."""
         if self._path is None:
             if self._is_known:
                 return count_samples(batch) or 1
@@ -181,7 +181,7 @@ class SampleCounter:
 
 
 def find_batch_size(loader: Any) -> int | None:
-    """The number of samples per batch that the loader was created with; None if unknown."""
+    """Return the number of samples per batch that the loader was created with; None if unknown."""
     for part in (loader, getattr(loader, "batch_sampler", None)):
         if isinstance(size := getattr(part, "batch_size", None), int):
             return size
@@ -189,7 +189,7 @@ def find_batch_size(loader: Any) -> int | None:
 
 
 def _find_arrays(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """The path of each array within a batch, and the size of its first dimension."""
+    """Yield the path of each array within a batch, and the size of its first dimension."""
     shape = getattr(part, "shape", None)
     if isinstance(shape, tuple):
         if shape:
@@ -201,7 +201,7 @@ def _find_arrays(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def count_samples(batch: Any) -> int | None:
-    """The number of samples in a batch: the first array's first dimension, or the length; None if unknown."""
+    """Return the number of samples: the first array's first dimension, or the batch's length; or None."""
     return next(_dimensions(batch, 0), None)
 
 
@@ -229,7 +229,7 @@ def _dimensions(part: Any, depth: int) -> Iterator[int]:
 
 
 def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:
-    """The error to report to the user when the loader fails."""
+    """Return the error to report to the user when the loader fails."""
     text = "".join(traceback.format_exception(error))
     # Torch's message contains a worker's traceback, which may name a file of the user's in /dev/shm.
     message = _PLACE.sub("", text if isinstance(error, OSError) else _last_line(str(error)))
@@ -261,12 +261,12 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
 
 
 def is_dead_worker(error: BaseException) -> bool:
-    """True if torch reports that a worker has died."""
+    """Return True if torch reports that a worker has died."""
     return bool(_KILLED.search(str(error)))
 
 
 def explain_code(error: BaseException, who: str, when: str) -> StorageError:
-    """An error in the user's code, with its innermost line."""
+    """Return an error in the user's code, with its innermost line."""
     message, kind = _last_line(str(error)), type(error).__name__
     return StorageError(
         f"{f'{who} failed {when}'.rstrip()}: {message if message.startswith(kind) else f'{kind}: {message}'}",
@@ -281,7 +281,7 @@ def _last_line(text: str) -> str:
 
 
 def _find_place(text: str) -> str:
-    """The innermost line of a traceback that is neither in torch nor in this package."""
+    """Return the innermost line of a traceback that is neither in torch nor in this package."""
     places = [
         f"{path}:{line} in {function}"
         for path, line, function in _PLACE.findall(text)

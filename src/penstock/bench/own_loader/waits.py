@@ -82,7 +82,7 @@ class StepWait(NamedTuple):
 def divide_waits(
     steps: Sequence[StepWait], deliveries: Sequence[Delivery], busy_share: float
 ) -> Counter[WaitStage]:
-    """The nanoseconds of all waits by stage; they add up to the waits.
+    """Return the nanoseconds of all waits by stage; they add up to the waits.
 
     Waits that no DataLoader explains are divided by `busy_share`, the share in which the loader computed.
     """
@@ -118,7 +118,7 @@ def divide_waits(
 
 
 def _stages_between(batch: Delivery, start_ns: int) -> Iterator[tuple[WaitStage, float]]:
-    """The stages of the time from `start_ns` until the batch was delivered."""
+    """Yield the stages of the time from `start_ns` until the batch was delivered."""
     rows, end_ns, now_ns = batch.rows, batch.given_ns, start_ns
     last = bisect_left(rows, batch.row.began_ns, key=lambda row: row.began_ns)
     if now_ns < rows[0].began_ns:
@@ -243,7 +243,7 @@ class LoaderWaits:
         return {name: self.io[figure] / max(1, self.samples) for name, figure in names.items()}
 
     def document(self) -> dict[str, Any]:
-        """The waits as plain data. Stages are seconds, summed over all ranks, that add up to `wait_s`."""
+        """Return the waits as plain data; stages are seconds, summed over ranks, that add up to `wait_s`."""
         return {
             "answer": self.sentence,
             "bottleneck": self.bottleneck,

@@ -118,7 +118,7 @@ class OfferedLoad:
 
 
 def arrivals(rate_per_s: float, seconds: float, *, rank: int, num_ranks: int) -> list[int]:
-    """The due times of a rank's operations, in nanoseconds: every `num_ranks`-th slot of an even schedule."""
+    """Return the due times of a rank's operations in ns: every `num_ranks`-th slot of an even schedule."""
     total = max(1, round(rate_per_s * seconds))
     numbers = np.arange(rank, total, num_ranks, dtype=np.float64)
     due: list[int] = np.rint(numbers * (NS / rate_per_s)).astype(np.int64).tolist()
@@ -160,7 +160,7 @@ def describe_load(
 
 
 def due_between(operations: Operations, start_ns: int, end_ns: int) -> Operations:
-    """The operations that were due in this interval; all operations if none was."""
+    """Return the operations that were due in this interval; all operations if none was."""
     chosen = operations[(operations["due"] >= start_ns) & (operations["due"] < end_ns)]
     return chosen if chosen.size else operations
 
@@ -170,7 +170,7 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
 
 
 def _growth(operations: Operations) -> float:
-    """The growth of latency per time, from the medians of the first and last quarter, which ignore a stall.
+    """Return the growth of latency per time, from the medians of the first and last quarter to ignore stalls.
 
     While storage completes only A of the R operations due per second, latency grows by 1 - A/R per second.
     For operations that were given up, the share that never began shows the same.
@@ -185,14 +185,14 @@ def _growth(operations: Operations) -> float:
 
 
 def interval_s(seconds: float) -> float:
-    """The length of the intervals of a time series."""
+    """Return the length of the intervals of a time series."""
     return 0.1 if seconds <= 10 else 1.0
 
 
 def intervals(
     ended_ns: NDArray[np.int64], latencies_ns: NDArray[np.int64], seconds: float
 ) -> tuple[LoadInterval, ...]:
-    """The rate and latency over time. An interval in which nothing ended has latencies of 0."""
+    """Return the rate and latency over time. An interval in which nothing ended has latencies of 0."""
     step_s = interval_s(seconds)
     step_ns = round(step_s * NS)
     order = np.argsort(ended_ns, kind="stable")
@@ -215,12 +215,12 @@ def intervals(
 
 
 def holds(point: OfferedLoad, light: OfferedLoad) -> bool:
-    """True if the storage kept up with a load; see `RULE`."""
+    """Return True if the storage kept up with a load; see `RULE`."""
     return point.growth <= MOST_GROWTH and point.storage_p99_ms <= MOST_SLOWDOWN * light.storage_p99_ms
 
 
 def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
-    """The highest load that held, below the lowest that did not; None if not even light load held."""
+    """Return the highest load that held, below the lowest that did not; None if not even light load held."""
     if not points:
         return None
     holding, failing_per_s = _split(points)
@@ -229,7 +229,7 @@ def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
 
 
 def find_limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
-    """The limit that caused the first failed load above the knee (see `Knee`); "" if all loads held."""
+    """Return what made the first load above the knee fail (see `Knee`); "" if all loads held."""
     light = points[0]
     failed = [point for point in points if not holds(point, light)]
     above = [point for point in failed if point.offered_per_s > knee.offered_per_s]
@@ -243,7 +243,7 @@ def find_limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
 
 
 def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
-    """The points that held, and the lowest rate that did not. A rate that held once counts as held."""
+    """Return the points that held, and the lowest rate that did not. A rate that held once counts as held."""
     light = points[0]
     holding = [point for point in points if holds(point, light)]
     held = {point.offered_per_s for point in holding}
@@ -252,7 +252,7 @@ def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
 
 
 def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float | None:
-    """The next rate to offer; None once the knee is known.
+    """Return the next rate to offer; None once the knee is known.
 
     Rates climb a ladder until one does not hold, and then fall between known ones. A rate that fell slightly
     behind is offered again, so that a hiccup of the host does not become the knee.

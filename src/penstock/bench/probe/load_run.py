@@ -383,7 +383,7 @@ class LoadLoop:
 
 
 def load_rows(load: LoadResult) -> list[dict[str, str]]:
-    """One row for each rate that was offered; the closed loop comes last."""
+    """Return one row for each rate that was offered; the closed loop comes last."""
     knee = load.knee.operations_per_s if load.knee and load.knee.limited_by else None
     rows = [
         {

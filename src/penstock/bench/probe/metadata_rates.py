@@ -56,7 +56,7 @@ _Calls = Mapping[str, Callable[[int], object]]
 
 
 def _calls_on_files(folder: str) -> _Calls:
-    """System calls on files in a folder. A path as text costs less than a `Path`."""
+    """Return system calls on files in a folder, whose path is text because a `Path` costs more."""
     Path(folder).mkdir(parents=True)
 
     def create(number: int) -> None:
@@ -75,7 +75,7 @@ def _calls_on_files(folder: str) -> _Calls:
 
 
 def _calls_on_objects(storage: Storage, prefix: str) -> _Calls:
-    """The storage's own calls on empty objects below a prefix."""
+    """Return the storage's own calls on empty objects below a prefix."""
     return {
         "create": lambda number: write_object(storage, f"{prefix}/{number}", (), size_bytes=0),
         "stat": lambda number: storage.stat(f"{prefix}/{number}"),
@@ -166,7 +166,7 @@ def _sum_up(call: MetadataCall, mode: str, ranks: Sequence[Sequence[_Times]]) ->
 
 
 def metadata_rows(rates: Sequence[MetadataRate]) -> list[dict[str, str]]:
-    """One row for each call and number of threads."""
+    """Return one row for each call and number of threads."""
     return [
         {
             "call": rate.op,

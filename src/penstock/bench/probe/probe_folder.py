@@ -103,7 +103,7 @@ class ProbeFolder:
 
 
 def _find_mode(storage: Storage) -> Mode:
-    """The mode in which the storage transfers bytes, according to its capabilities."""
+    """Return the mode in which the storage transfers bytes, according to its capabilities."""
     paths = capabilities.find_local_paths(storage)
     if paths is not None:
         return "buffered" if paths.uses_page_cache else "direct"
@@ -111,7 +111,7 @@ def _find_mode(storage: Storage) -> Mode:
 
 
 def _missing_folders(folder: Path | None) -> list[Path]:
-    """The folders that a probe will create, innermost first. It removes these, and no others."""
+    """Return the folders that a probe will create, innermost first. It removes these, and no others."""
     if folder is None:
         return []
     return [folder, *(parent for parent in folder.parents if volumes.nearest_folder(parent) != parent)]

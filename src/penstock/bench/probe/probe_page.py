@@ -71,7 +71,7 @@ def _say_place(result: ProbeResult) -> str:
 
 
 def _best_over_time(result: ProbeResult) -> Section:
-    """The fastest read and write over time, which shows a cache that fills or credit that is spent."""
+    """Return the fastest read and write over time, which shows a cache that fills or credit that is spent."""
     charts = []
     for op, tone in _SEQUENTIAL.items():
         fastest = best(result, op)
@@ -94,12 +94,12 @@ _MODES: Final = {"buffered": "through the page cache, dropped before each read",
 
 
 def best(result: ProbeResult, op: str) -> ProbeMeasurement:
-    """The fastest measurement of an operation."""
+    """Return the fastest measurement of an operation."""
     return max(_of(result, op), key=lambda measured: measured.gib_per_s)
 
 
 def throughput_curve(result: ProbeResult, *, limits: Mapping[str, float]) -> Chart:
-    """Throughput against streams, in the mode with the fastest reads."""
+    """Return throughput against streams, in the mode with the fastest reads."""
     return _curve(result, best(result, "read").mode, "Throughput by streams", limits)
 
 
@@ -114,7 +114,7 @@ def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
 
 
 def read_rate(result: ProbeResult, workload: Workload) -> tuple[float, str]:
-    """The bytes per second that a workload can expect, and the measurement that shows it.
+    """Return the bytes per second that a workload can expect, and the measurement that shows it.
 
     The rate of random reads counts for samples in separate small files, that of sequential reads for all
     others. If neither was measured, the knee counts, with only the reads of a mixed load. 0 if nothing is
@@ -210,7 +210,7 @@ _CURVES: Final[Mapping[str, tuple[Callable[[ProbeMeasurement], int], Callable[[i
 
 
 def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, float]) -> Chart:
-    """The fastest measurement at each position on the x axis: one line for reads, one for writes."""
+    """Return the fastest measurement at each position on the x axis: one line for reads, one for writes."""
     at, name, unit = _CURVES[title]
     places = sorted({at(one) for op in _SEQUENTIAL for one in _of(result, op, mode)})
     lines = []
@@ -233,7 +233,7 @@ def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, floa
 
 
 def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
-    """Rows that show which shipped workloads the read rates suffice for; none if no rate is known."""
+    """Return rows that show which shipped workloads the read rates suffice for; none if no rate is known."""
     rows = []
     for loaded in load_workload.shipped():
         workload = loaded.workload
@@ -289,7 +289,7 @@ def say_limit(load: LoadResult) -> str:
 
 
 def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
-    """The banner of a probe that measured only the knee."""
+    """Return the banner of a probe that measured only the knee."""
     most = load.saturation
     light = load.points[0]
     # A lower load cannot take longer, so something else used the storage or this host.
@@ -317,7 +317,7 @@ def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
 
 
 def metadata_banner(rates: Sequence[MetadataRate], notes: Sequence[str]) -> Banner:
-    """The banner of a probe that measured only calls on files."""
+    """Return the banner of a probe that measured only calls on files."""
     best: dict[str, MetadataRate] = {}
     for rate in rates:
         best[rate.op] = max(rate, best.get(rate.op, rate), key=lambda one: one.files_per_s)
@@ -346,7 +346,7 @@ def _first_phase(load: LoadResult) -> Iterator[str]:
 def load_exhibits(
     loads: Sequence[LoadResult], rates: Sequence[MetadataRate], run: str, *, draws_knee: bool
 ) -> Iterator[Section]:
-    """The charts and tables of all loads, and of calls on files."""
+    """Yield the charts and tables of all loads, and of calls on files."""
     for load in loads:
         yield Section(
             name="knee",
@@ -367,7 +367,7 @@ def load_exhibits(
 
 
 def load_charts(load: LoadResult, run: str) -> list[Chart]:
-    """Latency and throughput against the offered load."""
+    """Return latency and throughput against the offered load."""
     points = list({point.offered_per_s: point for point in load.points}.values())
     points.sort(key=lambda point: point.offered_per_s)
     names = [_short(point.offered_per_s) for point in points]

@@ -98,13 +98,13 @@ class ProbeRequest:
 
 
 def probe_locations(uri: str) -> tuple[Location, ...]:
-    """The locations to measure: a path with and without the page cache, a URI only as given."""
+    """Return the locations to measure: a path with and without the page cache, a URI only as given."""
     location = parse_uri(uri)
     return (location, Location("direct", location.root)) if is_plain_path(uri) else (location,)
 
 
 def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[tuple[ProbeStep, ...], ...]:
-    """All steps of one mode, in groups that share a set of files.
+    """Return all steps of one mode, in groups that share a set of files.
 
     The first step of a group writes the files, the others read them, and then they are removed, so that a
     probe never occupies more than one `size_bytes` on disk.
@@ -343,7 +343,7 @@ def _measure_all(
 def _measure_repeatedly(
     step: ProbeStep, place: ProbeFolder, max_seconds: float, *, comm: Comm, progress: Progress
 ) -> ProbeMeasurement:
-    """The median of up to three reads with a common time limit; a write, which needs new files, runs once.
+    """Return the median of up to three reads with a common time limit, or one write, which needs new files.
 
     A single short measurement is noisy, and the best of several is biased upwards.
     """
@@ -387,7 +387,7 @@ _NOTED_S: Final = 0.1
 
 
 def notes_on_rates(measurements: Sequence[ProbeMeasurement]) -> Iterator[str]:
-    """Notes on what the rates of sequential I/O hide: slow creation, and a phase before the steady state."""
+    """Yield notes on what sequential rates hide: slow creation, and a phase before the steady state."""
     slowest = max(measurements, key=lambda measured: measured.create_s, default=None)
     if slowest is not None and slowest.create_s > max(_NOTED_S, _NOTED_SHARE * slowest.elapsed_s):
         yield (
@@ -553,7 +553,7 @@ def _evict(place: ProbeFolder) -> tuple[int, int]:
 
 
 def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
-    """One row per measurement: the operation, its rate and its variation."""
+    """Return one row for each measurement: the operation, its rate and its variation."""
     return [
         {
             "operation": measured.op.replace("_", " "),
@@ -570,13 +570,13 @@ def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str,
 
 
 def _spread(measured: ProbeMeasurement) -> str:
-    """The difference between the fastest and the slowest repetition, relative to the median."""
+    """Return the difference between the fastest and the slowest repetition, relative to the median."""
     rates = measured.repeats
     return f"{(rates[-1] - rates[0]) / measured.gib_per_s:.0%}" if len(rates) > 1 else "-"
 
 
 def headline_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
-    """The best measurement of each operation and mode."""
+    """Return the best measurement of each operation and mode."""
     best: dict[tuple[str, str], ProbeMeasurement] = {}
     for measured in measurements:
         key = (measured.op, measured.mode)

@@ -66,7 +66,7 @@ class BatchPlanner:
         self.survey_bytes = 0
 
     def of_epoch(self, order: RankEpoch, num_steps: int) -> Iterator[BatchRequest]:
-        """The requests for the first `num_steps` steps of an epoch."""
+        """Yield the requests for the first `num_steps` steps of an epoch."""
         sharding = order.sharding
         num_samples = num_steps * sharding.batch_size
         reads = self._reads(order, num_samples)
@@ -84,7 +84,7 @@ class BatchPlanner:
             yield BatchRequest(tuple(requests), sharding.batch_size, preprocess_ns)
 
     def _reads(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
-        """Every read of an epoch, with the position of the first sample that needs it."""
+        """Yield every read of an epoch, with the position of the first sample that needs it."""
         if self._check is not None:
             yield from self._blocks_to_decode(order, num_samples, self._check)
             return
@@ -101,7 +101,7 @@ class BatchPlanner:
                     yield position, read
 
     def _whole_files(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest]]:
-        """The reads of an epoch if files are read whole.
+        """Yield the reads of an epoch if files are read whole.
 
         This takes the least work possible, because there may be millions of small files.
         """
@@ -211,14 +211,14 @@ class _CountedSource(WrappedSource):
 
 
 def _record_bytes(plan: FilePlan) -> int:
-    """The size of one record of a file whose records have equal sizes."""
+    """Return the size of one record of a file whose records have equal sizes."""
     size_bytes = plan.parts[0].size_bytes
     assert size_bytes is not None
     return size_bytes // plan.num_samples
 
 
 def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
-    """The rank's blocks in order, up to `num_samples` samples."""
+    """Yield the rank's blocks in order, up to `num_samples` samples."""
     position = 0
     step = order.sharding.block_samples
     for number, item in order.samples():

@@ -76,12 +76,12 @@ def plan_checkpoints(
 
 
 def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
-    """The storage option that `fsync` sets; none for object services, whose writes are always durable."""
+    """Return the storage option that `fsync` sets; none for object services, whose writes are durable."""
     return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}
 
 
 def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bool:
-    """True if a checkpoint follows this step: every n steps of an epoch, or at the end of chosen epochs."""
+    """Return True if a checkpoint follows this step: after every n steps, or at the end of chosen epochs."""
     if when.steps_between_checkpoints:
         return step % when.steps_between_checkpoints == 0
     late = epoch - when.checkpoint_after_epoch
@@ -89,7 +89,7 @@ def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bo
 
 
 def count_due(when: CheckpointSection, epochs: Sequence[tuple[int, int]]) -> int:
-    """The number of checkpoints in a run. `epochs` has each epoch with its number of steps."""
+    """Return the number of checkpoints in a run. `epochs` has each epoch with its number of steps."""
     if when.steps_between_checkpoints:
         return sum(num_steps // when.steps_between_checkpoints for _, num_steps in epochs)
     return sum(is_due(when, epoch, num_steps, num_steps) for epoch, num_steps in epochs)
@@ -167,7 +167,7 @@ class TrainingCheckpoints:
         self._taken.append(self._runner.run(checkpoint, last=self._num_due))
 
     def document(self) -> dict[str, Any]:
-        """All checkpoints written, as plain data. Each lasts until all ranks' files are durable."""
+        """Return all checkpoints written, as plain data. Each lasts until all ranks' files are durable."""
         duration_s = sum(figures.phase.duration_s for figures in self._taken)
         bytes_each = self._layout.total_bytes
         rate = bytes_each * len(self._taken) / duration_s / GIB if duration_s else None

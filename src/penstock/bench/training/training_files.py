@@ -64,7 +64,7 @@ class TrainingFiles:
         return (f"{self.num_found:,} files were found, and the first {num_used:,} of them are read",)
 
     def with_listing(self, found: ExternalFiles) -> TrainingFiles:
-        """The same files, with the names that a listing found."""
+        """Return the same files, with the names that a listing found."""
         evaluation = self.data_files.evaluation if found.evaluation is None else found.evaluation
         return replace(
             self,
@@ -80,13 +80,13 @@ class TrainingFiles:
         return type(self.data_files.kind).reads is ReadWhole.reads
 
     def plan(self, phase: StepPhase, number: int) -> FilePlan:
-        """The plan of file `number` of a phase, counting from 0."""
+        """Return the plan of file `number` of a phase, counting from 0."""
         return self.data_files.plan(
             number if phase is StepPhase.TRAIN else len(self.data_files.train) + number
         )
 
     def block_samples(self) -> int:
-        """The number of samples that are read together; 1 if the data set has no files."""
+        """Return the number of samples that are read together; 1 if the data set has no files."""
         return self.data_files.plan(0).block_samples if len(self.data_files) else 1
 
     @property
@@ -95,7 +95,7 @@ class TrainingFiles:
         return self.dataset.format is not DataFormat.SYNTHETIC
 
     def keys_of(self, phase: StepPhase, number: int) -> Iterator[str]:
-        """The keys of all parts of file `number` of a phase."""
+        """Yield the keys of all parts of file `number` of a phase."""
         plan = self.plan(phase, number)
         for part in plan.parts:
             yield part.key(plan.name)
@@ -109,7 +109,7 @@ def open_files(
     evaluates: bool,
     reader: OpenFormat = open_format,
 ) -> TrainingFiles:
-    """The files at `storage` for a run of `dataset`; `UsageError` if they are too few or do not match.
+    """Open the files at `storage` for a run of `dataset`; `UsageError` if they are too few or do not match.
 
     Reads the manifest that generation wrote, if there is one. Without a manifest, `seed` draws the sizes.
     """
@@ -130,7 +130,7 @@ def open_files(
 
 
 def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any]) -> DatasetRecipe:
-    """The recipe with the numbers of files that exist, which are part of the file names."""
+    """Return the recipe with the numbers of files that exist, which are part of the file names."""
     recipe = manifest["recipe"]
     stored = recipe["dataset"]
     for name in ("num_files_train", "num_files_eval"):
@@ -213,7 +213,7 @@ def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Pr
 
 
 def choose_checked_files(files: TrainingFiles, interval: int) -> list[int]:
-    """The first file of each phase, every `interval`-th after it, and the last."""
+    """Return the first file of each phase, every `interval`-th after it, and the last."""
     if interval == 0:
         return []
     train, total = files.num_train, files.num_train + files.num_eval
@@ -230,7 +230,7 @@ def _look_up(
     num_missing = 0
 
     def missing_key(place: int) -> str | None:
-        """The first missing key of a file.
+        """Return the first missing key of a file, or None.
 
         Training files have the first places, evaluation files the next.
         """

@@ -95,7 +95,7 @@ def make_phase_works(
     known_files: int = KNOWN_FILES,
     check: ContentCheck | None = None,
 ) -> dict[StepPhase, PhaseWork]:
-    """The work of training, and of evaluation if the plan has any."""
+    """Return the work of training, and of evaluation if the plan has any."""
     plan = prepared.plan
     phases = [(StepPhase.TRAIN, plan.sharding, workload.train.computation_time)]
     if plan.evaluation is not None:
@@ -230,7 +230,7 @@ _KNOWN_FILES: Final = 1 << 16
 
 
 def count_limit_steps(compute_s: float, num_steps: int) -> int:
-    """The number of steps of the harness limit: about `LONGEST_S` of computation, at most one epoch."""
+    """Return the number of steps of the harness limit: about `LONGEST_S` of computation, at most an epoch."""
     affordable = int(LONGEST_S / compute_s) if compute_s > 0 else MOST_STEPS
     return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
 
@@ -284,7 +284,7 @@ def measure_harness_limit(
 def summarize_limit(
     recorder: EventsInMemory, comm: Comm, workload: Workload, num_steps: int
 ) -> dict[str, Any] | None:
-    """The figures of the steps of all ranks; None if too few steps count. Collective."""
+    """Return the figures of the steps of all ranks; None if too few steps count. Collective."""
     mine = recorder.events(rank=comm.rank, host=comm.host)
     events: Sequence[RankEvents] = comm.gather(mine, awaiting="the harness limit of all ranks")
     figures = compute_phase_figures(events, workload)
@@ -331,7 +331,7 @@ class _ZeroCostSource:
 
 
 def object_sizes(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, int]:
-    """The sizes of the objects that these requests read.
+    """Return the sizes of the objects that these requests read.
 
     Sizes missing in the requests come from `storage`.
     """

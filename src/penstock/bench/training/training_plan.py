@@ -75,7 +75,7 @@ class Sharding:
         return EvenDivision(self.num_items, self.num_ranks * self.group, self.division)
 
     def sizes(self, items: Items) -> Items:
-        """The number of samples of each of these items."""
+        """Return the number of samples of each of these items."""
         per_file = self.items_per_file
         last = self.samples_per_file - (per_file - 1) * self.item_samples
         return np.where(items % per_file == per_file - 1, last, self.item_samples)
@@ -84,7 +84,7 @@ class Sharding:
 def shard_training(
     workload: Workload, *, block_samples: int, num_ranks: int, division: Remainder, seed: int
 ) -> Sharding:
-    """The sharding of the training files. `seed` is used, whatever the workload says."""
+    """Return the sharding of the training files. `seed` is used, whatever the workload says."""
     reader, dataset = workload.reader, workload.dataset
     mixes_samples = reader.sample_shuffle is not Shuffle.OFF
     is_shuffled = mixes_samples or reader.file_shuffle is not Shuffle.OFF
@@ -111,7 +111,7 @@ def shard_training(
 
 
 def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, seed: int) -> Sharding:
-    """The sharding of the evaluation files: in order, without the end that does not fill a batch."""
+    """Return the sharding of the evaluation files: in order, without the end that does not fill a batch."""
     in_turn = replace(workload.reader, file_shuffle=Shuffle.OFF, sample_shuffle=Shuffle.OFF)
     num_files, batch_size = workload.dataset.num_files_eval, workload.reader.batch_size_eval
     evaluated = replace(
@@ -144,17 +144,17 @@ class RankEpoch:
         self.num_items = division.num_per_place * sharding.group
 
     def items(self, start: int, stop: int) -> Items:
-        """The items at this rank's positions from `start` up to, but not including, `stop`."""
+        """Return the items at this rank's positions from `start` up to, but not including, `stop`."""
         turns, slots = np.divmod(np.arange(start, stop, dtype=np.int64), self.sharding.group)
         return self._order.items(turns * self._num_places + self._rank * self.sharding.group + slots)
 
     def pieces(self) -> Iterator[Items]:
-        """All items, in arrays of bounded length."""
+        """Yield all items, in arrays of bounded length."""
         for start in range(0, self.num_items, _STEP_ITEMS):
             yield self.items(start, min(start + _STEP_ITEMS, self.num_items))
 
     def samples(self) -> Iterator[tuple[int, range]]:
-        """For each item, the number of its file and the range of its samples in that file."""
+        """Yield, for each item, the number of its file and the range of its samples in that file."""
         sharding = self.sharding
         for items in self.pieces():
             for item in items.tolist():
@@ -163,7 +163,7 @@ class RankEpoch:
                 yield number, range(begin, min(begin + sharding.item_samples, sharding.samples_per_file))
 
     def pieces_around(self, head_samples: int, tail_samples: int) -> Iterator[tuple[int, Items]]:
-        """Items with a sample before `head_samples` or after `tail_samples`, in arrays of bounded length.
+        """Yield items with a sample before `head_samples` or after `tail_samples`, in bounded arrays.
 
         Each array comes with the number of this rank's samples before it. If all items have the same size,
         those in between are skipped, so a run of 50 steps over 50 million files is planned in no time.
@@ -181,7 +181,7 @@ class RankEpoch:
                 before += int(self.sharding.sizes(items).sum())
 
     def file_numbers(self, num_samples: int) -> Iterator[Items]:
-        """The files of this rank's first `num_samples` samples, each once, in arrays of bounded length."""
+        """Yield the files of this rank's first `num_samples` samples, each once, in bounded arrays."""
         sharding, left = self.sharding, num_samples
         is_listed = np.zeros(sharding.num_files if sharding.items_per_file > 1 else 0, dtype=bool)
         for items in self.pieces():
@@ -197,7 +197,7 @@ class RankEpoch:
             yield numbers
 
     def count_samples(self) -> int:
-        """The number of samples in this rank's items."""
+        """Return the number of samples in this rank's items."""
         if self.sharding.samples_per_file % self.sharding.item_samples == 0:
             return self.num_items * self.sharding.item_samples
         return sum(int(self.sharding.sizes(items).sum()) for items in self.pieces())
@@ -232,16 +232,16 @@ class SampleSet:
     digest: int = 0
 
     def __add__(self, other: SampleSet) -> SampleSet:
-        """The union of two disjoint sets."""
+        """Return the union of two disjoint sets."""
         return SampleSet(samples=self.samples + other.samples, digest=(self.digest + other.digest) % 2**64)
 
     def document(self) -> dict[str, Any]:
-        """The size and digest as plain data."""
+        """Return the size and digest as plain data."""
         return {"samples": self.samples, "digest": f"{self.digest:016x}"}
 
 
 def summarize_samples(items: Items, taken: Items) -> SampleSet:
-    """The set of `taken` samples of each item. Items of which none is taken do not count."""
+    """Return the set of `taken` samples of each item. Items of which none is taken do not count."""
     counts = taken > 0
     mixed = _mix(_mix(items[counts].astype(np.uint64)) + taken[counts].astype(np.uint64))
     return SampleSet(samples=int(taken.sum()), digest=int(mixed.sum(dtype=np.uint64)))
@@ -254,7 +254,7 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> tuple[SampleSet, SampleSet]:
-    """The samples that a rank takes in `num_steps` steps, and those left out of an epoch of `full_steps`."""
+    """Return the samples that a rank takes in `num_steps` steps, and those left out of its `full_steps`."""
     sharding = order.sharding
     taken_samples, full_samples = num_steps * sharding.batch_size, full_steps * sharding.batch_size
     taken = left_out = SampleSet()
@@ -277,7 +277,7 @@ class EpochPlan:
     left_out: SampleSet
 
     def document(self) -> dict[str, Any]:
-        """The epoch as plain data, for the record of a run."""
+        """Return the epoch as plain data, for the record of a run."""
         return {
             "epoch": self.epoch,
             "steps": self.num_steps,
@@ -298,14 +298,14 @@ class TrainingPlan:
     eval_epochs: frozenset[int]
 
     def files_read(self, epoch: EpochPlan, *, rank: int) -> Iterator[tuple[StepPhase, Items]]:
-        """The numbers of the files that a rank reads in an epoch and in the evaluation after it."""
+        """Yield the numbers of the files that a rank reads in an epoch and in the evaluation after it."""
         for phase, sharding, num_steps in self._phases(epoch):
             order = RankEpoch(sharding, rank=rank, epoch=epoch.epoch)
             for numbers in order.file_numbers(num_steps * sharding.batch_size):
                 yield phase, numbers
 
     def estimate_files_read(self, epoch: EpochPlan) -> int:
-        """The approximate number of files that a rank reads in an epoch and in the evaluation after it."""
+        """Return about how many files a rank reads in an epoch and in the evaluation after it."""
         return sum(
             min(sharding.num_files, ceil(num_steps * sharding.batch_size / sharding.item_samples))
             for _, sharding, num_steps in self._phases(epoch)
@@ -317,7 +317,7 @@ class TrainingPlan:
             yield StepPhase.EVAL, self.evaluation, self.eval_steps
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain data, for the record of a run."""
+        """Return the plan as plain data, for the record of a run."""
         return {
             "item_samples": self.sharding.item_samples,
             "block_samples": self.sharding.block_samples,
@@ -331,7 +331,7 @@ class TrainingPlan:
 
 
 def step_counts(full_steps: Sequence[int], total_steps: int | None) -> list[int]:
-    """The steps of each epoch if the run stops after `total_steps`. Epochs without a step are dropped."""
+    """Return each epoch's steps if the run stops after `total_steps`. Epochs without a step are dropped."""
     left = sum(full_steps) if total_steps is None else total_steps
     counts = []
     for steps in full_steps:
@@ -343,7 +343,7 @@ def step_counts(full_steps: Sequence[int], total_steps: int | None) -> list[int]
 
 
 def eval_epochs(workload: Workload, num_epochs: int) -> frozenset[int]:
-    """The epochs that are followed by an evaluation."""
+    """Return the epochs that are followed by an evaluation."""
     section = workload.evaluation
     if not workload.workflow.evaluation or not workload.dataset.num_files_eval:
         return frozenset()
@@ -351,7 +351,7 @@ def eval_epochs(workload: Workload, num_epochs: int) -> frozenset[int]:
 
 
 def left_out_by_division(sharding: Sharding, epoch: int) -> SampleSet:
-    """The samples that no rank gets because items do not divide evenly."""
+    """Return the samples that no rank gets because items do not divide evenly."""
     left_out = SampleSet()
     for hole in sharding.divide().left_out(epoch):
         items = np.arange(hole.start, hole.stop, dtype=np.int64)
@@ -428,7 +428,7 @@ def require_counted_step(workload: Workload, plan: TrainingPlan) -> None:
 
 
 def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
-    """The number of steps for which every rank has full batches."""
+    """Return the number of steps for which every rank has full batches."""
     num_steps = order.count_samples() // order.sharding.batch_size
     # A rank with one more step would wait in its barrier for the others forever.
     steps = comm.reduce(num_steps, "min", awaiting=f"all ranks to count their {what} samples")
@@ -444,7 +444,7 @@ def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
 def preview_order(
     workload: Workload, *, num_ranks: int, rank: int, epoch: int, head: int, division: Remainder, seed: int
 ) -> tuple[list[tuple[int, str]], int]:
-    """The first `head` samples of `rank` in `epoch`, and how many it has; the last may not fill a batch.
+    """Return the first `head` samples of `rank` in `epoch`, and how many it has; its last batch may be short.
 
     A sample is identified by its number over all training files and the key of its file. Epochs count from 1.
     """

@@ -65,7 +65,7 @@ class Stages:
         return (advice,)
 
     def sentences(self) -> tuple[str, ...]:
-        """Lines for the log: what was done outside the score, and how long it took."""
+        """Return lines for the log: what was done outside the score, and how long it took."""
         found = "" if self.files_found is None else f": {self.files_found:,} files listed"
         looked_up = f"{self.validated_files:,} files looked up in {self.validation_s:.2f} s"
         return (
@@ -77,7 +77,7 @@ class Stages:
         )
 
     def document(self) -> dict[str, Any]:
-        """The content of `stages.json`."""
+        """Return the content of `stages.json`."""
         return {
             "opening_s": self.opening_s,
             "files_found": self.files_found,
@@ -122,7 +122,7 @@ class TrainingResult:
         return judge(self.train, self.stages.deliveries, self.stages.epochs)
 
     def document(self) -> dict[str, Any]:
-        """The document of `--json`. AU is in percent; `read_bytes` counts training epochs."""
+        """Return the document of `--json`. AU is in percent; `read_bytes` counts training epochs."""
         verdict = self.train.verdict
         return {
             "workload": self.workload,

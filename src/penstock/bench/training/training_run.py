@@ -81,7 +81,7 @@ class TrainingRequest(RunSettings):
 
 
 def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
-    """The seed of `--seed`; otherwise a random one if shuffling is random, or the workload's. Collective."""
+    """Return `seed` or, if None, a random one if shuffling is random, else the workload's. Collective."""
     if seed is not None:
         return seed
     if enums.Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
@@ -90,7 +90,7 @@ def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
 
 
 def list_unsupported(workload: Workload) -> Sequence[str]:
-    """Remarks on settings of the workload that a run ignores. They are printed once, and recorded."""
+    """Return remarks on settings of the workload that a run ignores. They are printed once, and recorded."""
     profiling = workload.profiling
     remarks = []
     if workload.workflow.profiling and profiling.profiler is not enums.Profiler.IOSTAT:
@@ -164,7 +164,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
 
 
 def _access(request: TrainingRequest, storage: Storage) -> dict[str, Any]:
-    """The access path to the data set and the way of reading it, which users vary and compare."""
+    """Return the access path to the data set and the way of reading it, which users vary and compare."""
     return {
         "data": storage.uri,
         "storage": dict(storage.options),
@@ -214,7 +214,7 @@ def prepare_training(
 
 
 def choose_decoder(request: TrainingRequest, files: TrainingFiles, *, uri: str) -> FormatDecoder | None:
-    """The decoder of samples; None if they are dropped undecoded.
+    """Return the decoder of samples, or None if they are dropped undecoded.
 
     Raises `UsageError` if no manifest describes the content of the files.
     """

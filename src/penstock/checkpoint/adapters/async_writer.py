@@ -80,7 +80,7 @@ class WriteTask:
     parts: Parts
     """The packed object or the tensor of each item, by file and in order."""
     stats: RankSaveStats
-    """What is known of the costs before the writing: `stage_s` once the tensors are copied."""
+    """The costs known before the writing; `stage_s` is set once the tensors are copied."""
     writers: int
     staging_bytes: int
     transforms: tuple[str, ...]
@@ -99,7 +99,7 @@ class WriteTask:
 
 
 def _shared_copies(parts: Parts) -> Parts:
-    """`parts`, with all tensors in main memory copied into one block of shared memory."""
+    """Return `parts`, with all tensors in main memory copied into one block of shared memory."""
     in_host = [tensor for tensor in _tensors_of(parts) if tensor.is_cpu]
     sizes = [round_up(tensor.nbytes, PAGE_BYTES) for tensor in in_host]
     whole: torch.Tensor = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # as torch has it
@@ -335,7 +335,7 @@ class AsyncWriter(FileSystemWriter):
                 storage.delete(name)
 
     def _unchanged(self, planned: Any) -> Any:
-        """On all ranks, and the coordinator: return plans unchanged, because each rank knows its number."""
+        """On all ranks, and the coordinator: return plans unchanged; each rank knows its own number."""
         return planned
 
     prepare_local_plan = prepare_global_plan = prepare_decentralized_global_plan = _unchanged  # type: ignore[assignment] # of any kind
@@ -364,9 +364,9 @@ class AsyncWriter(FileSystemWriter):
         self._report = TaskReport()
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
-        """On all ranks: return a function for any process, a call for its second argument, and all arguments.
+        """On all ranks: return the function to call, a callable that prepares its task, and its arguments.
 
-        The first two are None on a rank that has nothing to write.
+        The function may run in any process. The first two are None on a rank that has nothing to write.
         """
         if self._copy is None:
             return None, None, []

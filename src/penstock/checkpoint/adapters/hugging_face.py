@@ -224,7 +224,7 @@ def _restore_parts(
 
 
 def _own(optimizers: Sequence[Any], number: int) -> list[torch.optim.Optimizer]:
-    """Return model `number`'s optimizer, without Accelerate's wrapper, or an empty list if it has none."""
+    """Return a list of model `number`'s optimizer, without Accelerate's wrapper; empty if it has none."""
     return [getattr(each, "optimizer", each) for each in optimizers[number : number + 1]]
 
 

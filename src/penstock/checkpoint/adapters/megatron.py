@@ -140,7 +140,7 @@ def iteration_folder(root: AnyPath, iteration: int) -> str:
 def save_iteration(
     root: AnyPath, iteration: int, sharded_state: Any, strategy: PenstockSaveStrategy | None = None
 ) -> None:
-    """On all ranks: save to the folder of an iteration, then point the tracker to it. `root` is a path."""
+    """On all ranks: save to an iteration's folder, then point the tracker to it. `root` is a local path."""
     folder = iteration_folder(root, iteration)
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def load_iteration(
     iteration: int | None = None,
     strategy: PenstockLoadStrategy | None = None,
 ) -> tuple[int | None, Any]:
-    """On all ranks: load `iteration` (default: the tracker's); (None, None) if there is none."""
+    """On all ranks: load `iteration` (default: the tracker's); return it and the state, or (None, None)."""
     iteration = latest_iteration(root) if iteration is None else iteration
     if iteration is None:
         return None, None

@@ -91,7 +91,7 @@ class CheckpointRef:
         return self.committed.key(file_name)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each of the checkpoint's files."""
+        """Return the size of each of the checkpoint's files."""
         prefix = self.key("")
         return {
             info.key.removeprefix(prefix): info.size_bytes
@@ -148,7 +148,7 @@ def split_path(path: AnyPath) -> tuple[str, str]:
 
 
 def can_be_named(path: AnyPath) -> bool:
-    """Return whether a checkpoint may be at this path or URI."""
+    """Return whether the path or URI can be that of a checkpoint."""
     try:
         open_parent(path)
     except (PenstockError, ValueError):
@@ -174,7 +174,7 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
 
 
 def follow_link(storage: Storage, name: str) -> tuple[Storage, str]:
-    """For reading: follow the link if the checkpoint is one; return anything else unchanged.
+    """Follow the link if the checkpoint is one, for reading; return anything else unchanged.
 
     A `Storage` itself never follows links out of its root.
     """
@@ -269,7 +269,7 @@ class StepCatalog:
 
 
 def open_catalog(storage: Storage) -> FolderCatalog | RecordCatalog:
-    """The committed checkpoints of this storage."""
+    """Return the catalog of the committed checkpoints in this storage."""
     tree = find_folder_tree(storage)
     if tree is None:
         return RecordCatalog(storage)
@@ -289,7 +289,7 @@ def local_path(storage: Storage, key: str) -> Path:
 
 
 def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
-    """Return the steps to remove so that the newest `keep` remain, oldest first; None keeps all.
+    """Return the steps to remove, oldest first, so that the newest `keep` remain; None keeps all.
 
     If none of them is complete, the newest complete step before them is kept as well: a run never loses its
     last usable checkpoint. `is_whole` is called for the newest steps first, and no more often than necessary.

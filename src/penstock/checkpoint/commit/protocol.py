@@ -82,7 +82,7 @@ WRITER_LEASE: Final = f"{HIDDEN_PREFIX}writer{LEASE_ENDING}"
 LEASE_S: Final = 900.0
 """A lease that was not renewed for this long has expired, if its process cannot be looked up from here."""
 RETRY_PAUSES_S: Final = (0.5, 2.0, 5.0)
-"""The pauses before storage that fails is tried again."""
+"""The pauses before each retry of a request to storage that failed."""
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: Process
 
 
 class RunInUse(UsageError):
-    """Another job saves steps in the same place."""
+    """Another job saves steps to the same location."""
 
 
 class WriterLease:
@@ -295,7 +295,7 @@ class WriterLease:
     def require_free(self) -> bool:
         """Raise `RunInUse` if another, live job has the lease; return True if it must still be taken.
 
-        Programs that take or change steps without saving any call it, too.
+        Programs that remove or change steps without saving any call it, too.
         """
         found = read_if_any(self._storage, WRITER_LEASE) or b""
         if found == lease_text(self._owner()):
@@ -439,7 +439,7 @@ class FolderDraftStore(DraftStore):
             self._tree.sync()
 
     def _give_name(self, draft: Draft) -> str:
-        """Make the draft visible under its name; return the folder that has what it replaced, if anything."""
+        """Make the draft visible under its name; return the folder in which what it replaced now is."""
         try:
             self._tree.move(draft.folder, draft.name)
         except AlreadyThere:
@@ -821,7 +821,7 @@ class RecordCatalog:
         return lambda: _delete_all(self._storage, self._storage.list(committed.folder))
 
     def finish_hiding(self, name: str) -> list[ObjectInfo]:
-        """Remove and return the objects of saves of this name that have no lease and are in no record.
+        """Remove and return the objects of this name's saves that have no lease and are in no record.
 
         A save has its lease from before its first object until after its record, so these objects belong to
         no save. A sweep, which nobody requested for this name, waits until they are old.

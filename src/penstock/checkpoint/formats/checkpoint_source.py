@@ -93,7 +93,7 @@ class CheckpointSource:
     key_types: Mapping[str, str] = field(default_factory=dict)
     """The types of keys that names do not show, by the name of their dict; see `state.walk.walk`."""
     lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """For each rank that saved, the names that it lacked in parts where ranks had different entries."""
+    """For each rank that saved, the names that only other ranks had, in parts whose entries differed."""
     identity: bytes = b""
     """Bytes that differ from those of any other checkpoint of this name; empty if unknown."""
 
@@ -180,7 +180,7 @@ class CheckpointSource:
     def storage_of_files(self, tried: int = 0) -> Storage:
         """Return the best `Storage` for reading the checkpoint's files, possibly past the page cache.
 
-        `tried` is the number of a file that this process can open.
+        `tried` is the index of a file that this process can open.
         """
         if not self.index.files:
             return self.storage
@@ -192,7 +192,7 @@ class CheckpointSource:
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
-        """Return the payload's offset in a row's item, given its first bytes; if None, use `tensor_bytes`."""
+        """Return the payload's offset in a row's item, given its first bytes, or None: use `tensor_bytes`."""
         stored = self.index.stored
         if stored.packed[row]:
             return None
@@ -449,7 +449,7 @@ NUM_HEAD_READERS = 16
 
 
 def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSource:
-    """Add the positions of all payloads, read from the items themselves if no manifest describes them.
+    """Return `checkpoint` with the positions of all payloads, read from the items if no manifest has them.
 
     Collective. Heads of items are read through the page cache: with direct I/O, scattered pages take four
     times as long.
@@ -460,7 +460,7 @@ def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointSourc
         return checkpoint
 
     def find(source: Source, row: int) -> int:
-        """Return the position of a payload in its file; `UNKNOWN` if only the whole item tells."""
+        """Return the position of a payload in its file, or `UNKNOWN` if the whole item must be read."""
         begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
         head = bytearray(min(HEAD_BYTES, size))
         source.read_into(begin, memoryview(head))
@@ -491,7 +491,7 @@ _NUM_READINGS = 5
 
 
 def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, bytes | None]:
-    """The `.metadata` and manifest of the same save; None for one that is missing."""
+    """Return the `.metadata` and manifest of the same save, or None for one that is missing."""
     is_final = is_written_once(storage, folder)
     for _ in range(_NUM_READINGS):
         manifest = read_if_any(storage, _key(folder, MANIFEST_NAME))

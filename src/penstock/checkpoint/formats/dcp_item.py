@@ -81,7 +81,7 @@ def undo_transforms(content: Bytes, transforms: Sequence[str], where: str, *, at
 
 
 def most_unpacked(item: Bytes, payload_bytes: int | None = None) -> int:
-    """Return the most bytes that an item may unpack to: a bit more than its tensor, or a multiple of its own.
+    """Return the largest size to which an item may unpack: just above its tensor's, or a multiple of its own.
 
     The size of an object is not recorded; with `trust`, it has no limit.
     """
@@ -104,7 +104,7 @@ def require_known_transforms(
 
 
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
-    """Load the object of one item. Without `trust`, raise `UsageError` if any of it is more than data."""
+    """Load the object of one item. Without `trust`, raise `UsageError` unless all of it is plain data."""
     plain = undo_transforms(item, transforms, where, at_most=None if trust else most_unpacked(item))
     if (pickled := _pickled_scalar(plain)) is not None:
         return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
@@ -145,7 +145,7 @@ def _pickled_scalar(item: bytes) -> bytes | None:
 
 
 def read_data(value: Any, record: Callable[[TensorRef], bytearray], name: str, where: str) -> Any:
-    """Rebuild an object from its archive's value; raise `UsageError` if anything in it is more than data."""
+    """Rebuild an object from its archive's value; raise `UsageError` unless all of it is plain data."""
     if beyond := names_beyond_data(value):
         raise UsageError(
             f"The object {name} is more than data: it is made of {', '.join(beyond)}",
@@ -318,7 +318,7 @@ class TensorStub:
 
 
 class ArchivePickler(pickle.Pickler):
-    """Refers to records by their IDs."""
+    """A pickler that refers to records by their IDs."""
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         """Return the reference to a record for its stand-in; None for everything else."""
@@ -333,7 +333,7 @@ _SIGNATURE: Final = b"PK\x03\x04"
 
 
 def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -> int | None:
-    """Return the offset of the payload in an item, from the item's first `HEAD_BYTES`.
+    """Return the offset of the payload in an item, given its first `HEAD_BYTES`, or None.
 
     None if only `tensor_bytes` with the whole item can tell: the elements are in another order, the writer
     was big-endian, or the archive's layout differs from torch's.

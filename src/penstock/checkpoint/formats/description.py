@@ -230,7 +230,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def _inside(tensor: Ints, tensors: Sequence[TensorFacts], width: int) -> NDArray[np.bool_]:
-    """Array (rows, width): True for dimensions that a row's tensor has; all other columns are padding."""
+    """Return an array (rows, width): True for dimensions that a row's tensor has, False for padding."""
     dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)
     return np.arange(width) < dims[tensor][:, None]
 
@@ -599,7 +599,7 @@ def metadata_bytes(index: CheckpointIndex) -> bytes:
 class _Streamed:
     """A list or dict whose items are created while they are pickled, and then forgotten.
 
-    A million parts, and the pickler's memory of them, would take several gigabytes at once. The pickler also
+    A million parts, and the pickler's memo of them, would take several gigabytes at once. The pickler also
     forgets names and after a while writes them again; nothing refers to a container that is being written.
     """
 
@@ -801,7 +801,7 @@ def _parse(root: Any, where: str) -> CheckpointIndex:
 
 @contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would take as long as reading a million records."""
+    """Pause garbage collection, which would double the time that reading a million records takes."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -54,7 +54,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 
 
 def _itself(kind: type) -> Callable[[Any], Any]:
-    """Return a stand-in for a class called with one value of type `kind`: nothing is copied or converted."""
+    """Return a stand-in for a class called with one value of type `kind`, which returns that value."""
 
     def value(part: Any) -> Any:
         require(type(part) is kind, f"a {kind.__name__} is made of a {type(part).__name__}")
@@ -257,7 +257,7 @@ UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(ImportError, OverflowError, RuntimeError),
 )
-"""The errors by which a pickle that no program saves ends its reader."""
+"""The errors that a malformed pickle may raise in its reader."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -33,7 +33,7 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 _METADATA_KEY: Final = "__metadata__"
 
 _MOST_COMMAS: Final = 1 << 21
-"""The most commas, about six per tensor, of a header whose values fit into memory."""
+"""A header has at most this many commas, about six per tensor, so that its values fit into memory."""
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 

@@ -83,7 +83,7 @@ class _Ranges:
         return self._position
 
     def read(self, size: int = -1, /) -> bytes:
-        """At most `size` bytes, fewer at the end; with a damaged directory, `size` may be any number."""
+        """Return at most `size` bytes, fewer at the end; damaged directories may ask for any number."""
         remaining = max(self._size_bytes - self._position, 0)
         size = remaining if size < 0 else min(size, remaining)
         if size > _LARGEST_DIRECTORY:
@@ -109,7 +109,7 @@ def in_pages(read: ReadRange, size_bytes: int) -> ReadRange:
 
 
 def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str, ZipRecord]:
-    """Return all records by name; raise `DataDamaged` if the archive is truncated or the file is not one."""
+    """Return all records by name; raise `DataDamaged` if the file is truncated or not an archive."""
     if size_bytes < _SHORTEST_ARCHIVE:
         raise _not_whole("its end is missing", where)
     try:
@@ -133,7 +133,7 @@ def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str,
 
 
 def data_offset(read: ReadRange, record: ZipRecord, where: str) -> int:
-    """Return the offset of a record's bytes from its local header: lengths in the directory may differ."""
+    """Return where a record's bytes begin, from its local header: lengths in the directory may differ."""
     begin = record.header_offset
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(read(begin, _LOCAL_HEADER.size))
     if signature != b"PK\x03\x04":
@@ -160,7 +160,7 @@ class TorchSaveArchive:
 
     index: CheckpointIndex
     values: Mapping[str, Any]
-    """The values by the object's name; `Opaque` for classes that only torch can rebuild."""
+    """The values that are not tensors, by name; `Opaque` for classes that only torch can rebuild."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
     """The tensors, by row, whose elements are in another order, or represent conjugates or negatives.
 

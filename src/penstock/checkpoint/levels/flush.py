@@ -68,7 +68,7 @@ FOLDER: Final = ".penstock-flush"
 BLOCK_BYTES: Final = 16 << 20
 SMALLEST_BLOCK_BYTES: Final = 256 << 10
 BURST_S: Final = 0.5
-"""The longest pause, for disks or between two steps, that a rate-limited flush may catch up on."""
+"""The longest pause, waiting for disks or between two steps, that a rate-limited flush may catch up on."""
 POLL_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 5.0
 RETRY_S: Final = 60.0
@@ -507,7 +507,7 @@ class _SharedDraft:
 
     @contextmanager
     def adding(self, name: str) -> Iterator[tuple[Storage, str]]:
-        """The `Storage` and key to write a file to; the file gets its final name if the block succeeds."""
+        """Yield the `Storage` and key to write a file to; it gets its final name if the block succeeds."""
         if self._tree is None:
             yield self._durable, self._draft.key(name)  # an object appears only when it is complete
             return

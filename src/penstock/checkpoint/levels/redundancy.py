@@ -162,7 +162,7 @@ class Layout:
         return [plain, weighted][: self.parities]
 
     def recover(self, stripe: int, lost: Collection[int], member: int) -> dict[int, int]:
-        """For each surviving member, the factor of its piece in the sum that is the lost `member`'s piece.
+        """Return, for each surviving member, its piece's factor in the sum that gives the lost `member`'s.
 
         Raises `ValueError` if more members are lost than there are parities.
         """
@@ -324,14 +324,14 @@ class GroupRecord(StoredRecord):
         return tuple(member.rank for member in self.members)
 
     def stored_files(self, place: int) -> tuple[RecordedFile, ...]:
-        """The files that a member wrote, and then what it keeps for the others."""
+        """Return the files that a member wrote, and then what it keeps for the others."""
         return (*self.members[place].files, *self.kept[place : place + 1])
 
 
 def list_members(
     records: Mapping[int, GroupRecord], ranks: Collection[int] | None = None
 ) -> Iterator[tuple[GroupRecord, int]]:
-    """Yield the group of each of `ranks` (None: all), and its place in it; in the same order on all ranks."""
+    """Yield, for each of `ranks` (None: all), its group's record and place there; same order on all ranks."""
     for _, record in sorted(records.items()):
         for place, rank in enumerate(record.ranks):
             if ranks is None or rank in ranks:
@@ -457,7 +457,7 @@ def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[
 
 
 def _find_room(found: Assessment, nodes: Sequence[NodeShares]) -> dict[int, int]:
-    """For each lost share that does not fit into its own cache, the rank of the node with the most room."""
+    """Return, for each lost share that its own cache cannot hold, the rank of the node with the most room."""
     node_of = {rank: node.ranks for node in nodes for rank in node.ranks}
     left = {node.ranks: node.room_bytes for node in nodes}
     moved = {}

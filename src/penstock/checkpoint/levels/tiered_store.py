@@ -84,7 +84,7 @@ class TieredStore(step_store.StepStore):
         self.resume()
 
     def _find_obstacle(self, uri: str | None) -> str:
-        """Why no detached process can flush this cache; "" if it can, or need not.
+        """Return why no detached process can flush this cache; "" if one can, or need not.
 
         Refuses a cache that is the durable folder itself: old steps would disappear from both at once.
         """
@@ -109,7 +109,7 @@ class TieredStore(step_store.StepStore):
         return f"{uri!r} cannot be written as a URI" if "?" in parse_uri(uri).root else ""
 
     def steps(self) -> list[int]:
-        """The durable steps, and the steps in this node's cache."""
+        """Return the durable steps and the steps in this node's cache."""
         return sorted({*self.catalog.committed(), *self.cache.node.steps()})
 
     def open(self, name: str) -> SaveTransaction:
@@ -197,7 +197,7 @@ class TieredStore(step_store.StepStore):
             yield ObjectNotFound("no level has it")
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """Failed flushes, whose steps are still in the caches. Failures of an earlier job are only logged."""
+        """Return failed flushes, whose steps are still in the caches; an earlier job's are only logged."""
         new_failures: dict[int, BaseException] = {}
         if self._flush is None or not self.cache.is_lead:
             return new_failures
@@ -394,6 +394,6 @@ class _FetchedFiles(FinishedFiles):
         return WrittenShare(files=tuple(self._mine), stats=stats)
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
-        """The manifest and metadata of the durable step."""
+        """Return the manifest and metadata of the durable step."""
         _, seal = self._stored.read_seal()
         return seal

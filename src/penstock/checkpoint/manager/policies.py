@@ -155,7 +155,7 @@ class SaveScheduler:
 
 
 def daly_interval_s(blocked_s: float, mtbf_s: float) -> float:
-    """Daly's higher-order optimum (2006): the time between the end of a checkpoint and the next one."""
+    """Return Daly's higher-order optimum (2006): the time from the end of a checkpoint to the next one."""
     if blocked_s >= 2 * mtbf_s:
         return mtbf_s
     share = blocked_s / (2 * mtbf_s)

@@ -95,7 +95,7 @@ class StepStore:
     ) -> Completed:
         """Write what is staged, and commit it.
 
-        With `is_last`, the step is also flushed if there are levels.
+        With `is_last`, the step is also flushed if there are caches.
         """
         step = parse_step(transaction.draft.name)
         facts = {} if step is None else {"step": step}
@@ -135,7 +135,7 @@ class StepStore:
         return checkpoint
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """Failures that occurred after `save` had returned, by step; each is returned only once."""
+        """Return failures after `save` had returned, by step; each is returned only once."""
         return {}
 
     def close(self) -> None:

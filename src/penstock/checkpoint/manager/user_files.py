@@ -111,7 +111,7 @@ class _WrittenFiles(FinishedFiles):
         return WrittenShare(files=files, stats=stats)
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        """A manifest in which each file is one item named after its rank, and metadata without tensors."""
+        """Return a manifest with one item per file, named after its rank, and metadata without tensors."""
         step, nothing = facts.get("step"), np.zeros(0, dtype=np.int64)
         regions, packed = Regions.concatenated([]), np.zeros(0, dtype=np.bool_)
         stored = StoredRegions(regions, nothing, nothing, nothing, nothing, packed)
@@ -191,7 +191,7 @@ class UserOutput:
         return bool(self.uri)
 
     def path(self, file_name: str) -> Path:
-        """The path for this rank's file called `file_name`; every call returns the same path."""
+        """Return the path for this rank's file called `file_name`; every call returns the same path."""
         if self._transaction is None:
             raise UsageError(
                 "path() was called outside its block", where=self.name, fix="Call it inside the `with`."

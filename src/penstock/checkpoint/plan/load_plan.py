@@ -189,7 +189,7 @@ class SharedLoadPlan:
         return bool((want[1:] == want[:-1]).any() or (unit[1:] == unit[:-1]).any())
 
     def take(self, shares: Ints, pieces: Ints, requests: Ints) -> SharedLoadPlan:
-        """Select rows of each table."""
+        """Return the plan with only these rows of each table."""
         return SharedLoadPlan(
             share_unit=self.share_unit[shares],
             share_row=self.share_row[shares],

@@ -311,7 +311,7 @@ def file_name(rank: int, number: int) -> str:
 def _deal(
     regions: Regions, element_bytes: Ints, objects: Sequence[PlacedObject], files: Sequence[str]
 ) -> tuple[Bucket, ...]:
-    """Longest processing time first: the fullest file has at most 4/3 of the bytes in the best division."""
+    """Deal items to files, largest first: the fullest has at most 4/3 of the bytes in the best division."""
     num_bytes = regions.num_bytes(element_bytes)
     sizes = num_bytes.tolist() + [placed.size_bytes for placed in objects]
     loads = [(0, number) for number in range(len(files))]

@@ -262,7 +262,7 @@ def refuse_index(what: str, where: str) -> NoReturn:
 
 
 def require(is_right: object, what: str) -> None:
-    """Raise `ValueError` for a part that no program saves. The caller that reads the file adds the place."""
+    """Raise `ValueError` unless `is_right`, as in all files that programs save. The caller names the file."""
     if not is_right:
         raise ValueError(what)
 

@@ -288,7 +288,7 @@ def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
-    """For each optimizer with state, a digest of the parameters to which its numbers refer on this rank."""
+    """Return, for each optimizer with state, a digest of the parameters that its numbers mean here."""
     optimizers = {
         key: part for key, part in state.items() if isinstance(part, torch.optim.Optimizer) and part.state
     }

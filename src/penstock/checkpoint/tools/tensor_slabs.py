@@ -204,6 +204,6 @@ class Appender:
             yield num_bytes, partial(reader.read_slab, tensor, slab)
 
     def pieces_of(self, num_bytes: int, read: Callable[[int, memoryview], None]) -> Pieces:
-        """`num_bytes` as pieces for `copy`; `read` fills a buffer from an offset on."""
+        """Yield `num_bytes` bytes as pieces for `copy`; `read` fills a buffer from an offset on."""
         for begin in range(0, num_bytes, self._buffer_bytes):
             yield min(self._buffer_bytes, num_bytes - begin), partial(read, begin)

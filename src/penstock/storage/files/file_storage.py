@@ -113,7 +113,7 @@ class DirectOptions(FileOptions):
 
 
 def open_files(location: Location, _environment: Environment, _rank: int) -> FileStorage:
-    """Files below a folder, which the first write creates, through the page cache or (`direct://`) past it.
+    """Return the files below a folder, which the first write creates; `direct://` bypasses the page cache.
 
     The first use raises `Unavailable` if the file system does not support direct I/O.
     """

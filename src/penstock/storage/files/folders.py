@@ -149,7 +149,7 @@ class VerifiedFolders:
             )
 
     def resolve(self, path: str) -> str:
-        """`path` with all symbolic links followed; raises if it is outside the root."""
+        """Return `path` with all symbolic links followed; raise if it is outside the root."""
         with translate_os_errors("Resolving the path", self.uri_of(path)):
             real = os.path.realpath(path, strict=True)
             real_root = os.path.realpath(self.root, strict=True)

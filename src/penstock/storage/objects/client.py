@@ -154,11 +154,11 @@ class ObjectClient(ABC):
         """Store an object, in one request if the library can; return its ETag."""
 
     def get_whole(self, key: str, limit_bytes: int) -> tuple[RemoteObject, bytes | None]:
-        """Get an object with its size and ETag in one request; None for its bytes if it exceeds the limit."""
+        """Get an object with its size and ETag in one request; its bytes are None if it exceeds the limit."""
         raise AssertionError(f"{type(self).__name__} gets no whole objects ({key}, {limit_bytes})")
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
-        """Like `put`, but only if the object has the ETag `replaces` or, if that is None, does not exist.
+        """Do what `put` does, but only if the object has the ETag `replaces` or, for None, does not exist.
 
         Otherwise, the attempt fails with status 412 or 409.
         """

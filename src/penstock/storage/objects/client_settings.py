@@ -175,7 +175,7 @@ def _endpoints(
 
 
 def expand_endpoints(templates: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the URLs to which `templates` expand, each once: `{1...8}` counts, several ranges multiply."""
+    """Return the URLs to which `templates` expand, each once: all combinations of ranges like `{1...8}`."""
     urls: dict[str, None] = {}
     for template in templates:
         pieces = _RANGE.split(template.strip())

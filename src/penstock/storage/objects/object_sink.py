@@ -81,7 +81,7 @@ class SharedRelease:
             self.force()
 
     def force(self) -> None:
-        """Release now. For an upload that will never be completed, although it may still hold a part."""
+        """Release now, for an upload that will never be completed but may still hold a part."""
         with self._lock:
             due, self._release = self._release, None
         if due is not None:

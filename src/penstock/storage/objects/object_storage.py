@@ -236,7 +236,7 @@ class ObjectStorage:
                 return
 
     def _require_service(self, client: ObjectClient) -> None:
-        """Raise if an endpoint that has listed nothing yet answers every request, as a web page does.
+        """Raise if an endpoint that has listed nothing so far answers any request, as web servers do.
 
         Clients take such a page for an empty listing, so an existing run would look like a new one.
         """

@@ -411,7 +411,7 @@ def read_strace(
     listing = Strace(find_task(path, head), find_host(path))
     for chunk in chunks:
         if account.dropped_reasons.get(_TOO_MANY, 0) > _MOST_UNFINISHED:
-            # No real listing has so many, and parsing the rest of a forged one would take minutes.
+            # No real listing has more unfinished calls, and parsing a forged one would take minutes.
             num_lines = chunk.count(b"\n")
             account.lines += num_lines
             account.dropped += num_lines
