@@ -79,7 +79,10 @@ class Spool:
 
 
 def read_spool_header(path: Path, make: Callable[..., Header], *, what: str, version: int) -> Header:
-    """Pass a spool's header to `make`. Raises an error that names `what` unless its format is `version`."""
+    """Return what `make` builds from a spool's header, whose `format` must be `version`.
+
+    `what` names the spool in errors.
+    """
     with path.open("rb") as file:
         line = file.readline()
     try:

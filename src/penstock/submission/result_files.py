@@ -137,7 +137,7 @@ class ResultRun:
 CodeImagePool = tuple[str, Mapping[str, tuple[ParsedFile, str]], frozenset[str]]
 """The name of a tree's pool, its images, and the digests to which any submitter's result directories point.
 
-Each image comes with its own statement and the digest of its files ("" if they cannot be read).
+Each image comes with the file that states its digest, and the digest computed ("" if they cannot be read).
 """
 NO_POOL: Final[CodeImagePool] = ("", {}, frozenset())
 
