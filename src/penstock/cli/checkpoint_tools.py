@@ -70,7 +70,7 @@ def show(
     pattern: str = option(
         "--name",
         TEXT,
-        "Show only tensors with matching names, e.g. 'model.*'.",
+        "Show only items with matching names, e.g. 'model.*'.",
         default="*",
         metavar="PATTERN",
     ),

@@ -107,7 +107,7 @@ class KvCacheOptions:
     duration_s: float | None = option(
         "--duration",
         TIME,
-        "Stop starting operations after this long (default: no limit; in mlperf-v3, set by the edition).",
+        "Time after which no more operations start (default: no limit; in mlperf-v3, set by the edition).",
     )
     prefill: float = option(
         "--prefill-rate",

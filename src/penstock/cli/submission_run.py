@@ -59,7 +59,9 @@ def checkpointing(
     ),
     storage: tuple[tuple[str, str], ...] = STORAGE,
     target: TreeOptions = group(TreeOptions),
-    accelerator: str = required("--accelerator", TEXT, "Accelerator whose memory is saved: b200 or mi355."),
+    accelerator: str = required(
+        "--accelerator", TEXT, "Accelerator whose memory the checkpoints represent: b200 or mi355."
+    ),
     writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10"),
     reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10"),
     is_subset: bool = flag("--subset", "With --ranks N, write only the files of the model's first N ranks."),
