@@ -84,7 +84,7 @@ def select_leaves(
     rank: int,
     paths: Mapping[str, Path] = MappingProxyType({}),
 ) -> LeafSelection:
-    """Match the leaves of a state with the names in a checkpoint. `paths` has the places of the latter.
+    """Match the leaves of a state with the names in a checkpoint, whose places `paths` has.
 
     Raises `UsageError` if the checkpoint lacks a selected leaf, unless the choice is not strict.
     """

@@ -327,7 +327,7 @@ class SaveShare:
     layouts: tuple[FileLayout, ...]
     payloads: Mapping[str, Sequence[Payload]]
     stats: RankSaveStats
-    """What is known of the costs before any byte is copied."""
+    """The costs known before any byte is copied."""
     contents: ShareContents = field(default_factory=ShareContents)
 
     def transformed(self, transforms: Sequence[str]) -> SaveShare:

@@ -111,7 +111,7 @@ def _packages(area: str) -> Iterator[Diagnosis]:
 
 
 def _package(area: str, distribution: str, purpose: str, command: str) -> Diagnosis:
-    """Look for a package in the metadata of packages, because importing torch takes seconds."""
+    """Look a package up in the installed packages' metadata, because importing torch takes seconds."""
     version = package_versions([distribution]).get(distribution)
     return _check(
         area,

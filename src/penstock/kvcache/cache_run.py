@@ -316,7 +316,7 @@ def _left_as_asked(
     *,
     progress: Progress,
 ) -> Iterator[None]:
-    """Remove this rank's entries at the end, even after an interruption, or keep them with their names.
+    """Remove this rank's entries at the end, even after an interruption, or make their names durable.
 
     The files that the layout's engine keeps next to its entries exist as long as the entries do.
     """

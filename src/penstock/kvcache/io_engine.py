@@ -241,7 +241,7 @@ class IoEngine:
     def _read_payload(
         self, source: Source, key: str, size_bytes: int, buffer: memoryview, turn: _Turn
     ) -> EntryOutcome:
-        """Read all chunks, then the footer, and verify each; the last is verified off the stream."""
+        """Read all chunks, then the footer, and verify each; the last is verified once the stream is free."""
         footer_bytes, chunk_bytes = self._layout.footer_bytes, len(buffer) - self._layout.footer_bytes
         digest, content = xxhash.xxh3_128(), None
         if not footer_bytes:

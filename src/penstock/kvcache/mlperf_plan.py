@@ -64,7 +64,7 @@ Requests = NDArray[np.void]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSettings:
-    """One option for one rank. `scale` shrinks entries, tiers and the number of users."""
+    """One option of the benchmark for one rank. `scale` shrinks entries, tiers and the number of users."""
 
     number: int
     option: CacheOption

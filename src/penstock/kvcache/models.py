@@ -102,7 +102,7 @@ MODELS: Final[Mapping[str, KvModel]] = {
 def find_model(name: str, *, dtype: str | None = None) -> KvModel:
     """Find the model called `name`, or read it from a `config.json` of Hugging Face.
 
-    `dtype` changes the type of its elements.
+    `dtype` replaces the type of the cache's elements.
     """
     found = MODELS.get(name)
     if found is None and (path := Path(name)).is_file():

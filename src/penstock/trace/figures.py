@@ -352,7 +352,7 @@ def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_proces
 
 
 def file_offsets(axis: TimeAxis) -> Answer:
-    """Return the offsets of reads and writes in each run's busiest files over time, as fine as a drawing.
+    """Return where each run's busiest files were read and written over time, at a drawing's resolution.
 
     The busiest files of a run are those with the most bytes among calls whose offset is known.
     """

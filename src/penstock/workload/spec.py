@@ -319,7 +319,7 @@ class StorageSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A workload, complete. `name` is the family's or the file's, `accelerator` "" if none was named."""
+    """A complete workload. `name` is the family's or the file's, `accelerator` "" if none was named."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections
 

@@ -29,7 +29,7 @@ EPOCH: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRound:
-    """One checkpoint that all ranks together write or read; `number` counts those of its direction."""
+    """One checkpoint that all ranks together write or read; `number` counts the rounds of its direction."""
 
     direction: Direction
     number: int
@@ -46,7 +46,7 @@ class CheckpointRound:
 class RoundFigures:
     """The figures of one checkpoint written or read.
 
-    `began_at_s` and `ended_at_s` are by rank 0's wall clock. Writes have no `cold`.
+    `began_at_s` and `ended_at_s` are by rank 0's wall clock. `cold` is the eviction before a read.
     """
 
     round: CheckpointRound

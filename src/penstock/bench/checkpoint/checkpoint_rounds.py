@@ -43,8 +43,8 @@ PROGRESS_FILE: Final = "progress"
 _SLOT_BYTES: Final = 8
 LOOK_INTERVAL_S: Final = 1.0
 MOST_NOTES_PER_S: Final = 100
-"""The limit for all ranks together. In a large job, each rank therefore notes its bytes less often than every
-second.
+"""The most notes of all ranks together. In a large job, each rank therefore notes its bytes less often than
+every second.
 """
 SIGN_INTERVAL_S: Final = 10.0
 BUCKET_S: Final = 0.05

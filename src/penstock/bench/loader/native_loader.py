@@ -245,7 +245,7 @@ class _PendingBatch:
         self._is_cancelled = False
 
     def work_on(self, reader: RangeReader) -> None:
-        """Work until nothing is left to begin. Always report the end; otherwise `wait` would never return."""
+        """Work until nothing is left to begin. The end is always reported, because `wait` waits for it."""
         done, totals, error = 0, Batch(), None
         while (work := self._take()) is not None:
             done += 1

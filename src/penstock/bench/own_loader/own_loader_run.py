@@ -295,7 +295,7 @@ class _Measurement:
         return replace(workload, dataset=dataset, reader=replace(workload.reader, batch_size=batch_size))
 
     def measure_limit(self, workload: Workload) -> dict[str, Any] | None:
-        """Run the same loop over batches that cost nothing; None for a user's step, which needs real ones."""
+        """Return the harness limit: the same loop over batches that cost nothing; None for a user's step."""
         compute_s = workload.train.computation_time.expected_s
         if self.request.step is not None or not compute_s:
             return None

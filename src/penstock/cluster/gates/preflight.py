@@ -172,7 +172,7 @@ ReadClock = Callable[[], float]
 
 
 def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> list[tuple[float, float]]:
-    """Bound the offset of every rank's clock from rank 0's.
+    """Return bounds on how far each rank's clock is ahead of rank 0's.
 
     The result is the same on all ranks. Collective.
     """

@@ -76,7 +76,7 @@ class CsvFormat(fp.ReadWhole):
 
 
 def _measure(kind: np.dtype[np.generic]) -> tuple[int, int, int]:
-    """Return an element's values, the characters before its digits, and all characters with separator."""
+    """Return how many values, characters before the digits, and characters with separator an element has."""
     is_float = kind.kind == "f"
     limit = int(10 ** np.finfo(kind.str).precision) if is_float else int(np.iinfo(kind.str).max) + 1
     prefix = len(b"0.") if is_float else 0

@@ -185,7 +185,7 @@ def fit_jpeg(size_bytes: int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=1)
 def _code_mask() -> NDArray[np.uint8]:
-    """Return zeros at the positions of codes, every 11 bits, for a step of pairs of units."""
+    """Return a mask with zeros at the positions of codes, every 11 bits, for a step of pairs of units."""
     bits = np.ones(_BLOCK_BYTES * 8, dtype=np.uint8)
     bits[::11] = 0
     return np.tile(np.packbits(bits), 512 * _PAIR_BYTES // _BLOCK_BYTES)

@@ -136,7 +136,7 @@ def trailer(member: Member, crc: int) -> bytes:
 
 
 def directory_entry(member: Member, crc: int) -> bytes:
-    """Return a member and its checksum in the directory."""
+    """Return a member's entry in the directory, with its checksum."""
     wide = [member.size_bytes] * 2 * member.is_large + [member.offset] * (member.offset >= _LARGE)
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version = _ZIP64_VERSION if wide else _PLAIN_VERSION

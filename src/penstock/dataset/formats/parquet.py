@@ -63,7 +63,7 @@ class ColumnType:
         return "DELTA_BINARY_PACKED" if self.dtype in _SMALL_INTEGERS and is_number else "PLAIN"
 
     def valid(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return bytes valid for the type: text of 64 ASCII characters, one-bit booleans, or unchanged."""
+        """Return `rows` as valid bytes of the type: 64 ASCII characters, one-bit booleans, or unchanged."""
         if self.dtype == "string":
             return (rows & np.uint8(0x3F)) + np.uint8(0x30)
         return rows & np.uint8(1) if self.dtype == "bool" else rows

@@ -154,7 +154,7 @@ NUM_IDLE_BOUNCES = 16
 class FileAccess:
     """Access through the page cache, or past it in blocks of `alignment_bytes` (O_DIRECT).
 
-    All files of one `FileStorage` share these bounce buffers.
+    All files of one `FileStorage` share its bounce buffers.
     """
 
     def __init__(self, alignment_bytes: int = 1, bounce_bytes: int = 1) -> None:

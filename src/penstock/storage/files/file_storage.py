@@ -431,7 +431,7 @@ STALE_S: Final = 600.0
 
 
 def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
-    """Remove unfinished objects that were not written to for this long; return how many there were.
+    """Remove unfinished objects not written to for `older_than_s` seconds; return how many there were.
 
     Object storage keeps unfinished uploads invisible, and removes them by a rule of the bucket.
     """

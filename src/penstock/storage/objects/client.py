@@ -99,7 +99,7 @@ class RemoteObject:
 
 
 def require_later(found: RemoteObject, after: str) -> None:
-    """Raise `RequestFailed` if a listing goes back, as one does that begins again with every page."""
+    """Raise `RequestFailed` if a listing goes back, as if it began again with every page."""
     # A folder marker (`a/`) may be listed as `a`, after `a!`.
     if found.key + "/" * (not found.size_bytes) <= after:
         raise RequestFailed("foreign", f"a listing goes back from {after} to {found.key}")

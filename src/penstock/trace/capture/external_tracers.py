@@ -264,7 +264,7 @@ def _name_by_rank(
 
 
 def _find_tasks(made: Sequence[Path]) -> tuple[dict[Path, int], dict[int, int]]:
-    """Return the process or thread of each file, and the process or thread that created it."""
+    """Return the process or thread of each file and, for each process or thread, its creator."""
     listings = {path: int(path.suffix[1:]) for path in made if path.suffix[1:].isdecimal()}
     tasks, makers = dict(listings), find_makers(listings)
     for path in made:

@@ -40,7 +40,7 @@ def storage_kinds(cat: str) -> Kinds:
 
 
 def trace_storage(storage: protocol.Storage, environment: Environment) -> protocol.Storage:
-    """Wrap `storage` so that it traces into the environment's folder, with one trace per process."""
+    """Return `storage`, traced into the folder in `PENSTOCK_TRACE`, with one trace per process."""
     recorder = recorder_of(environment)
     return storage if recorder is None else TracedStorage(storage, recorder)
 

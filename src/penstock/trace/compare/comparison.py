@@ -33,7 +33,7 @@ _TOP_FILES = 5
 
 
 def load_report(study: Study) -> Answer:
-    """T0: the lines and events of each run's files, and what was lost."""
+    """Return T0: the lines and events of each run's files, and what was lost."""
     rows: list[Sequence[Value]] = []
     for run in study.runs:
         accounts = study.accounts.get(run, ())
@@ -53,7 +53,7 @@ def load_report(study: Study) -> Answer:
 
 
 def times(study: Study) -> Answer:
-    """T1: the application's event and each tier, for the process with the largest sum."""
+    """Return T1: the times of the application's event and each tier, in the process with the largest sum."""
     rows = [["application event", *_by_run(study, longest_process_sql(("run",), where=study.is_app))]]
     for tier in study.tiers:
         where = f"{IS_IO} AND tier = {sql_literal(tier)}"
@@ -67,7 +67,7 @@ def times(study: Study) -> Answer:
 
 
 def time_changes(study: Study, table: Answer) -> Answer:
-    """Return changes from the baseline in the unions of T1's measures, as shares of the baseline.
+    """Return how T1's unions of time differ from the baseline's, as shares of the baseline's.
 
     Comparing sums would compare a flush by a hundred threads with a write by one.
     """
@@ -104,7 +104,7 @@ def measures(study: Study) -> Answer:
 
 
 def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[Value]]:
-    """Return rows of `by` and all measures. Sums over all ranks are left out unless there is no process."""
+    """Return rows of `by` and all measures. Sums over all ranks count only if there is no process."""
     events, width = study.events, len(by)
     processes: dict[tuple[Value, ...], list[Sequence[Any]]] = {}
     for row in measure_groups(events, (*by, "host", "pid"), where=where):

@@ -70,7 +70,7 @@ _FIXES: Final = {
 
 
 def missing_ranks(study: Study) -> list[TraceFinding]:
-    """F1: traces of some ranks are missing, so totals are too small."""
+    """Return F1 if traces of some ranks are missing, so that totals are too small."""
     ranks_of: dict[str, set[int]] = {run: set() for run in study.runs}
     for run, rank in study.events.ask("SELECT DISTINCT run, rank FROM {events} WHERE rank IS NOT NULL"):
         ranks_of[run].add(rank)
@@ -114,7 +114,7 @@ def missing_ranks(study: Study) -> list[TraceFinding]:
 
 
 def summed_threads(study: Study) -> list[TraceFinding]:
-    """F3: sums over threads that run side by side are not elapsed time, although they look like it."""
+    """Return F3 if threads ran side by side: their sums look like elapsed time, but are not."""
     busiest: dict[tuple[str, str], tuple[Any, ...]] = {}
     rows = measure_groups(
         study.work,
@@ -157,7 +157,7 @@ def summed_threads(study: Study) -> list[TraceFinding]:
 
 
 def slower_tier(study: Study) -> list[TraceFinding]:
-    """F5: a run that writes the same bytes to a tier other than the baseline's takes longer."""
+    """Return F5 if a run takes longer to write the same bytes to a tier other than the baseline's."""
     app_us: Counter[str] = Counter(dict(study.events.ask(longest_process_sql(("run",), where=study.is_app))))
     written = measure_groups(
         study.events, ("run", "tier"), where=f"{IS_IO} AND {IS_WRITE}", extra=["sum(size_bytes)::BIGINT"]
@@ -198,7 +198,7 @@ def slower_tier(study: Study) -> list[TraceFinding]:
 
 
 def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
-    """F8: ranks that take longer than their work explains. F13: ranks that take longer because they do more.
+    """Return F8 for ranks slower than their work explains, or F13 for ranks slower because they do more.
 
     A checkpoint waits for the slowest rank, whatever makes it slow.
     """
@@ -254,7 +254,7 @@ def late_ranks(study: Study, *, are_stragglers: bool) -> list[TraceFinding]:
 
 
 def changed_loop(study: Study) -> list[TraceFinding]:
-    """F10: a rank spends longer, or shorter, in some part of its loop than in the baseline.
+    """Return F10 if a rank spends longer, or shorter, in some part of its loop than in the baseline.
 
     A step consists of waiting for data, computing, and waiting for other ranks; checkpoints come between
     steps. These parts follow one another on each rank, so their seconds add up. Reading runs at the same
@@ -412,7 +412,7 @@ def _seconds(elapsed_us: float) -> str:
 
 
 def changed_readers(study: Study) -> list[TraceFinding]:
-    """F15: the number of threads or processes that read for a rank differs from the baseline's."""
+    """Return F15 if the number of threads or processes reading for a rank differs from the baseline's."""
     is_read = f"{IS_IO} AND {IS_READ} AND {IS_CALL}"
     readers = {
         run: (num_threads, num_processes)
@@ -466,7 +466,7 @@ def changed_readers(study: Study) -> list[TraceFinding]:
 
 
 def loop_waits(study: Study) -> list[TraceFinding]:
-    """R5: the loop waits for data, for other ranks or for checkpoints, for a share worth knowing."""
+    """Return R5 if the loop waits for data, other ranks or checkpoints, for a share worth knowing."""
     findings = []
     for run, (num_steps, spent) in measure_loops(study).items():
         whole_us = sum(spent.get(name, 0.0) for name in _LOOP_PARTS.values())
@@ -490,7 +490,7 @@ def loop_waits(study: Study) -> list[TraceFinding]:
 
 
 def unhidden_io(study: Study) -> list[TraceFinding]:
-    """R6: I/O that no computation of its rank hides, in a program that records no waiting."""
+    """Return R6 for I/O that no computation of its rank hides, in a program that records no waiting."""
     is_compute = "phase = 'compute'"
     spent: dict[str, Counter[str]] = {}
     for (run, _), (io_us, compute_us, either_us) in union_times(
@@ -599,7 +599,7 @@ def _leave_out_explained(found: Sequence[TraceFinding]) -> list[TraceFinding]:
 
 
 def _compare_habits(study: Study, found: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Charge habits only for what exceeds the baseline; findings about the baseline itself become notes."""
+    """Count habits only as far as they exceed the baseline's; findings about the baseline become notes."""
     if len(study.runs) == 1:
         return list(found)
     loops = measure_loops(study)

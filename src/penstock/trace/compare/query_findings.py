@@ -143,7 +143,7 @@ def count_ranks(study: Study, run: str) -> int:
 
 
 def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return an SQL condition: the events' `columns` equal the strings after the run in one of the rows."""
+    """Return an SQL condition for events whose `columns` equal what follows the run in one of `rows`."""
     each = (
         " AND ".join(
             f"{column} = {sql_literal(value)}" for column, value in zip(columns, row[1:], strict=False)
@@ -154,7 +154,7 @@ def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def extra_calls(study: Study) -> list[TraceFinding]:
-    """F2: operations that a class of files causes on some tier in this run, but not in the baseline."""
+    """Return F2 for operations that a class of files causes on some tier, but not in the baseline."""
     base = study.baseline
 
     def says(rows: Rows) -> Sequence[str]:
@@ -201,7 +201,7 @@ def extra_calls(study: Study) -> list[TraceFinding]:
 
 
 def cache_read_by_flush(study: Study) -> list[TraceFinding]:
-    """F4: threads read back from a tier what others wrote to it, while another tier is being written."""
+    """Return F4 if threads read from one tier what others wrote there, while another tier is written."""
 
     def says(rows: Rows) -> Sequence[str]:
         ((run, tier, _, read_back, read_us, total, share, other),) = rows
@@ -248,7 +248,7 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
 
 
 def _small_sql(is_wanted: str, share: float, order: str) -> str:
-    """Return SQL for classes of files in which enough calls, and at least this share, move few bytes."""
+    """Return SQL for classes of files in which enough calls, and at least the `share`, move few bytes."""
     return f"""
         SELECT run, file_class, count(*) AS num_calls, count(*) FILTER (WHERE {_IS_SMALL}) AS num_small,
                quantile_cont(size_bytes, 0.5),
@@ -261,7 +261,7 @@ def _small_sql(is_wanted: str, share: float, order: str) -> str:
 
 
 def small_writes(study: Study) -> list[TraceFinding]:
-    """F6: many writes so small that their number costs more than their bytes."""
+    """Return F6 for many writes so small that their number costs more than their bytes."""
 
     def says(rows: Rows) -> Sequence[str]:
         run, kind, num, small = max(rows, key=lambda row: int(row[6]))[:4]
@@ -284,7 +284,7 @@ def small_writes(study: Study) -> list[TraceFinding]:
 
 
 def redundant_lookups(study: Study) -> list[TraceFinding]:
-    """F7: files that one process looks up, or opens, again and again."""
+    """Return F7 for files that one process looks up, or opens, again and again."""
 
     def says(rows: Rows) -> Sequence[str]:
         # By seconds, then by number, because a habit on a fast tier costs less than a rarer one on a slow
@@ -321,7 +321,7 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
 
 
 def unserved_reads(study: Study) -> list[TraceFinding]:
-    """F9: reads faster than any device, because the page cache served them.
+    """Return F9 for reads faster than any device, because the page cache served them.
 
     A large read is judged alone. Most of the small reads may be fast because an earlier one fetched their
     bytes too, so they are judged together, by file class, thread and second.
@@ -387,7 +387,7 @@ def _typical_sql(keys: str) -> str:
 
 
 def changed_sizes(study: Study) -> list[TraceFinding]:
-    """F11: a class of files is transferred in pieces of a different size than in the baseline."""
+    """Return F11 if a class of files is transferred in pieces of another size than in the baseline."""
     base = study.baseline
     groups = _group(
         study,
@@ -454,7 +454,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
 
 
 def calls_after_close(study: Study) -> list[TraceFinding]:
-    """F12: written files that are examined, or changed, long after they were closed."""
+    """Return F12 for written files that are examined, or changed, long after they were closed."""
 
     def says(rows: Rows) -> Sequence[str]:
         run, tier, kind, op, num_files, num_calls, after_us, _ = max(rows, key=lambda row: int(row[5]))
@@ -504,7 +504,7 @@ def calls_after_close(study: Study) -> list[TraceFinding]:
 
 
 def compare_reads(study: Study, run: str) -> tuple[float, float] | None:
-    """Return the microseconds of a read here, and in the baseline at equal sizes; None if one lacks reads."""
+    """Return the microseconds of a read in `run`, and in the baseline at equal sizes; None without reads."""
     is_read = f"{IS_IO} AND {IS_READ} AND {IS_CALL} AND size_bytes > 0"
     here, base = study.work.ask_one(f"""
         WITH sized AS (
@@ -517,7 +517,7 @@ def compare_reads(study: Study, run: str) -> tuple[float, float] | None:
 
 
 def small_reads(study: Study) -> list[TraceFinding]:
-    """R1: most reads are so small that their number costs more than their bytes."""
+    """Return R1 if most reads are so small that their number costs more than their bytes."""
     return _find(
         study,
         "R1",
@@ -539,7 +539,7 @@ def small_reads(study: Study) -> list[TraceFinding]:
 
 
 def random_reads(study: Study) -> list[TraceFinding]:
-    """R2: reads below a MiB that do not begin where the preceding read of their file ended.
+    """Return R2 for reads below a MiB that do not begin where the preceding read of their file ended.
 
     Opening a file again, or reading it again from its beginning, starts another pass over it.
     """
@@ -577,7 +577,7 @@ def random_reads(study: Study) -> list[TraceFinding]:
 
 
 def unaligned_transfers(study: Study) -> list[TraceFinding]:
-    """R3: reads and writes below a MiB that begin inside a page."""
+    """Return R3 for reads and writes below a MiB that begin inside a page."""
     return _find(
         study,
         "R3",
@@ -607,7 +607,7 @@ def unaligned_transfers(study: Study) -> list[TraceFinding]:
 
 
 def metadata_time(study: Study) -> list[TraceFinding]:
-    """R4: calls that transfer no bytes take much of the time of I/O."""
+    """Return R4 if calls that transfer no bytes take much of the time of I/O."""
     return _find(
         study,
         "R4",
@@ -640,7 +640,7 @@ def metadata_time(study: Study) -> list[TraceFinding]:
 
 
 def counted_calls(study: Study) -> list[TraceFinding]:
-    """R7: small, out-of-order or unaligned calls, as shown by counters, each of which covers many calls."""
+    """Return R7 for small, out-of-order or unaligned calls, by counters that each cover many calls."""
     number = {
         name: argument_sql(name) for name in ("calls", "time_us", "num_ranks", "sequential", "unaligned")
     }

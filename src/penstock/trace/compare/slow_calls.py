@@ -51,7 +51,7 @@ class _Place:
 
 
 def slow_calls(study: Study) -> list[TraceFinding]:
-    """F14: calls that take longer than usual for their kind and size: some files, since a time, everywhere.
+    """Return F14 for calls slower than usual for their kind and size: in files, since a time, or everywhere.
 
     The usual time is the baseline's; in the baseline itself, it is the median. If only some ranks' calls are
     slow, the ranks are stragglers (F8).
@@ -206,7 +206,7 @@ def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | 
 
 
 def _see_everywhere(study: Study, run: str, what: str, calls: str, rates: str) -> _Place | None:
-    """Return a place of all calls of a kind if they are slower than in the baseline, otherwise None."""
+    """Return a `_Place` for all calls of a kind if they are slower than in the baseline, otherwise None."""
     rows = study.work.ask(
         f"SELECT file_class, {rates} {calls} GROUP BY file_class ORDER BY took - usual DESC"
     )

@@ -326,7 +326,7 @@ def _sum_calls(
 
 
 def _find_shape(verb: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the known numbers of a direction's calls: by size, in order, and not aligned."""
+    """Return, as far as known, how many calls of a direction have each size, are in order, or unaligned."""
     shape = {
         name: value
         for name, counter in _SHAPES[verb].items()

@@ -77,7 +77,7 @@ def _find_makers(folder: Path, prefix: str, _mtime_ns: int) -> Mapping[int, int]
 
 
 def find_makers(listings: Mapping[Path, int], made: re.Pattern[bytes] = _MADE_TASK) -> dict[int, int]:
-    """Map each process or thread that tasks have `made`, according to their listings, to its creator."""
+    """Map each process or thread to its creator, whose listing has the call, matched by `made`."""
     makers: dict[int, int] = {}
     for path, tid in listings.items():
         for line in find_lines(path, b"clone", b"fork("):
