@@ -200,7 +200,7 @@ def make_comm(ranks: Sequence[int], timeout_s: float = TRANSFER_TIMEOUT_S) -> Co
 
 @contextmanager
 def borrowed_comm(process_group: Any = None) -> Iterator[Comm]:
-    """Connect through the caller's group if it has a gloo backend. For work that ends within the call."""
+    """Connect through the caller's group, or a new one if that lacks gloo. For work within one call."""
     ranks, borrowed = list_ranks(process_group), None
     if len(ranks) > 1:
         import torch.distributed as dist  # noqa: PLC0415 - already loaded by now

@@ -383,7 +383,7 @@ def _match_on_all_ranks(
     choice: LoadChoice,
     comm: Comm,
 ) -> _MatchedState:
-    """Match, and ensure that some rank takes each name that the requested parts should take. Collective."""
+    """Match names, and ensure that some rank takes each that the requested parts should take. Collective."""
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():
@@ -534,7 +534,7 @@ class LoadContext:
 def _move(
     plan: LoadPlan, targets: Sequence[Target], context: LoadContext, cancelled: Future[None]
 ) -> tuple[int, int, int]:
-    """Read, exchange and place. After a cancellation, nothing more is read.
+    """Read, exchange and place this rank's bytes. After a cancellation, nothing more is read.
 
     Messages that other ranks wait for are then sent with arbitrary content, so that those ranks end as well.
     """

@@ -940,8 +940,8 @@ class LoadedParts:
 def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[LoadedParts]:
     """Yield the state to load into.
 
-    Afterwards, parts with `load_state_dict` load theirs; others are replaced. Raises `UsageError` for a part
-    that cannot be loaded. If the body raises, no part is changed.
+    Afterwards, parts with `load_state_dict` load their state; others are replaced. Raises `UsageError` for a
+    part that cannot be loaded. If the body raises, no part is changed.
     """
     names = parameter_names(state)
     parts = {key: _begin(key, part, stored, names) or _Part(part) for key, part in state.items()}

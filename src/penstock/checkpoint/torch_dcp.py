@@ -306,7 +306,7 @@ def _write_items(shared: RankRegions, objects: Sequence[PlacedObject], rank: int
 class _Readers:
     """The ranks that load together, numbered as in the job.
 
-    Each rank gives its own number, the coordinator all.
+    Each rank's own plan has only its number; the coordinator's plans have all.
     """
 
     ranks: tuple[int, ...]

@@ -281,9 +281,9 @@ logger = logging.getLogger(__name__)
 class AsyncWriter(FileSystemWriter):
     """Writes one checkpoint into an existing folder, the same on all ranks. Each save needs a new writer.
 
-    Each rank writes at most `writers` files, half of them for names that begin with `separation_hint`.
-    Tensors may change once the framework has scheduled the save: a forked process has a snapshot of them, and
-    processes or threads of other kinds receive copies.
+    Each rank writes at most `writers` files, half of them for names that begin with `separation_hint`, if it
+    is given. Tensors may change once the framework has scheduled the save: a forked process has a snapshot of
+    them, and processes or threads of other kinds receive copies.
     """
 
     can_run_decentralized_global_plan = True

@@ -43,8 +43,8 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` save strategy with the engine's writer: direct I/O, checksums, a manifest.
 
     All ranks of the default group save together. Each writes at most `writers` files; half of them hold names
-    that begin with `separation_hint`. `transforms`, as in `pc.save`, are applied while files are written.
-    Plans are not cached between saves.
+    that begin with `separation_hint`, if it is given. `transforms`, as in `pc.save`, are applied while files
+    are written. Plans are not cached between saves.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
 
 
 def follow_link(storage: Storage, name: str) -> tuple[Storage, str]:
-    """Follow the link if the checkpoint is one, for reading; return anything else unchanged.
+    """Return where a checkpoint that is a link leads, for reading; return anything else unchanged.
 
     A `Storage` itself never follows links out of its root.
     """

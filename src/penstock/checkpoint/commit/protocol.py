@@ -477,7 +477,7 @@ _NUM_LISTINGS: Final = 20
 
 
 class FolderCatalog:
-    """The committed checkpoints in folders: those with `.metadata`, and older ones that a kill left renamed.
+    """The committed checkpoints in folders: those with `.metadata`, and older ones that a dead save renamed.
 
     Any rank may call its methods.
     """

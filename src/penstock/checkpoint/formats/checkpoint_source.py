@@ -192,7 +192,7 @@ class CheckpointSource:
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
-        """Return the payload's offset in a row's item, given its first bytes, or None: use `tensor_bytes`."""
+        """Return the payload's offset in a row's item by its first bytes; if None, use `tensor_bytes`."""
         stored = self.index.stored
         if stored.packed[row]:
             return None

@@ -377,7 +377,7 @@ def _checked_state(state: Any) -> Any:
 
 
 def _own_bits(arguments: tuple[Any, ...], state: Any) -> Any:
-    """Return the bit generator of a generator: itself or, before numpy 1.24, its name with the state."""
+    """Return the bit generator with which a generator was saved: itself or, before numpy 1.24, by name."""
     (bits,) = arguments
     if isinstance(bits, str):
         return _bit_generator(arguments, state)

@@ -91,7 +91,7 @@ class DoubleParity(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partner(Scheme):
-    """A second copy of each member's bytes on the next: survives any losses but two adjacent ones."""
+    """A second copy of each member's bytes on the next member: survives any losses but two adjacent ones."""
 
     group: int = 2
 

@@ -135,7 +135,7 @@ class StepStore:
         return checkpoint
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """Return failures after `save` had returned, by step; each is returned only once."""
+        """Return failures that occurred after `save` had returned, by step; each only once."""
         return {}
 
     def close(self) -> None:
