@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredObject, TensorFacts
-from penstock.checkpoint.state.tensors import bare_name, parameter_names
+from penstock.checkpoint.state.tensors import bare_names, parameter_names
 from penstock.checkpoint.state.walk import (
     EXTRA_STATE,
     RANK_MARK,
@@ -500,7 +500,7 @@ class _OptimizerState(_Part):
         """Load the state that has arrived, under the optimizer's own numbers."""
         groups, own_names = [], []
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
-            entries = list(group["params"])
+            entries = group["params"]
             numbers = {self.numbers.get(entry) for entry in entries}
             # If no module in the state tells what the names mean, parameters are matched in order.
             if len(entries) != len(own) or ((self.is_numbered or self.name_of) and numbers != {*own}):
@@ -561,7 +561,7 @@ class _NamedState(_Part):
                     f"The groups of {self.key!r} have different parameters from the checkpoint's",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
-            own.update((option, value) for option, value in group.items() if option != "params")
+            own.update(group, params=own["params"])
         return self.own
 
 
@@ -570,8 +570,8 @@ def _begin_optimizer(
 ) -> _OptimizerState:
     """Create places in an optimizer's state for what the checkpoint has of it."""
     raw, prefix = part.state_dict(), stored.prefix(key)
-    groups = [list(group["params"]) for group in raw["param_groups"]]
-    parameters = list(chain.from_iterable(group["params"] for group in part.param_groups))
+    groups = [group["params"] for group in raw["param_groups"]]
+    parameters = chain.from_iterable(group["params"] for group in part.param_groups)
     by_number = dict(zip(chain.from_iterable(groups), parameters, strict=True))
     by_name = {
         names[id(parameter)]: number for number, parameter in by_number.items() if id(parameter) in names
@@ -615,7 +615,8 @@ def _begin_optimizer(
             state[entry] = copied(own)
             Places(stored.key_types, f"{prefix}state.{entry}.", parameter).fit(state[entry], given)
         elif given or any(stored.asked(f"{key}.state.{entry}.{slot}") is None for slot in own):
-            state.update({entry: own} if own else {})
+            if own:
+                state[entry] = own
         elif parameter.requires_grad and not stored.lacks(f"{prefix}state.{entry}."):
             without.append(entry)
     # LBFGS keeps all of its state with its first parameter.
@@ -650,16 +651,16 @@ def _require_names(
         if not _has_names(group["params"])
         for pair in zip(group.get("param_names") or (), names, strict=False)
     ]
-    differing = [(was, now) for was, now in pairs if was != now]
-    if differing and {was for was, _ in pairs} == {now for _, now in pairs}:
-        was, now = differing[0]
-        raise UsageError(
-            f"{key!r} has its parameters in a different order than when it was saved: {was!r} was where"
-            f" {now!r} is",
-            fix="Create it with its parameters in the order of the save.",
-        )
-    for was, now in differing if is_named else ():
-        if bare_name(was) != bare_name(now):
+    columns = [bare_names(names) for names in zip(*pairs, strict=True)]
+    is_reordered = len(set(map(frozenset, columns))) == 1
+    for was, now in zip(*columns, strict=True):
+        if was != now and is_reordered:
+            raise UsageError(
+                f"{key!r} has its parameters in a different order than when it was saved: {was!r} was where"
+                f" {now!r} is",
+                fix="Create it with its parameters in the order of the save.",
+            )
+        if was != now and is_named:
             raise UsageError(
                 f"{key!r} has different parameters from the checkpoint's: {now!r} is where {was!r} was",
                 fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'. If only"

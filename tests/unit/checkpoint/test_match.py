@@ -429,6 +429,52 @@ def test_optimizer_that_a_wrapper_named_takes_the_names_of_its_module() -> None:
     assert fresh.param_groups[0]["param_names"] == ["module.a", "module.b"]
 
 
+def with_names(optimizer: torch.optim.Optimizer, *names: str) -> dict[str, Any]:
+    """The state of an optimizer that was made from parameters of these names."""
+    saved = optimizer.state_dict()
+    return saved | {"param_groups": [saved["param_groups"][0] | {"param_names": list(names)}]}
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_names_that_only_wrappers_of_the_module_change_are_those_of_the_same_parameters(
+    wrapper: str, *, is_wrapped: bool
+) -> None:
+    bare, wrapped = ("a", "b"), (f"{wrapper}a", f"{wrapper}b")
+    was, now = (bare, wrapped) if is_wrapped else (wrapped, bare)
+    _, optimizer = with_moments("a", "b")
+    again, _ = with_moments("a", "b")
+
+    def fresh(*names: str) -> torch.optim.Optimizer:
+        return torch.optim.SGD(zip(names, again.parameters(), strict=True), momentum=1)
+
+    loaded = fresh(*now)
+    load({"optim": loaded}, {"optim": with_names(optimizer, *was)})
+    assert [loaded.state[each]["momentum_buffer"].item() for each in again.parameters()] == [1, 2]
+    assert loaded.param_groups[0]["param_names"] == [*now]
+    with pytest.raises(UsageError, match="'a' was where 'b' is"):
+        load({"optim": fresh(*now[::-1])}, {"optim": with_names(optimizer, *was)})
+    with pytest.raises(UsageError, match="'b' is where 'c' was"):
+        load({"optim": loaded}, {"optim": with_names(optimizer, was[0], was[1].replace("b", "c"))})
+    with pytest.raises(UsageError, match="'a' was where 'b' is"):
+        load({"optim": by_name(*with_moments("b", "a"))}, {"optim": with_names(optimizer, *was)})
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_submodule_with_the_name_of_a_wrapper_tells_parameters_apart(num_groups: int) -> None:
+    module = torch.nn.ParameterDict({"w": torch.ones(1), "of": torch.ones(1)})
+    pairs = list(zip(("w", "module.w"), module.parameters(), strict=True))
+
+    def make(pairs: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [pair]} for pair in pairs] if num_groups == 2 else pairs)
+
+    saved = make(pairs)
+    (module["w"].sum() + module["of"].sum()).backward()
+    saved.step()
+    with pytest.raises(UsageError, match=r"'w' was where 'module\.w' is"):
+        load({"optim": make(pairs[::-1])}, {"optim": saved.state_dict()})
+
+
 def test_names_of_another_order_than_the_numbers_of_a_checkpoint_are_refused() -> None:
     with pytest.raises(UsageError, match="'a' was where 'b' is"):
         load({"optim": by_name(*with_moments("b", "a"))}, {"optim": with_moments("a", "b")[1].state_dict()})

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -265,15 +266,19 @@ def _collect(leaves: Sequence[Leaf], key_types: Mapping[str, str], *, is_saved: 
     return LocalState(tuple(leaves), holdings, shards, objects, key_types)
 
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Prefixes that compiled and wrapped modules add to names of parameters; `get_state_dict` omits them, too."""
+_bare_name = partial(re.compile(r"(?<![^.])_(orig_mod|(checkpoint|fsdp)_wrapped_module)\.").sub, "")
+"""Removes what compiled and wrapped modules add to names of parameters; `get_state_dict` omits it, too."""
 
 
-def bare_name(name: str) -> str:
-    """Return a parameter's name without its wrappers."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def bare_names(names: Iterable[str]) -> list[str]:
+    """Return the names of a model's parameters without those of wrappers.
+
+    DDP puts "module." before all names. Before only some, it belongs to a submodule of this name, which
+    tells parameters apart.
+    """
+    bare = [*map(_bare_name, names)]
+    is_wrapped = all(name.startswith("module.") for name in bare)
+    return [name.removeprefix("module.") for name in bare] if is_wrapped else bare
 
 
 def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
@@ -283,7 +288,7 @@ def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
         if isinstance(module, torch.nn.Module):
             bare = module.module if isinstance(module, DistributedDataParallel) else module
             for name, parameter in bare.named_parameters():
-                names.setdefault(id(parameter), bare_name(name))
+                names.setdefault(id(parameter), _bare_name(name))
     return names
 
 
