@@ -122,7 +122,7 @@ class Content:
         return None
 
     def _bytes(self, offset: int, size_bytes: int) -> bytes:
-        """Return a few bytes: those before and after whole words."""
+        """Return a few bytes of content, for the parts of a buffer before and after its whole words."""
         found = np.empty(size_bytes, dtype=np.uint8)
         _load_fill()(found, offset, self._recipe)
         return found.tobytes()

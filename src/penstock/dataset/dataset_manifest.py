@@ -96,7 +96,7 @@ def _differences(requested: Mapping[str, Any], stored: Mapping[str, Any], prefix
 
 
 def write_manifest(storage: Storage, recipe: DatasetRecipe, *, complete: bool) -> None:
-    """Replace the manifest atomically."""
+    """Write the manifest, atomically replacing an older one."""
     document = {
         "manifest_version": _FORMAT_VERSION,
         "penstock": __version__,

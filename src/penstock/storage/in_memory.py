@@ -1,4 +1,4 @@
-"""Objects in this process's memory: `mem://name`, for tests and for measuring the limit of a harness.
+"""Objects in this process's memory: `mem://name`, for tests and for measuring the harness limit.
 
 A read or a write is one copy at memory speed, so any other time that a run takes is not due to storage.
 Invariant: a published object never changes; overwriting creates a new one, and open sources keep the old.

@@ -1,6 +1,6 @@
 """Dimensions of events, as derived columns in SQL: tiers of storage, classes of files, phases.
 
-    relation of events + `Dimensions` -> `EventsView`, which questions ask
+    relation of events + `Dimensions` -> `EventsView`, which questions query
 
 Invariant: text from users enters SQL only through `sql_literal`.
 """

@@ -54,7 +54,7 @@ class TimeAxis:
 
 
 def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
-    """Measure the runs; runs without events are left out."""
+    """Return the time axis of these runs; runs without events are left out."""
     rows = events.ask(f"""
         SELECT run, min(ts_us), max(end_us) - min(ts_us),
                count(*) FILTER (WHERE phase = 'compute' AND dur_us > 0),
@@ -79,7 +79,7 @@ LOOP_PARTS: Final = "penstock_loop_parts"
 
 
 def place_calls(axis: TimeAxis) -> None:
-    """Make the tables, replacing those of an earlier report on this connection."""
+    """Make the tables of threads, calls and loop parts, replacing earlier ones on this connection."""
     events = axis.events
     process = "rank NULLS LAST, host, CASE WHEN rank IS NULL THEN leader END"
     events.ask(f"""

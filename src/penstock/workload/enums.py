@@ -105,14 +105,14 @@ class LoaderKind(Choice):
 
 
 class ReadType(Choice):
-    """Samples are read when they are needed, or all before the first step."""
+    """Whether samples are read when they are needed, or all before the first step."""
 
     ON_DEMAND = "on_demand"
     MEMORY = "memory"
 
 
 class FileSharing(Choice):
-    """Each rank reads its own files, or all ranks read parts of the same files."""
+    """Whether each rank reads its own files, or all ranks read parts of the same files."""
 
     MULTI = "multi"
     SHARED = "shared"
@@ -147,7 +147,7 @@ class StorageLibrary(Choice):
 
 
 class Decode(Choice):
-    """Parquet bytes stay raw, or are decoded after reading."""
+    """Whether Parquet bytes stay raw, or are decoded after reading."""
 
     RAW = "raw"
     ARROW = "arrow"
@@ -161,7 +161,7 @@ class CheckpointWriters(Choice):
 
 
 class CheckpointMode(Choice):
-    """All ranks of the model's layout take part, or a subset stands for them."""
+    """Whether all ranks of the model's layout take part, or a subset stands for them."""
 
     DEFAULT = "default"
     SUBSET = "subset"

@@ -213,7 +213,7 @@ class TaskReport:
         os.pwrite(self._file, len(content).to_bytes(8, "little"), 0)
 
     def read(self) -> WrittenShare | PenstockError | None:
-        """Return the stored outcome, or None."""
+        """Return the stored outcome, or None if nothing was stored."""
         size_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
         content = os.pread(self._file, size_bytes, 8)
         outcome: WrittenShare | PenstockError | None = None

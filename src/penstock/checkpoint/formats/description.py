@@ -715,7 +715,7 @@ def read_metadata(content: bytes | bytearray | memoryview, where: str) -> Checkp
 
 
 def _parse(root: Any, where: str) -> CheckpointIndex:
-    """Convert torch's records to columns."""
+    """Convert the records of a `.metadata` to the columns of an index."""
     keys = map(attrgetter("fqn", "offset"), root.storage_data)
     places = dict(zip(keys, root.storage_data.values(), strict=True))
     files: dict[str, int] = {}

@@ -48,7 +48,7 @@ class Hdf5Format(fp.FileFormat):
             )
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
-        """Make a chunk a block; only the library knows the file's size."""
+        """Return blocks of one chunk, and a single part whose size only the library knows."""
         chunks = self._chunks(plan.dims, plan.dtype)
         return chunks[0] if chunks else 1, (fp.FilePart(size_bytes=None),)
 

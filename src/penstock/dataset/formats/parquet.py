@@ -171,7 +171,7 @@ class ParquetFormat(fp.FileFormat):
         return fp.SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
 
     def _lay_out(self, plan: fp.FilePlan) -> tuple[int, tuple[fp.FilePart, ...]]:
-        """Make a row group a block; only the library knows the file's size."""
+        """Return blocks of one row group, and a single part whose size only the library knows."""
         return min(self._dataset.parquet.row_group_size, plan.num_samples), (fp.FilePart(size_bytes=None),)
 
     def emit(self, plan: fp.FilePlan, _part: int, out: FormatSink) -> None:

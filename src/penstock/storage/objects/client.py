@@ -131,7 +131,7 @@ class ObjectClient(ABC):
     @staticmethod
     @abstractmethod
     def explain(error: Exception) -> RequestFailed:
-        """Interpret one of `errors`."""
+        """Convert one of `errors` to a `RequestFailed`."""
 
     @abstractmethod
     def head(self, key: str) -> RemoteObject:

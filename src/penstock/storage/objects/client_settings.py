@@ -1,4 +1,4 @@
-"""Settings of an object storage: options, endpoints and credentials, from a URI and the environment.
+"""Settings for object storage: options, endpoints and credentials, from a URI and the environment.
 
 Parsed once when a `Storage` is opened; adapters receive `ClientSettings` and read nothing else. Invariant:
 neither the `repr` nor the recorded options ever show a secret.

@@ -1,8 +1,8 @@
 """All findings of a comparison, and the rules about ranks, threads, tiers and loops.
 
-These need more than one query each: missing ranks (F1), sums over threads (F3), slower tiers (F5), ranks that
-are busy longer than others (F8, F13) and loops that changed (F10). `query_findings` has the other rules. To
-add a finding, write a function here or there, and add it to `FINDING_RULES`.
+Rules here need more than one query each: missing ranks (F1), sums over threads (F3), slower tiers (F5),
+ranks that are busy longer than others (F8, F13) and loops that changed (F10). `query_findings` has the other
+rules. To add a finding, write a function here or there, and add it to `FINDING_RULES`.
 """
 
 from collections import Counter

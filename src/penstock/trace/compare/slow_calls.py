@@ -3,7 +3,7 @@
     each call, and what one of its kind and size usually takes -> excess -> the place that has most of it
 
 Sums hide where time went: one bad file in a thousand, or storage that became slow halfway, looks like slow
-reads. A place is named only if most of the excess is there, and calls elsewhere are usual.
+reads. A place is named only if most of the excess is there, and calls elsewhere take as long as usual.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Darshan's logs (`.darshan`), and its extended traces (DXT) as text of `darshan-dxt-parser`.
 
-DXT recorded reads and writes of each rank, each of which becomes one event. Of everything else, a log has
+DXT records reads and writes of each rank, each of which becomes one event. Of everything else, a log has
 only sums: one event per file, rank and direction stands for all calls without their own event, and the
 account says so. Bytes and times of the events add up to the counters. MPI-IO's segments have a separate
 category, because the same bytes are recorded again as POSIX calls. Invariant: a damaged log can end only the
