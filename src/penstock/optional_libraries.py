@@ -80,7 +80,7 @@ def _deferred_signals() -> Iterator[None]:
     arrived: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
-    # A default or foreign handler does not raise anything in Python.
+    # Only a handler that is a Python function can raise inside the block.
     deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in deferred:
         signal.signal(number, lambda number, _frame: arrived.append(number))

@@ -105,14 +105,14 @@ class LoaderKind(Choice):
 
 
 class ReadType(Choice):
-    """Whether samples are read when they are needed, or all before the first step."""
+    """The time at which samples are read: when they are needed, or all before the first step."""
 
     ON_DEMAND = "on_demand"
     MEMORY = "memory"
 
 
 class FileSharing(Choice):
-    """Whether each rank reads its own files, or all ranks read parts of the same files."""
+    """The files of a rank: its own, or parts of the same files as all other ranks."""
 
     MULTI = "multi"
     SHARED = "shared"
@@ -147,7 +147,7 @@ class StorageLibrary(Choice):
 
 
 class Decode(Choice):
-    """Whether Parquet bytes stay raw, or are decoded after reading."""
+    """The handling of Parquet bytes: they stay raw, or are decoded after reading."""
 
     RAW = "raw"
     ARROW = "arrow"
@@ -161,7 +161,7 @@ class CheckpointWriters(Choice):
 
 
 class CheckpointMode(Choice):
-    """Whether all ranks of the model's layout take part, or a subset stands for them."""
+    """The ranks that take part: all of the model's layout, or a subset that stands for them."""
 
     DEFAULT = "default"
     SUBSET = "subset"
