@@ -1,7 +1,7 @@
 """DLIO's keys: aliases, keys that DLIO ignores or misreads, and keys that have no effect here.
 
-Applied between reading a layer and `read_workload`. No key is dropped silently: it becomes a value of the
-spec, a remark, or an error.
+These rules are applied after a layer is read and before `read_workload` is called. No key is dropped
+silently: each becomes a value of the spec, a remark, or an error.
 """
 
 from collections.abc import Mapping

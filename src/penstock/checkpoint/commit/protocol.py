@@ -821,10 +821,10 @@ class RecordCatalog:
         return lambda: _delete_all(self._storage, self._storage.list(committed.folder))
 
     def finish_hiding(self, name: str) -> list[ObjectInfo]:
-        """Remove and return the objects of this name's saves that have no lease and are in no record.
+        """Remove and return the objects of this name that no record lists and whose save holds no lease.
 
-        A save has its lease from before its first object until after its record, so these objects belong to
-        no save. A sweep, which nobody requested for this name, waits until they are old.
+        A save holds its lease from before its first object until after its record, so these are leftovers. A
+        sweep of the whole folder is less sure of them: it waits until they are old.
         """
         saves = _group_by_save(self._storage.list(name))
         # Leases after the listing, in which a save that has just begun may lack its lease; then the record.

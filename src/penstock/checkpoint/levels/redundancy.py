@@ -98,7 +98,7 @@ def add_scaled(total: memoryview, piece: memoryview, factor: int) -> None:
 
 @cache
 def _multiples(factor: int) -> NDArray[np.uint16]:
-    """Return the product of `factor` with every pair of bytes: 128 KiB, which stay in the L2 cache."""
+    """Return a table of the products of `factor` with every pair of bytes; its 128 KiB fit the L2 cache."""
     single = np.array([multiply(factor, element) for element in range(256)], np.uint16)
     return np.asarray(single[np.newaxis, :] | single[:, np.newaxis] << 8).reshape(-1)
 

@@ -212,7 +212,7 @@ def _same_entries(
 def find_differences(
     entries: Sequence[tuple[Holder, Mapping[str, str]]], *, absent: str, name: Callable[[list[Holder]], str]
 ) -> tuple[int, list[str]]:
-    """Return the number of keys, and a clause for each key whose value differs between holders."""
+    """Return the number of keys compared, and a phrase for each whose value differs between holders."""
     keys = sorted({key for _, values in entries for key in values}, key=str.lower)
     differences = []
     for key in keys:

@@ -78,7 +78,7 @@ class ImageFormat(fp.ReadWhole):
         return _pixels(plan, fp.read_range(plan, pieces, 0, plan.sample_bytes))
 
     def expected(self, plan: fp.FilePlan, content: Content, samples: range) -> fp.Sample:
-        """Return the pixels of the image as it is generated."""
+        """Return the pixels that the generated image should have."""
         return _pixels(plan, self.encode(plan.sample_bytes, content))[samples.start : samples.stop]
 
     @abstractmethod
