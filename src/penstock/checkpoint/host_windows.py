@@ -32,7 +32,7 @@ from penstock.cluster.comm import Comm
 from penstock.errors import RankError, Unavailable, WaitTimeout
 from penstock.storage.aligned import PAGE_BYTES, address_of, copy_bytes, round_up
 from penstock.storage.capabilities import no_thread
-from penstock.storage.files.system_calls import raise_on_failure
+from penstock.storage.files.system_calls import call_uninterrupted, libc, raise_on_failure
 from penstock.transfer.buffers import HUGE_PAGE_BYTES
 from penstock.transfer.reader import Block, BlockViewers, Part, ReadSettings, Span, SpanSink
 
@@ -86,11 +86,11 @@ class Window:
                     os.pwrite(descriptor, b"\0", begin)
                 view = _map_shared(descriptor, mapped_bytes)
                 address, size = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
-                raise_on_failure(ctypes.CDLL(None, use_errno=True).madvise(address, size, COLLAPSE))
+                raise_on_failure(libc().madvise(address, size, COLLAPSE))
             else:
                 # Allocates the pages, so that touching them can never end the process. They are cleared on
                 # first write, while the device is reading.
-                os.posix_fallocate(descriptor, 0, size_bytes)
+                call_uninterrupted(os.posix_fallocate, descriptor, 0, size_bytes)
                 view = _map_shared(descriptor, size_bytes)
             undo.pop_all()
         return cls(descriptor, view[:size_bytes], is_huge=is_huge)
@@ -110,9 +110,9 @@ def _map_shared(descriptor: int, size_bytes: int) -> memoryview:
     whole = memoryview(mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE))
     lead = -address_of(whole) % HUGE_PAGE_BYTES
     view = whole[lead : lead + size_bytes]
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    mapped = libc.mmap(
+    map_memory = libc().mmap
+    map_memory.restype = ctypes.c_void_p
+    mapped = map_memory(
         ctypes.c_void_p(address_of(view)),
         ctypes.c_size_t(size_bytes),
         mmap.PROT_READ | mmap.PROT_WRITE,

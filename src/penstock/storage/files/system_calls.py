@@ -1,7 +1,9 @@
 """The system calls of file storage, as one object that tests replace, and the errors that they become.
 
 Invariant: every call that a crash or a full disk can interfere with goes through `FileCalls`. No signal
-interrupts such a call: Python repeats its own calls, and `call_uninterrupted` makes the others.
+interrupts a call that creates, writes or publishes a file: Python repeats calls on descriptors, and
+`call_uninterrupted` makes those of libc and those on names. Some file systems (FUSE, Lustre) interrupt the
+latter, and Python does not repeat them, because the server may have done what they ask for.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, TypeVar
 
 from penstock.errors import (
     AccessRefused,
@@ -47,10 +49,6 @@ def _sync_range(descriptor: int, *, flags: int) -> None:
         raise_on_failure(result)
 
 
-_START_WRITEBACK = partial(_sync_range, flags=2)
-_AWAIT_WRITEBACK = partial(_sync_range, flags=4)
-
-
 def _rename_exchange(one: str, other: str) -> None:
     """Call renameat2(2) with RENAME_EXCHANGE, which swaps both names atomically.
 
@@ -59,27 +57,31 @@ def _rename_exchange(one: str, other: str) -> None:
     if not hasattr(libc(), "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     at_cwd, exchange = -100, 2
-    names = os.fsencode(one), os.fsencode(other)
-    flags = ctypes.c_uint(exchange)
-    raise_on_failure(call_uninterrupted(libc().renameat2, at_cwd, names[0], at_cwd, names[1], flags))
+    raise_on_failure(
+        call_uninterrupted(libc().renameat2, at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange)
+    )
 
 
-_SIGNALS: Final = signal.valid_signals()
+Result = TypeVar("Result")
+_set_mask = ctypes.PyDLL(None).pthread_sigmask
+"""In contrast to the function of `signal`, it takes microseconds, and leaves errno alone."""
+_EVERY_SIGNAL = b"\xff" * 128
+"""A `sigset_t` of libc."""
 
 
-def call_uninterrupted(function: Callable[..., int], *arguments: Any) -> int:
-    """Call a C function while no signal can reach this thread, so that it never fails with EINTR.
+def call_uninterrupted(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function while no signal can reach this thread, so that it never fails with EINTR.
 
     Repeating the call would not be enough: tmpfs and FUSE undo what fallocate has done, and under a
     profiler's signals no attempt would ever finish.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = ctypes.create_string_buffer(128)
     try:
+        # Handlers of signals that have arrived run after each call, and may raise.
+        _set_mask(signal.SIG_BLOCK, _EVERY_SIGNAL, before)
         return function(*arguments)
     finally:
-        number = ctypes.get_errno()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        ctypes.set_errno(number)
+        _set_mask(signal.SIG_SETMASK, before, None)
 
 
 def raise_on_failure(result: int) -> None:
@@ -97,9 +99,9 @@ class FileCalls:
     close: Callable[[int], None] = os.close
     pwrite: Callable[[int, memoryview, int], int] = os.pwrite
     pread_into: Callable[[int, memoryview, int], int] = lambda file, buffer, at: os.preadv(file, [buffer], at)
-    start_writeback: Callable[[int], None] = _START_WRITEBACK
+    start_writeback: Callable[[int], None] = partial(_sync_range, flags=2)
     """Start writing out the bytes of a whole file, without waiting."""
-    await_writeback: Callable[[int], None] = _AWAIT_WRITEBACK
+    await_writeback: Callable[[int], None] = partial(_sync_range, flags=4)
     """Wait until the bytes are written out. Errors reported here are not reported again by fsync."""
     fsync: Callable[[int], None] = os.fsync
     ftruncate: Callable[[int, int], None] = os.ftruncate
@@ -107,11 +109,11 @@ class FileCalls:
     fstat: Callable[[int], os.stat_result] = os.fstat
     lstat: Callable[[str], os.stat_result] = os.lstat
     scandir: Callable[[str], os._ScandirIterator[str]] = os.scandir
-    mkdir: Callable[[str], None] = os.mkdir
-    rename: Callable[[str, str], None] = os.rename
+    mkdir: Callable[[str], None] = partial(call_uninterrupted, os.mkdir)
+    rename: Callable[[str, str], None] = partial(call_uninterrupted, os.rename)
     exchange: Callable[[str, str], None] = _rename_exchange
-    unlink: Callable[[str], None] = os.unlink
-    rmdir: Callable[[str], None] = os.rmdir
+    unlink: Callable[[str], None] = partial(call_uninterrupted, os.unlink)
+    rmdir: Callable[[str], None] = partial(call_uninterrupted, os.rmdir)
 
 
 REAL_CALLS = FileCalls()
