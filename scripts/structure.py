@@ -30,7 +30,7 @@ SOURCE = ROOT / "src"
 
 LIMITS = {
     "statements": 43_482,
-    "expressions": 304_576,
+    "expressions": 304_700,
     "record types": 397,
     "modules": 326,
     "protocols": 21,

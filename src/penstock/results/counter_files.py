@@ -206,18 +206,16 @@ def host_rates(host: SampledHost, series: CounterSeries, edges_ns: Numbers) -> H
         }
 
 
-_PHASES: Final = {SpanKind.EPOCH: "epoch", SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
-
-
 def summarize_activity(
     hosts: Sequence[SampledHost], counters: pa.Table, events: Sequence[RankEvents]
 ) -> list[dict[str, Any]]:
     """Sum up all hosts' counters in each phase: each checkpoint if there are any, otherwise each epoch.
 
+    Steps count within their epoch, so the name of a checkpoint includes its epoch if there are several.
     `cpu_busy_share` is the mean over hosts, None if no time was counted.
     """
     ranks = {rank.clock.rank: rank for rank in events}
-    by_phase: dict[str, list[tuple[float, HostRates]]] = defaultdict(list)
+    by_phase: dict[tuple[int, ...], list[tuple[float, HostRates]]] = defaultdict(list)
     machines: set[str] = set()
     for host in hosts:
         if host.rank not in ranks:
@@ -229,17 +227,18 @@ def summarize_activity(
         of_rank = ranks[host.rank]
         spans = list(of_rank.spans_of(SpanKind.SAVE, SpanKind.LOAD)) or of_rank.spans_of(SpanKind.EPOCH)
         for span in spans:
-            kind = SpanKind(span.kind)
-            phase = f"{_PHASES[kind]} {span.epoch if kind is SpanKind.EPOCH else span.step}"
             edges_ns = np.array([span.start_ns, span.end_ns], np.float64)
             elapsed_s = (span.end_ns - span.start_ns) / 1e9
-            by_phase[phase].append((elapsed_s, host_rates(counted, series, edges_ns)))
+            place = (span.kind, span.epoch, span.block, span.step)
+            by_phase[place].append((elapsed_s, host_rates(counted, series, edges_ns)))
     activities = []
-    for phase, by_host in by_phase.items():
+    of_epoch = " of epoch {}" if len({epoch for _, epoch, *_ in by_phase}) > 1 else ""
+    for (kind, epoch, _, step), by_host in by_phase.items():
+        checkpoint = f"{SpanKind(kind).name.lower()} {step}{of_epoch.format(epoch)}"
         busy = [float(rates["cpu_busy_share"][0]) for _, rates in by_host]
         known = [share for share in busy if not np.isnan(share)]
         activity: dict[str, Any] = {
-            "phase": phase,
+            "phase": f"epoch {epoch}" if kind == SpanKind.EPOCH else checkpoint,
             "hosts": len(by_host),
             "elapsed_s": max(elapsed_s for elapsed_s, _ in by_host),
             "cpu_busy_share": sum(known) / len(known) if known else None,

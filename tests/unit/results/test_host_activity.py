@@ -18,19 +18,24 @@ from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, RankEv
 S = 10**9
 
 
-def _events(rank: int, *spans: tuple[SpanKind, int, float, float]) -> RankEvents:
+def _events(
+    rank: int, *spans: tuple[SpanKind, int, float, float], epochs: tuple[int, ...] = ()
+) -> RankEvents:
+    """The step of each span is its number, and its epoch too unless `epochs` names another."""
     rows = [
         SpanEvent(
             kind=kind,
             phase=0,
-            epoch=number,
+            epoch=epoch,
             block=1,
             step=number,
             start_ns=round(start * S),
             end_ns=round(end * S),
             size_bytes=0,
         )
-        for kind, number, start, end in spans
+        for (kind, number, start, end), epoch in zip(
+            spans, epochs or [number for _, number, *_ in spans], strict=True
+        )
     ]
     return RankEvents(
         clock=RankClock(rank=rank, host=f"node{rank}", wall_ns=0, monotonic_ns=0),
@@ -101,8 +106,19 @@ def test_drives_of_one_machine_under_two_names_count_once(tmp_path: Path) -> Non
     assert (found["hosts"], found["drives_read_bytes"], found["networks_sent_bytes"]) == (2, 100, 20)
 
 
+def test_checkpoints_at_the_same_step_of_several_epochs_are_told_apart(tmp_path: Path) -> None:
+    spans = ((SpanKind.SAVE, 4, 0.0, 2.0), (SpanKind.SAVE, 4, 2.0, 3.0))
+    found = _found(tmp_path, *(_events(rank, *spans, epochs=(1, 2)) for rank in (0, 3)))
+    assert [
+        (each["phase"], each["hosts"], each["elapsed_s"], each["drives_read_bytes"]) for each in found
+    ] == [
+        ("save 4 of epoch 1", 2, 2.0, 0),
+        ("save 4 of epoch 2", 2, 1.0, 200),
+    ]
+
+
 def test_checkpoints_stand_for_the_epoch_around_them(tmp_path: Path) -> None:
-    spans = ((SpanKind.SAVE, 1, 2.0, 3.0), (SpanKind.LOAD, 1, 4.0, 5.0), (SpanKind.EPOCH, 1, 0.0, 5.0))
-    found = _found(tmp_path, _events(0, *spans))
-    assert [each["phase"] for each in found] == ["save 1", "load 1"]
+    spans = ((SpanKind.SAVE, 1, 2.0, 3.0), (SpanKind.LOAD, 2, 4.0, 5.0), (SpanKind.EPOCH, 1, 0.0, 5.0))
+    found = _found(tmp_path, _events(0, *spans, epochs=(1, 1, 1)))
+    assert [each["phase"] for each in found] == ["save 1", "load 2"]
     assert found[0]["drives_read_bytes"] == 100
