@@ -284,7 +284,7 @@ def common_origin_ns(comm: Comm, awaiting: str) -> int:
 class PipelineFigures:
     """The figures of a phase over all ranks.
 
-    Set-up, pipeline, drain and busy times are the longest of any rank.
+    Set-up, pipeline, drain and busy times are the longest of any rank; `latencies_ns` are those of all ranks.
 
     `duration_s` runs from the earliest first submit to the latest durable end. `content` is what was
     generated or verified. Stalls and `call_time_sum_s` are sums over all streams, for diagnosis only. Rates
@@ -314,9 +314,7 @@ class PipelineFigures:
     storage_gib_per_s: float | None
     content_to_storage: float | None
     overhead_percent: float
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
+    latencies_ns: NDArray[np.int64]
     bottleneck: Bottleneck
     slowest_rank: int
     streams: tuple[StreamRecord, ...]
@@ -324,10 +322,16 @@ class PipelineFigures:
 
     def record(self) -> dict[str, object]:
         """Return all figures as plain data, for the results of a run."""
-        plain: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
+        plain = {name: getattr(self, name) for name in self.__slots__ if name != "latencies_ns"}
         plain["streams"] = [asdict(stream) for stream in self.streams]
         plain["counters"] = self.counters.record()
-        return plain
+        return plain | summarize_latencies(self.latencies_ns)
+
+
+def summarize_latencies(latencies_ns: NDArray[np.int64]) -> dict[str, float]:
+    """Return p50, p99 and maximum in milliseconds, 0 if there are no latencies."""
+    found = np.percentile(latencies_ns if latencies_ns.size else 0, (50, 99, 100)) / 1e6
+    return dict(zip(("p50_ms", "p99_ms", "max_ms"), found.tolist(), strict=True))
 
 
 def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
@@ -349,10 +353,6 @@ def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
 
     content_rate = busy_rate([each.content_busy_s for each in measurements])
     storage_rate = busy_rate([each.storage_busy_s for each in measurements])
-    latencies_ms = np.concatenate([each.latencies_ns for each in measurements]) / 1e6
-    p50, p99, most = (
-        np.percentile(latencies_ms, (50, 99, 100)).tolist() if latencies_ms.size else (0.0, 0.0, 0.0)
-    )
     first, *others = [each.counters for each in measurements]
     return PipelineFigures(
         direction=slowest.direction,
@@ -378,9 +378,7 @@ def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
         content_to_storage=content_rate / storage_rate if content_rate and storage_rate else None,
         # The share of the slowest rank's time in which neither the storage nor the content was busy.
         overhead_percent=max(0.0, (1 - slowest_busy_s * _NS_PER_S / slowest.duration_ns) * 100),
-        p50_ms=p50,
-        p99_ms=p99,
-        max_ms=most,
+        latencies_ns=np.concatenate([each.latencies_ns for each in measurements]),
         bottleneck=slowest.find_bottleneck(),
         slowest_rank=slowest.rank,
         streams=tuple(stream for each in measurements for stream in each.streams),

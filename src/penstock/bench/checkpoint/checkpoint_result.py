@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.results import checkpoint_files, phase_figures
 from penstock.results.counter_files import IoReconciliation
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
-from penstock.transfer.ledger import PipelineFigures, StreamRecord, WrongByte
+from penstock.transfer.ledger import PipelineFigures, StreamRecord, WrongByte, summarize_latencies
 from penstock.units import format_bytes, format_number, format_seconds
 
 Direction = Literal["write", "read"]
@@ -123,9 +125,7 @@ def total_direction(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
         "store_gib_per_s": store,
         f"{verb}_to_store": content / store if content and store else None,
         "overhead_percent": math.fsum(phase.overhead_percent for phase in measured) / len(measured),
-        "p50_ms": sorted(phase.p50_ms for phase in measured)[len(measured) // 2],
-        "p99_ms": max(phase.p99_ms for phase in measured),
-        "max_ms": max(phase.max_ms for phase in measured),
+        **summarize_latencies(np.concatenate([phase.latencies_ns for phase in measured])),
         "bottleneck": find_bottleneck(rounds),
         "streams": [asdict(stream) for stream in _merge_streams(phases)],
     }

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.bench.checkpoint.checkpoint_result import (
@@ -37,7 +38,7 @@ def phase(direction: Direction, duration_s: float, **fields: Any) -> PipelineFig
         min_gib_per_s=1 / duration_s, max_duration_s=duration_s, setup_s=0.1, pipeline_s=duration_s - 0.5,
         drain_s=0.5, storage_busy_s=duration_s / 2, content_busy_s=duration_s / 4, call_time_sum_s=3.0,
         content_stall_s=0.5, storage_stall_s=0.25, content_gib_per_s=None, storage_gib_per_s=None,
-        content_to_storage=None, overhead_percent=10.0, p50_ms=1.0, p99_ms=2.0, max_ms=3.0,
+        content_to_storage=None, overhead_percent=10.0, latencies_ns=np.array([1_000_000, 3_000_000]),
         bottleneck="storage", slowest_rank=0, streams=(stream(0, 0), stream(1, 0)),
         counters=Counters(requests=10, retries=2),
     )  # fmt: skip
@@ -74,6 +75,17 @@ def test_all_bytes_over_all_time_and_the_mean_of_rates_are_two_figures() -> None
     assert found["store_gib_per_s"] == pytest.approx(4 / 2.5)
     assert found["generate_gib_per_s"] == pytest.approx(4 / 1.25)
     assert found["generate_to_store"] == pytest.approx(2.0)
+
+
+def test_percentiles_are_those_of_the_requests_of_all_checkpoints() -> None:
+    short = phase("write", 1.0, latencies_ns=np.full(50, 9_000_000))
+    long = phase("write", 1.0, latencies_ns=np.full(950, 1_000_000))
+    found = total_direction(rounds("write", short, long, long))
+    assert found is not None
+    assert (found["p50_ms"], found["p99_ms"], found["max_ms"]) == (1.0, 9.0, 9.0)
+    few = total_direction(rounds("write", phase("write", 1.0, latencies_ns=np.full(2, 9_000_000)), long))
+    assert few is not None
+    assert (few["p50_ms"], few["p99_ms"], few["max_ms"]) == (1.0, 1.0, 9.0)
 
 
 def test_every_stream_of_every_rank_survives_with_its_sums() -> None:
