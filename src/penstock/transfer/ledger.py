@@ -139,12 +139,13 @@ class Measurement:
     def find_bottleneck(self) -> Bottleneck:
         """Name the part for which the phase waited most.
 
-        If content waits for buffers, storage is the bottleneck. If storage waits for content (or, when
-        reading, for buffers that are still being verified), content is.
+        Content is the bottleneck if streams waited for it (or, when reading, for buffers that were still
+        being verified) longer than for the storage, and longer than content waited for buffers.
         """
         if self.direction == "write" and self.end_ns - self.last_submit_ns > _DRAIN_SHARE * self.duration_ns:
             return "durability"
-        if self.storage_stall_s <= self.content_stall_s:
+        busy_s = sum(stream.busy_s for stream in self.streams)
+        if self.storage_stall_s <= max(self.content_stall_s, busy_s):
             return "storage"
         return "generator" if self.direction == "write" else "verifier"
 

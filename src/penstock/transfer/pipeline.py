@@ -290,6 +290,8 @@ class _Stream:
         self.filled: Future[None] = Future()
         """Done when the stream no longer needs the producer's source; failed if it stopped before."""
         self.filled_ns = 0
+        self.has_begun = False
+        """True from the first chunk that was submitted on."""
 
 
 class WritePipeline:
@@ -458,8 +460,8 @@ class WritePipeline:
         ready = stream.ready.get()
         if self._is_stopped:
             raise PipelineStopped
-        if self._stamps.num_objects[stream.number]:
-            # Waiting before a stream's first object counts as set-up, not as a stall.
+        if stream.has_begun:
+            # Waiting before a stream's first chunk counts as set-up, not as a stall.
             self._stamps.storage_stall_ns[stream.number] += now_ns() - awaited_ns
         return ready
 
@@ -482,6 +484,7 @@ class WritePipeline:
                 stamps.submitted[chunk] = now_ns()
                 sink.submit(buffer.filled, buffer.release)
                 stamps.returned[chunk] = now_ns()
+                stream.has_begun = True
                 progress.advance(size_bytes)
             stamps.ending[number, 0] = now_ns()
             info = sink.finish()

@@ -142,9 +142,13 @@ def test_a_phase_without_chunks_has_figures_too() -> None:
     [
         ({}, "storage"),
         ({"storage_stall_s": 2.0}, "generator"),
+        # Generating never waited for a buffer, but the streams hardly ever waited for it either.
+        ({"content_stall_s": 0.0}, "storage"),
+        ({"content_stall_s": 0.0, "storage_stall_s": 1.5}, "storage"),
         ({"last_submit_ns": SECOND * 3 // 2}, "durability"),
         ({"direction": "read"}, "storage"),
         ({"direction": "read", "storage_stall_s": 2.0}, "verifier"),
+        ({"direction": "read", "content_stall_s": 0.0}, "storage"),
     ],
 )
 def test_the_bottleneck_is_named(changes: dict[str, Any], named: str) -> None:

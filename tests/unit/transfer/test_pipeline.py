@@ -133,17 +133,26 @@ def test_late_acknowledgement_counts_as_storage_time() -> None:
     assert measurement.latencies_ns.min() >= 0.05e9
 
 
-def test_a_slow_generator_is_reported_not_hidden() -> None:
-    class Sluggish(Keyed):
-        def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
-            time.sleep(0.03)
-            super().fill(planned, offset, buffer)
+class _Sluggish(Keyed):
+    def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        time.sleep(0.03)
+        super().fill(planned, offset, buffer)
 
+
+def test_a_slow_generator_is_reported_not_hidden() -> None:
     roomy = PipelineSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=16 * CHUNK)
-    measurement = write_objects([MemoryStorage()], _objects(10 * CHUNK), Sluggish(), roomy)
+    measurement = write_objects([MemoryStorage()], _objects(10 * CHUNK), _Sluggish(), roomy)
     assert measurement.content_busy_s >= 0.3
     # The storage waited nearly all of the time; a tenth of it is what no busy machine makes of that.
     assert measurement.storage_stall_s >= 0.03
+
+
+def test_the_wait_for_the_first_chunk_is_set_up_and_no_stall() -> None:
+    single = PipelineSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK)
+    began_s = time.monotonic()
+    measurement = write_objects([MemoryStorage()], _objects(CHUNK), _Sluggish(), single)
+    # A stall comes after the first chunk was submitted, so it cannot overlap with its generation.
+    assert measurement.content_busy_s + measurement.storage_stall_s <= time.monotonic() - began_s
 
 
 class _LosesTheEnd(WrappedStorage):
