@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.cli.options import arguments, flag, option, repeated
 from penstock.cli.parsers import TEXT, URI, Parser, choice, new_file
 from penstock.cli.terminal import Terminal, TextTable, View, print_json
-from penstock.errors import UsageError
+from penstock.errors import UsageError, name_some
 from penstock.trace.questions.answer import Answer
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_COLUMNS = 10
 """A single row with more columns than this is printed with one line per column."""
+_ALL_ROWS: Final = "--format csv or --json gives all"
 
 
 DASK: Final = option(
@@ -99,7 +100,9 @@ class QuestionOptions(TraceOptions):
         from penstock.trace.trace_set import RELATION
 
         with self.open(terminal) as traces:
-            main, *others = answers = question(view_events(traces.connection, RELATION, dimensions))
+            events = view_events(traces.connection, RELATION, dimensions)
+            most_rows = None if terminal.as_json or self.form == "csv" else rendering.MOST_ROWS
+            main, *others = answers = question(replace(events, most_rows=most_rows))
             if terminal.as_json:
                 document: dict[str, Any] = rendering.document(main)
                 if others:
@@ -107,13 +110,16 @@ class QuestionOptions(TraceOptions):
                 if mismatches := traces.mismatches():
                     document["mismatches"] = list(mismatches)
                 print_json(document)
-            elif self.form == "table":
-                terminal.result({}, chain.from_iterable(map(view_answer, answers)))
-            else:
-                write: Callable[[Answer], str] = (
-                    rendering.as_csv if self.form == "csv" else rendering.as_markdown
+            elif self.form == "csv":
+                sys.stdout.write("\n".join(map(rendering.as_csv, answers)))
+            elif self.form == "markdown":
+                sys.stdout.write(
+                    "\n".join(
+                        rendering.as_markdown(one.first(rendering.MOST_ROWS), _ALL_ROWS) for one in answers
+                    )
                 )
-                sys.stdout.write("\n".join(map(write, answers)))
+            else:
+                terminal.result({}, chain.from_iterable(view_answer(one, _ALL_ROWS) for one in answers))
 
 
 def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callable[[Path], bool]) -> None:
@@ -138,13 +144,12 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
     """Print what was lost from damaged traces. With `strict`, raise an error for it."""
     from penstock.trace.event_schema import refuse_damaged, refuse_lost
-    from penstock.trace.reading.trace_files import name_some
 
-    alike: dict[str, list[Path]] = {}
+    alike: dict[str, list[str]] = {}
     for account in accounts:
         what = account.faults[-1] if account.is_without_events and account.faults else ""
         if what in alike:
-            alike[what].append(Path(account.file))
+            alike[what].append(Path(account.file).name)
             continue
         if what:
             alike[what] = []
@@ -197,12 +202,14 @@ def parse_dimensions(
     return trace_dimensions.Dimensions(tiers=prefixes, host=host, file_classes=patterns, phases=rules)
 
 
-def view_answer(answer: Answer) -> View:
-    """Show one answer at full width, with its notes."""
+def view_answer(answer: Answer, all_rows: str = "--json gives all") -> View:
+    """Show one answer at full width, with its notes. `all_rows` says where all its rows are."""
     from penstock.trace.questions import answer as rendering
 
+    answer = answer.first(rendering.MOST_ROWS)
     rows = rendering.as_records(answer)
     if len(rows) == 1 and len(answer.columns) > _MAX_COLUMNS:
         rows = [{"what": what, "value": value} for what, value in rows[0].items()]
     yield TextTable(answer.title, rows)
+    yield from rendering.count_left_out(answer.num_left_out, all_rows)
     yield from answer.notes

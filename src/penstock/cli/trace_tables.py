@@ -11,8 +11,9 @@ from penstock.cli.options import argument, arguments, group, option, repeated, r
 from penstock.cli.parsers import FILE, FOLDER, FOLDER_URI, NEW_FILE, TEXT, choice
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.trace_options import TIERS, TraceOptions, check_output, parse_dimensions, report_losses
+from penstock.errors import name_some
 
-_MOST_ROWS: Final = 50
+_MOST_FILES: Final = 50
 _RANK_PATTERN: Final = option(
     "--rank-pattern",
     TEXT,
@@ -82,6 +83,7 @@ def load(
       penstock trace load traces -o writes.events --where "op = 'write'" --strict --json
     """
     from penstock.trace.event_schema import RANK_PATTERN
+    from penstock.trace.questions.answer import count_left_out
     from penstock.trace.reading.trace_files import find_trace_files
     from penstock.trace.trace_set import convert, find_clock_mismatches, name_trace_files
 
@@ -112,8 +114,8 @@ def load(
     }
     # Of thousands of files, list those that lost something first.
     shown = list(facts.accounts)
-    if len(shown) > _MOST_ROWS:
-        shown = sorted(shown, key=lambda account: account.is_whole)[:_MOST_ROWS]
+    if len(shown) > _MOST_FILES:
+        shown = sorted(shown, key=lambda account: account.is_whole)[:_MOST_FILES]
     rows = [
         {
             "file": account.file,
@@ -121,20 +123,18 @@ def load(
             "events": f"{account.events:,}",
             "salvaged": f"{account.salvaged:,}",
             "dropped": f"{account.dropped:,}",
-            "of rank": _shorten(sorted(account.ranks)),
-            "hosts": _shorten(sorted(account.hosts)),
+            "of rank": name_some(sorted(account.ranks)) or "-",
+            "hosts": name_some(sorted(account.hosts)) or "-",
         }
         for account in shown
     ]
-    view = [*table(f"{out}: {num_events:,} events", rows)]
-    if len(shown) < len(facts.accounts):
-        view.append(f"{len(facts.accounts) - len(shown):,} more files: --json has them all")
-    terminal.result(document, view)
-
-
-def _shorten(names: list[int] | list[str]) -> str:
-    shown = ", ".join(map(str, names[:3]))
-    return f"{shown}, ... ({len(names)})" if len(names) > 3 else shown or "-"
+    terminal.result(
+        document,
+        [
+            *table(f"{out}: {num_events:,} events", rows),
+            *count_left_out(len(facts.accounts) - len(shown), "--json gives all"),
+        ],
+    )
 
 
 @verb
@@ -157,6 +157,7 @@ def sql(
 
       penstock trace sql "SELECT max(end_us) - min(ts_us) AS span_us FROM events" run.events --json
     """
+    from penstock.trace.questions.answer import MOST_ROWS, count_left_out
     from penstock.trace.questions.sql import check_query, run_query
 
     check_query(query)
@@ -165,7 +166,13 @@ def sql(
         mismatches = traces.mismatches()
     document = {**answer.document(), **({"mismatches": mismatches} if mismatches else {})}
     # A file, or a program behind a pipe, has no width to fit into.
-    terminal.result(document, table("", answer.texts()))
+    terminal.result(
+        document,
+        [
+            *table("", answer.texts(MOST_ROWS)),
+            *count_left_out(len(answer.rows[MOST_ROWS:]), "--json gives all"),
+        ],
+    )
 
 
 @verb

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import UsageError
@@ -235,11 +235,15 @@ IS_RUNTIME: Final = _is_runtime_sql()
 
 @dataclass(frozen=True, slots=True)
 class EventsView:
-    """Events with the columns of the event schema and the derived columns, on a connection."""
+    """Events with the columns of the event schema and the derived columns, on a connection.
+
+    `most_rows` is the number of rows that answers need; of the others, they need only the number.
+    """
 
     connection: duckdb.DuckDBPyConnection
     relation: str
     is_stored: bool = False
+    most_rows: int | None = None
 
     def work(self) -> EventsView:
         """Return the events without the I/O of the program's runtime, with the column `rank_name`."""
@@ -248,11 +252,19 @@ class EventsView:
             f"CREATE OR REPLACE TEMP {kind} penstock_work AS"
             f" SELECT *, {RANK_NAME} AS rank_name FROM {self.relation} WHERE NOT {IS_RUNTIME}"
         )
-        return EventsView(self.connection, "penstock_work", self.is_stored)
+        return replace(self, relation="penstock_work")
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query in which `{events}` stands for the relation."""
         return self.connection.execute(sql.replace("{events}", self.relation)).fetchall()
+
+    def ask_first(self, sql: str) -> tuple[list[tuple[Any, ...]], int]:
+        """Return the first `most_rows` rows of an ordered query, and the number of all further rows."""
+        rows = self.ask(f"SELECT * FROM ({sql}) LIMIT {self.most_rows or 'NULL'}")
+        (num_rows,) = (
+            (len(rows),) if len(rows) != self.most_rows else self.ask_one(f"SELECT count(*) FROM ({sql})")
+        )
+        return rows, num_rows - len(rows)
 
     def ask_one(self, sql: str) -> tuple[Any, ...]:
         """Return the only row of a query."""

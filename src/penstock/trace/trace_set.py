@@ -38,7 +38,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.errors import UsageError
+from penstock.errors import UsageError, name_some
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
 from penstock.storage.files.local_files import replace_durably
@@ -65,7 +65,6 @@ from penstock.trace.reading.trace_files import (
     detect_dialect,
     find_trace_files,
     guess_content,
-    name_some,
     read_event_count,
     read_pieces,
     split_lines,
@@ -469,7 +468,7 @@ class TraceSet:
             ).fetchall()
             if shared:
                 pid, of_pid = shared[0]
-                names = name_some([Path(name) for name in of_pid])
+                names = name_some([Path(name).name for name in of_pid])
                 more = f", and {len(shared) - 1:,} more processes do" if len(shared) > 1 else ""
                 yield (
                     f"Process {pid} occurs in {names}, which name no host{more}: if they are from"
@@ -702,12 +701,12 @@ def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
 
 def _name_files(timed: Sequence[tuple[int, FileAccount]]) -> str:
     """Name the first of several files, with their hosts."""
-    names = []
-    for _, account in timed[:3]:
-        hosts = ", ".join(sorted(account.hosts)[:3])
-        names.append(f"{account.file} (host {hosts})" if hosts else account.file)
-    more = f" and {len(timed) - 3} more" if len(timed) > 3 else ""
-    return ", ".join(names) + more
+    return name_some(
+        [
+            f"{account.file} (host {', '.join(sorted(account.hosts)[:3])})" if account.hosts else account.file
+            for _, account in timed
+        ]
+    )
 
 
 def _format_date(time_us: int) -> str:

@@ -71,5 +71,5 @@ def test_a_table_of_many_files_shows_the_damaged_ones_first(folder: Path, tmp_pa
     lines = run_command(*loaded).stdout.splitlines()
     assert len(lines) < 60
     assert "zz.pfw" in next(line for line in lines if ".pfw" in line)
-    assert lines[-1] == f"{NUM_FILES + 1 - 50:,} more files: --json has them all"
+    assert lines[-1] == f"... and {NUM_FILES + 1 - 50:,} more; --json gives all"
     assert len(run_command(*loaded, "--json").document["files"]) == NUM_FILES + 1

@@ -243,3 +243,25 @@ def test_a_description_that_is_not_there_or_not_yaml_is_wrong_usage(
     broken.write_text("runs: [", encoding="utf-8")
     assert main(["trace", verb, str(broken)]) == 2
     assert "broken.yaml" in capsys.readouterr().err
+
+
+def test_people_see_a_thousand_rows_and_the_number_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        f'{{"name": "n{i}", "cat": "POSIX", "pid": {i}, "tid": 1, "ts": {i}, "dur": 1, "ph": "X",'
+        f' "args": {{"fname": "/d/{i}"}}}}'
+        for i in range(1234)
+    ]
+    trace = tmp_path / "many.pfw"
+    trace.write_text("\n".join(["[", *lines, ""]))
+    for verb in ("files", "ranks", "summary"):
+        for form in ("table", "markdown"):
+            shown = said(capsys, "trace", verb, trace, "--format", form).splitlines()
+            assert "... and 234 more; --format csv or --json gives all" in shown
+            assert len(shown) < 1100
+    assert len(said(capsys, "trace", "files", trace, "--format", "csv").splitlines()) == 1235
+    assert len(asked(capsys, "trace", "ranks", trace)["rows"]) == 1234
+    rows = said(capsys, "trace", "sql", "SELECT path FROM events", trace).splitlines()
+    assert rows[-1] == "... and 234 more; --json gives all"
+    assert len(rows) < 1100

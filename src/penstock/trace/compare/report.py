@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from penstock.errors import StorageError
 from penstock.reports.page import is_page, render_report
 from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Section, Series, Table, Tone
-from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, heading
+from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, count_left_out, heading
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ REPORT_FILES: Final = ("report.html", "report.md", "tables.parquet")
 
 _MARKDOWN_ROWS: Final = 60
 _PAGE_ROWS: Final = 200
+_ALL_ROWS: Final = "tables.parquet has all"
 """The most rows of a table on the page; tables.parquet has all of them."""
 _OPEN: Final = ("t1", "t1_measures", "t2")
 """Tables that are expanded when the page opens."""
@@ -88,14 +89,14 @@ def render_markdown(comparison: ComparisonResult) -> str:
     ]
     for finding in comparison.findings:
         sentences = "\n".join(f"- {sentence}" for sentence in finding.says)
-        evidence = as_markdown(finding.evidence, most_rows=10).partition("\n")[2]
+        evidence = as_markdown(finding.evidence.first(10), _ALL_ROWS).partition("\n")[2]
         parts.append(
             f"### {finding.code} ({finding.weight.value}): {finding.title}\n\n{sentences}\n\n"
             f"{finding.evidence.title}:\n{evidence}"
         )
     if not comparison.findings:
         parts.append("Nothing.\n")
-    tables = (as_markdown(table, most_rows=_MARKDOWN_ROWS) for table in comparison.tables)
+    tables = (as_markdown(table.first(_MARKDOWN_ROWS), _ALL_ROWS) for table in comparison.tables)
     return "\n".join([*parts, "## Tables\n", *tables])
 
 
@@ -225,8 +226,7 @@ def answer_tables(answer: Answer) -> list[Table]:
 
 
 def _count_hidden(answer: Answer) -> list[str]:
-    num_hidden = len(answer.rows) - _PAGE_ROWS
-    return [*answer.notes, *([f"{num_hidden:,} more rows in tables.parquet."] if num_hidden > 0 else [])]
+    return [*answer.notes, *count_left_out(answer.first(_PAGE_ROWS).num_left_out, _ALL_ROWS)]
 
 
 def _draw_figures(comparison: ComparisonResult) -> list[Section]:

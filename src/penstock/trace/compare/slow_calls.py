@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
+from penstock.errors import name_some
 from penstock.trace.compare.query_findings import MEMORY_RATE, spread_over_ranks
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
 from penstock.trace.dimensions import IS_CALL, IS_IO, IS_READ, IS_WRITE, sql_literal
@@ -137,8 +138,7 @@ def _locate(study: Study, run: str, what: str) -> _Place | None:
         ORDER BY took - usual DESC, path LIMIT {max(1, round(_FEW_FILES * num_files))}""")
     of_files_us = sum(took - usual for _, _, took, usual in files)
     if num_files >= _ENOUGH_FILES and of_files_us > _MOST * above_us and 2 * excess_us > of_files_us:
-        names = ", ".join(path.rsplit("/", 1)[-1] for path, *_ in files[:3])
-        names += f" and {len(files) - 3} more" if len(files) > 3 else ""
+        names = name_some([path.rsplit("/", 1)[-1] for path, *_ in files])
         number = "one file" if len(files) == 1 else f"{len(files)} files"
         title = f"of {number} are slow: {names}"
         where = f"path IN ({', '.join(sql_literal(path) for path, *_ in files)})"

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from penstock.did_you_mean import nearest
-from penstock.errors import UsageError
+from penstock.errors import UsageError, name_some
 from penstock.progress import Progress
 from penstock.storage.files.local_files import read_document
 from penstock.trace.dimensions import (
@@ -282,8 +282,7 @@ def format_ranges(values: Iterable[Any]) -> str:
     if not values:
         return ""
     if not all(isinstance(value, int) for value in values):
-        shown = ", ".join(map(str, values[:2]))
-        return shown + (f" and {len(values) - 2:,} more" if len(values) > 2 else "")
+        return name_some(values, 2)
     parts: list[list[int]] = []
     for value in values:
         if parts and value == parts[-1][1] + 1:

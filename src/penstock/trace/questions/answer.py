@@ -18,6 +18,14 @@ from penstock.units import format_bytes, format_rate
 
 Value = int | float | str | bool | None
 
+MOST_ROWS: Final = 1_000
+"""The rows of a table that are shown to a person; traces of strangers may have millions."""
+
+
+def count_left_out(num_rows: int, all_rows: str) -> list[str]:
+    """Return the line below a table that was cut: how many rows it leaves out, and where all of them are."""
+    return [f"... and {num_rows:,} more; {all_rows}"] if num_rows else []
+
 
 class Unit(StrEnum):
     """The unit of a column's numbers, which determines how they are rendered."""
@@ -67,7 +75,10 @@ _SUFFIXES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A table. `name` is for files; `title`, `notes` and the text of a `missing` value are for people."""
+    """A table. `name` is for files; `title`, `notes` and the text of a `missing` value are for people.
+
+    `num_left_out` counts further rows, which the table does not have.
+    """
 
     name: str
     title: str
@@ -75,6 +86,13 @@ class Answer:
     rows: Sequence[Sequence[Value]]
     notes: Sequence[str] = ()
     missing: str = "-"
+    num_left_out: int = 0
+
+    def first(self, most_rows: int) -> Self:
+        """Return the first rows; all others are only counted."""
+        return replace(
+            self, rows=self.rows[:most_rows], num_left_out=self.num_left_out + len(self.rows[most_rows:])
+        )
 
     def records(self) -> list[dict[str, Value]]:
         """Return one mapping for each row."""
@@ -112,19 +130,17 @@ def as_csv(answer: Answer) -> str:
     return text.getvalue()
 
 
-def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
-    """Return a heading, the table and the notes; a table cut to `most_rows` shows how many rows it omits."""
-    shown = answer.rows if most_rows is None else answer.rows[:most_rows]
+def as_markdown(answer: Answer, all_rows: str = "") -> str:
+    """Return a heading, the table and the notes. `all_rows` says where all rows are."""
     lines = [f"### {answer.title}", ""]
     if answer.rows:
         rules = ["---" if column.unit is Unit.TEXT else "---:" for column in answer.columns]
-        texts = [[text.replace("|", "\\|") for text in cells(answer, row)] for row in shown]
+        texts = [[text.replace("|", "\\|") for text in cells(answer, row)] for row in answer.rows]
         heads = [heading(column) for column in answer.columns]
         lines += [f"| {' | '.join(line)} |" for line in (heads, rules, *texts)]
     else:
         lines.append("(no rows)")
-    left = len(answer.rows) - len(shown)
-    notes = [*answer.notes, *([f"{left:,} more rows in tables.parquet."] if left else [])]
+    notes = [*answer.notes, *count_left_out(answer.num_left_out, all_rows)]
     return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
 
 

@@ -52,21 +52,36 @@ def measure_groups(
     events: EventsView, by: Sequence[str], *, where: str, extra: Sequence[str] = ()
 ) -> list[Key]:
     """Return rows of `by`, num_events, sum_us, union_us, concurrency, and the SQL aggregates `extra`."""
-    grouping = f"GROUP BY {', '.join(by)}" if by else ""
-    selected = ", ".join([*by, "count(*)", "coalesce(sum(dur_us), 0)::BIGINT", *extra])
-    unions = union_times(events, by, where)
+    return _measure(events, by, events.ask(_group_sql(by, where, extra)), where)
+
+
+def _group_sql(by: Sequence[str], where: str, extra: Sequence[str]) -> str:
+    # A hash stands for the values of a group, because a join with a table of groups would lose the order.
+    number, grouping = (f"hash({', '.join(by)})", f"GROUP BY {', '.join(by)}") if by else ("0", "")
+    selected = ", ".join([number, *by, "count(*)", f"{_SPENT_US}::BIGINT", *extra])
+    return f"SELECT {selected} FROM {{events}} WHERE {where} {grouping}"
+
+
+_SPENT_US: Final = "coalesce(sum(dur_us), 0)"
+
+
+def _measure(events: EventsView, by: Sequence[str], found: Sequence[Key], where: str) -> list[Key]:
+    unions = union_times(events, by, where, groups=found)
     rows = []
-    for row in events.ask(f"SELECT {selected} FROM {{events}} WHERE {where} {grouping}"):
+    for _, *row in found:
         key, (num_events, sum_us, *more) = row[: len(by)], row[len(by) :]
-        (union_us,) = unions.get(key, (0,))
+        (union_us,) = unions.get(tuple(key), (0,))
         rows.append((*key, num_events, sum_us, union_us, sum_us / union_us if union_us else None, *more))
     return rows
 
 
-def union_times(events: EventsView, by: Sequence[str], *sets: str) -> dict[Key, tuple[int, ...]]:
+def union_times(
+    events: EventsView, by: Sequence[str], *sets: str, groups: Sequence[Key] = ()
+) -> dict[Key, tuple[int, ...]]:
     """Return the time in which an event of each set was in progress, by the values of `by`.
 
-    Sets are SQL conditions. Groups whose events take no time are left out.
+    Sets are SQL conditions. Groups whose events take no time are left out. If there are `groups`, rows of
+    `_group_sql`, only those are measured.
     """
 
     def add(  # noqa: PLR0917 - the arrays of a batch
@@ -77,7 +92,7 @@ def union_times(events: EventsView, by: Sequence[str], *sets: str) -> dict[Key, 
         for group, total_us in zip(groups[firsts].tolist(), sums, strict=True):
             totals[keys[group]][place] += total_us
 
-    times = {key: tuple(total) for key, total in _add_up(events, by, sets, add).items()}
+    times = {key: tuple(total) for key, total in _add_up(events, by, sets, add, groups).items()}
     # Without keys, all events form one group, even if there are none.
     return times if by else {(): (0,) * len(sets), **times}
 
@@ -111,7 +126,13 @@ def union_in_buckets(
     return _add_up(events, by, sets, add)
 
 
-def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Callable[..., None]) -> Totals:
+def _add_up(
+    events: EventsView,
+    by: Sequence[str],
+    sets: Sequence[str],
+    add: Callable[..., None],
+    wanted: Sequence[Key] = (),
+) -> Totals:
     """Return the totals that `add` makes from the pieces of time whose lengths add up to unions.
 
     The pieces of a group and set do not overlap. `add` receives the keys, the position of the set, and for
@@ -120,17 +141,17 @@ def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Cal
     """
     is_member = " OR ".join(f"({one})" for one in sets)
     members = " + ".join(f"(coalesce({one}, false)::UTINYINT << {place})" for place, one in enumerate(sets))
-    where = f"WHERE dur_us > 0 AND ({is_member})"
+    where = f"dur_us > 0 AND ({is_member})"
     numbered, keys, number_of = "0", [()], {0: 0}
     if by:
-        names = ", ".join(by)
-        # A hash stands for the values of a group, because a join with a table of groups would lose the order.
-        numbered = f"hash({names})"
-        found = events.ask(f"SELECT {numbered}, {names} FROM {{events}} {where} GROUP BY {names}")
-        keys = [row[1:] for row in found]
+        numbered = f"hash({', '.join(by)})"
+        found = wanted or events.ask(_group_sql(by, where, ()))
+        keys = [row[1 : len(by) + 1] for row in found]
         number_of = {row[0]: number for number, row in enumerate(found)}
         assert len(number_of) == len(keys), "two groups have the same hash of 64 bits"
-    query = f"SELECT {numbered} AS numbered, {members} AS members, ts_us, end_us FROM {{events}} {where}"
+    query = (
+        f"SELECT {numbered} AS numbered, {members} AS members, ts_us, end_us FROM {{events}} WHERE {where}"
+    )
     # A table has its events in the order of time. Several tables may not, and conditions that DuckDB turns
     # into a join lose the order. Events are then sorted, which takes longer than everything else.
     for order in ("", " ORDER BY ts_us"):
@@ -145,8 +166,10 @@ def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Cal
             codes = np.zeros(len(starts), dtype=np.int64)
             if by:
                 encoded = batch.column(0).dictionary_encode()
-                numbers = [number_of[value] for value in encoded.dictionary.to_pylist()]
+                # Groups that are not wanted have the number -1.
+                numbers = [number_of.get(value, -1) for value in encoded.dictionary.to_pylist()]
                 codes = np.array(numbers, dtype=np.int64)[encoded.indices.to_numpy()]
+                members_of = np.where(codes < 0, 0, members_of)
                 # numpy sorts 16-bit numbers by radix, several times faster than wider numbers.
                 sortable = codes.astype(np.int16 if len(keys) < 1 << 15 else np.int32)
                 by_group = np.argsort(sortable, kind="stable")
@@ -309,10 +332,10 @@ def _count_sizes(by: Sequence[str], where: str) -> str:
 
 def _measure_sizes(
     events: EventsView, by: Sequence[str], measures: Sequence[str], *, where: str, order: str
-) -> list[tuple[Any, ...]]:
+) -> tuple[list[tuple[Any, ...]], int]:
     """Return rows of `by` and the SQL `measures`, which are exact, because calls have few different sizes."""
     keys = ", ".join(by)
-    return events.ask(f"""
+    return events.ask_first(f"""
         WITH placed AS (
             SELECT *, size::HUGEINT * num AS bytes,
                    sum(num) OVER (PARTITION BY {keys} ORDER BY size NULLS LAST) AS until,
@@ -327,12 +350,12 @@ def _functions(events: EventsView) -> Answer:
         _NUM_EVENTS, _SUM_US, _TOTAL, _SMALLEST, _quantile_sql(0.25),
         _MEAN, _quantile_sql(0.5), _quantile_sql(0.75), _LARGEST,
     )  # fmt: skip
-    rows = _measure_sizes(events, ("cat", "op"), measures, where="true", order="4 DESC, 1, 2")
+    rows, num_left_out = _measure_sizes(events, ("cat", "op"), measures, where="true", order="4 DESC, 1, 2")
     columns = make_columns(
         "cat", "op", "num_events", "sum_us", "total_bytes", "min_bytes", "p25_bytes", "mean_bytes",
         "median_bytes", "p75_bytes", "max_bytes",
     )  # fmt: skip
-    return Answer(name="functions", title="Functions", columns=columns, rows=rows)
+    return Answer(name="functions", title="Functions", columns=columns, rows=rows, num_left_out=num_left_out)
 
 
 _EXTRA = (
@@ -356,15 +379,21 @@ def break_down(events: EventsView, name: str, *, by: Sequence[str], top: int | N
     title, where = BREAKDOWNS[name]
     by = check_keys(by)
     extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
-    rows = measure_groups(events, by, where=where, extra=extra)
-    width = len(by)
-    rows.sort(key=lambda row: (-row[width + 1], *map(str, row[:width])))
+    # In SQL, because a trace may name a million files, of which a person sees the first.
+    order = f"ORDER BY {_SPENT_US} DESC, {', '.join(f'{key}::VARCHAR' for key in by)} LIMIT {top or 'NULL'}"
+    found, num_left_out = events.ask_first(f"{_group_sql(by, where, extra)} {order}")
     columns = make_columns(
         *map(Column, by), "num_events", "sum_us", "union_us", "concurrency",
         *([] if "path" in by else [Column("num_files", Unit.COUNT)]), "read_bytes", "written_bytes",
         "max_us",
     )  # fmt: skip
-    return Answer(name=name, title=f"{title} by {', '.join(by)}", columns=columns, rows=rows[:top])
+    return Answer(
+        name=name,
+        title=f"{title} by {', '.join(by)}",
+        columns=columns,
+        rows=_measure(events, by, found, where),
+        num_left_out=num_left_out,
+    )
 
 
 _MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
@@ -379,19 +408,27 @@ def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> 
         _NUM_EVENTS, _TOTAL, _MEAN, _DEVIATION, _SMALLEST, *map(_quantile_sql, (0.25, 0.5, 0.75, 0.99)),
         _LARGEST,
     )  # fmt: skip
-    rows = _measure_sizes(events, by, measures, where=_MOVES, order=keys)
+    rows, num_left_out = _measure_sizes(events, by, measures, where=_MOVES, order=keys)
     names = ("total", "mean", "std", "min", "p25", "median", "p75", "p99", "max")
     columns = make_columns(
         *map(Column, by), "num_events", *(Column(f"{name}_bytes", Unit.BYTES) for name in names),
     )  # fmt: skip
-    description = Answer(name="sizes", title=f"Sizes of transfers by {keys}", columns=columns, rows=rows)
-    rows = events.ask(f"""
+    description = Answer(
+        name="sizes",
+        title=f"Sizes of transfers by {keys}",
+        columns=columns,
+        rows=rows,
+        num_left_out=num_left_out,
+    )
+    rows, num_left_out = events.ask_first(f"""
         SELECT {keys}, size, num FROM ({_count_sizes(by, _MOVES)})
         QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY num DESC, size) <= {top}
         ORDER BY {keys}, num DESC, size""")
     columns = make_columns(*map(Column, by), "size_bytes", "num_events")
     title = f"Most frequent sizes by {keys}"
-    return description, Answer(name="size_counts", title=title, columns=columns, rows=rows)
+    return description, Answer(
+        name="size_counts", title=title, columns=columns, rows=rows, num_left_out=num_left_out
+    )
 
 
 _MOVED_BYTES = "coalesce(sum(size_bytes), 0)::BIGINT"
@@ -565,7 +602,7 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
                coalesce(sum({MOVED_PART}) FILTER (WHERE is_write), 0)::DOUBLE,
                sum(finish_us - begin_us)::BIGINT
         FROM ({cut_sql(source, width, "run, tier, size_bytes, is_read, is_write, whole_us, since_us")})
-        GROUP BY run, tier, bucket""")
+        GROUP BY run, tier, bucket ORDER BY run, coalesce(tier, ''), bucket""")
     busy = union_in_buckets(
         events, ("run", "tier"), IS_IO, width_us=width, origin_of=lambda key: origins[key[0]]
     )
@@ -577,7 +614,6 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
             (run, tier, bucket * width, width, num_started, read_bytes, written_bytes, *rates,
              inside_us / width, busy_us / width)
         )  # fmt: skip
-    rows.sort(key=lambda row: (row[0], row[1] or "", row[2]))
     columns = make_columns(
         "run", "tier", "since_start_us", "bucket_us", "num_started", "read_bytes", "written_bytes",
         "read_rate", "write_rate", "concurrency", "busy_share",
@@ -589,7 +625,7 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
 def file_events(events: EventsView, path: str) -> Answer:
     """Return the events of `path`, which is a whole path, or the end of exactly one."""
     path = _find_path(events, path)
-    rows = events.ask(f"""
+    rows, num_left_out = events.ask_first(f"""
         SELECT run, rank, tid, ts_us - (SELECT min(ts_us) FROM {{events}}), dur_us, name, op, size_bytes,
                "offset", ret
         FROM {{events}} WHERE path = {sql_literal(path)} ORDER BY ts_us, end_us, tid, name""")
@@ -597,7 +633,7 @@ def file_events(events: EventsView, path: str) -> Answer:
         "run", "rank", "tid", "since_start_us", "dur_us", "name", "op", "size_bytes",
         Column("offset", Unit.BYTES), "ret",
     )  # fmt: skip
-    return Answer(name="file", title=path, columns=columns, rows=rows)
+    return Answer(name="file", title=path, columns=columns, rows=rows, num_left_out=num_left_out)
 
 
 def _find_path(events: EventsView, path: str) -> str:

@@ -28,15 +28,15 @@ class SqlAnswer:
         """Return the result as JSON."""
         return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
 
-    def texts(self) -> list[dict[str, str]]:
-        """Return the result as rows of a table for people; columns of the same name are numbered."""
+    def texts(self, most_rows: int) -> list[dict[str, str]]:
+        """Return the first rows of a table for people; columns of the same name are numbered."""
         heads: list[str] = []
         for column in self.columns:
             names = (column, *(f"{column} ({number})" for number in range(2, len(self.columns) + 1)))
             heads.append(next(name for name in names if name not in heads))
         return [
             {head: "-" if value is None else str(value) for head, value in zip(heads, row, strict=True)}
-            for row in self.rows
+            for row in self.rows[:most_rows]
         ]
 
 

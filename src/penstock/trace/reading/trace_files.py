@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final
 
 from isal import igzip_lib
 
-from penstock.errors import StorageError, UsageError
+from penstock.errors import StorageError, UsageError, name_some
 
 logger = logging.getLogger(__name__)
 
@@ -209,20 +209,18 @@ def _find_in_folder(folder: Path) -> list[Path]:
     if not traces:
         if closed:
             raise closed[0]
-        why = f"; {name_some(left_out)} hold no events of a trace" if left_out else ""
+        why = f"; {name_some([path.name for path in left_out])} hold no events of a trace" if left_out else ""
         content = f"This folder has {RECORDER}" if has_recorder else f"No trace files in this folder{why}"
         raise UsageError(content, where=str(folder), fix=_FIX)
     for error in closed:
         logger.warning("%s: left out, because it cannot be read: %s", error.filename, error.strerror)
     if left_out:
-        logger.warning("%s: left out, because they are not traces: %s", folder, name_some(left_out))
+        logger.warning(
+            "%s: left out, because they are not traces: %s",
+            folder,
+            name_some([path.name for path in left_out]),
+        )
     return sorted(traces, key=attrgetter("parts"))
-
-
-def name_some(paths: Sequence[Path]) -> str:
-    """Name the first of several files, and the number of the others."""
-    names = ", ".join(path.name for path in paths[:3])
-    return f"{names} and {len(paths) - 3} more" if len(paths) > 3 else names
 
 
 def is_export(path: Path) -> bool:

@@ -67,8 +67,8 @@ def test_markdown_prints_seconds_to_the_microsecond_and_escapes_bars() -> None:
 
 
 def test_a_truncated_table_counts_the_omitted_rows() -> None:
-    assert "1 more rows in tables.parquet." in as_markdown(ANSWER, most_rows=1)
-    assert "more rows" not in as_markdown(ANSWER, most_rows=2)
+    assert "... and 1 more; x.csv has all" in as_markdown(ANSWER.first(1), "x.csv has all")
+    assert "more" not in as_markdown(ANSWER.first(2), "x.csv has all")
 
 
 def test_an_answer_without_rows_has_a_note() -> None:

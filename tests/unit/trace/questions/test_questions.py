@@ -1,6 +1,7 @@
 """Each question on a few events with obvious answers."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import duckdb
@@ -117,6 +118,23 @@ def test_the_summary_counts_and_measures(events: EventsView) -> None:
     assert "overlap over all processes s" in as_records(facts)[0]
     write = only_row(functions, op="write")
     assert (write["min_bytes"], write["median_bytes"], write["max_bytes"]) == (1000, 2000, 3000)
+
+
+def test_rows_that_nobody_sees_are_only_counted(events: EventsView) -> None:
+    def ask(events: EventsView) -> list[Answer]:
+        return [
+            break_down(events, "files", by=["path"]),
+            break_down(events, "ops", by=["host", "op"]),
+            summary(events)[1],
+            *sizes(events, by=("size_bytes",)),
+            file_events(events, F),
+        ]
+
+    for shown, whole in zip(ask(replace(events, most_rows=1)), ask(events), strict=True):
+        assert (shown.rows, shown.num_left_out) == (whole.rows[:1], len(whole.rows) - 1)
+        assert len(whole.rows) > 1
+    limited = break_down(replace(events, most_rows=1), "ops", by=["op"], top=2)
+    assert (len(limited.rows), limited.num_left_out) == (1, 1)
 
 
 def test_operations_files_and_classes_have_calls_bytes_and_times(events: EventsView) -> None:
