@@ -370,9 +370,9 @@ class _MatchedState:
     names: Sequence[str]
     """For each target, the name of its leaf."""
     targets: Sequence[Target]
-    tied: Sequence[tuple[int, int]]
-    """Pairs of targets that share memory in the state: the second is loaded elsewhere, to be compared with
-    the first.
+    tied: Sequence[tuple[int, int, torch.Tensor]]
+    """Pairs of targets that share memory in the state, and the second's view of it: the second is loaded
+    elsewhere, to be compared with that view.
     """
 
 
@@ -450,11 +450,17 @@ def _match(
         Target(shard.offsets, shard.memory, items.tensors[number])
         for (_, shard), number in zip(shards, regions.tensor.tolist(), strict=True)
     ]
-    tied = [pair for pair in find_tied(targets) if not _is_stored_alike(checkpoint, requests, *pair)]
-    for _, row in tied:
-        memory = torch.empty_like(targets[row].memory, memory_format=torch.contiguous_format)
+    names, leaf_of = [name for name, _ in shards], {leaf.name: leaf for leaf in leaves}
+    pairs = find_tied(
+        targets,
+        lambda row: parts.gets_copies(leaf_of[names[row]]),
+        partial(_are_stored_alike, checkpoint, requests),
+    )
+    tied = [(first, row, targets[row].memory) for first, row in pairs]
+    for _, row, shared in tied:
+        memory = torch.empty_like(shared, memory_format=torch.contiguous_format)
         targets[row] = replace(targets[row], memory=memory)
-    return _MatchedState(leaves, selection, requests, [name for name, _ in shards], targets, tied)
+    return _MatchedState(leaves, selection, requests, names, targets, tied)
 
 
 LARGE_BYTES = 256 << 20
@@ -480,12 +486,12 @@ def require_lengths(checkpoint: CheckpointSource, items: ByteItemIndex, wanted: 
                 )
 
 
-def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:
-    """Return True if two regions have the same elements according to the checkpoint's own checksums."""
+def _are_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:
+    """Return True if two regions are one, or have the same elements by the checkpoint's own checksums."""
     wanted = requests.regions
     places = [wanted.offsets[row].tolist() + wanted.sizes[row].tolist() for row in (first, second)]
-    if checkpoint.index.sums is None or places[0] != places[1]:
-        return False
+    if places[0] != places[1] or checkpoint.index.sums is None:
+        return places[0] == places[1] and bool(wanted.tensor[first] == wanted.tensor[second])
     stored, contents = checkpoint.index.stored.regions, []
     for number in wanted.tensor[[first, second]].tolist():
         rows = np.flatnonzero(stored.tensor == number)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,11 +105,13 @@ def unpack(
     }
 
 
-def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """Return pairs of targets that are the same memory but load from different places, like tied weights.
+def find_tied(
+    targets: Sequence[Target], is_copied: Callable[[int], bool], are_alike: Callable[[int, int], bool]
+) -> list[tuple[int, int]]:
+    """Return pairs of targets that are the same memory but may get different values, like tied weights.
 
-    Raises `UsageError` if two targets share only a part of their memory. Views with gaps, such as columns of
-    one matrix, are assumed to share nothing.
+    The part of the first `is_copied` only if the second's is as well; `are_alike` tells that two targets get
+    the same values. Raises `UsageError` if two targets share only a part of their memory.
     """
 
     def span(memory: torch.Tensor) -> tuple[int, int]:
@@ -116,52 +119,81 @@ def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
         last = sum((size - 1) * stride for size, stride in steps) if memory.numel() else -1
         return memory.data_ptr(), memory.data_ptr() + (last + 1) * memory.itemsize
 
-    def layout(memory: torch.Tensor) -> tuple[object, ...]:
-        return memory.data_ptr(), memory.device, memory.dtype, memory.shape, memory.stride(), memory.is_conj()
+    def view(target: Target) -> tuple[object, ...]:
+        memory = target.memory
+        return memory.dtype, memory.shape, memory.stride(), memory.is_conj(), memory.is_neg()
 
     spans = [span(target.memory) for target in targets]
     begins, ends = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
     order = np.flatnonzero(begins < ends)
     order = order[np.argsort(begins[order], kind="stable")]
-    so_far = np.maximum.accumulate(ends[order])
+    # Nearly always there is none: with many tensors in a state, there is no time for more than this.
+    reaches = begins[order[1:]] < np.maximum.accumulate(ends[order])[:-1]
+    crowded = order[np.append(False, reaches) | np.append(reaches, False)].tolist() if len(order) else []
     tied = []
-    # Nearly always there is none: with many tensors in a state, there is no time for more than this loop.
-    for place in 1 + np.flatnonzero(begins[order[1:]] < so_far[:-1]):
-        before = int(order[int(np.searchsorted(so_far, so_far[place - 1]))])
-        number = int(order[place])
-        own, other = targets[number], targets[before]
-        if layout(own.memory) == layout(other.memory):
-            if (own.facts, own.offsets) != (other.facts, other.offsets):
-                tied.append((before, number))
-        elif own.memory.device == other.memory.device and all(
-            target.memory.is_contiguous() for target in (own, other)
-        ):
-            raise UsageError(
-                f"{other.facts.name!r} and {own.facts.name!r} share a part of their memory in the state",
-                fix="Load into tensors that do not share memory.",
-            )
+    known: dict[object, int] = {}
+    others: list[tuple[int, NDArray[np.uint8]]] = []
+    for number in sorted(crowded, key=lambda each: (begins[each], is_copied(each))):
+        own, held = targets[number], _byte_places(targets[number].memory)
+        first = known.setdefault((own.memory.device, spans[number][0], held.shape, held.strides), number)
+        if first != number:
+            if view(own) != view(targets[first]) or not are_alike(first, number):
+                tied.append((first, number))
+            continue
+        others = [(before, places) for before, places in others if ends[before] > begins[number]]
+        for before, places in others:
+            other = targets[before]
+            if other.memory.device != own.memory.device:
+                continue
+            if np.may_share_memory(held, places, max_work=_MOST_WORK):  # type: ignore[arg-type]  # its stubs lack it
+                raise UsageError(
+                    f"{other.facts.name!r} and {own.facts.name!r} share a part of their memory in the state",
+                    fix="Load into tensors that do not share memory.",
+                )
+        others.append((number, held))
     return tied
 
 
+_MOST_WORK = 100_000
+"""The number of steps, a millisecond's worth, after which two views are taken to share an element."""
+
+
+def _byte_places(memory: torch.Tensor) -> NDArray[np.uint8]:
+    """Return an array at the addresses of a tensor's bytes, in their order. It must not be read.
+
+    For all tensors that consist of the same bytes, address, shape and strides are the same.
+    """
+    shape, strides = [memory.itemsize], [1]
+    for stride, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
+        if size > 1 and stride * memory.itemsize == shape[-1] * strides[-1]:
+            shape[-1] *= size
+        elif size > 1:
+            shape.append(size)
+            strides.append(stride * memory.itemsize)
+    layout = {"shape": tuple(shape), "strides": tuple(strides), "typestr": "|u1", "version": 3}
+    addresses: Any = SimpleNamespace(__array_interface__={**layout, "data": (memory.data_ptr(), True)})
+    return np.asarray(addresses)
+
+
 def untie(
-    targets: Sequence[Target], names: Sequence[str], tied: Iterable[tuple[int, int]], copied: Container[str]
+    targets: Sequence[Target],
+    names: Sequence[str],
+    tied: Iterable[tuple[int, int, torch.Tensor]],
+    copied: Container[str],
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
     """Return tensors for leaves that were loaded into shared memory, and the pairs that cannot be separated.
 
     Leaves that are `copied` when their part loads its state may have any memory; `names` has the name of each
-    target.
+    target. The third of each pair in `tied` is the second as a view of the memory that it shares.
     """
     untied, split = {}, []
-    for first, second in tied:
-        shared, own = targets[first].memory, targets[second].memory
+    for first, second, shared in tied:
+        own = targets[second].memory
         plain = (each.cpu().resolve_conj().resolve_neg().contiguous() for each in (shared, own))
         if torch.equal(*map(flatten_bytes, plain)):
             continue
         if names[second] in copied:
             untied[names[second]] = own
-        elif names[first] in copied:
-            untied[names[first]] = shared.clone()
-            shared.copy_(own)
         else:
             split.append((names[first], names[second]))
     return untied, split

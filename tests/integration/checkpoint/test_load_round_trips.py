@@ -487,14 +487,90 @@ def test_tied_places_get_one_value_or_are_refused(tmp_path: Path, caplog: pytest
         assert "it has the values of 'a'" in caplog.text
 
 
-def test_places_that_share_a_part_of_their_memory_are_refused(tmp_path: Path) -> None:
-    save({"a": torch.ones(3, 4), "b": torch.zeros(3, 4)}, tmp_path / "saved")
-    rows = torch.zeros(5, 4)
-    with pytest.raises(UsageError, match="'a' and 'b' share a part of their memory"):
-        load({"a": rows[:3], "b": rows[2:]}, tmp_path / "saved")
-    columns = torch.full((3, 8), 2.0)
-    load({"a": columns[:, :4], "b": columns[:, 4:]}, tmp_path / "saved")
-    assert columns.sum() == 12
+MATRIX = torch.arange(16.0).reshape(4, 4)
+
+
+def test_transposed_places_get_one_value_or_are_refused(tmp_path: Path) -> None:
+    save({"a": MATRIX, "b": MATRIX.t().clone(), "c": MATRIX.clone()}, tmp_path / "saved")
+    place = torch.zeros(4, 4)
+    load({"a": place, "b": place.t()}, tmp_path / "saved")
+    assert torch.equal(place, MATRIX)
+    with pytest.raises(UsageError, match="'a' and 'c' are one tensor in the state, and two different"):
+        load({"a": place, "c": place.t()}, tmp_path / "saved")
+
+
+def test_tied_autoencoder_is_not_loaded_from_an_untied_one(tmp_path: Path) -> None:
+    encoder, decoder, other = (torch.nn.Linear(3, 3, bias=False) for _ in range(3))
+    save({"m": torch.nn.ModuleList([encoder, other])}, tmp_path / "untied")
+    decoder.weight = torch.nn.Parameter(encoder.weight.data.t())
+    tied = torch.nn.ModuleList([encoder, decoder])
+    with pytest.raises(UsageError, match=r"'m.0.weight' and 'm.1.weight' are one tensor in the state"):
+        load({"m": tied}, tmp_path / "untied")
+    save({"m": tied}, tmp_path / "tied")
+    wanted = encoder.weight.detach().clone()
+    encoder.weight.detach().zero_()
+    load({"m": tied}, tmp_path / "tied")
+    assert torch.equal(encoder.weight, wanted)
+
+
+class Copying:
+    """An object whose state shares memory with a tensor until it is loaded."""
+
+    def __init__(self, **held: torch.Tensor) -> None:
+        self.held = held
+
+    def state_dict(self) -> State:
+        return self.held
+
+    def load_state_dict(self, state: State) -> None:
+        self.held = {name: each.clone() for name, each in state.items()}
+
+
+def test_objects_that_copy_their_state_get_their_own_values_from_shared_memory(tmp_path: Path) -> None:
+    save({"a": Copying(x=MATRIX, y=MATRIX + 1), "b": MATRIX + 2}, tmp_path / "saved")
+    place = torch.zeros(4, 4)
+    part = Copying(x=place, y=place.t())
+    load({"a": part, "b": place}, tmp_path / "saved")
+    assert torch.equal(place, MATRIX + 2)
+    assert torch.equal(part.held["x"], MATRIX)
+    assert torch.equal(part.held["y"], MATRIX + 1)
+
+
+PLACE = torch.zeros(12, 12)
+COMPLEX = torch.zeros(12, dtype=torch.complex64)
+PARTLY_SHARED = {
+    "rows": (PLACE[:3], PLACE[2:]),
+    "columns": (PLACE[:, :3], PLACE[:, 2:]),
+    "every second and fourth row": (PLACE[::2], PLACE[::4]),
+    "a row and a column": (PLACE[3], PLACE[:, 4]),
+    "a number and its real part": (COMPLEX, COMPLEX.real),
+    "a matrix and its transposed part": (PLACE, PLACE[:, :3].t()),
+    "the third place that is not the first": (PLACE[:, :3], PLACE[:, 3:6], PLACE[:, 2:4]),
+}
+DISJOINT = {
+    "columns": (PLACE[:, :4], PLACE[:, 4:8], PLACE[:, 8:]),
+    "odd and even rows": (PLACE[::2], PLACE[1::2]),
+    "interleaved columns": tuple(PLACE[:, number::3].t() for number in range(3)),
+    "corners": (PLACE[:6, :6], PLACE[6:, 6:], PLACE[:6, 6:].t(), PLACE[6:, :6]),
+    "real and imaginary parts": (COMPLEX.real, COMPLEX.imag),
+}
+
+
+@pytest.mark.parametrize("which", PARTLY_SHARED)
+def test_places_that_share_a_part_of_their_memory_are_refused(tmp_path: Path, which: str) -> None:
+    state = {f"t{number}": place for number, place in enumerate(PARTLY_SHARED[which])}
+    save(state, tmp_path / "saved")
+    with pytest.raises(UsageError, match=r"'t\d' and 't\d' share a part of their memory"):
+        load(state, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("which", DISJOINT)
+def test_places_whose_elements_alternate_in_memory_are_loaded(tmp_path: Path, which: str) -> None:
+    state = {f"t{number}": place for number, place in enumerate(DISJOINT[which])}
+    saved = {name: torch.rand_like(place) for name, place in state.items()}
+    save(saved, tmp_path / "saved")
+    load(state, tmp_path / "saved")
+    assert all(torch.equal(place, saved[name]) for name, place in state.items())
 
 
 @pytest.mark.parametrize(
