@@ -112,9 +112,11 @@ def select_leaves(
         # Another rank's own value belongs to the name that this rank takes.
         return name in used or (is_of_one_rank(name, paths) and name.partition(RANK_MARK)[0] in used)
 
-    unused = (name for name in stored if not is_known(name))
     return LeafSelection(
-        stored_names=stored_names, left=(*left, *missing), unused=tuple(unused), missing=tuple(missing)
+        stored_names=stored_names,
+        left=(*left, *missing),
+        unused=tuple(name for name in stored if not is_known(name)),
+        missing=tuple(missing),
     )
 
 
@@ -395,7 +397,8 @@ class Places:
         """Map steps of paths that are text in the checkpoint, but not in the state, to the state's keys."""
         unknown = [step for step in steps if isinstance(step, str) and step not in holder]
         own = {str(key): key for key in holder if not isinstance(key, str)}
-        kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
+        # The last key may be empty text, with a dot before it that belongs to the name.
+        kind = self.key_types.get(".".join([*self.prefix.split(".")[:-1], *map(str, at)]))
         # Text that looks like an integer is taken for one, unless other such keys in the state are text.
         decimal = [key for key in (*holder, *unknown) if isinstance(key, str) and key.isdecimal()]
         counts = kind is None and all(key not in holder and _INTEGER.fullmatch(key) for key in decimal)
@@ -835,8 +838,11 @@ class LoadedParts:
         Modules are loaded in place.
         """
         part = self.parts.get(str(leaf.path[0]))
-        is_copied = isinstance(part, _StatefulPart) and not isinstance(part.part, torch.nn.Module)
-        return is_copied and type(leaf.value) is torch.Tensor
+        return (
+            isinstance(part, _StatefulPart)
+            and not isinstance(part.part, torch.nn.Module)
+            and type(leaf.value) is torch.Tensor
+        )
 
     def is_left(self, key: str) -> bool:
         """Return True if a part has leaves but none of them was filled."""
@@ -873,8 +879,7 @@ class LoadedParts:
         return isinstance(part.inner, Mapping) and {"state", "param_groups"} <= part.inner.keys()
 
     def _owner(self, stored_name: str) -> str | None:
-        matching = (key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix))
-        return next(matching, None)
+        return next((key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix)), None)
 
     def require_as_many_ranks(self, num_saved: int, num_ranks: int, lacking: Collection[str]) -> None:
         """Raise `UsageError` for parameters or optimizer states that differed between the ranks that saved.
@@ -915,7 +920,9 @@ class LoadedParts:
             logger.warning(
                 "Saved by %d ranks: ranks from %d on get rank 0's values of %s, which differed between ranks."
                 " Give random generators another seed there",
-                *(num_saved, num_saved, name_some(list(names), 10)),
+                num_saved,
+                num_saved,
+                name_some(list(names), 10),
             )
 
     def warn_of_all_entries(self, num_saved: int, names: Collection[str]) -> None:
@@ -1094,9 +1101,9 @@ def find_wanted(
         elif name not in own and stored_name in objects:
             wanted_objects[name] = objects[stored_name]
         else:
-            kinds = ("a tensor", "an object") if name in own else ("an object", "a tensor")
+            own_kind, kind = ("a tensor", "an object") if name in own else ("an object", "a tensor")
             raise UsageError(
-                f"{name!r} is {kinds[0]} in the state, but {stored_name!r} is {kinds[1]} in the checkpoint",
+                f"{name!r} is {own_kind} in the state, but {stored_name!r} is {kind} in the checkpoint",
                 fix="Give the state the same kind of value, or skip this part with exclude=.",
             )
     return Regions.from_rows(rows), shards, wanted_objects

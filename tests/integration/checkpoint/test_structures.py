@@ -35,6 +35,7 @@ def odd_structure() -> dict[str, Any]:
         "others": {-1: 0, 0.5: {None: {}}, (1, "a"): True, "a": 2, False: 3},
         "counts": defaultdict(int),
         "seen": [torch.ones(2), {}],
+        "": {"": {5: {"": {6: {}}}}, "0": {"": {7: {}}}},
     }
 
 
@@ -101,6 +102,26 @@ def test_keys_that_no_literal_tells_are_told_at_save(
 ) -> None:
     save({"part": Whole({"x": {torch.float32: 1}})}, tmp_path / "step")
     assert "Keys of 'part.x' are saved as text" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_told"),
+    [
+        ({"0": 1}, {3: 1}, True),
+        ({3: 1}, {"0": 1}, True),
+        ({True: 1}, {3: 1}, False),
+        ({"0": 1}, {"x": 1}, False),
+    ],
+)
+def test_two_dicts_of_one_name_get_back_the_types_of_their_keys_or_are_told_at_save(
+    one: Any, other: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_told: bool
+) -> None:
+    saved = {"x.y": one, "x": {"y": other}}
+    save({"part": Whole(saved)}, tmp_path / "step")
+    assert ("Keys of 'part.x.y' are saved as text" in caplog.text) == is_told
+    part = Whole({})
+    load({"part": part}, tmp_path / "step")
+    assert (in_order(part.state) == in_order(saved)) != is_told
 
 
 class Counting(torch.nn.Linear):

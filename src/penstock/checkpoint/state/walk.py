@@ -99,14 +99,15 @@ def walk(
     # them.
     values = [part.state_dict() if is_stateful(part) else part for part in state.values()]
     leaves: dict[str, Leaf] = {}
-    key_types: dict[str, str] = {}
+    keys_below: dict[str, list[Any]] = {}
 
     def visit(name: str, path: Path, value: Any, owner: Owner, place: tuple[Any, Any]) -> None:
         if owner is Owner.MODULE and len(path) == 2 and str(path[1]).endswith(EXTRA_STATE):
             owner = Owner.EXTRA
         if isinstance(value, Mapping):
-            if owner.keeps_structure((*path, "")) and (kind := _key_type(list(value))):
-                key_types[name] = kind
+            if owner.keeps_structure((*path, "")):
+                # {"a": {"b": {...}}, "a.b": {...}} has two dicts of one name.
+                keys_below.setdefault(name, []).extend(value)
             if value or not owner.keeps_structure(path):
                 for inner_key, inner in value.items():
                     step = str(inner_key)
@@ -137,7 +138,9 @@ def walk(
                 f"{key!r} contains itself, or is nested too deeply",
                 fix="Give every dict and list one place in the state.",
             ) from error
-    return list(leaves.values()), key_types
+    return list(leaves.values()), {
+        name: kind for name, keys in keys_below.items() if (kind := _key_type(keys))
+    }
 
 
 def _is_entered(values: list[Any], is_tensor: IsTensor) -> bool:
