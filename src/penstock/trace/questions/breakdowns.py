@@ -58,11 +58,8 @@ def measure_groups(
 def _group_sql(by: Sequence[str], where: str, extra: Sequence[str]) -> str:
     # A hash stands for the values of a group, because a join with a table of groups would lose the order.
     number, grouping = (f"hash({', '.join(by)})", f"GROUP BY {', '.join(by)}") if by else ("0", "")
-    selected = ", ".join([number, *by, "count(*)", f"{_SPENT_US}::BIGINT", *extra])
+    selected = ", ".join([number, *by, "count(*)", "coalesce(sum(dur_us), 0)::BIGINT", *extra])
     return f"SELECT {selected} FROM {{events}} WHERE {where} {grouping}"
-
-
-_SPENT_US: Final = "coalesce(sum(dur_us), 0)"
 
 
 def _measure(events: EventsView, by: Sequence[str], found: Sequence[Key], where: str) -> list[Key]:
@@ -380,8 +377,10 @@ def break_down(events: EventsView, name: str, *, by: Sequence[str], top: int | N
     by = check_keys(by)
     extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
     # In SQL, because a trace may name a million files, of which a person sees the first.
-    order = f"ORDER BY {_SPENT_US} DESC, {', '.join(f'{key}::VARCHAR' for key in by)} LIMIT {top or 'NULL'}"
-    found, num_left_out = events.ask_first(f"{_group_sql(by, where, extra)} {order}")
+    found, num_left_out = events.ask_first(
+        f"{_group_sql(by, where, extra)} ORDER BY coalesce(sum(dur_us), 0) DESC,"
+        f" {', '.join(f'{key}::VARCHAR' for key in by)} LIMIT {top or 'NULL'}"
+    )
     columns = make_columns(
         *map(Column, by), "num_events", "sum_us", "union_us", "concurrency",
         *([] if "path" in by else [Column("num_files", Unit.COUNT)]), "read_bytes", "written_bytes",
