@@ -40,7 +40,9 @@ class Event:
 
     @property
     def is_io(self) -> bool:
-        return not self.is_compute and self.cat in ("POSIX", "STDIO", "OBJECT")
+        # dftracer lists calls on processes as POSIX, too.
+        is_process = self.name in ("fork", "vfork", "waitpid")
+        return not self.is_compute and not is_process and self.cat in ("POSIX", "STDIO", "OBJECT")
 
     @property
     def direction(self) -> str:

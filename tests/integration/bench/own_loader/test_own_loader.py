@@ -52,7 +52,7 @@ def slow(rank, world_size):
     )
 
 def alone(seed=1, **named):
-    return DataLoader(Images(__file__, late_s=0.01), batch_size=2)
+    return DataLoader(Images(__file__, late_s=0.1), batch_size=2)
 
 def kept():
     return DataLoader(Rows(), batch_size=2, num_workers=1, persistent_workers=True)
