@@ -10,10 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_in_folder, probe_run
-from penstock.bench.probe.load_plan import LoadInterval, interval_s
+from penstock.bench.probe.load_plan import LoadInterval
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_run import notes_on_rates
 from penstock.bench.probe.timed_streams import ProbeStep
@@ -63,7 +64,8 @@ def test_numbers_hang_together(tmp_path: Path) -> None:
         assert 0 < seen.p50_ms <= seen.p99_ms <= seen.max_ms
         assert 0 <= seen.drain_s <= seen.elapsed_s
         assert (seen.create_s > 0) == (seen.op == "write")
-        ended = sum(one.operations_per_s for one in seen.intervals) * interval_s(seen.elapsed_s)
+        lengths = np.diff([*(one.start_s for one in seen.intervals), seen.elapsed_s])
+        ended = lengths @ [one.operations_per_s for one in seen.intervals]
         assert ended * seen.block_bytes == pytest.approx(seen.moved_bytes)
         assert seen.copied_bytes == 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -155,7 +156,7 @@ def describe_load(
         storage_p99_ms=float(np.percentile(latencies - lags, 99)) / 1e6,
         slots_busy=float(np.mean(counted["free"] > counted["due"])),
         growth=_growth(counted),
-        intervals=intervals(ended, ended - operations["due"], seconds),
+        intervals=intervals(ended, ended - operations["due"], seconds, warm_ns / NS),
     )
 
 
@@ -190,23 +191,28 @@ def interval_s(seconds: float) -> float:
 
 
 def intervals(
-    ended_ns: NDArray[np.int64], latencies_ns: NDArray[np.int64], seconds: float
+    ended_ns: NDArray[np.int64], latencies_ns: NDArray[np.int64], seconds: float, warm_s: float = 0.0
 ) -> tuple[LoadInterval, ...]:
-    """Return the rate and latency over time. An interval in which nothing ended has latencies of 0."""
-    step_s = interval_s(seconds)
-    step_ns = round(step_s * NS)
+    """Return the rate and latency over time, from the end of the warm-up (`warm_s`) on.
+
+    The last interval is up to half an interval longer or shorter than the others. Latencies are those of
+    operations that were due after the warm-up, 0 if none ended in an interval.
+    """
     order = np.argsort(ended_ns, kind="stable")
-    ended, latencies = ended_ns[order], latencies_ns[order] / 1e6
-    count = max(1, math.ceil(seconds / step_s - 1e-9))
-    bounds = np.searchsorted(ended, np.arange(count + 1) * step_ns)
+    ended, latencies = ended_ns[order], latencies_ns[order]
+    is_counted = ended - latencies >= round(warm_s * NS)
+    step_s = interval_s(seconds)
+    edges_s = warm_s + step_s * np.arange(max(1, round((seconds - warm_s) / step_s)) + 1)
+    edges_s[-1] = seconds
+    bounds = np.searchsorted(ended, np.rint(edges_s * NS), side="right")
     series = []
-    for number in range(count):
-        part = latencies[bounds[number] : bounds[number + 1]]
+    for number, (first, end) in enumerate(pairwise(bounds)):
+        part = latencies[first:end][is_counted[first:end]] / 1e6
         p50, p99 = np.percentile(part, (50, 99)) if part.size else (0.0, 0.0)
         series.append(
             LoadInterval(
-                start_s=round(number * step_s, 3),
-                operations_per_s=part.size / step_s,
+                start_s=round(float(edges_s[number]), 3),
+                operations_per_s=float((end - first) / (edges_s[number + 1] - edges_s[number])),
                 p50_ms=float(p50),
                 p99_ms=float(p99),
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,6 +19,8 @@ from penstock.bench.probe.load_plan import (
     find_knee,
     find_limit,
     find_steady_state,
+    interval_s,
+    intervals,
     next_rate,
 )
 from penstock.bench.probe.load_run import choose_operations
@@ -177,7 +177,23 @@ def test_a_load_of_nothing_is_refused(wrong: dict[str, int]) -> None:
         LoadRequest(**wrong)  # type: ignore[arg-type]
 
 
-def test_intervals_cover_the_whole_time_and_all_that_ended_in_it() -> None:
+def test_intervals_of_a_load_leave_out_the_warm_up_as_its_figures_do() -> None:
     point = _serve(500, capacity_per_s=1000, latency_s=0.001)
-    assert len(point.intervals) == math.ceil(SECONDS / 0.1)
-    assert sum(one.operations_per_s for one in point.intervals) * 0.1 == pytest.approx(1000, abs=2)
+    assert [one.start_s for one in point.intervals] == pytest.approx(np.arange(0.4, SECONDS, 0.1))
+    assert [one.operations_per_s for one in point.intervals] == pytest.approx([500] * 16)
+    # One operation of the warm-up takes as long as all of it, and ends a moment later.
+    due = np.array(arrivals(500, SECONDS, rank=0, num_ranks=1))
+    ended = due + 1_000_000
+    ended[0] = round(0.401 * NS)
+    late = describe_load(_times(due, due, ended), rate_per_s=500, seconds=SECONDS, block_bytes=4096)
+    assert max(one.p99_ms for one in late.intervals) <= late.max_ms == 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.036, 0.1, 0.94, 0.951, 1.0, 1.049, 2.3000001, 12.4, 12.6])
+def test_a_steady_rate_is_the_same_in_each_interval_whatever_the_length_of_the_last(seconds: float) -> None:
+    ended = np.arange(1, round(seconds * 1000) + 1) * (NS // 1000)
+    found = intervals(ended, np.full(ended.size, 500), seconds)
+    assert [one.operations_per_s for one in found] == pytest.approx([1000] * len(found), rel=1e-6)
+    lengths = np.diff([*(one.start_s for one in found), seconds])
+    assert lengths[:-1] == pytest.approx(interval_s(seconds))
+    assert len(found) == 1 or 0.5 <= lengths[-1] / interval_s(seconds) <= 1.5
