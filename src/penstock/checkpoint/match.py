@@ -272,9 +272,11 @@ class StoredNames:
         number, too (those of a `ParameterList` are), the entries alone do not tell. The saved groups do, so
         they are read now, unless the load takes them and finds out then.
         """
-        if not any(map(str.isdecimal, entries)):
+        has_numbers = any(map(str.isdecimal, entries))
+        if not has_numbers and (not entries or not {*names}.isdisjoint(entries)):
             return False
-        if not any(map(str.isdecimal, names)) and self.asked(f"{key}.param_groups.0.params") in self._facts:
+        names_are_text = not any(map(str.isdecimal, names))
+        if has_numbers and names_are_text and self.asked(f"{key}.param_groups.0.params") in self._facts:
             return True
         kinds = {
             isinstance(entry, str)
@@ -282,13 +284,13 @@ class StoredNames:
             if each.name.startswith(f"{self.prefix(key)}param_groups.") and each.name.endswith(".params")
             for entry in self._read(each)
         }
-        if len(kinds) != 1:
+        if has_numbers and len(kinds) != 1:
             raise UsageError(
                 f"{name_some(sorted(entries))} in the state of {key!r} may be names or numbers of parameters:"
                 " the checkpoint has no groups that tell",
                 fix="Load a checkpoint that has the groups of its optimizers, or exclude this optimizer.",
             )
-        return False in kinds
+        return kinds == {False}
 
 
 class MissingName(UsageError, RuntimeError):
@@ -583,15 +585,25 @@ def _begin_optimizer(
         # Optimizers that were created from named parameters know their names.
         by_name.update(zip(group.get("param_names", ()), group["params"], strict=False))
     entries: dict[Any, dict[Path, TensorFacts | Skipped | None]] = {}
-    options: dict[str | int, dict[str, bool]] = {}
+    options: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
     for path, facts in stored.below(prefix, key).items():
-        if path[0] == "state" and len(path) > 2:
+        # State that belongs to no parameter may also be a single value.
+        if path[0] == "state" and (len(path) > 2 or not (path[-1] in by_name or str(path[-1]).isdecimal())):
             entries.setdefault(str(path[1]), {})[path[2:]] = facts
         elif path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
-            options.setdefault(path[1], {})[str(path[2])] = facts is not SKIPPED
+            options.setdefault(path[1], {})[path[2:]] = facts
     _require_same_optimizer(key, part, options)
     is_numbered = stored.are_numbers(key, entries, by_name)
+    state = {entry: copied(slots) for entry, slots in raw["state"].items() if entry not in by_number}
     if is_numbered:
+        # An optimizer may also keep state that belongs to no parameter.
+        others = {
+            (entry, *path): facts
+            for entry, slots in entries.items()
+            if not entry.isdecimal()
+            for path, facts in slots.items()
+        }
+        Places(stored.key_types, f"{prefix}state.").fit(state, others)
         entries = {number: entries.get(str(number), {}) for number in by_number}
         _require_same_order(key, entries, by_number)
     name_of = {number: name for name, number in by_name.items()}
@@ -601,7 +613,6 @@ def _begin_optimizer(
         if entries and not is_numbered
         else {}
     )
-    state = {entry: slots for entry, slots in raw["state"].items() if entry not in by_number}
     without = []
     for number, parameter in by_number.items():
         entry, own = shown.get(number, number), raw["state"].get(number, {})
@@ -626,11 +637,11 @@ def _begin_optimizer(
     if entries and without and not isinstance(part, torch.optim.LBFGS):
         logger.warning("The checkpoint has no state for the parameters %s of %r", name_some(without), key)
     # Groups may have additional options, which schedulers and newer versions of torch add.
-    all_options = [
-        {name: None for name, is_chosen in options.get(place, {}).items() if is_chosen}
-        | {**group, "params": [shown.get(number, number) for number in group["params"]]}
-        for place, group in enumerate(raw["param_groups"])
-    ]
+    all_options = []
+    for place, group in enumerate(raw["param_groups"]):
+        own_options = copied({**group, "params": [shown.get(number, number) for number in group["params"]]})
+        Places(stored.key_types, f"{prefix}param_groups.{place}.").fit(own_options, options.get(place, {}))
+        all_options.append(own_options)
     numbers = ({} if is_numbered else by_name) | {number: number for number in by_number}
     inner = {**raw, "state": state, "param_groups": all_options}
     return _OptimizerState(inner, key, part, numbers, name_of, groups, is_numbered)
@@ -672,23 +683,27 @@ def _require_names(
 
 
 def _require_same_optimizer(
-    key: str, part: torch.optim.Optimizer, options: Mapping[str | int, Mapping[str, bool]]
+    key: str, part: torch.optim.Optimizer, options: Mapping[str | int, StoredPlaces]
 ) -> None:
     """Raise `UsageError` if the saved optimizer had different groups or was of a different class.
 
     Otherwise, parameters would receive the state of others, or a state that the optimizer does not know.
-    `options` has, for each group, the options in the checkpoint and whether each is to be loaded.
+    `options` has, for each group, what the checkpoint has of its options.
     """
-    taken = [names for names in options.values() if any(names.values())]
+    names_of = (
+        ({str(path[0]) for path in one}, {str(path[0]) for path in one if one[path] is not SKIPPED})
+        for one in options.values()
+    )
+    taken = [(names, chosen) for names, chosen in names_of if chosen]
     if taken and len(options) != len(part.param_groups):
         raise UsageError(
             f"{key!r} has {format_count(len(part.param_groups), 'group')} of parameters,"
             f" and the checkpoint has {len(options)}",
             fix=f"Build it with the groups that it was saved with, or load none of it: exclude='{key}.*'.",
         )
-    for names, group in zip(taken, part.param_groups, strict=False):
-        lacking = sorted(part.defaults.keys() - names.keys())
-        unknown = sorted(name for name, is_taken in names.items() if is_taken and name not in group)
+    for (names, chosen), group in zip(taken, part.param_groups, strict=False):
+        lacking = sorted(part.defaults.keys() - names)
+        unknown = sorted(chosen - group.keys())
         # Schedulers add options, and so do newer versions of torch: only both together indicate another
         # class.
         if lacking and set(unknown) - _OPTIONS_OF_SCHEDULERS:

@@ -49,8 +49,8 @@ class Owner(Enum):
     def keeps_structure(self, path: Path) -> bool:
         """Return True if the structure at `path` is recorded: empty mappings, and the types of keys."""
         if self is Owner.OPTIMIZER:
-            # An optimizer knows its parameters and options, but not what it keeps for each parameter.
-            return len(path) > 3 and path[1] == "state"
+            # An optimizer knows its parameters, but neither what it keeps for each nor what options contain.
+            return len(path) > 3
         return self is Owner.PLAIN or (self in (Owner.STATEFUL, Owner.EXTRA) and len(path) > 1)
 
 
