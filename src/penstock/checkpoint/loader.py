@@ -9,11 +9,13 @@ The steps of a load, in order:
 4. Transfer: threads read blocks (`transfer.reader`) and put them in place (`place`). At the same time, ranks
    of one host copy from each other's memory (`host_windows`), and ranks of different hosts exchange messages
    (`place`). If one rank fails, a heartbeat ends the work on all of them.
-5. Unpack: compressed items and objects are unpacked; objects are put into the state last.
+5. Unpack: compressed items and objects are unpacked, and each rank checks that its parts can take them.
+6. Take: parts with `load_state_dict` load their state; objects are put into the plain state last.
 
 Invariants: a load returns on all ranks with everything loaded and verified, or raises on all of them. After
-an error, the values of tensors are undefined, and no object of the state has been replaced. A rank whose
-reads fail still sends and receives everything, so that no other rank waits for it forever.
+an error, the values of tensors are undefined, and no object of the state has been replaced, unless a part's
+own `load_state_dict` has raised: then other such parts may have changed. A rank whose reads fail still sends
+and receives everything, so that no other rank waits for it forever.
 """
 
 from __future__ import annotations
@@ -214,6 +216,7 @@ class CheckpointLoader:
             items = index_byte_items(checkpoint.index)
             matched = _match_on_all_ranks(parts, checkpoint, items, choice, comm)
             selection, requests = matched.selection, matched.requests
+            parts.filled, parts.left = selection.stored_names.keys(), selection.left
             targets = [*matched.targets, *item_targets(requests, items.tensors)]
             planned_s, *moved = self.fetch(
                 checkpoint, items, requests, targets, comm, progress=progress, readable=readable
@@ -223,10 +226,18 @@ class CheckpointLoader:
                 if comm.rank == 0:
                     # Not all bytes can be verified: a region that no rank needs as a whole has no checksum.
                     checkpoint.require_unmixed()
-                return _unpack(checkpoint, matched, targets, choice, parts)
+                values = _unpack(checkpoint, matched, targets, choice, parts)
+                for leaf in matched.leaves:
+                    if leaf.name in values and parts.holds_copy(leaf):
+                        leaf.put(values.pop(leaf.name))
+                    elif leaf.name in values:
+                        leaf.require_place()
+                parts.check()
+                return values
 
             values = run_on_all_ranks(comm, unpack_all, awaiting="all ranks to unpack what they have loaded")
-            # Objects are replaced last, when no rank can fail any more: a failed load replaces none of them.
+            # From here on, only a `load_state_dict` of the program or of torch can fail.
+            run_on_all_ranks(comm, parts.take, awaiting="all ranks to load the state of their parts")
             for leaf in matched.leaves:
                 if leaf.name in values:
                     leaf.put(values[leaf.name])
@@ -234,7 +245,6 @@ class CheckpointLoader:
                 # Ranks hardly differ in this, so only one reports it.
                 missing = name_some(selection.missing, 10)
                 logger.warning("Missing from the checkpoint, left unchanged: %s", missing)
-            parts.filled, parts.left = selection.stored_names.keys(), selection.left
         report = LoadReport(
             loaded=tuple(selection.stored_names),
             left=selection.left,

@@ -11,9 +11,9 @@ Three steps lead from a name in the state to bytes of the checkpoint:
 3. `find_wanted` compares each leaf with what is stored under its name: shape, dtype, tensor or object.
 
 Optimizers number their parameters, torch's helpers name them: a checkpoint of either form can be loaded into
-either. Invariants: a place has no value before the load; a part changes only after everything for it has
-arrived, and not at all if nothing for it is loaded; no parameter receives another parameter's state, as far
-as groups, names or shapes distinguish them.
+either. Invariants: a place has no value before the load; a part changes only after everything has arrived and
+has passed all checks on all ranks, and not at all if nothing for it is loaded; no parameter receives another
+parameter's state, as far as groups, names or shapes distinguish them.
 """
 
 from __future__ import annotations
@@ -463,10 +463,6 @@ class _Part:
 
     inner: Any
 
-    def take(self, loaded: Any) -> Any:
-        """Load what has arrived, and return the value that the state has from now on."""
-        return loaded
-
 
 @dataclass(slots=True)
 class _StatefulPart(_Part):
@@ -479,11 +475,10 @@ class _StatefulPart(_Part):
     part: Stateful
     emptied: Emptied
 
-    def take(self, loaded: Any) -> Any:
+    def take(self, loaded: Any) -> None:
         """Load the state that has arrived into the part."""
         restore_empty(self.emptied)
         self.part.load_state_dict(loaded)
-        return self.part
 
 
 @dataclass(slots=True)
@@ -501,9 +496,8 @@ class _OptimizerState(_Part):
     is_numbered: bool
     """True if the checkpoint has state under the numbers of parameters."""
 
-    def take(self, loaded: Any) -> Any:
-        """Load the state that has arrived, under the optimizer's own numbers."""
-        groups, own_names = [], []
+    def check(self, loaded: Any) -> None:
+        """Raise `UsageError` if a group of the checkpoint has other parameters."""
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
             entries = group["params"]
             numbers = {self.numbers.get(entry) for entry in entries}
@@ -514,14 +508,21 @@ class _OptimizerState(_Part):
                     where=f"the checkpoint has {name_some(entries)}",
                     fix=f"Build it with the groups that it was saved with, or exclude={f'{self.key}.*'!r}.",
                 )
+        _require_names(
+            self.key,
+            loaded["param_groups"],
+            [[self.name_of[number] for number in own if number in self.name_of] for own in self.groups],
+            is_named="param_names" in self.part.param_groups[0],
+        )
+
+    def take(self, loaded: Any) -> None:
+        """Load the state that has arrived, under the optimizer's own numbers."""
+        groups = []
+        for group, own in zip(loaded["param_groups"], self.groups, strict=True):
             names = [self.name_of[number] for number in own if number in self.name_of]
-            own_names.append(names)
             # The checkpoint's names are in the order of its own parameters, which may differ.
             option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
             groups.append({**group, "params": list(own), **option})
-        _require_names(
-            self.key, loaded["param_groups"], own_names, is_named="param_names" in self.part.param_groups[0]
-        )
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
         self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
         parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
@@ -533,7 +534,6 @@ class _OptimizerState(_Part):
         ]
         if converted:
             logger.warning("%r has converted tensors that it loaded: %s", self.key, name_some(converted))
-        return self.part
 
 
 def _converted(given: Any, taken: Any) -> Iterator[str]:
@@ -552,8 +552,8 @@ class _NamedState(_Part):
     key: str
     own: dict[str, Any]
 
-    def take(self, loaded: Any) -> Any:
-        """Copy the options of the groups back; everything else was loaded in place."""
+    def check(self, loaded: Any) -> None:
+        """Raise `UsageError` if a group of the checkpoint has other parameters."""
         _require_names(
             self.key,
             loaded["param_groups"],
@@ -566,8 +566,11 @@ class _NamedState(_Part):
                     f"The groups of {self.key!r} have different parameters from the checkpoint's",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
+
+    def take(self, loaded: Any) -> None:
+        """Copy the options of the groups back; everything else was loaded in place."""
+        for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
             own.update(group, params=own["params"])
-        return self.own
 
 
 def _begin_optimizer(
@@ -843,9 +846,9 @@ class LoadedParts:
     """The empty places of plain parts."""
     state: dict[str, Any]
     filled: Collection[str] = ()
-    """The names, in the state, of what the load has filled; set when it ends."""
+    """The names, in the state, of what the load fills; set once all ranks have matched them."""
     left: Collection[str] = ()
-    """The names, in the state, of what the load has left unchanged."""
+    """The names, in the state, of what the load leaves unchanged."""
 
     def gets_copies(self, leaf: Leaf) -> bool:
         """Return True if the leaf's part copies the values it loads, so that they may be in any memory.
@@ -858,6 +861,26 @@ class LoadedParts:
             and not isinstance(part.part, torch.nn.Module)
             and type(leaf.value) is torch.Tensor
         )
+
+    def holds_copy(self, leaf: Leaf) -> bool:
+        """Return True if the leaf is in a copy of its part, which belongs to no object of the program."""
+        part = self.parts.get(str(leaf.path[0]))
+        if isinstance(part, _NamedState):
+            return leaf.path[1] == "param_groups"
+        return isinstance(part, _StatefulPart | _OptimizerState)
+
+    def check(self) -> None:
+        """Raise `UsageError` if a part cannot take what has arrived. No object of the program changes."""
+        for key, part in self.parts.items():
+            if isinstance(part, _OptimizerState | _NamedState) and not self.is_left(key):
+                part.check(self.state[key])
+
+    def take(self) -> None:
+        """Let each part load what has arrived, except plain ones."""
+        with _optimizers_keep_dtypes(but_floats=self.stored.converts):
+            for key, part in self.parts.items():
+                if isinstance(part, _StatefulPart | _OptimizerState | _NamedState) and not self.is_left(key):
+                    part.take(self.state[key])
 
     def is_left(self, key: str) -> bool:
         """Return True if a part has leaves but none of them was filled."""
@@ -963,8 +986,8 @@ class LoadedParts:
 def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[LoadedParts]:
     """Yield the state to load into.
 
-    Afterwards, parts with `load_state_dict` load their state; others are replaced. Raises `UsageError` for a
-    part that cannot be loaded. If the body raises, no part is changed.
+    The body lets parts with `load_state_dict` load their state; afterwards, the others are replaced. Raises
+    `UsageError` for a part that cannot be loaded. If the body raises, no plain part is changed.
     """
     names = parameter_names(state)
     parts = {key: _begin(key, part, stored, names) or _Part(part) for key, part in state.items()}
@@ -990,13 +1013,10 @@ def loading_into(state: Mapping[str, Any], stored: StoredNames) -> Iterator[Load
         yield loading
         after_failure.pop_all()
     restore_empty(empty.emptied)
-    with _optimizers_keep_dtypes(but_floats=stored.converts):
-        for key, part in parts.items():
-            if loading.is_left(key):
-                continue
-            taken = part.take(loading.state[key])
-            if taken is not state[key] and isinstance(state, MutableMapping):
-                state[key] = taken
+    for key, part in parts.items():
+        is_plain = type(part) is _Part and not loading.is_left(key)
+        if is_plain and loading.state[key] is not state[key] and isinstance(state, MutableMapping):
+            state[key] = loading.state[key]
 
 
 _FLOATS_CHANGE: ContextVar[bool | None] = ContextVar("floats change", default=None)

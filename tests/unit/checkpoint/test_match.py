@@ -74,6 +74,8 @@ def load(
                 leaf.value.copy_(values[leaf.name])
             else:
                 leaf.put(values[leaf.name])
+        parts.check()
+        parts.take()
 
 
 def test_part_and_plain_value_are_loaded() -> None:

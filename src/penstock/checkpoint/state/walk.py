@@ -65,13 +65,17 @@ class Leaf:
     _holder: Any
     _key: Any
 
-    def put(self, value: object) -> None:
-        """Put `value` into this leaf's place."""
+    def require_place(self) -> None:
+        """Raise `UsageError` if this leaf's place cannot take another value."""
         if not isinstance(self._holder, MutableMapping | list):
             raise UsageError(
                 f"{self.name!r} is in a {type(self._holder).__name__}, which cannot be changed",
                 fix="Use dicts and lists for the parts of the state that are loaded.",
             )
+
+    def put(self, value: object) -> None:
+        """Put `value` into this leaf's place."""
+        self.require_place()
         self._holder[self._key] = value
 
 

@@ -71,7 +71,7 @@ def test_two_leaves_of_one_name_are_refused() -> None:
 def test_a_leaf_in_an_immutable_mapping_is_an_error() -> None:
     (leaf,) = leaves_of({"fixed": MappingProxyType({"x": 1})})
     with pytest.raises(UsageError, match=r"'fixed\.x' is in a mappingproxy, which cannot be changed"):
-        leaf.put(2)
+        leaf.require_place()
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
