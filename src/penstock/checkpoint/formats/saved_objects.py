@@ -365,14 +365,18 @@ def _bit_generator(arguments: tuple[Any, ...], state: Any) -> np.random.BitGener
 
 
 def _checked_state(state: Any) -> Any:
-    """Return the state of a generator after checking that its positions are valid, which numpy does not."""
-    held = [state, state["state"]]
-    for name, most in (("pos", 624), ("buffer_pos", 4)):
-        places = [part[name] for part in held if isinstance(part, dict) and name in part]
-        require(
-            all(type(place) is int and 0 <= place <= most for place in places),
-            f"a generator of numpy is at number {places} of {most}",
-        )
+    """Return the state of a generator after checking that it is plain and that its positions are valid.
+
+    numpy checks neither: it takes a position from anything that can be indexed by name, such as a record.
+    """
+    require(
+        type(state) is dict and type(state.get("state")) is dict, "a generator of numpy has no plain state"
+    )
+    for name, value in [*state.items(), *state["state"].items()]:
+        most = {"pos": 624, "buffer_pos": 4}.get(name)
+        is_plain = type(value) in (dict, str, int, float, np.ndarray)
+        is_there = most is None or (type(value) is int and 0 <= value <= most)
+        require(is_plain and is_there, f"a generator of numpy has an invalid {name!r:.50}")
     return state
 
 

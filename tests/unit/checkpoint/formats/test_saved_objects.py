@@ -6,6 +6,7 @@ import struct
 import zipfile
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.checkpoint.formats.dcp_item import load_object, object_bytes
@@ -129,6 +130,57 @@ def hostile_tensors() -> dict[str, Any]:
         "nested": object_bytes((nested,)).replace(struct.pack("<qq", 77, 1), struct.pack("<qq", 79, 1)),
         "zero point": object_bytes((by_channel,)).replace(b"K\x03\x87q", b"K\xc8\x87q"),
     }
+
+
+class Made:
+    """Saved as a call of one of numpy's functions for generators, with a state."""
+
+    def __init__(self, how: str, argument: object, state: object) -> None:
+        self.call = getattr(np.random._pickle, how), (argument,), state  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.call
+
+
+def hostile_states() -> dict[str, Any]:
+    key = np.ones(624, np.uint32)
+    record = np.zeros((), [("key", "<u4", (624,)), ("pos", "<i8")])
+    record["pos"] = 1 << 30
+    whole = np.zeros((), [("bit_generator", "U7"), ("state", record.dtype)])
+    whole["bit_generator"], whole["state"] = "MT19937", record
+    states = {
+        "a record": record[()],
+        "an array of one record": record,
+        "a position that is an array": {"key": key, "pos": np.array(1 << 30)},
+        "a position beyond the end": {"key": key, "pos": 625},
+        "a position before the start": {"key": key, "pos": -1},
+    }
+    found: dict[str, Any] = {
+        which: {"bit_generator": "MT19937", "state": state} for which, state in states.items()
+    }
+    return {**found, "a record of records": whole[()], "a tuple": ("MT19937", key, 1 << 30)}
+
+
+@pytest.mark.parametrize("by", ["generator", "RandomState"])
+@pytest.mark.parametrize("which", list(hostile_states()))
+def test_a_generator_starts_only_from_plain_values_at_a_position_that_it_has(by: str, which: str) -> None:
+    state = hostile_states()[which]
+    made = Made("__bit_generator_ctor", "MT19937", (state, None))
+    if by == "RandomState":
+        made = Made("__randomstate_ctor", np.random.MT19937(1), state)
+    with pytest.raises(DataDamaged, match="a generator of numpy"):
+        load_object(object_bytes(made), "x", trust=False, where="here")
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_generators_continue_where_they_were_saved(kind: str) -> None:
+    bits = np.random.Generator(getattr(np.random, kind)(7))
+    bits.random(5, dtype=np.float32)
+    old = np.random.RandomState(7)
+    old.standard_normal(3)
+    again, old_again = load_object(object_bytes((bits, old)), "x", trust=False, where="here")
+    assert again.random(9).tolist() == bits.random(9).tolist()
+    assert old_again.standard_normal(9).tolist() == old.standard_normal(9).tolist()
 
 
 @pytest.mark.filterwarnings("ignore")
