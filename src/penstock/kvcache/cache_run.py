@@ -235,7 +235,7 @@ def measure_plan(
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
     before = count_requests(storage)
     with (
-        _left_as_asked(request, storage, operations, comm.rank, progress=progress),
+        _left_as_asked(request, storage, operations, engine, comm.rank, progress=progress),
         DeviceObserver(comm, folder, storage) as observer,
     ):
         with observer.during("read"), observer.during("write"):
@@ -312,6 +312,7 @@ def _left_as_asked(
     request: CacheRequest,
     storage: Storage,
     operations: Operations,
+    engine: IoEngine,
     rank: int,
     *,
     progress: Progress,
@@ -329,7 +330,7 @@ def _left_as_asked(
         if not request.keeps:
             for key in files:
                 storage.delete(key)
-            remove_entries(storage, operations, request.layout, progress)
+            remove_entries(storage, operations[: engine.num_begun], request.layout, progress)
     if request.keeps:
         sync_entry_names(storage, operations, request.layout)
 

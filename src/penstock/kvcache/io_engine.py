@@ -69,6 +69,7 @@ def count_requests(storage: Storage) -> Counters:
 class IoEngine:
     """One rank's executor of a list of operations; `timed` has a row for each operation afterwards.
 
+    Operations begin in order, so those that have begun are the first `num_begun`.
     `resident` counts the bytes of reads that were in the page cache before and after eviction, and all bytes
     of reads.
     """
@@ -93,10 +94,9 @@ class IoEngine:
         self._layout = layout
         self._settings = settings
         self._advance = advance
-        # The place of the next operation, and the operations in progress on each object; guarded by
-        # `_changed`.
-        self._next_place = 0
-        self._is_stopped = False
+        self._stopped = threading.Event()
+        # Guarded by `_changed`: the place of the next operation, and the operations that use each object.
+        self.num_begun = 0
         self._writing: set[int] = set()
         self._readers: Counter[int] = Counter()
         self._changed = threading.Condition()
@@ -122,12 +122,14 @@ class IoEngine:
         ]
         wait_for_start()
         self._start_ns = time.monotonic_ns()
-        with ThreadPoolExecutor(len(buffers), "kvcache") as pool:
+        with ThreadPoolExecutor(len(buffers), "kvcache") as pool, ExitStack() as undo:
+            # Ctrl-C arrives here, in the thread that waits for the workers, and not in theirs.
+            undo.callback(self._stop)
             for future in [pool.submit(self._run_worker, own) for own in buffers]:
                 future.result()
 
     def _run_worker(self, buffers: _Buffers) -> None:
-        with ExitStack() as undo:
+        with suppress(_Stopped), ExitStack() as undo:
             # A worker that fails stops the others, which would otherwise wait for what it was to write.
             undo.callback(self._stop)
             while (place := self._take()) is not None:
@@ -140,7 +142,7 @@ class IoEngine:
 
     def _stop(self) -> None:
         with self._changed:
-            self._is_stopped = True
+            self._stopped.set()
             self._changed.notify_all()
 
     def _take(self) -> int | None:
@@ -151,14 +153,14 @@ class IoEngine:
         """
         limit = self._settings.most_writers
         with self._changed:
-            while not self._is_stopped and self._next_place < len(self._operations):
-                place = self._next_place
+            while not self._stopped.is_set() and self.num_begun < len(self._operations):
+                place = self.num_begun
                 if self._is_over(place):
                     break
                 target, is_read = int(self._objects[place]), self._operations["op"][place] == Op.READ
                 is_full = limit and len(self._writing) >= limit
                 if target not in self._writing and (is_read or not (self._readers[target] or is_full)):
-                    self._next_place += 1
+                    self.num_begun += 1
                     if is_read:
                         self._readers[target] += 1
                     else:
@@ -190,7 +192,11 @@ class IoEngine:
     def _execute(self, place: int, buffers: _Buffers) -> None:
         operation, row = self._operations[place], self.timed[place]
         key = self._layout.key(int(operation["entry"]), int(operation["part"]))
-        turn = _Turn(self._free_streams, lambda: self._wait_until_due(float(operation["time_s"])))
+        turn = _Turn(
+            self._free_streams,
+            lambda: self._wait_until_due(float(operation["time_s"])),
+            self._stopped,
+        )
         with closing(turn):
             if operation["op"] == Op.READ:
                 outcome = self._read(key, int(operation["bytes"]), buffers, turn)
@@ -212,8 +218,8 @@ class IoEngine:
         if not self._settings.speedup:
             return None
         due_ns = self._start_ns + int(time_s / self._settings.speedup * 1e9)
-        while (left_ns := due_ns - time.monotonic_ns()) > 0 and not self._is_stopped:
-            time.sleep(min(left_ns / 1e9, 0.1))
+        while (left_ns := due_ns - time.monotonic_ns()) > 0 and not self._stopped.is_set():
+            self._stopped.wait(min(left_ns / 1e9, 60))
         return due_ns
 
     def _read(self, key: str, size_bytes: int, buffers: _Buffers, turn: _Turn) -> EntryOutcome:
@@ -293,6 +299,10 @@ class IoEngine:
         return EntryOutcome.DONE
 
 
+class _Stopped(Exception):
+    """Ends a worker's operation, because another worker failed or the user stopped the run."""
+
+
 class _Buffers:
     """One worker's memory: a chunk with its footer.
 
@@ -331,12 +341,18 @@ class _Turn:
     called again.
     """
 
-    def __init__(self, streams: threading.Semaphore, wait_until_due: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        streams: threading.Semaphore,
+        wait_until_due: Callable[[], int | None],
+        stopped: threading.Event,
+    ) -> None:
         self.due_ns: int | None = None
         self.begin_ns = self.end_ns = time.monotonic_ns()
         self.busy_ns = 0
         self._streams = streams
         self._wait_until_due = wait_until_due
+        self._stopped = stopped
         self._has_begun = self._has_stream = False
 
     def begin(self) -> None:
@@ -357,6 +373,8 @@ class _Turn:
     @contextmanager
     def storage(self) -> Iterator[None]:
         """Add the time that the body takes to the storage's time, once the operation has begun."""
+        if self._stopped.is_set():
+            raise _Stopped
         began_ns = time.monotonic_ns()
         try:
             yield

@@ -168,7 +168,7 @@ def _run_options(
                     timeout_s=LONGEST_RUN_S,
                 )
             finally:
-                remove_entries(storage, operations, layout, progress)
+                remove_entries(storage, operations[: engine.num_begun], layout, progress)
             result = judge_trial(plan, settings, operations, engine.timed, trial=trial, rank=comm.rank)
             folder = leaf / f"option_{number}" / f"trial_{trial}" / f"rank_{comm.rank}"
             published_files.write_json(folder, f"kvcache_results_{leaf.name}.json", result.document)

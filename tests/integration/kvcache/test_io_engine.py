@@ -285,6 +285,26 @@ def test_what_a_killed_writer_left_is_reclaimed_and_all_else_is_whole(tmp_path: 
     assert counts == {EntryOutcome.DONE: num_stored, EntryOutcome.MISSING: 64}
 
 
+@pytest.mark.parametrize("pace", [("60", "0.0001"), ("10000", "0")], ids=["open loop", "closed loop"])
+def test_ctrl_c_ends_a_run_whose_other_operations_have_not_begun(
+    tmp_path: Path, pace: tuple[str, str]
+) -> None:
+    command = [sys.executable, "-P", "-m", "penstock", "kvcache", "run", "--to", f"{tmp_path}/kv", "--scale"]
+    command += ["1/1000", "--results", f"{tmp_path}/runs", "--requests", pace[0], "--speedup", pace[1]]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            while not any(tmp_path.glob("kv/**/*.kv")):
+                assert running.poll() is None
+                time.sleep(0.01)
+            running.send_signal(signal.SIGINT)
+            _, said = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode == 130
+    assert "Traceback" not in said
+    assert not [path for path in tmp_path.glob("kv/**/*") if path.is_file()]
+
+
 def test_a_run_begins_with_none_of_its_entries_and_leaves_those_of_others(tmp_path: Path) -> None:
     plan, storage = small_plan(requests=15), open_storage(str(tmp_path / "store"), {})
     layout = EntryLayout(namespace="test", parts=plan.parts)
