@@ -119,9 +119,13 @@ def _hosts() -> list[HostFacts]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStory:
-    """What happened; `rank_bytes` is what a rank moves in each bucket of a round: direction, step, rank."""
+    """What happened; `rank_bytes` is what a rank moves in each bucket of a round: direction, step, rank.
+
+    The last bucket of a round lasts `last_s`.
+    """
 
     rank_bytes: Callable[[str, int, int], Sequence[int]] = lambda _direction, _step, _rank: [64 * MIB] * 20
+    last_s: float = 0.05
     wrong_bytes: int = 0
     resident_share: float = 0.0
 
@@ -144,7 +148,9 @@ def record_checkpoints(parent: Path, story: CheckpointStory) -> Path:
         rounds, at_s = [], 1_767_225_600.0
         for direction in ("write", "read"):
             for step in (1, 2):
-                ranks = [(BUCKET_S, list(story.rank_bytes(direction, step, rank))) for rank in range(RANKS)]
+                ranks = [
+                    _intervals(story.rank_bytes(direction, step, rank), story.last_s) for rank in range(RANKS)
+                ]
                 throughput[direction, step] = ranks
                 rounds.append(_round(story, direction, step, at_s, ranks))
                 at_s = rounds[-1]["ended_at_s"] + 0.5
@@ -154,11 +160,19 @@ def record_checkpoints(parent: Path, story: CheckpointStory) -> Path:
     return run.folder
 
 
+def _intervals(sizes_bytes: Sequence[int], last_s: float) -> MovedBytes:
+    widths_s = [*[BUCKET_S] * (len(sizes_bytes) - 1), last_s]
+    return [
+        (number * BUCKET_S, width_s, size_bytes)
+        for number, (width_s, size_bytes) in enumerate(zip(widths_s, sizes_bytes, strict=True))
+    ]
+
+
 def _round(
     story: CheckpointStory, direction: str, step: int, at_s: float, ranks: Sequence[MovedBytes]
 ) -> dict[str, Any]:
-    moved = sum(sum(sizes_bytes) for _, sizes_bytes in ranks)
-    took_s = max(len(sizes_bytes) for _, sizes_bytes in ranks) * BUCKET_S
+    moved = sum(size_bytes for intervals in ranks for _, _, size_bytes in intervals)
+    took_s = max(begin_s + width_s for intervals in ranks for begin_s, width_s, _ in intervals)
     is_read = direction == "read"
     cold = {"path": "page cache dropped", "resident_share": story.resident_share} if is_read else None
     wrong = [{"key": "epoch1_step1/0.distcp", "offset": 4096}] if is_read and story.wrong_bytes else []

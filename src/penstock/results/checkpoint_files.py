@@ -77,8 +77,8 @@ def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
-MovedBytes = tuple[float, list[int]]
-"""The length in seconds of a round's intervals, and the bytes that one rank transferred in each of them."""
+MovedBytes = list[tuple[float, float, int]]
+"""When the intervals of a round begin and how long they are, in seconds, and one rank's bytes in each."""
 
 
 Throughput = dict[tuple[str, int], list[MovedBytes]]
@@ -93,11 +93,10 @@ _COLUMNS: Final = {
 
 def write_throughput(folder: Path, rounds: Throughput) -> None:
     rows = [
-        (direction, step, rank, number * width_s, width_s, size_bytes)
+        (direction, step, rank, *interval)
         for (direction, step), ranks in rounds.items()
-        for rank, (width_s, sizes_bytes) in enumerate(ranks)
-        for number, size_bytes in enumerate(sizes_bytes)
-        if size_bytes
+        for rank, intervals in enumerate(ranks)
+        for interval in intervals
     ]
     columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(_COLUMNS)
     arrays = [pa.array(columns[0], pa.string()).dictionary_encode()]
@@ -116,8 +115,7 @@ def read_throughput(folder: Path) -> Throughput:
     directions = table["direction"].to_pylist()
     rows = zip(directions, *(table[name].to_pylist() for name in list(_COLUMNS)[1:]), strict=True)
     num_ranks = 0
-    for direction, step, rank, at_s, width_s, size_bytes in rows:
-        _, sizes_bytes = found.setdefault((direction, step), {}).setdefault(rank, (width_s, []))
-        sizes_bytes += [*[0] * (round(at_s / width_s) - len(sizes_bytes)), size_bytes]
+    for direction, step, rank, *interval in rows:
+        found.setdefault((direction, step), {}).setdefault(rank, []).append((*interval,))
         num_ranks = max(num_ranks, rank + 1)
-    return {key: [ranks.get(rank, (1.0, [])) for rank in range(num_ranks)] for key, ranks in found.items()}
+    return {key: [ranks.get(rank, []) for rank in range(num_ranks)] for key, ranks in found.items()}

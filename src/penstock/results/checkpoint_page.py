@@ -29,7 +29,7 @@ from penstock.reports.report import (
 from penstock.results.checkpoint_files import Throughput, judge, read_checkpoints, read_throughput
 from penstock.results.counter_files import ReconciliationVerdict
 from penstock.results.run_record import RunRecord
-from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, heat_rows
+from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, growth, heat_rows
 from penstock.units import format_bytes, format_rate, format_seconds
 
 GIB: Final = 2**30
@@ -88,10 +88,11 @@ def make_checkpoint_page(folder: Path, record: RunRecord) -> tuple[Report, dict[
         start_s = began.get((direction, step))
         if start_s is None:
             continue
-        for rank, (width_s, sizes_bytes) in enumerate(ranks):
-            moments = start_s + width_s * np.arange(len(sizes_bytes) + 1)
-            totals = np.concatenate([[0.0], np.cumsum(sizes_bytes)])
-            rates[direction][rank] += np.diff(np.interp(edges, moments, totals)) / np.diff(edges)
+        for rank, intervals in enumerate(ranks):
+            begins_s, widths_s, sizes_bytes = np.array(intervals, np.float64).reshape(-1, 3).T
+            begins_s += start_s
+            moved = growth(begins_s, begins_s + widths_s, sizes_bytes, edges)
+            rates[direction][rank] += moved / np.diff(edges)
     rounds = {name: [one for one in all_rounds if one["direction"] == name] for name in _DOING}
     run = CheckpointRun(
         record=record, figures=figures, throughput=throughput, rounds=rounds, edges=edges, rates=rates
@@ -208,7 +209,7 @@ def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble
 def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
     """Yield a trouble if all others wait for one rank in most rounds."""
     ends = [
-        [width_s * len(sizes_bytes) for width_s, sizes_bytes in ranks]
+        [max((begin_s + width_s for begin_s, width_s, _ in intervals), default=0.0) for intervals in ranks]
         for (way, _), ranks in run.throughput.items()
         if way == direction and len(ranks) > 1
     ]

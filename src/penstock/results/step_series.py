@@ -55,11 +55,11 @@ class RunSteps:
     def rates(self, column: str) -> Numbers:
         """Return the sum of a column over all ranks' steps in each interval, per second."""
         edges = self.edges
-        growth = [
-            _growth(self.at_s(rank, "start_ns"), self.at_s(rank, "barrier_ns"), rank.steps[column], edges)
+        of_ranks = [
+            growth(self.at_s(rank, "start_ns"), self.at_s(rank, "barrier_ns"), rank.steps[column], edges)
             for rank in self.ranks
         ]
-        taken: Numbers = np.sum(growth, axis=0)
+        taken: Numbers = np.sum(of_ranks, axis=0)
         return taken / np.diff(edges)
 
     def shares(self, begin: str, end: str) -> Numbers:
@@ -67,7 +67,7 @@ class RunSteps:
         edges, spent = self.edges, []
         for rank in self.ranks:
             begins, ends = self.at_s(rank, begin), self.at_s(rank, end)
-            spent.append(_growth(begins, ends, ends - begins, edges))
+            spent.append(growth(begins, ends, ends - begins, edges))
         return np.array(spent) / np.diff(edges)
 
     def percentiles(self, measure: Callable[[Rows], Nanoseconds]) -> tuple[Numbers, Numbers]:
@@ -81,11 +81,13 @@ class RunSteps:
         return (edges[filled] + edges[filled + 1]) / 2, np.array(spread).T
 
 
-def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
+def growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
     """Return the total amount in each interval between edges.
 
     Each of the `amounts` is spread evenly over the time from its beginning to its end.
     """
+    if not len(amounts):
+        return np.zeros(len(edges) - 1)
     after = np.cumsum(amounts, dtype=np.float64)
     moments = np.column_stack([begins, ends]).ravel()
     totals = np.column_stack([after - amounts, after]).ravel()

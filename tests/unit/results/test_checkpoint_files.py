@@ -65,7 +65,7 @@ def test_invalid_json_is_refused(tmp_path: Path) -> None:
 
 def test_throughput_comes_back_rank_by_rank(tmp_path: Path) -> None:
     assert read_throughput(tmp_path) == {}
-    ranks = [(0.05, [1, 0, 3]), (0.1, [0, 2])]
+    ranks = [[(0.0, 0.05, 1), (0.1, 0.02, 3)], [(0.1, 0.07, 2)]]
     rounds = {("write", 1): ranks, ("read", 1): ranks[::-1]}
     write_throughput(tmp_path, rounds)
     assert read_throughput(tmp_path) == rounds

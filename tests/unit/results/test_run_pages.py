@@ -10,6 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.support.page_checks import read_banner
 from tests.support.recorded_runs import (
@@ -23,8 +24,9 @@ from tests.support.recorded_runs import (
 from penstock.errors import ObjectNotFound
 from penstock.reports.report import Banner, Look, Report
 from penstock.results.active_run import ActiveRun
+from penstock.results.checkpoint_page import make_checkpoint_page
 from penstock.results.run_page import draw_run, leave_run_page
-from penstock.results.run_record import RunRequest
+from penstock.results.run_record import RunRequest, read_record
 from penstock.workload.spec import Workload
 
 TRAINING = {
@@ -215,3 +217,17 @@ def test_packages_above_draw_the_pages_of_their_own_kinds(tmp_path: Path) -> Non
     text = (run.folder / "report.html").read_text()
     assert run.folder.name in text
     assert "4 streams" in text
+
+
+def test_a_short_last_interval_of_a_round_is_drawn_as_fast_as_it_was(tmp_path: Path) -> None:
+    sizes_bytes = [*[64 * MIB] * 2, 26 * MIB]
+    story = CheckpointStory(rank_bytes=lambda *_: sizes_bytes, last_s=0.05 * 26 / 64)
+    folder = record_checkpoints(tmp_path, story)
+    page, _ = make_checkpoint_page(folder, read_record(folder))
+    (chart,) = (chart for chart in page.highlights if chart.title == "Throughput of all ranks")
+    for series in chart.series:
+        rates = np.asarray(series.y)
+        # In the first and the last interval of a round, bytes were transferred for only a part of the time.
+        inside = (rates[:-2] > 0) & (rates[1:-1] > 0) & (rates[2:] > 0)
+        assert inside.sum() >= 8
+        assert rates[1:-1][inside] == pytest.approx(4 * 64 * MIB / 0.05)

@@ -103,6 +103,7 @@ class RoundProgress(Progress):
         self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._moved_bytes = 0
+        self._moved_until_s = 0.0
         self._shown_bytes = 0
         self.began_ns = time.monotonic_ns()
         """The time, by CLOCK_MONOTONIC, at which all ranks begin to transfer the round's bytes."""
@@ -110,27 +111,39 @@ class RoundProgress(Progress):
 
     def advance(self, amount: float) -> None:
         """Count what the pipeline has transferred."""
-        bucket = max(0, int((time.monotonic_ns() - self.began_ns) / 1e9 / BUCKET_S))
+        moved_s = max(0.0, (time.monotonic_ns() - self.began_ns) / 1e9)
+        bucket = int(moved_s / BUCKET_S)
         with self._lock:
+            self._moved_until_s = max(self._moved_until_s, moved_s)
             self._moved_bytes += int(amount)
             self._moved_by_bucket[bucket] += int(amount)
 
     def moved_over_time(self, planned_bytes: int) -> MovedBytes:
-        """Return this rank's bytes over the time of the last round, in at most `MOST_BUCKETS` intervals."""
+        """Return this rank's bytes over the time of the last round, in at most `MOST_BUCKETS` intervals.
+
+        The last one ends with the last bytes; a remainder of less than half an interval belongs to it.
+        """
         # Whole chunks are counted, so the last one of a file may overshoot.
         scale = planned_bytes / self._moved_bytes if self._moved_bytes else 0.0
         length, fold = max(self._moved_by_bucket, default=-1) + 1, 1
         while length > fold * MOST_BUCKETS:
             fold *= 2
-        sizes = [0.0] * -(-length // fold)
+        width_s, end_s = BUCKET_S * fold, self._moved_until_s
+        last = max(round(end_s / width_s) - 1, 0)
+        sizes: Counter[int] = Counter()
         for bucket, moved_bytes in self._moved_by_bucket.items():
-            sizes[bucket // fold] += moved_bytes * scale
-        return BUCKET_S * fold, [round(size) for size in sizes]
+            sizes[min(bucket // fold, last)] += moved_bytes
+        begins = [(number, number * width_s) for number in sorted(sizes)]
+        return [
+            (begin_s, width_s if number < last else end_s - begin_s, round(sizes[number] * scale))
+            for number, begin_s in begins
+        ]
 
     @contextmanager
     def track(self, title: str, bytes_of_ranks: list[int], *, unit: str) -> Iterator[None]:
         """Follow one round, in which each rank transfers its `bytes_of_ranks`, counted in `unit`."""
         self._moved_bytes = 0
+        self._moved_until_s = 0.0
         self._moved_by_bucket.clear()
         self.began_ns = time.monotonic_ns()
         self._board.note(0)

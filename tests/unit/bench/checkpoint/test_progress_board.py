@@ -75,3 +75,18 @@ def test_other_ranks_only_note_their_own(hasty: None, tmp_path: Path) -> None:
         while board.read() != [0, 7]:
             threading.Event().wait(0.005)
     assert bar.begun == []
+
+
+def test_the_last_interval_of_a_round_ends_with_its_last_bytes(tmp_path: Path) -> None:
+    board = ProgressBoard(tmp_path / "progress", rank=0, num_ranks=1)
+    watch = RoundProgress(board, rank=0, progress=_Bar(), heartbeat=lambda: None)
+    with watch.track("writing", [1000], unit="written_bytes"):
+        began_ns = watch.began_ns
+        watch.advance(600)
+        watch.advance(600)  # chunks are counted whole
+        elapsed_s = (time.monotonic_ns() - began_ns) / 1e9
+    moved = watch.moved_over_time(1000)
+    assert sum(size_bytes for _, _, size_bytes in moved) == 1000
+    assert all(width_s > 0 for _, width_s, _ in moved)
+    begin_s, width_s, _ = moved[-1]
+    assert begin_s + width_s <= elapsed_s
