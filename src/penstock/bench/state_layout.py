@@ -55,6 +55,8 @@ class StateLayout:
     num_carried: int
     groups: tuple[FileGroup, ...]
     num_parameters: int | None = None
+    full_bytes: int = 0
+    """The bytes of one checkpoint with a scale of 1."""
 
     @property
     def is_subset(self) -> bool:
@@ -219,7 +221,7 @@ def plan_layout(
         mesh=mesh,
         num_processes=num_processes,
         num_carried=num_processes if mode is CheckpointMode.SUBSET else mesh.num_ranks,
-        groups=groups if scale == 1 else tuple(group.scaled(scale) for group in groups),
+        groups=groups,
         num_parameters=count_parameters(spec) if spec.transformer and spec.num_layers else None,
     )
     if not layout.groups:
@@ -228,7 +230,8 @@ def plan_layout(
             where="model",
             fix="Give it model_size_bytes, layer_parameters, or a transformer with num_layers.",
         )
-    return layout
+    scaled = groups if scale == 1 else tuple(group.scaled(scale) for group in groups)
+    return replace(layout, full_bytes=layout.total_bytes, groups=scaled)
 
 
 def count_parameters(model: Model) -> int:

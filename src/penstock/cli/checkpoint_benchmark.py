@@ -254,7 +254,7 @@ def _require_allowed(
         # A rehearsal does everything that a real result requires, at a smaller scale.
         scale=Fraction(1) if options.results.rehearsed_at else options.scale,
         changed=changed,
-        size_gib=layout.total_bytes / float(options.scale) / 2**30,
+        size_gib=layout.full_bytes / 2**30,
     )
     preflight.require_none(breaches, f"--{division.value}")
 

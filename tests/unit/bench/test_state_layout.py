@@ -132,6 +132,7 @@ def test_ranks_add_up_to_the_total_that_parameters_give(
     assert fewer.total_bytes == whole.total_bytes
     small = plan_layout(model, scale=scale)
     assert sizes_by_process(small) == small.bytes_of_processes().tolist()
+    assert small.full_bytes == whole.full_bytes == whole.total_bytes
     assert abs(small.total_bytes - whole.total_bytes * scale) <= small.num_files
     assert all(file.size_bytes for rank in range(mesh_ranks) for file in small.files_of(rank))
 

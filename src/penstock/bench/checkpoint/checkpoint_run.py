@@ -400,7 +400,7 @@ def run_checkpoints(
             results_dir=str(folder),
             target=storage.uri,
             total_bytes=layout.total_bytes,
-            full_bytes=round(layout.total_bytes / request.scale),
+            full_bytes=layout.full_bytes,
             seed=seed,
             rounds=done,
             gap_s=_find_gap(done, earlier),
