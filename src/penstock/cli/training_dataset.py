@@ -111,6 +111,11 @@ def verify(
     lines = [f"{file.name}: {file.what}" for file in report.wrong]
     if report.num_wrong > len(report.wrong):
         lines.append(f"... and {report.num_wrong - len(report.wrong):,} more.")
+    if report.num_wrong:
+        lines.append(
+            "`penstock training generate` keeps files that exist: delete the wrong ones, then run it with "
+            "the same options."
+        )
     lines.append(
         f"{report.num_files:,} files at {uri}, {format_bytes(report.read_bytes)} in "
         f"{format_seconds(report.elapsed_s)}: {report.num_wrong:,} wrong."

@@ -191,6 +191,25 @@ def test_the_data_set_of_a_family_needs_no_accelerator(tmp_path: Path) -> None:
     assert document("training", "verify", "unet3d", *words)["num_wrong"] == 0
 
 
+def test_a_wrong_file_is_named_with_the_way_to_replace_it(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    small = [f"--set=dataset.{value}" for value in ("num_files_train=2", "record_length_bytes=512")]
+    words = ("unet3d", "--data", str(data), *small)
+    document("training", "generate", *words)
+    victim = min(data.rglob("img_*"))
+    content = bytearray(victim.read_bytes())
+    content[-200] ^= 1
+    victim.write_bytes(content)
+    result = penstock("training", "verify", *words)
+    assert result.returncode == 1
+    assert "`penstock training generate` keeps files that exist: delete the wrong ones" in result.stdout
+    victim.unlink()
+    document("training", "generate", *words)
+    right = penstock("training", "verify", *words)
+    assert right.returncode == 0
+    assert "delete" not in right.stdout
+
+
 def test_plan_document_lists_samples_and_files() -> None:
     plan = document(*PLAN, "--ranks", "4", "--rank", "2", "--epoch", "3")
     assert len(plan["samples"]) == 10
