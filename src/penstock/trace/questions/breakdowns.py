@@ -617,7 +617,10 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
         "run", "tier", "since_start_us", "bucket_us", "num_started", "read_bytes", "written_bytes",
         "read_rate", "write_rate", "concurrency", "busy_share",
     )  # fmt: skip
-    note = f"Each bucket is {width / 1e6:g} s; times are since the run's first event."
+    note = (
+        f"Each bucket is {width / 1e6:g} s; times are since the run's first event. The last bucket counts as "
+        "whole, although the run may end within it."
+    )
     return Answer(name="timeline", title="Timeline", columns=columns, rows=rows, notes=[note])
 
 
