@@ -463,6 +463,9 @@ class _Part:
 
     inner: Any
 
+    def take(self, loaded: Any) -> None:
+        """Load what has arrived into the program's object, if that has not happened in place."""
+
 
 @dataclass(slots=True)
 class _StatefulPart(_Part):
@@ -879,7 +882,7 @@ class LoadedParts:
         """Let each part load what has arrived, except plain ones."""
         with _optimizers_keep_dtypes(but_floats=self.stored.converts):
             for key, part in self.parts.items():
-                if isinstance(part, _StatefulPart | _OptimizerState | _NamedState) and not self.is_left(key):
+                if not self.is_left(key):
                     part.take(self.state[key])
 
     def is_left(self, key: str) -> bool:

@@ -371,6 +371,16 @@ class Comm(ABC):
             return None
         return RankWait(awaiting=wait.awaiting, waited_s=wait.waited_s, absent=self.find_absent(call))
 
+    @contextmanager
+    def leaving_if_interrupted(self) -> Iterator[None]:
+        """Refuse further calls if Ctrl-C or `sys.exit` ends this block: other ranks may be in its middle."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            if self.size > 1:
+                self._left_early = "the others when it was interrupted"
+            raise
+
     def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
         with self._collective(awaiting, timeout_s) as wait:

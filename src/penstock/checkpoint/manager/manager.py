@@ -218,9 +218,10 @@ class Manager:
     ) -> SaveHandle:
         """Begin a save: agree which rank writes what, and start to copy. The caller waits for this part."""
         name, is_last = step_dirname(step), bool(self.stop_reason)
-        self._sync(f"saving {name}")
-        prepared = self._saver.prepare(state, self._front, choice)
-        staged = stage_on_all_ranks(prepared, urgent, self._front)
+        with self._front.leaving_if_interrupted():
+            self._sync(f"saving {name}")
+            prepared = self._saver.prepare(state, self._front, choice)
+            staged = stage_on_all_ranks(prepared, urgent, self._front)
         if self._rank == 0 and not self._num_saves:
             self._worker.submit(step_store.warn_of_newer_steps, self._store, step)
         self._num_saves += 1
@@ -272,32 +273,35 @@ class Manager:
         `pc.load`.
         """
         self.skipped_steps = ()
-        self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
-        choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
-        search = step_store.RestoreSearch(self._store, step, self._front)
-        for copy in search.copies:
-            with search:
-                checkpoint = copy.open()
-                if verify:
-                    from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rare
+        with self._front.leaving_if_interrupted():
+            self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
+            choice = LoadChoice(
+                only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust
+            )
+            search = step_store.RestoreSearch(self._store, step, self._front)
+            for copy in search.copies:
+                with search:
+                    checkpoint = copy.open()
+                    if verify:
+                        from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rare
 
-                    check = partial(require_verified, checkpoint, self._rank, self._front.size)
-                    run_on_all_ranks(self._front, check, awaiting="all ranks to verify their parts")
-                try:
-                    self._loader.load(state, checkpoint, self._front, choice, progress)
-                except (UsageError, RankError) as error:
-                    from penstock.checkpoint.manager import user_files  # noqa: PLC0415 - rarely needed
+                        check = partial(require_verified, checkpoint, self._rank, self._front.size)
+                        run_on_all_ranks(self._front, check, awaiting="all ranks to verify their parts")
+                    try:
+                        self._loader.load(state, checkpoint, self._front, choice, progress)
+                    except (UsageError, RankError) as error:
+                        from penstock.checkpoint.manager import user_files  # noqa: PLC0415 - rarely needed
 
-                    user_files.explain_missing_state(checkpoint, error)
-                    raise
+                        user_files.explain_missing_state(checkpoint, error)
+                        raise
+                if search.has_loaded:
+                    logger.info("Restored step %d from: %s", search.step, copy.level)
+                    break
+            self.skipped_steps = search.skipped_steps
             if search.has_loaded:
-                logger.info("Restored step %d from: %s", search.step, copy.level)
-                break
-        self.skipped_steps = search.skipped_steps
-        if search.has_loaded:
-            return search.step
-        search.require_any()
-        return None
+                return search.step
+            search.require_any()
+            return None
 
     def output(self, name: str | int, *, checkpoint: bool = True) -> UserOutput:
         """Open a step whose files the program writes itself. Entering and leaving the block is collective.
