@@ -28,7 +28,6 @@ from penstock.cli.parsers import (
     SIZE,
     TIME,
     URI,
-    above_zero,
     choice,
     number,
     several,
@@ -100,7 +99,7 @@ class KvCacheOptions:
     chunk_bytes: int = option("--chunk", SIZE, "Maximum size of a request.", default="32MiB")
     speedup: float = option(
         "--speedup",
-        number(0),
+        number(),
         "Divide the requests' start times by this; 0: start each request as soon as a stream is free.",
         default="0",
     )
@@ -111,7 +110,7 @@ class KvCacheOptions:
     )
     prefill: float = option(
         "--prefill-rate",
-        above_zero(number()),
+        number(1),
         "Prefill throughput to assume, in tokens/s.",
         default="20000",
     )

@@ -46,8 +46,8 @@ def whole(minimum: int | None = None, maximum: int | None = None) -> Parser[int]
     return _bounded("N", int, minimum, maximum, what="a whole number", example="8")
 
 
-def number(minimum: float | None = None, maximum: float | None = None) -> Parser[float]:
-    """Make a parser of decimal numbers between inclusive bounds."""
+def number(minimum: float = 0, maximum: float = 1e12) -> Parser[float]:
+    """Make a parser of decimal numbers between inclusive bounds, which exclude infinity and NaN."""
     return _bounded("NUMBER", float, minimum, maximum, what="a number", example="0.5")
 
 
@@ -62,7 +62,7 @@ def _bounded(
             value = make(text)
         except ValueError as error:
             raise UsageError(f"{text!r} is not {what}", fix=f"Write for example {example}.") from error
-        if minimum is not None and value < minimum:
+        if minimum is not None and not value >= minimum:  # as for NaN
             raise UsageError(f"{value} is too small", fix=f"The smallest allowed value is {minimum}.")
         if maximum is not None and value > maximum:
             raise UsageError(f"{value} is too large", fix=f"The largest allowed value is {maximum}.")

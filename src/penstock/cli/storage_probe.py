@@ -67,7 +67,7 @@ def probe(
     ),
     rates: tuple[float, ...] | None = option(
         "--rates",
-        several(number()),
+        several(number(1e-3, 1e7)),
         "Offered loads, in operations per second (default: search for the knee).",
         panel=_KNEE_PANEL,
     ),

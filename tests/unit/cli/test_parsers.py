@@ -47,6 +47,21 @@ def test_a_bad_value_is_refused_with_a_fix(parser: Callable[[str], object], text
     assert caught.value.fix
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e308", "1e400"])
+@pytest.mark.parametrize(
+    "parser", [parsers.number(), parsers.number(0, 1), parsers.several(parsers.number(1e-3, 1e7))]
+)
+def test_numbers_that_nothing_has_are_refused(parser: Callable[[str], object], text: str) -> None:
+    with pytest.raises(UsageError, match=r"too (small|large)"):
+        parser(text)
+
+
+@pytest.mark.parametrize("text", ["1e400", "1e300w", "1e308s"])
+def test_times_that_never_end_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not a duration"):
+        parsers.TIME(text)
+
+
 def test_bounds_count_as_allowed_values() -> None:
     assert [parsers.whole(1, 3)(text) for text in ("1", "3")] == [1, 3]
     assert [parsers.number(0, 1)(text) for text in ("0", "1")] == [0, 1]
