@@ -208,7 +208,10 @@ def format_metrics(status: RunStatus) -> str:
 
 
 class TextCollectorFile(Follower):
-    """Keeps `DIR/penstock-RUN.prom` up to date. Its last state stays until `KEPT_S` have passed."""
+    """Keeps `DIR/penstock-RUN.prom` up to date. The end of a run stays there until `KEPT_S` have passed.
+
+    A command's own file, for the time without a run, is removed once a run begins or the command ends.
+    """
 
     interval_s = FILE_INTERVAL_S
 
@@ -220,13 +223,19 @@ class TextCollectorFile(Follower):
                 fix="Name the text collector's directory.",
             )
         self._folder = folder
+        self._without_run = folder / f"penstock-process-{os.getpid()}.prom"
         for old in folder.glob("penstock-*.prom"):
             with suppress(OSError):
                 if time.time() - old.stat().st_mtime > KEPT_S:
                     old.unlink()
 
     def show(self, status: RunStatus) -> None:
+        if status.kind:
+            self.close()
         _replace_file(self._folder / f"penstock-{status.run}.prom", format_metrics(status))
+
+    def close(self) -> None:
+        self._without_run.unlink(missing_ok=True)
 
 
 def format_age(seconds: float) -> str:

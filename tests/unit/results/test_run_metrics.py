@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.run_events import WAITING_STATUS as STATUS
 
 from penstock.errors import UsageError
-from penstock.results.run_status import DIED, KEPT_S, TextCollectorFile, format_metrics
+from penstock.progress import RunName
+from penstock.results.run_status import DIED, KEPT_S, Meter, TextCollectorFile, format_metrics
 
 
 def values_of(text: str) -> dict[tuple[str, ...], float]:
@@ -56,12 +57,28 @@ def test_the_collectors_file_is_replaced_and_old_ones_of_ours_are_removed(tmp_pa
     recent.write_text("")
     follower = TextCollectorFile(tmp_path)
     follower.show(replace(STATUS, run="r1"))
-    follower.show(replace(STATUS, run="r1", state_s=7.0))
+    follower.show(replace(STATUS, run="r1", outcome="finished", exit_code=0))
     follower.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "node.prom", "penstock-r1.prom", "penstock-recent.prom",
     ]  # fmt: skip
-    assert 'penstock_run_state_seconds{run="r1"} 7.0' in (tmp_path / "penstock-r1.prom").read_text()
+    assert 'penstock_run_exit_code{run="r1"} 0.0' in (tmp_path / "penstock-r1.prom").read_text()
+
+
+def test_a_command_leaves_no_file_that_says_running(tmp_path: Path) -> None:
+    follower = TextCollectorFile(tmp_path)
+    with Meter([follower], name=f"process-{os.getpid()}") as meter:
+        follower.show(meter.status())
+        (tmp_path / "runs").mkdir()
+        meter.attach(RunName(folder=tmp_path / "runs", kind="training", workload="unet3d", ranks=1))
+        follower.show(meter.status())
+        assert [path.name for path in tmp_path.glob("*.prom")] == ["penstock-runs.prom"]
+        meter.settle("finished", "", 0)
+    text = (tmp_path / "penstock-runs.prom").read_text()
+    assert 'penstock_run_outcome{run="runs",outcome="finished"} 1.0' in text
+    with Meter([TextCollectorFile(tmp_path)], name=f"process-{os.getpid()}"):
+        pass
+    assert [path.name for path in tmp_path.glob("*.prom")] == ["penstock-runs.prom"]
 
 
 def test_a_missing_directory_is_refused_before_the_run(tmp_path: Path) -> None:
