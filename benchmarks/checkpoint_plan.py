@@ -43,7 +43,11 @@ def hold(rank: int, size: int, num_tensors: int, replicas: int, tensors: tuple[T
         HeldObject(name="step", size_bytes=100, digest=bytes(16)),
         HeldObject(name="rng", size_bytes=5000, digest=rank.to_bytes(16, "big")),
     )
-    return Holdings(tensors=tensors, regions=regions, objects=objects)
+    paths: dict[str, tuple[str | int, ...]] = {
+        facts.name: ("layers", number, "weight") for number, facts in enumerate(tensors)
+    }
+    paths |= {each.name: (each.name,) for each in objects}
+    return Holdings(tensors=tensors, regions=regions, objects=objects, paths=paths, entries=("step", "rng"))
 
 
 def measure(size: int, num_tensors: int, replicas: int) -> None:
@@ -51,14 +55,11 @@ def measure(size: int, num_tensors: int, replicas: int) -> None:
     tensors = tuple(
         TensorFacts(f"layers.{number}.weight", "float32", (ROWS, COLUMNS), 4) for number in range(num_tensors)
     )
-    paths: dict[str, tuple[str | int, ...]] = {
-        facts.name: ("layers", number, "weight") for number, facts in enumerate(tensors)
-    }
     own_s, payloads = [], []
     for rank in range(size):
         held = hold(rank, size, num_tensors, replicas, tensors)
         start_s = time.process_time()
-        payloads.append(pickle.dumps(pack_holdings(held, paths, ("step", "rng")), pickle.HIGHEST_PROTOCOL))
+        payloads.append(pickle.dumps(pack_holdings(held), pickle.HIGHEST_PROTOCOL))
         own_s.append(time.process_time() - start_s)
     before_bytes, start_s = peak_bytes(), time.process_time()
     plan, parts = plan_on_rank0(payloads)

@@ -193,25 +193,23 @@ class CheckpointLoader:
             # Ranks that did not save have no values of their own: what looks like one is a program's key.
             rank=comm.rank if comm.rank < num_saved else 0,
             key_types=opened.key_types,
+            entries=opened.entries,
             # Which entries a rank lacked is meaningful only if as many ranks load as have saved.
-            lacking=opened.lacking.get(comm.rank, ()) if num_saved == comm.size else (),
+            are_as_many=num_saved == comm.size,
             read=opened.value,
         )
-        lacking = sorted(set().union(*opened.lacking.values()))
         with ExitStack() as loading:
 
             def begin() -> LoadedParts:
                 with opened.naming_misfits():
                     parts = loading.enter_context(loading_into(state, stored))
                     if num_saved != comm.size:
-                        parts.require_as_many_ranks(num_saved, comm.size, lacking)
+                        parts.require_as_many_ranks(num_saved, comm.size)
                 return parts
 
             parts = run_on_all_ranks(comm, begin, awaiting="all ranks to list what their state takes")
             if comm.rank == 0:
                 parts.warn_of_other_ranks(num_saved, comm.size)
-                if num_saved != comm.size and lacking:
-                    parts.warn_of_all_entries(num_saved, lacking)
             checkpoint = locate_payloads(opened, comm)
             items = index_byte_items(checkpoint.index)
             matched = _match_on_all_ranks(parts, checkpoint, items, choice, comm)
@@ -412,7 +410,10 @@ def _match_on_all_ranks(
         return matched
 
     # Pipeline stages take different names, so another rank may take what this one leaves.
-    names = np.array([name for name in stored.names if not stored.is_of_one_rank(name)], dtype=np.object_)
+    # Each rank has its own order of the names.
+    names = np.array(
+        sorted(name for name in stored.names if not stored.is_of_one_rank(name)), dtype=np.object_
+    )
     taken = set(matched.selection.stored_names.values()) - adopted
     required = {name for name in untaken if parts.is_whole(name)}
     marks = [np.isin(names, list(some)) for some in (taken, adopted, untaken, required)]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -41,6 +42,7 @@ from penstock.checkpoint.state.walk import (
     RANK_MARK,
     Leaf,
     Path,
+    RankEntries,
     Room,
     Stateful,
     find_stored_name,
@@ -196,7 +198,8 @@ class StoredNames:
     """The names in a checkpoint as one load sees them, with their places in the nested state.
 
     With `rename={"model.*": "net.*"}`, `asked("model.bias")` is "net.bias"; it is None for a name that the
-    load leaves out. `lacking` are the names that this rank did not have when the checkpoint was saved.
+    load leaves out. `entries` is the structure that each rank had when the checkpoint was saved, in parts
+    where it differed. With another number of ranks, the names that a rank lacked come after its own.
     """
 
     def __init__(
@@ -206,22 +209,27 @@ class StoredNames:
         *,
         rank: int = 0,
         key_types: Mapping[str, str] = MappingProxyType({}),
-        lacking: Collection[str] = (),
+        entries: Sequence[RankEntries] = (),
+        are_as_many: bool = True,
         read: Callable[[StoredObject], Any],
     ) -> None:
         self.asked = partial(asked_name, choice=choice)
-        self.key_types = key_types
+        own, own_types = entries[rank] if entries else ({}, key_types)
+        self.key_types = own_types if are_as_many else {**key_types, **own_types}
         self.converts = choice.convert_dtypes
         self._rename = choice.rename or {}
         self.rank = rank
-        self._lacking = lacking
-        self._paths = index.paths
+        num_holders = Counter(chain.from_iterable(places for places, _ in entries))
+        self.of_some = {name for name, number in num_holders.items() if number < len(entries)}
+        """The names that not all ranks had."""
+        self._lacking = self.of_some.difference(own) if are_as_many else set()
+        self._paths = {**own, **index.paths, **own}
         self._objects = index.objects
         self._read = read
         facts: dict[str, TensorFacts | None] = {one.name: one for one in index.tensors}
         facts |= {stored.name: None for stored in index.objects}
         # Places are in the order of the state that was saved.
-        self._facts = {name: facts[name] for name in index.paths if name in facts} | facts
+        self._facts = {name: facts[name] for name in self._paths if name in facts} | facts
         self.names = tuple(self._facts)
 
     def prefix(self, key: str) -> str:
@@ -384,8 +392,9 @@ class Places:
             value = own[key] if isinstance(own, list) else own.get(key, NOTHING)
             if taken.keys() != {()}:
                 rests.pop((), None)
-                if not isinstance(value, Mapping | list):
-                    own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
+                is_list = all(isinstance(rest[0], int) for rest in rests)
+                if not isinstance(value, list if is_list else Mapping):
+                    own[key] = [] if is_list else {}
                 self.fit(own[key], rests, (*at, step))
             elif value is NOTHING or not _is_place(own, value, taken[()]):
                 if isinstance(value, MutableMapping):
@@ -403,7 +412,9 @@ class Places:
         kind = self.key_types.get(".".join([*self.prefix.split(".")[:-1], *map(str, at)]))
         # Text that looks like an integer is taken for one, unless other such keys in the state are text.
         decimal = [key for key in (*holder, *unknown) if isinstance(key, str) and key.isdecimal()]
-        counts = kind is None and all(key not in holder and _INTEGER.fullmatch(key) for key in decimal)
+        counts = kind in (None, "number", "unknown") and all(
+            key not in holder and _INTEGER.fullmatch(key) for key in decimal
+        )
         return {
             step: own[step]
             if step in own
@@ -922,14 +933,15 @@ class LoadedParts:
     def _owner(self, stored_name: str) -> str | None:
         return next((key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix)), None)
 
-    def require_as_many_ranks(self, num_saved: int, num_ranks: int, lacking: Collection[str]) -> None:
+    def require_as_many_ranks(self, num_saved: int, num_ranks: int) -> None:
         """Raise `UsageError` for parameters or optimizer states that differed between the ranks that saved.
 
-        Such values are shards, and a different number of ranks would have different shards. `lacking` are
-        names that not all ranks had.
+        Such values are shards, and a different number of ranks would have different shards. So is the state
+        of an optimizer that not all ranks had, whereas such a parameter belongs to a stage of a pipeline.
         """
-        of_ranks = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in self.of_other_ranks(0))
-        found = [name for name in (*of_ranks, *lacking) if self._is_of_parameter(name)]
+        of_ranks = {name.rpartition(RANK_MARK)[0] for name in self.of_other_ranks(0)}
+        names = sorted(of_ranks | self.stored.of_some)
+        found = [name for name in names if self._is_shard(name, is_own=name in of_ranks)]
         if found:
             key = self._owner(found[0])
             raise UsageError(
@@ -939,18 +951,22 @@ class LoadedParts:
                 " load what torch's get_model_state_dict and get_optimizer_state_dict return.",
             )
 
-    def _is_of_parameter(self, stored_name: str) -> bool:
+    def _is_shard(self, stored_name: str, *, is_own: bool) -> bool:
         key, own = self._owner(stored_name), self.own_name(stored_name)
         if key is None or own is None or self.stored.asked(own) != stored_name:
             return False
         part, inner = self.parts[key], own[len(key) + 1 :]
         if isinstance(part, _OptimizerState):
             return inner.startswith("state.")
-        module = part.part if isinstance(part, _StatefulPart) else None
-        return isinstance(module, torch.nn.Module) and inner in dict(module.named_parameters())
+        return (
+            is_own
+            and isinstance(part, _StatefulPart)
+            and isinstance(part.part, torch.nn.Module)
+            and inner in dict(part.part.named_parameters())
+        )
 
     def warn_of_other_ranks(self, num_saved: int, num_ranks: int) -> None:
-        """Warn of single ranks' values that a different number of ranks loses or gives to other ranks."""
+        """Warn of ranks' own values and entries that a different number of ranks loses or gives to others."""
         if lost := self.of_other_ranks(num_ranks):
             logger.warning(
                 "Saved by more ranks: not loaded, because they belong to ranks that this job lacks: %s",
@@ -966,9 +982,8 @@ class LoadedParts:
                 name_some(list(names), 10),
             )
 
-    def warn_of_all_entries(self, num_saved: int, names: Collection[str]) -> None:
-        """Warn of parts in which ranks had different entries, if a different number of ranks loads them."""
-        if owners := {owner for name in names if (owner := self._owner(name) or name) in self.parts}:
+        owners = {self._owner(name) or name for name in self.stored.of_some} & self.parts.keys()
+        if owners and num_ranks != num_saved:
             logger.warning(
                 "Saved by %d ranks, which had different entries in %s: new parts get the entries of all",
                 num_saved,

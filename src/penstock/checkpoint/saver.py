@@ -156,11 +156,10 @@ class Saver:
         compare_s += compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         is_new = share is None
         if share is None:
-            paths = {leaf.name: leaf.path for leaf in local_state.leaves}
-            share = planner.plan(local_state.holdings, self.options, paths, local_state.entries())
+            share = planner.plan(local_state.holdings, self.options)
         job = planner.job
         if is_new and job is not None and comm.size > 1:
-            tell_of_entries(job.differing_parts, are_noted=bool(job.entries))
+            tell_of_entries(job.differing_parts, are_noted=OWN_ENTRIES in job.facts)
             warn_of_own_values(job.tensors, job.paths, comm.size, local_state, self._warned)
         if self._laid_out is None or self._laid_out[0] is not share:
             plan = plan_files(comm.rank, share.tensors, share.regions, share.objects.placed, self.options)
@@ -201,8 +200,6 @@ class PreparedTensors:
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Lay out this rank's share, and begin to copy it unless only the commit is urgent."""
         start_s, plan, state = time.perf_counter(), self.plan, self.local_state
-        # An object that differs on this rank has its own name, and must not replace the common one.
-        paths = {leaf.name: leaf.path for leaf in state.leaves}
         payloads: dict[str, list[Payload]] = {}
         regions, objects = [], []
         with paused_garbage_collection():
@@ -219,10 +216,9 @@ class PreparedTensors:
                     payloads[bucket.file].append(payload_of_tensor(view, dtype))
                 # Regions refer to tensors by their number among those of all ranks.
                 regions.append(replace(bucket.regions, tensor=self.numbers[bucket.regions.tensor]))
-                names = [(each.name, each.stored_name) for each in bucket.objects]
-                objects.append(
-                    tuple((stored, paths[name] if stored == name else (stored,)) for name, stored in names)
-                )
+                # An object that differs on this rank has its own name, and must not replace the common one.
+                names = [each.stored_name for each in bucket.objects]
+                objects.append(tuple((name, state.holdings.paths.get(name, (name,))) for name in names))
             stats = RankSaveStats(rank=plan.rank, payload_bytes=plan.num_bytes, compare_s=self.compare_s)
             share = SaveShare(
                 layouts=self.layouts,
@@ -277,12 +273,8 @@ class PreparedTensors:
             payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
             packed=np.full(len(regions), bool(transforms)),
         )
-        found = dict(job.paths)
-        for share in shares:
-            found |= dict(each for objects in share.contents.objects for each in objects)
         # In the order of rank 0's state, which a load gives to new dicts.
-        order = [leaf.name for leaf in self.local_state.leaves]
-        paths = {name: found[name] for name in order if name in found} | found
+        paths = self.local_state.holdings.paths | job.paths | dict(chain(*(named for _, named, _ in written)))
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
         index = CheckpointIndex(
             job.tensors,
@@ -302,7 +294,7 @@ class PreparedTensors:
             save_id=save_id,
             world_size=self.comm.size,
             mesh=device_mesh_sizes(self.local_state.leaves),
-            facts=named | self.local_state.facts() | ({OWN_ENTRIES: job.entries} if job.entries else {}),
+            facts={**named, **job.facts},
         )
         return Seal(
             manifest=manifest_bytes(manifest),

@@ -81,7 +81,7 @@ from penstock.checkpoint.replica_comparison import add_digests, warn_of_own_valu
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, StagedFiles, choose_pipeline_settings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
-from penstock.checkpoint.state.walk import NamePatterns, Owner, Path, find_leaf_name, require_text
+from penstock.checkpoint.state.walk import NamePatterns, Owner, find_leaf_name, require_text
 from penstock.cluster.comm import SoloComm, run_on_all_ranks
 from penstock.errors import AlreadyThere, UsageError
 from penstock.storage.capabilities import prefer_direct_access, sync_names
@@ -232,16 +232,15 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> planning.SavePlan:
         """On all ranks: return what this rank holds, for the coordinator."""
-        paths = {leaf.name: leaf.path for leaf in self._local_state.leaves}
-        self.plan = planning.SavePlan([], planner_data=(self._local_state.holdings, paths))
+        self.plan = planning.SavePlan([], planner_data=self._local_state.holdings)
         return self.plan
 
     def create_global_plan(
         self, all_plans: list[planning.SavePlan]
     ) -> tuple[list[planning.SavePlan], Metadata]:
         """On the coordinator: decide which rank writes what."""
-        facts: list[tuple[Holdings, dict[str, Path]]] = [plan.planner_data for plan in all_plans]
-        shared, objects = plan_job([holdings for holdings, _ in facts], self._options)
+        facts: list[Holdings] = [plan.planner_data for plan in all_plans]
+        shared, objects = plan_job(facts, self._options)
         plans = [
             replace(
                 plan,
@@ -256,7 +255,7 @@ class SavePlanner(DefaultSavePlanner):
             for rank, plan in enumerate(all_plans)
         ]
         plans, metadata = create_default_global_save_plan(plans)
-        metadata.planner_data = dict(ChainMap(*(paths for _, paths in facts)))
+        metadata.planner_data = dict(ChainMap(*(holdings.paths for holdings in facts)))
         for name in metadata.state_dict_metadata:
             metadata.planner_data.setdefault(name, (name,))
         warn_of_own_values(shared.tensors, metadata.planner_data, len(facts), self._local_state, self._told)

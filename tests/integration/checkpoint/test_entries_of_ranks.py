@@ -69,6 +69,105 @@ def test_each_rank_gets_back_its_own_entries(tmp_path: Path) -> None:
     assert all(on_gloo_ranks(3, save_twice_and_load, tmp_path))
 
 
+ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
+STRUCTURES: dict[str, tuple[Any, Any]] = {
+    "tensor and None": ({"loss": ONE, "n": 3}, {"loss": None, "n": 3}),
+    "None and tensor": ({"loss": None, "n": 3}, {"loss": ONE, "n": 3}),
+    "tensor and number": ({"loss": ONE}, {"loss": 0.7}),
+    "own tensors": ({"of 0": ONE}, {"of 1": TWO}),
+    "own experts": ({"0": {"w": ONE}}, {"1": {"w": TWO}}),
+    "value and dict": ({"y": 3}, {"y": {"z": ONE}}),
+    "dict and value": ({"y": {"z": ONE}}, {"y": 3}),
+    "list and dict": ({"y": [ONE]}, {"y": {0: ONE}}),
+    "one key of two types": ({17: 1}, {"17": 1}),
+    "key types of rank 1": ({}, {"17": 1000}),
+    "keys of other types": ({"a": 1}, {("a", 1): 2, None: 3}),
+    "order": ({"a": 1, "b": ONE}, {"b": ONE, "a": 1}),
+}
+
+
+class WithExtraState(torch.nn.Module):
+    """A module whose extra state is a part of any structure."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def save_structures_and_load(rank: int, folder: Path) -> dict[str, list[str]]:
+    """What comes back of each structure, as text that shows the types and the order of keys."""
+    found: dict[str, list[str]] = {}
+    for number, (name, of_ranks) in enumerate(STRUCTURES.items()):
+        own = of_ranks[rank]
+        saved = {"dict": own, "none": own, "loader": Loader(own), "model": WithExtraState(own)}
+        pc.save(saved, folder / f"{number}")
+        loader, model = Loader(), WithExtraState()
+        state: dict[str, Any] = {"dict": {}, "none": None, "loader": loader, "model": model}
+        pc.load(state, folder / f"{number}")
+        found[name] = [repr(each) for each in (state["dict"], state["none"], loader.state, model.state)]
+    return found
+
+
+def test_each_rank_gets_back_the_structure_that_it_saved(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_gloo_ranks(2, save_structures_and_load, tmp_path)):
+        expected = {name: [repr(of_ranks[rank])] * 4 for name, of_ranks in STRUCTURES.items()}
+        assert found == expected
+    # One rank gets its own structure, and the entries of all.
+    for name in ("one key of two types", "order", "tensor and None"):
+        state: dict[str, Any] = {"dict": {}}
+        pc.load(state, tmp_path / f"{list(STRUCTURES).index(name)}")
+        assert repr(state["dict"]) == repr(STRUCTURES[name][0])
+
+
+def test_a_structure_with_the_same_names_is_another_one(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = [
+        {"q": {0: ONE}},
+        {"q": [ONE]},
+        {"q.0": ONE},
+        {"q": {"0": ONE}},
+        {"p": 1, "q": ONE},
+    ]
+    states.append({"q": ONE, "p": 1})
+    with pc.Manager(tmp_path, keep=len(states)) as manager:
+        for step, state in enumerate(states):
+            manager.save(step, {"loader": Loader(state)})
+        for step, state in enumerate(states):
+            loader = Loader()
+            manager.restore({"loader": loader}, step=step)
+            assert repr(loader.state) == repr(state)
+
+
+@pytest.mark.parametrize(
+    ("own", "saved"),
+    [({"q": []}, {"q": {"a": 1}}), ({"q": [1]}, {"q": {"a": ONE}}), ({"q": {}}, {"q": [ONE]})],
+)
+def test_a_list_in_place_of_a_dict_is_replaced_by_it(tmp_path: Path, own: Any, saved: Any) -> None:
+    pc.save({"loader": Loader(saved)}, tmp_path / "saved")
+    loader = Loader(own)
+    pc.load({"loader": loader}, tmp_path / "saved")
+    assert repr(loader.state) == repr(saved)
+
+
+STAGES = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.ModuleDict({"last": torch.nn.Linear(2, 2)})]
+
+
+def save_stages(rank: int, folder: Path) -> None:
+    pc.save({"model": STAGES[rank].state_dict()}, folder / "stages")
+
+
+def test_a_module_of_one_rank_takes_the_plain_dicts_of_all_stages(tmp_path: Path) -> None:
+    on_gloo_ranks(2, save_stages, tmp_path)
+    model = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2), "last": torch.nn.Linear(2, 2)})
+    report = pc.load({"model": model}, tmp_path / "stages")
+    assert set(report.loaded) == {f"model.{name}" for name in model.state_dict()}
+
+
 def load_elsewhere(rank: int, folder: Path) -> tuple[list[str], Any]:
     told: list[str] = []
     handler = logging.Handler()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -48,7 +48,7 @@ from penstock.checkpoint.formats.description import (
 )
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.state.regions import UNKNOWN, Bytes, CheckpointIndex, Ints, StoredObject
-from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, names_lacking
+from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, RankEntries, read_entries
 from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
@@ -92,8 +92,8 @@ class CheckpointSource:
     archive: torch_save.TorchSaveArchive | None = None
     key_types: Mapping[str, str] = field(default_factory=dict)
     """The types of keys that names do not show, by the name of their dict; see `state.walk.walk`."""
-    lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """For each rank that saved, the names that only other ranks had, in parts whose entries differed."""
+    entries: Sequence[RankEntries] = ()
+    """The structure of each rank that saved, in parts where it differed; empty if no part differed."""
     identity: bytes = b""
     """Bytes that differ from those of any other checkpoint of this name; empty if unknown."""
 
@@ -310,7 +310,7 @@ def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
         index=index,
         manifest=manifest,
         key_types=json.loads(str(facts.get(KEY_TYPES, "{}"))),
-        lacking=names_lacking(str(facts.get(OWN_ENTRIES, ""))),
+        entries=read_entries(str(facts.get(OWN_ENTRIES, ""))),
         identity=checksum_of(content) if sealed is None else bytes(sealed[:IDENTITY_BYTES]),
     )
 

@@ -16,8 +16,8 @@ import math
 import pickle
 import zlib
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from penstock.checkpoint.state.regions import (
     region_table,
     rows_outside,
 )
-from penstock.checkpoint.state.walk import Path, rank_object_name
+from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, Path, rank_object_name
 from penstock.cluster.comm import Comm, decide_on_rank0, divide_on_rank0
 from penstock.errors import PenstockError, UsageError
 
@@ -111,6 +111,12 @@ class Holdings:
     """The tensors that this rank has as a whole and whose values may differ between ranks."""
     numbering: tuple[HeldObject, ...] = ()
     """For each optimizer, a digest of its parameters in the order of the numbers that name its state."""
+    paths: dict[str, Path] = field(default_factory=dict)
+    """The place of each leaf, in the order of the state."""
+    entries: tuple[str, ...] = ()
+    """The leaves for which a load may create places that this rank did not have."""
+    key_types: dict[str, str] = field(default_factory=dict)
+    """The type of the keys of a dict, by the dict's name: see `walk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,8 +446,9 @@ class RankColumns(NamedTuple):
     regions: Regions
     held: tuple[bytes, bytes, bytes]
     """The other lists of `Holdings`: objects, compared tensors, numbering."""
-    entries: bytes
-    """The names for which a load may create places."""
+    entries: Mapping[str, bytes]
+    """For each part of the state, the places of its entries, as JSON, which is equal for equal places."""
+    key_types: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -451,7 +458,7 @@ class JobPlan:
     number: int
     """The number of the plan; a job counts its plans from 1."""
     tensors: tuple[TensorFacts, ...]
-    paths: Mapping[str, Path]
+    paths: dict[str, Path]
     """The places of tensors in the state."""
     lists: tuple[int, ...]
     """For each rank, a number for the list of names that it shares with others. Ranks with equal lists
@@ -465,10 +472,8 @@ class JobPlan:
     """
     differing_parts: tuple[str, ...]
     """The parts of the state in which not all ranks have the same entries."""
-    entries: str
-    """The entries that each rank lacks, as JSON; empty if all ranks have the same, or the list would be too
-    long.
-    """
+    facts: Mapping[str, str]
+    """The facts for the manifest about the structure of the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -520,20 +525,11 @@ class JobPlanner:
             self._kept = key, share
         return share
 
-    def plan(
-        self,
-        holdings: Holdings,
-        options: SaveOptions,
-        paths: Mapping[str, Path],
-        entries: Collection[str] = (),
-    ) -> RankShare:
-        """Make a plan. `paths` are the places of this rank's tensors in the state. Collective.
-
-        `entries` are the names for which a load may create places that a rank did not have.
-        """
+    def plan(self, holdings: Holdings, options: SaveOptions) -> RankShare:
+        """Make a plan. Collective."""
         share = divide_on_rank0(
             self._comm,
-            lambda: pack_holdings(holdings, paths, entries),
+            lambda: pack_holdings(holdings),
             lambda columns: self._divide(columns, options),
             awaiting="all ranks to describe what they hold",
         )
@@ -568,16 +564,23 @@ class JobPlanner:
         return parts
 
 
-def pack_holdings(
-    holdings: Holdings, paths: Mapping[str, Path], entries: Collection[str] = ()
-) -> RankColumns:
+def pack_holdings(holdings: Holdings) -> RankColumns:
     """Describe what one rank holds in few bytes."""
-    names = {facts.name for facts in holdings.tensors}
+    paths = holdings.paths
+    parts: dict[str, list[Path]] = {}
+    for name in holdings.entries:
+        parts.setdefault(name.partition(".")[0], []).append(paths[name])
     return RankColumns(
-        tensors=_pack((holdings.tensors, {name: paths[name] for name in paths if name in names})),
+        tensors=_pack(
+            (
+                holdings.tensors,
+                {facts.name: paths.get(facts.name, (facts.name,)) for facts in holdings.tensors},
+            )
+        ),
         regions=holdings.regions,
         held=(_pack(holdings.objects), _pack(holdings.compared), _pack(holdings.numbering)),
-        entries=_pack(sorted(entries)),
+        entries={part: zlib.compress(json.dumps(places).encode(), 1) for part, places in parts.items()},
+        key_types=holdings.key_types,
     )
 
 
@@ -638,7 +641,7 @@ def plan_shares(
     common = set(objects[0].common)
     in_some = [name for names in list_numbers for name in names if name not in common]
     paths = dict(ChainMap(*(lists[packed][1] for packed in dict.fromkeys(each.tensors for each in columns))))
-    differing, text = _compare_entries([each.entries for each in columns])
+    differing, facts = _describe_structure(columns)
     job = JobPlan(
         number=number,
         tensors=shared.tensors,
@@ -646,7 +649,7 @@ def plan_shares(
         lists=tuple(list_numbers[found.shared] for found in objects),
         is_comparable=len(in_some) == len(set(in_some)),
         differing_parts=differing,
-        entries=text,
+        facts=facts,
     )
     return job, shares
 
@@ -675,15 +678,15 @@ def summarize(share: RankShare, holdings: Holdings) -> bytes:
 
 
 def _digest_holdings(holdings: Holdings, options: SaveOptions) -> bytes:
-    """Return a digest that is equal for holdings that differ at most in the contents of objects."""
-    rows = (
-        f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.element_bytes}\0" for facts in holdings.tensors
-    )
-    digest = xxhash.xxh3_128("".join(rows).encode(errors="surrogatepass"))
+    """Return a digest that is equal for holdings that differ at most in the contents of objects.
+
+    It covers all that describes the checkpoint, including the structure of the state.
+    """
     names = [
         [each.name for each in held] for held in (holdings.objects, holdings.compared, holdings.numbering)
     ]
-    digest.update(f"{options!r}{names!r}".encode())
+    described = (options, holdings.tensors, names, holdings.paths, holdings.entries, holdings.key_types)
+    digest = xxhash.xxh3_128(repr(described).encode())
     regions = holdings.regions
     for column in (regions.tensor, regions.offsets, regions.sizes):
         digest.update(repr(column.shape).encode())
@@ -691,23 +694,35 @@ def _digest_holdings(holdings: Holdings, options: SaveOptions) -> bytes:
     return digest.digest()
 
 
-def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
-    """Return the parts of the state whose entries differ between ranks, and which rank lacks which, as JSON.
+def _describe_structure(columns: Sequence[RankColumns]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the parts of the state whose structure differs between ranks, and facts about the structure.
 
-        rank 0: a.x    rank 1: a.x, a.y
-        ("'a'",), {"names": ["a.y"], "lacking": {"0": [0], "1": []}}
+        rank 0: a.x    rank 1: a.y, a.x
+        ("'a'",), {"own_entries": '{"places": [["a", "x"], ["a", "y"]],
+                                    "structures": [[[0], {}], [[1, 0], {}]], "ranks": [0, 1]}'}
 
-    The JSON is empty if it would be too long, because every rank that loads reads it.
+    Own entries are left out if their JSON would be too long, because every rank that loads reads it.
     """
-    known = {each: frozenset(_unpack(each)) for each in set(packed)}
-    names = [known[each] for each in packed]
-    some = sorted(frozenset().union(*known.values()) - frozenset.intersection(*known.values()))
-    if not some:
-        return (), ""
-    numbers = {name: number for number, name in enumerate(some)}
-    lacking = {
-        str(rank): sorted(numbers[name] for name in numbers.keys() - own) for rank, own in enumerate(names)
+    of_ranks = [frozenset(chain(each.entries.items(), each.key_types.items())) for each in columns]
+    known = dict(zip(of_ranks, columns, strict=True))
+    types = ChainMap(*(each.key_types for each in known.values()))
+    hidden = {name: kind for name, kind in types.items() if kind not in ("number", "unknown")}
+    facts = {KEY_TYPES: json.dumps(hidden)} if hidden else {}
+    differing = {
+        name.partition(".")[0] for name, _ in frozenset().union(*known) - frozenset.intersection(*known)
     }
-    text = json.dumps({"names": some, "lacking": lacking}, separators=(",", ":"))
-    parts = tuple(sorted({repr(name.partition(".")[0]) for name in some}))
-    return parts, text if len(text) <= MOST_ENTRIES_BYTES else ""
+    numbers: dict[Path, int] = {}
+    structures = []
+    for each in known.values():
+        paths = (
+            tuple(path)
+            for part in sorted(differing & each.entries.keys())
+            for path in json.loads(zlib.decompress(each.entries[part]))
+        )
+        structures.append(([numbers.setdefault(path, len(numbers)) for path in paths], each.key_types))
+    index = {each: number for number, each in enumerate(known)}
+    noted = {"places": list(numbers), "structures": structures, "ranks": [index[each] for each in of_ranks]}
+    text = json.dumps(noted, separators=(",", ":"))
+    if differing and len(text) <= MOST_ENTRIES_BYTES:
+        facts[OWN_ENTRIES] = text
+    return tuple(sorted(map(repr, differing))), facts

@@ -6,13 +6,12 @@ into it loads the state, and writing from it saves the current values.
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,7 +25,6 @@ from penstock.checkpoint.formats.saved_objects import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.walk import (
-    KEY_TYPES,
     Leaf,
     NamePatterns,
     Owner,
@@ -59,31 +57,6 @@ class LocalState:
     """The shards of each tensor, by its name; none if this rank has no part of a sharded tensor."""
     objects: Mapping[str, bytes]
     """The leaves that are not tensors, as torch saves them; empty for a load."""
-    key_types: Mapping[str, str] = field(default_factory=dict)
-    """The type of the keys of a dict, by the dict's name: see `walk`."""
-
-    def facts(self) -> dict[str, str]:
-        """Return the facts for the manifest about the keys of dicts; empty if there are none."""
-        known = {name: kind for name, kind in self.key_types.items() if kind != "unknown"}
-        return {KEY_TYPES: json.dumps(known)} if known else {}
-
-    def entries(self) -> frozenset[str]:
-        """Return the names for which a load may create places that this rank did not have.
-
-        Modules and the options of optimizers know their own names, as stages of pipelines do, so theirs are
-        left out. So are tensors of plain dicts, which are often a model's: if another rank had None instead,
-        that None is recorded.
-        """
-        return frozenset(
-            leaf.name
-            for leaf in self.leaves
-            if leaf.owner is Owner.STATEFUL
-            or (leaf.owner is Owner.OPTIMIZER and leaf.path[1] == "state")
-            or (
-                leaf.owner is Owner.PLAIN
-                and (leaf.name not in self.shards or any(type(step) is int for step in leaf.path))
-            )
-        )
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return the memory of a region, which must be inside one of the shards of tensor `name`."""
@@ -243,7 +216,7 @@ def _copied_buffers(part: Any) -> frozenset[str]:
     return frozenset()
 
 
-def _collect(leaves: Sequence[Leaf], key_types: Mapping[str, str], *, is_saved: bool) -> LocalState:
+def _collect(leaves: Sequence[Leaf], key_types: dict[str, str], *, is_saved: bool) -> LocalState:
     tensors: list[TensorFacts] = []
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: dict[str, list[LocalShard]] = {}
@@ -258,12 +231,23 @@ def _collect(leaves: Sequence[Leaf], key_types: Mapping[str, str], *, is_saved: 
             tensors.append(TensorFacts(leaf.name, dtype, shape, kind.itemsize))
         elif is_saved:
             objects[leaf.name] = _pack_leaf(leaf)
-    held_objects = tuple(
-        HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
-        for name, content in objects.items()
+    return LocalState(
+        tuple(leaves),
+        Holdings(
+            tensors=tuple(tensors),
+            regions=Regions.from_rows(rows),
+            objects=tuple(
+                HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
+                for name, content in objects.items()
+            ),
+            paths={leaf.name: leaf.path for leaf in leaves},
+            # Modules and the options of optimizers know their own names, as stages of pipelines do.
+            entries=tuple(leaf.name for leaf in leaves if leaf.owner.keeps_structure(leaf.path)),
+            key_types=key_types,
+        ),
+        shards,
+        objects,
     )
-    holdings = Holdings(tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects)
-    return LocalState(tuple(leaves), holdings, shards, objects, key_types)
 
 
 _bare_name = partial(re.compile(r"(?<![^.])_(orig_mod|(checkpoint|fsdp)_wrapped_module)\.").sub, "")
@@ -474,6 +458,7 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
     thousands, are not reported. `checked` has the digests of the objects of the last save, whose pickles need
     no second look.
     """
+    level = logging.WARNING if rank == 0 else logging.INFO
     objects = {held.name: held.digest for held in local_state.holdings.objects}
     scalars = {leaf.name for leaf in local_state.leaves if type(leaf.value) in _SCALARS}
     for name, digest in objects.items():
@@ -481,14 +466,14 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
             continue
         archive, _ = open_item(local_state.objects[name], "an object of the state")
         if beyond := names_beyond_data(archive.value):
-            level = logging.WARNING if rank == 0 else logging.INFO
             logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
             warned.add(name)
     checked.clear()
     checked.update(objects.values())
-    unknown = [name for name, kind in local_state.key_types.items() if kind == "unknown"]
-    if rank == 0 and set(unknown) - warned:
-        logger.warning(
+    unknown = [name for name, kind in local_state.holdings.key_types.items() if kind == "unknown"]
+    if set(unknown) - warned:
+        logger.log(
+            level,
             "Keys of %s are saved as text: a part that has no keys yet when it is loaded gets text keys",
             name_some([repr(name) for name in unknown]),
         )
@@ -501,6 +486,8 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
         and is_tensor(leaf.value)
         and (names := vars(leaf.value).keys() - {"_is_param"})
     ]
-    if rank == 0 and set(found) - warned:
-        logger.warning("Attributes of tensors are not saved: %s. Put them into the state", name_some(found))
+    if set(found) - warned:
+        logger.log(
+            level, "Attributes of tensors are not saved: %s. Put them into the state", name_some(found)
+        )
     warned.update(unknown, found)

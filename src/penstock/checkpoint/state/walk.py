@@ -28,7 +28,9 @@ EXTRA_STATE: Final = "_extra_state"
 KEY_TYPES: Final = "key_types"
 """The manifest's fact with the key types that `walk` returns, as JSON."""
 OWN_ENTRIES: Final = "own_entries"
-"""The manifest's fact with the names that a rank lacked and others had, as JSON."""
+"""The manifest's fact with the structure that each rank had where they differ, as JSON."""
+RankEntries = tuple[Mapping[str, Path], Mapping[str, str]]
+"""The structure of one rank's state: the places of names in its order, and the key types of its dicts."""
 
 
 class Owner(Enum):
@@ -96,7 +98,8 @@ def walk(
 
     In names, all keys are text, and a reader takes text that looks like a positive integer for one. The type
     is "text" if such keys really are text, "literal" if Python literals restore the keys, and otherwise
-    "unknown", for example for the members of an enum.
+    "unknown", for example for the members of an enum. It is "number" for integers, which a reader needs only
+    where ranks have different types.
     """
     require_dict(state)
     # Returning the state of a sharded part is a collective call, so the walk must not fail between two of
@@ -160,7 +163,7 @@ def _key_type(keys: list[Any]) -> str:
     if all(type(key) is str for key in keys):
         return "text" if any(key.isdecimal() for key in keys) else ""
     if all(type(key) is int and key >= 0 for key in keys):
-        return ""
+        return "number"
     restored = [literal_key(str(key)) for key in keys]
     is_same = all(type(key) is type(new) and key == new for key, new in zip(keys, restored, strict=True))
     return "literal" if is_same else "unknown"
@@ -212,15 +215,17 @@ def is_stateful(part: object) -> TypeGuard[Stateful]:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
-def names_lacking(fact: str) -> dict[int, frozenset[str]]:
-    """Return the names that each rank lacked when the fact `OWN_ENTRIES` was written."""
+def read_entries(fact: str) -> list[RankEntries]:
+    """Return the structure that each rank had, from the fact `OWN_ENTRIES`; empty if all ranks had the same.
+
+    Ranks that had the same get the same object.
+    """
     if not fact:
-        return {}
+        return []
     noted = json.loads(fact)
-    return {
-        int(rank): frozenset(noted["names"][number] for number in numbers)
-        for rank, numbers in noted["lacking"].items()
-    }
+    places = [(".".join(map(str, path)), tuple(path)) for path in noted["places"]]
+    own = [(dict(places[number] for number in numbers), kinds) for numbers, kinds in noted["structures"]]
+    return [own[number] for number in noted["ranks"]]
 
 
 def matches_pattern(name: str, patterns: NamePatterns) -> bool:

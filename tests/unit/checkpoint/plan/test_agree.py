@@ -27,7 +27,7 @@ def held(
 
 def agree(planner: JobPlanner, holdings: Holdings, options: SaveOptions | None = None) -> RankShare:
     options = options or SaveOptions()
-    return planner.find(lambda: holdings, options) or planner.plan(holdings, options, {})
+    return planner.find(lambda: holdings, options) or planner.plan(holdings, options)
 
 
 def counts_of_plans(*states: Holdings) -> int:

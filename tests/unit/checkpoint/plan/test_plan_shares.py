@@ -24,7 +24,13 @@ from penstock.checkpoint.plan.save_plan import (
     unpack_share,
 )
 from penstock.checkpoint.state.regions import Regions, TensorFacts
-from penstock.checkpoint.state.walk import find_stored_name, names_lacking, rank_object_name
+from penstock.checkpoint.state.walk import (
+    OWN_ENTRIES,
+    Path,
+    find_stored_name,
+    rank_object_name,
+    read_entries,
+)
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,7 +93,7 @@ def listed(tensors: Sequence[TensorFacts], regions: Regions) -> list[Row]:
 def test_each_rank_gets_its_part_of_the_plan(job: list[Holdings], min_cut_bytes: int) -> None:
     options = SaveOptions(min_cut_bytes=min_cut_bytes)
     whole = plan_save(job, options)
-    plan, parts = plan_shares([pack_holdings(held, {}) for held in job], options, 1)
+    plan, parts = plan_shares([pack_holdings(held) for held in job], options, 1)
     assert plan.tensors == whole.tensors
     for rank, (part, held) in enumerate(zip(parts, job, strict=True)):
         share = unpack_share(part, held, rank)
@@ -112,7 +118,7 @@ def test_a_gap_is_the_error_of_the_planner() -> None:
     one = replace(job[0].tensors[1], shape=(99, 4))
     gap = [replace(held, tensors=(held.tensors[0], one, held.tensors[2])) for held in job]
     with pytest.raises(NotCovered, match="376 elements of 't1'"):
-        plan_shares([pack_holdings(held, {}) for held in gap], SaveOptions(), 1)
+        plan_shares([pack_holdings(held) for held in gap], SaveOptions(), 1)
 
 
 def test_a_name_that_is_a_tensor_on_one_rank_and_an_object_on_another_is_refused() -> None:
@@ -128,7 +134,7 @@ def test_a_name_that_is_a_tensor_on_one_rank_and_an_object_on_another_is_refused
     job[0] = replace(job[0], regions=whole)
     sides = ".* on rank 0, not a tensor on rank 3"
     with pytest.raises(UsageError, match=f"Ranks disagree on '{re.escape(name)}': {sides}"):
-        plan_shares([pack_holdings(held, {}) for held in job], SaveOptions(), 1)
+        plan_shares([pack_holdings(held) for held in job], SaveOptions(), 1)
 
 
 def test_a_number_with_two_meanings_is_refused() -> None:
@@ -137,22 +143,47 @@ def test_a_number_with_two_meanings_is_refused() -> None:
         for rank, held in enumerate(shards(3))
     ]
     with pytest.raises(UsageError, match="'optimizer' numbers different parameters on rank 2 than on rank 0"):
-        plan_shares([pack_holdings(held, {}) for held in job], SaveOptions(), 1)
+        plan_shares([pack_holdings(held) for held in job], SaveOptions(), 1)
 
 
-names_of_ranks = st.lists(
-    st.frozensets(st.sampled_from(["a.b", "a.c", "d", "e.\ud800"])), min_size=1, max_size=6
+def name_at(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+PLACES: list[Path] = [("a", "b"), ("a", 0), ("a", "0"), ("d",), ("e", "\ud800")]
+structures = st.lists(
+    st.lists(st.sampled_from(PLACES), unique_by=name_at),
+    min_size=1,
+    max_size=6,
 )
 
 
-@given(job=names_of_ranks)
-def test_rank_0_learns_which_rank_lacks_which_entry(job: list[frozenset[str]]) -> None:
-    plan, _ = plan_shares(
-        [pack_holdings(held, {}, names) for held, names in zip(shards(len(job)), job, strict=True)],
-        SaveOptions(),
-        1,
-    )
-    differing = frozenset().union(*job) - frozenset.intersection(*job)
-    lacking = {rank: differing - names for rank, names in enumerate(job)} if differing else {}
-    assert names_lacking(plan.entries) == lacking
-    assert plan.differing_parts == tuple(sorted({repr(name.partition(".")[0]) for name in differing}))
+@given(job=structures)
+def test_rank_0_learns_which_places_each_rank_has_and_their_order(job: list[list[Path]]) -> None:
+    held = [
+        replace(
+            shard,
+            paths={name_at(path): path for path in paths},
+            entries=tuple(map(name_at, paths)),
+            key_types={f"{len(paths)}": "text"},
+        )
+        for shard, paths in zip(shards(len(job)), job, strict=True)
+    ]
+    plan, _ = plan_shares([pack_holdings(each) for each in held], SaveOptions(), 1)
+    found = read_entries(plan.facts.get(OWN_ENTRIES, ""))
+    parts = {path[0] for paths in job for path in paths}
+    differing = {
+        part for part in parts if len({tuple(path for path in paths if path[0] == part) for paths in job}) > 1
+    }
+    if differing or len({len(paths) for paths in job}) > 1:
+        for each, (places, key_types) in zip(held, found, strict=True):
+            own = [(name, path) for name, path in each.paths.items() if path[0] in differing]
+            for part in differing:
+                assert [entry for entry in places.items() if entry[1][0] == part] == [
+                    entry for entry in own if entry[1][0] == part
+                ]
+            assert places.keys() == dict(own).keys()
+            assert key_types == each.key_types
+    else:
+        assert not found
+    assert set(map(repr, differing)) <= set(plan.differing_parts)

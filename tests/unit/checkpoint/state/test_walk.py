@@ -127,6 +127,7 @@ def test_key_types_are_recorded_where_text_hides_them() -> None:
         "enum": {Colour.RED: 0},
         "name": {"x": 0},
     }
-    assert key_types_of(state) == {"text": "text", "pair": "literal", "enum": "unknown"}
+    kinds = {"text": "text", "number": "number", "pair": "literal", "enum": "unknown"}
+    assert key_types_of(state) == kinds
     assert key_types_of(state, Owner.FIXED) == {}
     assert key_types_of({"list": [{"0": Tensor()}]}) == {"list.0": "text"}
