@@ -106,17 +106,18 @@ def require_known_transforms(
 def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
     """Load the object of one item. Without `trust`, raise `UsageError` unless all of it is plain data."""
     plain = undo_transforms(item, transforms, where, at_most=None if trust else most_unpacked(item))
-    if (pickled := _pickled_scalar(plain)) is not None:
-        return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
-    if not trust:
+    pickled = _pickled_scalar(plain)
+    if pickled is None and not trust:
         try:
             archive, record = open_item(plain, where)
         except DataDamaged as error:
             raise DataDamaged(f"The object {name} cannot be read: {error.what}", where=where) from error
         return read_data(archive.value, record, name, where)
-    import torch  # noqa: PLC0415 - see `object_bytes`
-
     try:
+        if pickled is not None:
+            return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
+        import torch  # noqa: PLC0415 - see `object_bytes`
+
         return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)
     except MemoryError as error:
         raise DataDamaged(f"The object {name} needs more memory than there is", where=where) from error
@@ -124,7 +125,10 @@ def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust
         raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
 
 
-_SCALAR: Final = re.compile(rb"\x80\x02(?:[N\x88\x89]|K.|M..|J.{4}|\x8a.+|G.{8}|X.{4}.*q\0)\.", re.DOTALL)
+_SCALAR: Final = re.compile(
+    rb"\x80\x02(?:[N\x88\x89]|K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})|G.{8}|X.{4}.*q\0)\.",
+    re.DOTALL,
+)
 
 
 def _pickled_scalar(item: bytes) -> bytes | None:
@@ -138,8 +142,6 @@ def _pickled_scalar(item: bytes) -> bytes | None:
     if end < 0 or not name.endswith(b"/data.pkl") or not _SCALAR.fullmatch(pickled):
         return None
     if pickled[2:3] == b"X" and int.from_bytes(pickled[3:7], "little") != len(pickled) - 10:
-        return None
-    if pickled[2:3] == b"\x8a" and pickled[3] != len(pickled) - 5:
         return None
     return pickled
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -37,9 +38,19 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 """The module of tensor properties in torch before 2.3."""
 
 _RECORDS = (
-    *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
-    *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
-    *((_METADATA, "TensorProperties"), (_SHARDED, "TensorProperties")),
+    *(
+        (_METADATA, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+        )
+    ),
+    (_SHARDED, "TensorProperties"),
     *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
     # Megatron keeps the plans of all ranks with the metadata.
     *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
@@ -254,8 +265,15 @@ def _require_tree(value: object) -> None:
 
 
 UNREADABLE = (
-    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
-    *(ImportError, OverflowError, RuntimeError),
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    OverflowError,
+    RuntimeError,
 )
 """The errors that a malformed pickle may raise in its reader."""
 
@@ -264,7 +282,10 @@ class _Unpickler(pickle.Unpickler):
     """Looks up every class in a table of stand-ins. Only archives of `torch.save` may refer to records."""
 
     def __init__(self, content: Bytes, stand_ins: StandIns, where: str, *, is_archive: bool) -> None:
-        super().__init__(io.BytesIO(content), encoding="utf-8")
+        # In a single frame, every byte means to the unpickler what it means to pickletools: an operation in
+        # which a frame ends would lose bytes.
+        self._frame = pickle.FRAME + len(content).to_bytes(8, "little") + content
+        super().__init__(io.BytesIO(self._frame), encoding="utf-8")
         self._stand_ins = dict(stand_ins)
         if is_archive:
             self._stand_ins.update(self._copying())
@@ -275,6 +296,11 @@ class _Unpickler(pickle.Unpickler):
     def read(self) -> Any:
         """Return the pickle's value. Whatever else the unpickler raises becomes `DataDamaged`, too."""
         try:
+            # The unpickler's table of parts has a place for every number up to the largest one.
+            number: Any
+            for operation, number, _ in pickletools.genops(self._frame):
+                if operation.code in "pr":
+                    require(0 <= number <= len(self._frame), "it numbers more parts than it can have")
             value = self.load()
             if self._is_archive:
                 _require_tree(value)
@@ -427,7 +453,14 @@ def _layout(name: str) -> TorchName:
     return TorchName(name.removeprefix("torch."))
 
 
-_LAYOUTS = ("torch.strided", *(f"torch.sparse_{kind}" for kind in ("coo", "csr", "csc", "bsr", "bsc")))
+_LAYOUTS = (
+    "torch.strided",
+    "torch.sparse_coo",
+    "torch.sparse_csr",
+    "torch.sparse_csc",
+    "torch.sparse_bsr",
+    "torch.sparse_bsc",
+)
 
 _ARCHIVE_NAMES: StandIns = {
     **{

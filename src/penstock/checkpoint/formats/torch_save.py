@@ -255,8 +255,13 @@ def require_in_record(tensor: TensorRef, record_bytes: int, where: str = "") -> 
     end_bytes = (tensor.offset + reach) * element_type(tensor.dtype).size_bytes
     is_view = len(tensor.shape) == len(tensor.strides)
     is_view &= min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
+    # An expanded tensor repeats elements, and becomes as large as its shape when it is compared or converted.
+    is_view &= math.prod(tensor.shape) <= (1 << 25) + 100 * record_bytes
     if not is_view or end_bytes > record_bytes:
-        raise DataDamaged(f"A tensor reaches outside of its record data/{tensor.storage.key}", where=where)
+        raise DataDamaged(
+            f"A tensor reaches outside of its record data/{tensor.storage.key} or repeats it without end",
+            where=where,
+        )
 
 
 def is_row_major(tensor: TensorRef) -> bool:

@@ -168,7 +168,8 @@ def test_objects_come_back_and_classes_need_trust() -> None:
 @pytest.mark.parametrize("trust", [False, True])
 def test_garbled_objects_are_damage(*, trust: bool) -> None:
     item = object_bytes([1, 2, 3])
-    for content in (item[:-30], b"", b"no archive at all"):
+    garbled = object_bytes("ab").replace(b"ab", b"\xff\xfe")
+    for content in (item[:-30], b"", b"no archive at all", garbled):
         with pytest.raises((DataDamaged, UsageError), match="The object x"):
             load_object(content, "x", trust=trust, where="here")
 

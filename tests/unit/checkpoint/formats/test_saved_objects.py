@@ -103,6 +103,10 @@ HOSTILE = {
     "memory of a tensor class": called("torch.FloatTensor", number(1 << 40)),
     "lists in lists": LISTS,
     "itself": b"]q\x00h\x00a",
+    "a part of a far number": b"Nr\xff\xff\xff\x0f",
+    "a part of a far number in digits": b"Np268435455\n",
+    # The unpickler drops the last two bytes of the frame, and takes the length of the text from behind it.
+    "a far number that looks like text": b"\x95\x03" + bytes(7) + b"X\x0c\0\0\0\0\0Nr\xff\xff\xff\x0f0NN0",
     "deep": b"]" * 100_000 + b"a" * 99_999,
     "text again and again": b"("
     + text("x" * 50_000)

@@ -154,6 +154,14 @@ def test_a_tensor_outside_of_its_record_is_damage(value: object, damage: tuple[b
         opened(file.getvalue())
 
 
+@pytest.mark.parametrize("place", [lambda tensor: tensor, lambda tensor: (tensor, "in an object")])
+def test_one_element_that_stands_for_gigabytes_is_refused(place: Any) -> None:
+    expanded = torch.zeros(1).as_strided((1 << 30,), (0,))
+    with pytest.raises(DataDamaged, match="or repeats it without end"):
+        opened(saved({"x": place(expanded)}))
+    assert len(tensors_in(saved({"x": torch.zeros(1).expand(1 << 24)}))["x"]) == 1 << 26
+
+
 def test_numbers_of_a_big_endian_machine_are_refused() -> None:
     with pytest.raises(UsageError, match="big-endian"):
         opened(saved({"x": torch.ones(2)}).replace(b"little", b"biggie"))
