@@ -160,6 +160,10 @@ cause.
 """
 
 
+_MOST_LISTINGS = 10
+"""The number of times that a restore lists the steps again because the one it has chosen was removed."""
+
+
 class RestoreSearch:
     """Goes through the copies of the candidate steps, best first, and remembers why each was rejected.
 
@@ -199,7 +203,7 @@ class RestoreSearch:
         return tuple(
             SkippedStep(step, "; ".join(reasons))
             for step, reasons in self._reasons.items()
-            if step != self.step
+            if step > self.step
         )
 
     def require_any(self) -> None:
@@ -266,9 +270,9 @@ class RestoreSearch:
                 uri=self._store.uri,
                 fix=f"Restore a committed step (the newest: {newest}).",
             )
-        steps = [wanted] if wanted is not None else sorted(committed, reverse=True)
-        for step in steps:
-            self.step = step
+        steps, listings_left = list(committed) if wanted is None else [wanted], _MOST_LISTINGS
+        while steps:
+            step = self.step = steps.pop()
             for pause_s in (*RETRY_PAUSES_S, None):
                 self._unproven = None
                 self._reasons.pop(step, None)
@@ -293,6 +297,14 @@ class RestoreSearch:
                         + ".",
                     ) from self._unproven
                 _pause(f"Step {step} could not be read", reasons, pause_s, self._comm.rank)
+            if wanted is None and listings_left:
+                committed = repeat_while_storage_fails(self._store.candidates, self._comm, self._store.uri)
+                if committed and step not in committed:
+                    # A job that still saves has removed this step, and perhaps all that were listed with it.
+                    listings_left -= 1
+                    steps = [each for each in committed if each not in self._reasons]
+                    self._reasons.pop(step)
+                    continue
             warn_once_per_job(logger, self._comm.rank, "Skipping step %d: %s", step, reasons)
         self.step = -1
 

@@ -584,6 +584,40 @@ def test_a_step_that_is_proven_incomplete_is_skipped_at_once(
     assert "trying again" not in caplog.text
 
 
+class ReplaceStep:
+    """Each time a reader opens a file of the newest step, a job with keep=1 saves the next one first."""
+
+    def __init__(self, root: Path, times: int) -> None:
+        self._writer = Manager(root, keep=1)
+        self._step = 1
+        self._last = 1 + times
+        self._writer.save(1, state_of(1))
+
+    def around(self, name: str, call: Call) -> Call:
+        def replacing(*arguments: Any) -> Any:
+            if f"/{step_dirname(self._step)}/" in str(arguments[0]) and self._step < self._last:
+                self._step += 1
+                self._writer.save(self._step, state_of(self._step))
+            return call(*arguments)
+
+        return replacing if name == "open" else call
+
+
+def test_a_step_that_is_removed_as_it_is_restored_gives_way_to_the_newest(tmp_path: Path) -> None:
+    reader = files_below(tmp_path, faulty_calls(ReplaceStep(tmp_path, times=3)))
+    with Manager(reader) as manager:
+        state = state_of(0)
+        assert manager.restore(state) == 4
+        assert is_of(state, 4)
+        assert manager.skipped_steps == ()
+
+
+def test_a_restore_ends_if_every_step_is_removed_as_it_is_read(tmp_path: Path) -> None:
+    reader = files_below(tmp_path, faulty_calls(ReplaceStep(tmp_path, times=1000)))
+    with Manager(reader) as manager, pytest.raises(StorageError, match="cannot be restored: "):
+        manager.restore(state_of(0))
+
+
 def test_a_run_is_listed_again_after_a_failure_that_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
