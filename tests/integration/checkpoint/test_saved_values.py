@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.gloo_ranks import on_gloo_ranks
@@ -114,6 +116,45 @@ def test_save_says_what_will_need_trust(tmp_path: Path, caplog: pytest.LogCaptur
         with pytest.raises(UsageError, match="is more than data"):
             pc.load({name: None}, tmp_path / "step-1")
         pc.load({name: None}, tmp_path / "step-1", trust=True)
+
+
+class Phase(enum.Enum):
+    UNKNOWN = float("nan")
+    TRAINING = 1
+
+
+def values_refused_by_loads() -> dict[str, Any]:
+    return {
+        "titles": np.zeros(1, dtype=[(("a title", "a"), "i4")]),
+        "nan": (Phase.UNKNOWN,),
+    }
+
+
+@pytest.mark.parametrize("which", list(values_refused_by_loads()))
+def test_an_intact_step_that_cannot_be_rebuilt_is_named_and_not_skipped(
+    which: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pc.Manager(tmp_path) as manager:
+        manager.save(1, {"meta": None})
+        with caplog.at_level(logging.WARNING):
+            manager.save(2, {"meta": values_refused_by_loads()[which]})
+        assert "A load will refuse 'meta', at least without trust=True: " in caplog.text
+        with pytest.raises(
+            UsageError, match=r"The object meta cannot be read: .*bytes are as they were saved"
+        ):
+            manager.restore({"meta": None})
+
+
+@pytest.mark.parametrize("choice", ["trusted", "plain"])
+def test_a_step_with_a_member_that_an_enum_has_lost_is_named_and_not_skipped(
+    choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pc.Manager(tmp_path) as manager:
+        manager.save(1, {"phase": None})
+        manager.save(2, {"phase": Phase.TRAINING})
+        monkeypatch.setattr(f"{__name__}.Phase", enum.Enum("Phase", {"WARMUP": 2}, module=__name__))
+        with pytest.raises(UsageError, match=r"The object phase cannot be .*1 is not a valid Phase"):
+            manager.restore({"phase": None}, trust=choice == "trusted")
 
 
 def test_data_needs_no_trust_and_no_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -227,14 +227,25 @@ class CheckpointSource:
     def value(self, stored: StoredObject, *, trust: bool = False, item: Bytes | None = None) -> Any:
         """Return an object as it was saved, from its `item`, which is read if that is None.
 
-        Without `trust`, raises `UsageError` for an object whose unpickling could run code.
+        Without `trust`, raises `UsageError` for an object whose unpickling could run code. Raises it, too, if
+        the bytes are those that were saved, as their checksum proves, but cannot be rebuilt.
         """
         where = f"{self.uri}, {stored.name}"
-        if self.archive is None:
-            item = self.read_object_item(stored) if item is None else item
+        if self.archive is not None:
+            value, record = self.parse(stored)
+            return read_data(value, record, stored.name, where)
+        item = self.read_object_item(stored) if item is None else item
+        try:
             return load_object(item, stored.name, transforms=stored.transforms, trust=trust, where=where)
-        value, record = self.parse(stored)
-        return read_data(value, record, stored.name, where)
+        except DataDamaged as error:
+            if not stored.sum or checksum_of(item) != stored.sum:
+                raise
+            raise UsageError(
+                f"{error.what}, although its bytes are as they were saved",
+                where=where,
+                fix="If a class has changed since the save, restore what it had; or skip this object with"
+                " exclude=.",
+            ) from error
 
     def parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:
         """Parse an object; also return a function that reads the record of a tensor inside it.
