@@ -157,6 +157,24 @@ def test_a_step_with_a_member_that_an_enum_has_lost_is_named_and_not_skipped(
             manager.restore({"phase": None}, trust=choice == "trusted")
 
 
+def test_what_is_nested_too_deeply_is_refused_by_the_save(tmp_path: Path) -> None:
+    deep: tuple[Any, ...] = ()
+    for _ in range(600):
+        deep = (deep,)
+    with pytest.raises(UsageError, match=r"'q' cannot be saved, .*: it is nested too deeply") as caught:
+        pc.save({"q": deep}, tmp_path / "saved")
+    assert "damaged" not in str(caught.value)
+
+
+def test_tensors_that_need_trust_inside_an_object_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with caplog.at_level(logging.WARNING):
+        pc.save({"q": (jagged,)}, tmp_path / "saved")
+    assert "it is made of a tensor of class torch.nested._internal.nested_tensor.NestedTensor" in caplog.text
+
+
 def test_data_needs_no_trust_and_no_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         pc.save(data_values(), tmp_path / "saved")

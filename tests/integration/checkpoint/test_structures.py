@@ -102,6 +102,11 @@ def test_keys_that_no_literal_tells_are_told_at_save(
 ) -> None:
     save({"part": Whole({"x": {torch.float32: 1}})}, tmp_path / "step")
     assert "Keys of 'part.x' are saved as text" in caplog.text
+    save({"part": Whole({"x": {"é": 1, "0": 2, 2: 3}})}, tmp_path / "step")
+    part = Whole({})
+    load({"part": part}, tmp_path / "step")
+    assert part.state == {"x": {"é": 1, 0: 2, 2: 3}}
+    assert "gets text keys, and whole numbers for text that looks like one" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ class TorchSize(tuple[int, ...]):
 class Opaque:
     """A value of a class that is not rebuilt here; `kind` names it. Its items are dropped."""
 
-    kind = ""
+    kind = "a tensor with notes of a newer torch"
     arguments: tuple[Any, ...]
     state: Any = None
 
@@ -307,8 +307,9 @@ class _Unpickler(pickle.Unpickler):
         except DataDamaged:
             raise
         except (MemoryError, *UNREADABLE) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise DataDamaged(
-                f"The pickle cannot be read: {error}",
+                f"The pickle cannot be read: {reason}",
                 where=self._where,
                 fix="The file is damaged or of another format; load an older checkpoint.",
             ) from error
@@ -425,10 +426,12 @@ def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
 
 
 def _rebuild_subclass(function: Callable[..., Any], kind: Any, arguments: Any, _: object) -> Any:
-    if function not in (_rebuild_typed, _rebuild_untyped):
-        return Opaque()
-    made = function(*arguments)
-    return replace(made, subclass=str(getattr(kind, "kind", kind))) if isinstance(made, TensorRef) else made
+    subclass = str(getattr(kind, "kind", kind))
+    made = function(*arguments) if function in (_rebuild_typed, _rebuild_untyped) else Opaque()
+    if isinstance(made, TensorRef):
+        return replace(made, subclass=subclass)
+    made.kind = f"a tensor of class {subclass}"
+    return made
 
 
 def _rebuild_parameter(data: Any, needs_gradient: Any = True, *_: Any) -> Any:  # noqa: FBT002 - as torch calls it

@@ -466,7 +466,13 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
         if name in scalars or digest in checked or name in warned:
             continue
         level = logging.WARNING if rank == 0 else logging.INFO
-        archive, record = open_item(local_state.objects[name], "an object of the state")
+        try:
+            archive, record = open_item(local_state.objects[name], "an object of the state")
+        except DataDamaged as error:
+            raise UnpicklableValue(
+                f"{name!r} cannot be saved, because no load could read it: {error.what}",
+                fix="Keep it out of the state, or save what it is made of instead.",
+            ) from error
         if beyond := names_beyond_data(archive.value):
             logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
             warned.add(name)
@@ -482,7 +488,8 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
     if set(unknown) - warned:
         logger.log(
             level,
-            "Keys of %s are saved as text: a part that has no keys yet when it is loaded gets text keys",
+            "Keys of %s are saved as text: a part that has no keys yet when it is loaded gets text keys, and"
+            " whole numbers for text that looks like one",
             name_some([repr(name) for name in unknown]),
         )
     known = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, *_loaded(*_DTENSOR), *_loaded(*_ASYNC_TENSOR))
