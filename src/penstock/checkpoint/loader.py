@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -224,7 +224,7 @@ class CheckpointLoader:
                 if comm.rank == 0:
                     # Not all bytes can be verified: a region that no rank needs as a whole has no checksum.
                     checkpoint.require_unmixed()
-                values = _unpack(checkpoint, matched, targets, choice, parts)
+                values = _unpack(checkpoint, matched, targets, choice)
                 for leaf in matched.leaves:
                     if leaf.name in values and parts.holds_copy(leaf):
                         leaf.put(values.pop(leaf.name))
@@ -382,6 +382,8 @@ class _MatchedState:
     """Pairs of targets that share memory in the state, and the second's view of it: the second is loaded
     elsewhere, to be compared with that view.
     """
+    copied: Container[str]
+    """The names of leaves whose part copies what it loads, so that they may be in any memory."""
 
 
 def _match_on_all_ranks(
@@ -461,17 +463,14 @@ def _match(
         Target(shard.offsets, shard.memory, items.tensors[number])
         for (_, shard), number in zip(shards, regions.tensor.tolist(), strict=True)
     ]
-    names, leaf_of = [name for name, _ in shards], {leaf.name: leaf for leaf in leaves}
-    pairs = find_tied(
-        targets,
-        lambda row: parts.gets_copies(leaf_of[names[row]]),
-        partial(_are_stored_alike, checkpoint, requests),
-    )
+    names, copied = [name for name, _ in shards], {leaf.name for leaf in leaves if parts.gets_copies(leaf)}
+    are_alike = partial(_are_stored_alike, checkpoint, requests)
+    pairs = find_tied(targets, lambda row: names[row] in copied, are_alike)
     tied = [(first, row, targets[row].memory) for first, row in pairs]
     for _, row, shared in tied:
         memory = torch.empty_like(shared, memory_format=torch.contiguous_format)
         targets[row] = replace(targets[row], memory=memory)
-    return _MatchedState(leaves, selection, requests, names, targets, tied)
+    return _MatchedState(leaves, selection, requests, names, targets, tied, copied)
 
 
 LARGE_BYTES = 256 << 20
@@ -749,12 +748,10 @@ def _unpack(
     matched: _MatchedState,
     targets: Sequence[Target],
     choice: LoadChoice,
-    parts: LoadedParts,
 ) -> dict[str, Any]:
     """Return new values of leaves. Called when all bytes have arrived and are known to come from one save."""
     values = unpack(checkpoint, matched.requests, targets, trust=choice.trust)
-    copied = {leaf.name for leaf in matched.leaves if parts.gets_copies(leaf)} if matched.tied else set()
-    untied, split = untie(targets, matched.names, matched.tied, copied)
+    untied, split = untie(targets, matched.names, matched.tied, matched.copied)
     for one, other in split:
         finding = (
             f"{one!r} and {other!r} are one tensor in the state, and two different ones in the checkpoint"

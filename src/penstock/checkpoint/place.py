@@ -119,17 +119,16 @@ def find_tied(
         last = sum((size - 1) * stride for size, stride in steps) if memory.numel() else -1
         return memory.data_ptr(), memory.data_ptr() + (last + 1) * memory.itemsize
 
-    def view(target: Target) -> tuple[object, ...]:
-        memory = target.memory
-        return memory.dtype, memory.shape, memory.stride(), memory.is_conj(), memory.is_neg()
+    def view(memory: torch.Tensor) -> tuple[object, ...]:
+        return memory.dtype, memory.stride(), memory.is_conj(), memory.is_neg()
 
     spans = [span(target.memory) for target in targets]
     begins, ends = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
     order = np.flatnonzero(begins < ends)
     order = order[np.argsort(begins[order], kind="stable")]
     # Nearly always there is none: with many tensors in a state, there is no time for more than this.
-    reaches = begins[order[1:]] < np.maximum.accumulate(ends[order])[:-1]
-    crowded = order[np.append(False, reaches) | np.append(reaches, False)].tolist() if len(order) else []
+    reaches = np.append(False, begins[order[1:]] < np.maximum.accumulate(ends[order])[:-1])[: len(order)]
+    crowded = order[reaches | np.roll(reaches, -1)].tolist()
     tied = []
     known: dict[object, int] = {}
     others: list[tuple[int, NDArray[np.uint8]]] = []
@@ -137,7 +136,7 @@ def find_tied(
         own, held = targets[number], _byte_places(targets[number].memory)
         first = known.setdefault((own.memory.device, spans[number][0], held.shape, held.strides), number)
         if first != number:
-            if view(own) != view(targets[first]) or not are_alike(first, number):
+            if view(own.memory) != view(targets[first].memory) or not are_alike(first, number):
                 tied.append((first, number))
             continue
         others = [(before, places) for before, places in others if ends[before] > begins[number]]

@@ -238,13 +238,13 @@ class CheckpointSource:
         try:
             return load_object(item, stored.name, transforms=stored.transforms, trust=trust, where=where)
         except DataDamaged as error:
-            if not stored.sum or checksum_of(item) != stored.sum:
+            if checksum_of(item) != stored.sum:
                 raise
             raise UsageError(
                 f"{error.what}, although its bytes are as they were saved",
                 where=where,
-                fix="If a class has changed since the save, restore what it had; or skip this object with"
-                " exclude=.",
+                fix="If a class has changed since the save, restore what it had. Or load with trust=True, or"
+                " skip this object with exclude=.",
             ) from error
 
     def parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:

@@ -119,10 +119,8 @@ def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust
         import torch  # noqa: PLC0415 - see `object_bytes`
 
         return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)
-    except MemoryError as error:
-        raise DataDamaged(f"The object {name} needs more memory than there is", where=where) from error
-    except UNREADABLE as error:
-        raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
+    except (MemoryError, *UNREADABLE) as error:
+        raise DataDamaged(f"The object {name} cannot be unpickled: {error!r}", where=where) from error
 
 
 _SCALAR: Final = re.compile(

@@ -208,17 +208,11 @@ class RestoreSearch:
 
     def require_any(self) -> None:
         """Raise if steps were committed and all candidates were rejected."""
-        skipped, uri = self.skipped_steps, self._store.uri
-        fix = "`penstock checkpoint verify` lists all damage"
-        if len(skipped) == 1:
-            message = f"Step {skipped[0].step} cannot be restored: {skipped[0].reason}"
-            raise StorageError(message, uri=uri, fix=f"{fix}.")
-        if skipped:
-            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in skipped)
+        if skipped := self.skipped_steps:
             raise StorageError(
-                f"None of the {len(skipped)} committed steps can be restored. {reasons}",
-                uri=uri,
-                fix=f"{fix}; copy a step back from elsewhere, or begin again.",
+                "; ".join(f"Step {each.step} cannot be restored: {each.reason}" for each in skipped),
+                uri=self._store.uri,
+                fix="`penstock checkpoint verify` lists all damage; copy a step back, or begin again.",
             )
 
     def __enter__(self) -> None:
@@ -262,7 +256,8 @@ class RestoreSearch:
         return False
 
     def _find_copies(self, wanted: int | None) -> Iterator[StepCopy]:
-        committed = repeat_while_storage_fails(self._store.candidates, self._comm, self._store.uri)
+        list_steps = partial(repeat_while_storage_fails, self._store.candidates, self._comm, self._store.uri)
+        committed = list_steps()
         if wanted is not None and wanted not in committed:
             newest = ", ".join(map(str, committed[-5:])) or "none"
             raise ObjectNotFound(
@@ -298,7 +293,7 @@ class RestoreSearch:
                     ) from self._unproven
                 _pause(f"Step {step} could not be read", reasons, pause_s, self._comm.rank)
             if wanted is None and listings_left:
-                committed = repeat_while_storage_fails(self._store.candidates, self._comm, self._store.uri)
+                committed = list_steps()
                 if committed and step not in committed:
                     # A job that still saves has removed this step, and perhaps all that were listed with it.
                     listings_left -= 1

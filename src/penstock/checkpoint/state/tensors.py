@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from penstock.checkpoint.formats.dcp_item import object_bytes, open_item, read_data
-from penstock.checkpoint.formats.saved_objects import names_beyond_data
 from penstock.checkpoint.formats.torch_save import is_plain
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
@@ -34,7 +33,7 @@ from penstock.checkpoint.state.walk import (
     require_unmarked,
     walk,
 )
-from penstock.errors import DataDamaged, UsageError, name_some
+from penstock.errors import DataDamaged, PenstockError, UsageError, name_some
 
 logger = logging.getLogger(__name__)
 
@@ -465,23 +464,19 @@ def warn_of_losses(local_state: LocalState, rank: int, warned: set[str], checked
     for name, digest in objects.items():
         if name in scalars or digest in checked or name in warned:
             continue
-        level = logging.WARNING if rank == 0 else logging.INFO
         try:
             archive, record = open_item(local_state.objects[name], "an object of the state")
         except DataDamaged as error:
             raise UnpicklableValue(
                 f"{name!r} cannot be saved, because no load could read it: {error.what}",
-                fix="Keep it out of the state, or save what it is made of instead.",
             ) from error
-        if beyond := names_beyond_data(archive.value):
-            logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
+        if is_plain(archive.value):
+            continue
+        try:
+            read_data(archive.value, record, name, "")
+        except PenstockError as error:
+            logger.log(level, "%r cannot be loaded without trust=True: %s", name, error.what)
             warned.add(name)
-        elif not is_plain(archive.value):
-            try:
-                read_data(archive.value, record, name, "")
-            except DataDamaged as error:
-                logger.log(level, "A load will refuse %r, at least without trust=True: %s", name, error.what)
-                warned.add(name)
     checked.clear()
     checked.update(objects.values())
     unknown = [name for name, kind in local_state.holdings.key_types.items() if kind == "unknown"]
