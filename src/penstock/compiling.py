@@ -10,7 +10,6 @@ import inspect
 import logging
 import os
 import pickle
-import stat
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import llvmlite.binding  # type: ignore[import-untyped]  # has no types
 import numba
 
-from penstock.environment import Environment, process_environment
+from penstock.environment import Environment, find_other_writer, process_environment
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +75,11 @@ def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment:
         # `Path.home` raises RuntimeError if the user has no home, as in some containers.
         base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
         folder = base / f"loops-{hashlib.sha256(source + compiler.encode()).hexdigest()[:24]}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Check the owners, because numba unpickles the files in this folder.
-        owned = [each.stat() for each in (base, folder)]
-        if any(each.st_uid != os.geteuid() or each.st_mode & stat.S_IWOTH for each in owned):
-            logger.warning("Compiling for this run only, because others may write to the cache in %s", folder)
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # numba unpickles the files in this folder, so nobody else may change it or put a link in its place.
+        if reason := find_other_writer(base) or find_other_writer(folder):
+            logger.warning("Compiling for this run only, because %s", reason)
             return None
     except (OSError, RuntimeError) as error:
         logger.warning("Compiling for this run only, because there is no cache folder: %s", error)

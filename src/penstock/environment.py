@@ -1,10 +1,12 @@
-"""The one module that touches environment variables; everything else receives their values as arguments.
+"""What this process finds around it: variables, which no other module touches, and who owns files.
 
 `PENSTOCK_*` and `AWS_*` are the user's settings; other variables show which launcher started this process.
 """
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 Environment = Mapping[str, str]
 
@@ -65,3 +67,17 @@ def export_variables(values: Environment) -> None:
 def withdraw_variable(name: str) -> None:
     """Unset a variable of this process, for the libraries that `export_variables` serves."""
     os.environ.pop(name, None)
+
+
+def find_other_writer(path: Path, forbidden: int = 0o022) -> str:
+    """Return why a user other than root may change this file or folder; "" if none may.
+
+    A mode with one of the `forbidden` bits is a reason. A link, which is not followed, has all of them.
+    """
+    with suppress(FileNotFoundError):
+        facts = path.lstat()
+        if facts.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to user {facts.st_uid}"
+        if facts.st_mode & forbidden:
+            return f"others may write to {path}, or it is a link"
+    return ""

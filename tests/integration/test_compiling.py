@@ -54,12 +54,59 @@ def test_only_its_owner_may_change_what_will_be_run(folder: Path) -> None:
     assert loops.stat().st_mode & 0o077 == 0
 
 
-def test_a_cache_that_others_may_write_to_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "penstock").mkdir(parents=True)
-    (folder / "penstock").chmod(0o777)
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+@pytest.mark.parametrize("where", ["penstock", "penstock/loops"])
+def test_a_cache_that_others_may_change_is_not_used(
+    folder: Path, where: str, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    doubled(folder)
+    (loops,) = (folder / "penstock").iterdir()
+    changed = loops if where.endswith("loops") else folder / where
+    for path in list(files_in(folder)):
+        path.unlink()
+    changed.chmod(mode)
     doubled(folder)
     assert list(files_in(folder)) == []
-    assert "others may write" in caplog.text
+    assert f"others may write to {changed}" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("where", ["penstock"])
+def test_a_cache_of_another_user_is_not_used(
+    folder: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "penstock").mkdir(parents=True)
+    os.chown(folder / where, 65534, 65534)
+    doubled(folder)
+    assert list(files_in(folder)) == []
+    assert "belongs to user 65534" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["penstock", "penstock/loops"])
+def test_a_link_in_the_place_of_the_cache_is_not_followed(
+    folder: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    doubled(folder)
+    (loops,) = (folder / "penstock").iterdir()
+    linked = loops if where.endswith("loops") else folder / where
+    linked.rename(folder / "elsewhere")
+    linked.symlink_to(folder / "elsewhere")
+    for path in list(files_in(folder)):
+        path.unlink()
+    doubled(folder)
+    assert list(files_in(folder)) == []
+    assert "or it is a link" in caplog.text
+
+
+def test_a_user_whose_group_may_write_has_a_cache_that_it_may_not(folder: Path) -> None:
+    umask = os.umask(0o002)
+    try:
+        doubled(folder)
+    finally:
+        os.umask(umask)
+    assert any(path.suffix == ".nbc" for path in files_in(folder))
+    (loops,) = (folder / "penstock").iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (folder / "penstock", loops)] == [0o700] * 2
 
 
 def test_the_compiler_keeps_its_own_cache_folder_for_others(folder: Path) -> None:

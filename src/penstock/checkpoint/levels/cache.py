@@ -261,8 +261,9 @@ class CacheLevel:
             require_folders(storage)
             root = Path(parse_uri(storage.uri).root)
             with translate_os_errors("Making the cache's folder", storage.uri):
-                root.mkdir(parents=True, exist_ok=True)
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 facts = root.stat()
+                FlushFolder(root)  # here, so that all ranks learn that a cache is refused
             return current_process().kernel or f"rank {comm.rank}", facts.st_dev, facts.st_ino
 
         awaiting = "all ranks to name their caches"

@@ -274,8 +274,8 @@ def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedChe
     Raises `UsageError` if this save of the step is not durable, unless `even_last` is set, or if a running
     job saves to the cache.
     """
-    WriterLease(storage).require_free()
     node, step = NodeCache(storage, (0,)), parse_step(name)
+    WriterLease(storage).require_free()
     share, run = node.find(name), _read_run(storage)
     seal = node.seal(name)
     is_durable = seal is not None and is_committed(open_here(run), name, seal.manifest)
@@ -286,8 +286,8 @@ def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedChe
             fix="Run `penstock checkpoint flush` first, or give --even-last to lose it.",
         )
     sizes = share.sizes()
-    if step is not None and step in node.flushes.notes():
-        node.flushes.remove(step, node.flushes.notes()[step].save_id)
+    if step is not None:
+        node.flushes.remove(step)
     node.hide(name)()
     node.confirm(name)
     return RemovedCheckpoint(

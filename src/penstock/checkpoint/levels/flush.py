@@ -12,7 +12,7 @@ moment, and the next one continues:
 Each flusher copies the files of its own cache; the first that finds the draft complete publishes it.
 Invariants: a file in the draft under its final name is complete, durable and equal to its checksums; a note
 is removed when its step is durable, or when retention would remove the step at once; a step with a note stays
-in the cache.
+in the cache. Notes and steps are trusted, and so a cache that another user may have changed is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Final, Literal
@@ -58,7 +57,7 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
-from penstock.storage.files.local_files import sync_folder, write_durably
+from penstock.storage.files.local_files import require_own, sync_folder, write_durably
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import write_object
@@ -77,7 +76,6 @@ PATIENCE_S: Final = 3600.0
 """The time for which a detached flusher retries failures or waits for other nodes before it gives up."""
 GRACE_S: Final = 30.0
 """The time for which files of a draft may be invisible before they count as lost and are copied again."""
-LOG_BYTES: Final = 4 << 20
 REPORT_S: Final = 0.25
 
 logger = logging.getLogger(__name__)
@@ -129,16 +127,17 @@ class FlushProgress(protocol.StoredRecord):
 
 
 class FlushFolder:
-    """The notes, the lock and the progress of one cache's flusher; any process may read them."""
+    """The notes, the lock and the progress of one cache's flusher; any process of its user may read them."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
         self.path = cache / FOLDER
         self.log = self.path / "log"
+        require_own(cache, self.path)
 
     def put(self, step: int, note: FlushNote) -> None:
         """Note that a save of a step is to become durable. Replaces the note of an older save of the step."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_durably(self._note(step), note.model_dump_json().encode())
 
     def noted_steps(self) -> list[int]:
@@ -171,17 +170,17 @@ class FlushFolder:
                 )
         return dict(sorted(found.items(), reverse=True))
 
-    def remove(self, step: int, save_id: str) -> None:
-        """Remove the note of a save, unless a newer save of the step has replaced it."""
+    def remove(self, step: int, save_id: str = "") -> None:
+        """Remove the note of the step, but not that of another save if `save_id` is given."""
         with suppress(FileNotFoundError, ValidationError):
-            if FlushNote.model_validate_json(self._note(step).read_bytes()).save_id == save_id:
+            if not save_id or FlushNote.model_validate_json(self._note(step).read_bytes()).save_id == save_id:
                 self._note(step).unlink()
                 sync_folder(self.path)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of this cache's only flusher; raise `BlockingIOError` if another flusher holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.path / "lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
@@ -553,18 +552,12 @@ class _SharedDraft:
 
 def main(cache: str) -> None:
     """Run as the detached flusher of this cache, at the lowest priority, until nothing is left to do."""
-    folder = FlushFolder(Path(cache))
-    handler = RotatingFileHandler(folder.log, maxBytes=LOG_BYTES, backupCount=1, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # %r escapes line breaks, so that no name in a message can begin a line. Standard error is the log.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)r")
     os.setpriority(os.PRIO_PROCESS, 0, 19)
-    try:
+    with suppress(psutil.Error, OSError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
-    except (psutil.Error, OSError) as error:
-        logger.info("The I/O priority cannot be set here: %s", error)
-    logger.info("Process %d flushes %s", os.getpid(), cache)
     Flusher(open_here(cache)).run(patience_s=PATIENCE_S, persists=True)
-    logger.info("Process %d ends", os.getpid())
 
 
 _PROGRAM: Final = """\

@@ -148,9 +148,9 @@ class TieredStore(step_store.StepStore):
                 run_on_all_ranks(
                     self.comm, lambda: self._await_durable(step), awaiting=f"step {step} to be durable"
                 )
-        elif self.cache.is_lead and step in self._flushes.notes():
-            # An older save of this step was to become durable, but no longer exists.
-            self._flushes.remove(step, self._flushes.notes()[step].save_id)
+        elif self.cache.is_lead:
+            # An older save of this step that was to become durable no longer exists.
+            self._flushes.remove(step)
         clear_up = partial(remove_leftovers, step, self.hide_surplus())
         return f"{self.cache.storage.uri}/{draft.name}", stats, clear_up
 

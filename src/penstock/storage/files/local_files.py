@@ -10,8 +10,12 @@ import errno
 import json
 import os
 import stat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
+
+from penstock.environment import find_other_writer
+from penstock.errors import AccessRefused
 
 MOST_BYTES: Final = 64 << 20
 """The largest document that is read whole; the facts of ten thousand hosts have 50 MB."""
@@ -51,6 +55,19 @@ def open_draft(path: Path) -> IO[bytes]:
     """Create a file, replacing any that exists, so that nothing is written through another user's link."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
+
+
+def require_own(folder: Path, notes: Path) -> None:
+    """Raise `AccessRefused` if others may write to a folder or its `notes`, or own their contents."""
+    held = (path for each in (folder, notes) if each.is_dir() for path in each.iterdir())
+    # What is in a folder to which only this user may write can have any mode, but not any owner.
+    paths, forbidden = chain([folder, folder.resolve(), notes], held), chain([0, 0o022, 0o022], repeat(0))
+    if reason := next(filter(None, map(find_other_writer, paths, forbidden)), ""):
+        raise AccessRefused(
+            f"Another user may have changed this folder: {reason}",
+            fix="Let its owner do this, or use a folder of your own. If it is yours, remove what is not, and "
+            "take the permission from others: `chmod -R go-w`.",
+        )
 
 
 def replace_durably(draft: Path, target: Path) -> None:

@@ -401,8 +401,8 @@ def test_a_step_whose_note_cannot_be_read_stays_cached(tmp_path: Path) -> None:
         for step in (2, 3):
             manager.save(step, state_of(0, step))
     assert sorted(path.name for path in tmp_path.glob("host-0/step-*")) == ["step-1", "step-3"]
-    notes = tmp_path / "host-0/.penstock-flush"
-    shutil.rmtree(notes)
-    notes.symlink_to(notes)
+    folder = FlushFolder(tmp_path / "host-0")
+    shutil.rmtree(folder.path)
+    folder.path.symlink_to(folder.path)
     with pytest.raises(StorageError, match="Listing failed"):
-        FlushFolder(tmp_path / "host-0").notes()
+        folder.notes()
