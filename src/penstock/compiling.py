@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import pickle
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -73,14 +74,15 @@ def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment:
     compiler = f"{numba.__version__} {llvmlite.__version__} {processor} {overrides}"
     try:
         # `Path.home` raises RuntimeError if the user has no home, as in some containers.
-        base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+        base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "penstock"
         folder = base / f"loops-{hashlib.sha256(source + compiler.encode()).hexdigest()[:24]}"
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        # numba unpickles the files in this folder, so nobody else may change it or put a link in its place.
-        if reason := find_other_writer(base) or find_other_writer(folder):
-            logger.warning("Compiling for this run only, because %s", reason)
-            return None
+        # numba unpickles the files in this folder, so nobody else may change it or put another in its place.
+        for each in (*reversed(folder.parents), folder):
+            each.mkdir(mode=0o700, exist_ok=True)
+            is_sticky = each not in (base, folder) and each.lstat().st_mode & stat.S_ISVTX
+            if reason := find_other_writer(each, 0 if is_sticky else 0o022):
+                logger.warning("Compiling for this run only, because %s", reason)
+                return None
     except (OSError, RuntimeError) as error:
         logger.warning("Compiling for this run only, because there is no cache folder: %s", error)
         return None

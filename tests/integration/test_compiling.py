@@ -55,7 +55,7 @@ def test_only_its_owner_may_change_what_will_be_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-@pytest.mark.parametrize("where", ["penstock", "penstock/loops"])
+@pytest.mark.parametrize("where", [".", "penstock", "penstock/loops"])
 def test_a_cache_that_others_may_change_is_not_used(
     folder: Path, where: str, mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
