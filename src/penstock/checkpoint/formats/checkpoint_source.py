@@ -313,6 +313,11 @@ def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
         index = read_metadata(content, f"{uri}/{METADATA_NAME}")
         index = index if manifest is None else join_manifest(index, manifest, uri)
     facts = {} if manifest is None else manifest.facts
+    try:
+        key_types = dict(json.loads(str(facts.get(KEY_TYPES, "{}"))))
+        entries = read_entries(str(facts.get(OWN_ENTRIES, "")))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise DataDamaged(f"The facts in {MANIFEST_NAME} cannot be read: {error}", where=uri) from error
     return CheckpointSource(
         uri=uri,
         format=Format.DCP,
@@ -320,8 +325,8 @@ def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
         folder=folder,
         index=index,
         manifest=manifest,
-        key_types=json.loads(str(facts.get(KEY_TYPES, "{}"))),
-        entries=read_entries(str(facts.get(OWN_ENTRIES, ""))),
+        key_types=key_types,
+        entries=entries,
         identity=checksum_of(content) if sealed is None else bytes(sealed[:IDENTITY_BYTES]),
     )
 

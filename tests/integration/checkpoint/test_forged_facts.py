@@ -1,0 +1,26 @@
+"""A forged manifest: facts that are not as Penstock writes them are damage."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.checkpoint.formats.description import OPENING, checksum_of
+from penstock.errors import DataDamaged
+
+torch = pytest.importorskip("torch")
+pc = pytest.importorskip("penstock.checkpoint")
+
+
+@pytest.mark.parametrize("fact", ["key_types", "own_entries"])
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100_000])
+def test_facts_that_cannot_be_read_are_damage(tmp_path: Path, fact: str, text: str) -> None:
+    pc.save({"x": torch.ones(2)}, tmp_path / "saved")
+    path = tmp_path / "saved" / "penstock.json"
+    document = json.loads(path.read_bytes())
+    del document["format"], document["xxh3_128"]
+    document["facts"][fact] = text
+    rest = b'",' + json.dumps(document, separators=(",", ":"))[1:].encode() + b"\n"
+    path.write_bytes(OPENING + checksum_of(OPENING, rest).hex().encode() + rest)
+    with pytest.raises(DataDamaged, match=r"The facts in penstock\.json cannot be read"):
+        pc.load({"x": torch.ones(2)}, tmp_path / "saved")
