@@ -114,7 +114,7 @@ class HistoryFile:
         """Read all entries, and a sentence for each damaged line. A missing file is an empty history."""
         with system_calls.translate_os_errors("Reading the history of runs", str(self.path)):
             try:
-                content = self.path.read_bytes()
+                content = local_files.read_document(self.path)
             except FileNotFoundError:
                 content = b""
         return parse_lines(content, str(self.path))

@@ -133,6 +133,14 @@ def test_an_absent_history_is_empty_and_reading_makes_none(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pipe_in_place_of_the_history_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    history = HistoryFile(tmp_path)
+    history.path.parent.mkdir()
+    os.mkfifo(history.path)
+    with pytest.raises(StorageError, match="a pipe"):
+        history.read()
+
+
 def test_an_id_is_never_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits = iter(["aaaaaa", "aaaaaa", "bbbbbb"])
     monkeypatch.setattr("secrets.token_hex", lambda _: next(digits))
