@@ -584,7 +584,10 @@ def start_detached(folder: FlushFolder) -> None:
         return
     packages = Path(penstock.__file__).resolve().parent.parent
     program = _PROGRAM.format(packages=str(packages), cache=str(folder.cache))
-    with folder.log.open("ab") as log:
+    # Not through a link, which would lead to another file.
+    with open(
+        folder.log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    ) as log:
         subprocess.run(
             [sys.executable, "-P", "-c", program],
             check=True,

@@ -140,6 +140,16 @@ def test_nothing_is_logged_through_a_link_of_another_user(cached: Path) -> None:
     assert kept.read_text() == "mine\n"
 
 
+def test_nothing_is_logged_through_any_link(cached: Path) -> None:
+    kept = cached / "authorized_keys"
+    kept.write_text("mine\n")
+    folder = FlushFolder(cached / "cache")
+    folder.log.symlink_to(kept)
+    with pytest.raises(OSError, match="log"):
+        start_detached(folder)
+    assert kept.read_text() == "mine\n"
+
+
 def test_names_do_not_begin_lines_of_the_log(cached: Path) -> None:
     folder = FlushFolder(cached / "cache")
     note = folder.notes()[3]
