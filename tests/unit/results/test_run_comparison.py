@@ -256,3 +256,12 @@ def test_the_figures_of_a_run_that_was_cut_short_are_those_of_its_complete_epoch
 def test_missing_parent_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such directory of runs"):
         read_catalog(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("config", ["workload: &a {b: *a}\n", "x: &a [1]\nworkload: {y: *a}\n"])
+def test_a_configuration_with_aliases_is_noted_and_not_read(tmp_path: Path, config: str) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
+    (tmp_path / ".hydra" / "config.yaml").write_text(config)
+    assert "cannot read config.yaml: it has aliases" in summarize_run(tmp_path).notes
