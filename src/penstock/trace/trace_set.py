@@ -558,7 +558,7 @@ def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTab
         TraceFile(path=Path(one["path"]), name=one["name"], run=one["run"], rank_pattern=one["rank_pattern"])
         for one in facts.sources
     ]
-    there = [file.path.exists() for file in files]
+    there = [file.path.is_file() for file in files]
     if all(
         _describe_source(file) == source
         for file, source, is_there in zip(files, facts.sources, there, strict=True)

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Final
 from isal import igzip_lib
 
 from penstock.errors import StorageError, UsageError, name_some
+from penstock.storage.files.local_files import read_document
 
 logger = logging.getLogger(__name__)
 
@@ -276,8 +277,8 @@ _BAD_GZIP: Any = igzip_lib.IsalError
 def read_event_count(trace: Path) -> int | None:
     """Return how many events the process of an unfinished trace has recorded; None for a finished trace."""
     try:
-        content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
-    except FileNotFoundError:
+        content = read_document(trace.with_name(trace.name + COUNT_SUFFIX))
+    except OSError:
         return None
     return sum(memoryview(content[: len(content) // 8 * 8]).cast("q"))
 

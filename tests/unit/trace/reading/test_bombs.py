@@ -1,6 +1,7 @@
 """Traces made to cost memory or time: small files that unpack to much, and lines that take long to search."""
 
 import gzip
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def test_a_file_that_unpacks_to_much_more_than_a_trace_is_read_in_part(
 ) -> None:
     account = account_of(tmp_path / "x.json.gz", content)
     assert account.faults[0] == "unpacks to over 100 times its size: the rest was not read"
+
+
+def test_a_pipe_in_place_of_the_count_of_events_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.pfw.count")
+    assert account_of(tmp_path / "x.pfw", b"[\n" + EVENT).announced_events is None
 
 
 def test_a_head_without_events_is_not_kept_whole(tmp_path: Path) -> None:
