@@ -24,7 +24,6 @@ from typing import Any, BinaryIO, Final
 from isal import igzip_lib
 
 from penstock.errors import StorageError, UsageError, name_some
-from penstock.storage.files.local_files import read_document
 
 logger = logging.getLogger(__name__)
 
@@ -274,11 +273,19 @@ _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
 _BAD_GZIP: Any = igzip_lib.IsalError
 
 
+_MOST_COUNTED: Final = 1 << 20
+"""More bytes than the counts of any process take."""
+
+
 def read_event_count(trace: Path) -> int | None:
     """Return how many events the process of an unfinished trace has recorded; None for a finished trace."""
+    path = trace.with_name(trace.name + COUNT_SUFFIX)
+    if not path.is_file():
+        return None
     try:
-        content = read_document(trace.with_name(trace.name + COUNT_SUFFIX))
-    except OSError:
+        with path.open("rb") as file:
+            content = file.read(_MOST_COUNTED)
+    except FileNotFoundError:
         return None
     return sum(memoryview(content[: len(content) // 8 * 8]).cast("q"))
 
