@@ -8,6 +8,7 @@ which its process belongs.
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import threading
 from _thread import start_new_thread  # takes none of threading's locks, which may be held at a signal
@@ -92,6 +93,7 @@ def ranked(
         with (
             nullcontext() if is_launched else _terminated_as_interrupted(),
             job as comm,
+            _woken_by_signals(),
             _traced(ranks.trace or environment.get(env.TRACE), comm),
         ):
             terminal = Terminal(
@@ -185,6 +187,37 @@ def _terminated_as_interrupted() -> Iterator[None]:
             signal.signal(number, usual[number])
         if taken:
             sys.unraisablehook = usual_hook
+
+
+@contextmanager
+def _woken_by_signals() -> Iterator[None]:
+    """Let no signal wait until a wait of the main thread ends.
+
+    Python runs handlers between two steps of the main thread. A signal that arrives just before the thread
+    waits for a lock does not interrupt the wait, but a second signal does, whatever its number.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def wake_again(main_thread: int) -> None:
+        with arrivals:
+            while numbers := arrivals.recv(64):
+                for delay_s in (0.05, 0.5, 2.0) if set(numbers) - {signal.SIGURG} else ():
+                    sleep(delay_s)
+                    signal.pthread_kill(main_thread, signal.SIGURG)
+
+    arrivals, handlers = socket.socketpair()
+    handlers.setblocking(False)
+    usual = signal.signal(signal.SIGURG, lambda _number, _frame: None)
+    before = signal.set_wakeup_fd(handlers.fileno(), warn_on_full_buffer=False)
+    start_new_thread(wake_again, (threading.get_ident(),))
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGURG, usual)
+        handlers.close()
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 import ctypes
 import importlib
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.rank_options import _terminated_as_interrupted
+from penstock.cli.rank_options import _terminated_as_interrupted, _woken_by_signals
 
 PATIENCE_S = 20.0
 
@@ -98,3 +100,22 @@ def test_an_import_that_does_not_end_is_interrupted(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         wait_after(partial(importlib.import_module, "never_ends"))
     assert time.monotonic() - before < PATIENCE_S
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_for_a_lock_ends_the_command() -> None:
+    # A thread that waits for a lock is not woken by a signal that another thread gets.
+    lock, is_over = threading.Lock(), threading.Event()
+    receiver = threading.Thread(target=is_over.wait)
+    receiver.start()
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = time.monotonic()
+    try:
+        with lock, _terminated_as_interrupted(), _woken_by_signals():
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(KeyboardInterrupt):
+                lock.acquire(timeout=PATIENCE_S)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        is_over.set()
+    assert time.monotonic() - before < PATIENCE_S / 2
+    assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL
