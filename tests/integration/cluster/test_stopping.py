@@ -226,7 +226,8 @@ def test_under_a_foreign_mpiexec_the_loss_of_rank_0s_guard_ends_all(jobs: Jobs) 
     argv = jobs.rank("kill-supervisor", "sleep", 0, "workers")
     job = jobs.run(program, *argv, launcher=(str(BIN / "mpiexec"), "-n", "3"))
     assert job.end() != 0
-    assert job.stderr.count("the control server of the job is gone") == 1
+    # A supervisor that was still joining reports for itself.
+    assert 1 <= job.stderr.count("the control server of the job is gone") <= 2
     assert job.leftovers() == []
 
 

@@ -166,10 +166,10 @@ def connect_to_server(
                     pass
                 welcome, *channel.early = answers
                 if welcome != {"kind": "welcome", "proof": compute_proof(token, own, SERVER)}:
-                    raise ChannelBroken("The server did not prove that it belongs to this job")
+                    raise RankError("The server did not prove that it belongs to this job")
                 return channel
             case unexpected:
-                raise ChannelBroken(f"Expected a challenge, got {unexpected!r}")
+                raise RankError(f"Expected a challenge, got {unexpected!r}")
     raise RankError(
         f"Rank {rank} cannot reach the process that launched it ({'; '.join(refusals)})",
         where=host,

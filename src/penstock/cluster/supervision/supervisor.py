@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import psutil
 
@@ -31,6 +31,7 @@ from penstock.errors import RankError, Unavailable
 
 PR_SET_CHILD_SUBREAPER = 36
 _MPICH_MEMORY = "/dev/shm/mpich_shm_"  # noqa: S108 - where MPICH puts it
+_SERVER_IS_GONE: Final = "the control server of the job is gone"
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AnnounceFailure = Callable[[protocol.Failed], None]
@@ -252,6 +253,9 @@ class Supervisor:
             self._control = protocol.connect_to_server(
                 address, token, rank=self._config.rank, host=self._config.host, pid=os.getpid()
             )
+        except protocol.ChannelBroken as error:
+            self._stop(self._own_failure(f"{_SERVER_IS_GONE}: {error}"))
+            return
         except RankError as error:
             self._stop(self._own_failure(str(error)))
             return
@@ -316,8 +320,7 @@ class Supervisor:
         self._control = None
         if not self._is_dismissed:
             # Without the server, no rank would learn of another rank's failure.
-            cause = "the control server of the job is gone"
-            self._stop(protocol.Failed(rank=0, host="its host", cause=cause))
+            self._stop(protocol.Failed(rank=0, host="its host", cause=_SERVER_IS_GONE))
 
     def _own_failure(self, cause: str, ending: protocol.Ending = protocol.Ending.FAILED) -> protocol.Failed:
         return protocol.Failed(rank=self._config.rank, host=self._config.host, cause=cause, ending=ending)

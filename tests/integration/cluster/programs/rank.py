@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from penstock.cluster.comm import all_gather_results
 from penstock.cluster.supervision import join_job
 from penstock.environment import process_environment
@@ -67,6 +69,10 @@ def interrupt_itself(comm: Comm) -> None:
 
 
 def kill_supervisor(comm: Comm) -> None:
+    """Kill it once the other supervisors have reached it: their ranks may be ahead of them."""
+    supervisor = psutil.Process(os.getppid())
+    while sum(one.status == psutil.CONN_ESTABLISHED for one in supervisor.net_connections()) <= comm.size:
+        time.sleep(0.01)
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(FOREVER_S)
 

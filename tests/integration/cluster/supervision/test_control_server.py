@@ -340,7 +340,7 @@ def test_a_supervisor_that_reaches_another_server_accepts_no_message() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ChannelBroken, match="Expected a challenge"):
+        with pytest.raises(RankError, match="Expected a challenge"):
             connect_to_server(f"127.0.0.1:{port}", "token", rank=0, host="here", pid=1)
         thread.join(timeout=10)
 
@@ -360,7 +360,7 @@ def test_a_server_that_does_not_know_the_token_ends_no_rank() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ChannelBroken, match="did not prove"):
+        with pytest.raises(RankError, match="did not prove"):
             connect_to_server(f"127.0.0.1:{port}", "token", rank=0, host="here", pid=1)
         thread.join(timeout=10)
 
