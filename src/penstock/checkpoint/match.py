@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredObject, TensorFacts
-from penstock.checkpoint.state.tensors import bare_names, parameter_names
+from penstock.checkpoint.state.tensors import bare_names, is_optimizer_dict, parameter_names, parameters_of
 from penstock.checkpoint.state.walk import (
     EXTRA_STATE,
     RANK_MARK,
@@ -290,7 +290,7 @@ class StoredNames:
             isinstance(entry, str)
             for each in self._objects
             if each.name.startswith(f"{self.prefix(key)}param_groups.") and each.name.endswith(".params")
-            for entry in self._read(each)
+            for entry in parameters_of({"params": self._read(each)}) or ()
         }
         if has_numbers and len(kinds) != 1:
             raise UsageError(
@@ -513,13 +513,13 @@ class _OptimizerState(_Part):
     def check(self, loaded: Any) -> None:
         """Raise `UsageError` if a group of the checkpoint has other parameters."""
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
-            entries = group["params"]
+            entries = parameters_of(group) or ()
             numbers = {self.numbers.get(entry) for entry in entries}
             # If no module in the state tells what the names mean, parameters are matched in order.
             if len(entries) != len(own) or ((self.is_numbered or self.name_of) and numbers != {*own}):
                 raise UsageError(
                     f"Group {place} of {self.key!r} has different parameters from the checkpoint's",
-                    where=f"the checkpoint has {name_some(entries)}",
+                    where=f"the checkpoint has {name_some(entries or [group['params']])}",
                     fix=f"Build it with the groups that it was saved with, or exclude={f'{self.key}.*'!r}.",
                 )
         _require_names(
@@ -568,18 +568,19 @@ class _NamedState(_Part):
 
     def check(self, loaded: Any) -> None:
         """Raise `UsageError` if a group of the checkpoint has other parameters."""
+        for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
+            entries = parameters_of(group) or ()
+            if len(own["params"]) != len(entries) or _has_names(entries):
+                raise UsageError(
+                    f"The groups of {self.key!r} have different parameters from the checkpoint's",
+                    fix="Build the optimizer with the groups that it was saved with.",
+                )
         _require_names(
             self.key,
             loaded["param_groups"],
             [own["params"] for own in self.own["param_groups"]],
             is_named=False,
         )
-        for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
-            if len(own["params"]) != len(group["params"]) or _has_names(group["params"]):
-                raise UsageError(
-                    f"The groups of {self.key!r} have different parameters from the checkpoint's",
-                    fix="Build the optimizer with the groups that it was saved with.",
-                )
 
     def take(self, loaded: Any) -> None:
         """Copy the options of the groups back; everything else was loaded in place."""
@@ -605,7 +606,8 @@ def _begin_optimizer(
     options: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
     for path, facts in stored.below(prefix, key).items():
         # State that belongs to no parameter may also be a single value.
-        if path[0] == "state" and (len(path) > 2 or not (path[-1] in by_name or str(path[-1]).isdecimal())):
+        is_single = len(path) == 2 and not (path[1] in by_name or str(path[1]).isdecimal())
+        if path[0] == "state" and (len(path) > 2 or is_single):
             entries.setdefault(str(path[1]), {})[path[2:]] = facts
         elif path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
             options.setdefault(path[1], {})[path[2:]] = facts
@@ -772,7 +774,7 @@ def number_names(key: str, part: Any, stored: StoredNames) -> dict[str, Any] | N
     if not (_has_names(names) and stored.are_numbers(key, entries, names)):
         return None
     numbers = {name: number for number, name in enumerate(names)}
-    state = {numbers[name]: slots for name, slots in part["state"].items()}
+    state = {numbers.get(name, name): slots for name, slots in part["state"].items()}
     groups = [copied(own) | {"params": [numbers[n] for n in own["params"]]} for own in part["param_groups"]]
     return {**part, "state": state, "param_groups": groups}
 
@@ -899,8 +901,10 @@ class LoadedParts:
     def is_left(self, key: str) -> bool:
         """Return True if a part has leaves but none of them was filled."""
         begin = f"{key}."
-        has_left = any(name.startswith(begin) for name in self.left)
-        return has_left and not any(name.startswith(begin) for name in self.filled)
+        has_left, has_filled = (
+            any(name == key or name.startswith(begin) for name in names) for names in (self.left, self.filled)
+        )
+        return has_left and not has_filled
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """Return the `unused` names in the checkpoint that are below these parts and selected."""
@@ -928,7 +932,7 @@ class LoadedParts:
         part = None if key is None else self.parts[key]
         if type(part) is not _Part:
             return part is not None
-        return isinstance(part.inner, Mapping) and {"state", "param_groups"} <= part.inner.keys()
+        return is_optimizer_dict(part.inner)
 
     def _owner(self, stored_name: str) -> str | None:
         return next((key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix)), None)
@@ -1108,12 +1112,16 @@ def _begin(key: str, part: Any, stored: StoredNames, names: Mapping[int, str]) -
         return _StatefulPart(own, part, making.emptied)
     if is_stateful(part):
         own = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():
+        if isinstance(part, torch.optim.Optimizer) and is_optimizer_dict(own):
             return _begin_optimizer(key, part, stored, names)
-        own = copied(own)
-        making.fit(own, stored.below(prefix, key) if prefix else {})
-        return _StatefulPart(own, part, making.emptied)
-    if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
+        # An entry like those below it: what was saved may be a list, or a single value, instead of a dict.
+        name, making.prefix = prefix.removesuffix("."), ""
+        whole, places = {name: copied(own)}, stored.below(prefix, key) if prefix else {}
+        if stored.asked(key) == name:
+            places = {(): stored.facts(name), **places}
+        making.fit(whole, {(name, *path): facts for path, facts in places.items()})
+        return _StatefulPart(whole[name], part, making.emptied)
+    if is_optimizer_dict(part) and prefix:
         numbered = number_names(key, part, stored)
         if numbered is not None:
             return _NamedState(numbered, key, part)

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.api import load, save
+from penstock.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -51,6 +52,72 @@ def test_part_gets_back_empty_dicts_and_keys_of_any_plain_type(tmp_path: Path, *
     load({"part": part}, tmp_path / "step")
     assert in_order(part.state) == in_order(odd_structure())
     assert type(part.state["counts"]) is defaultdict
+
+
+SHAPES = {
+    "dict": {"a": 1, "b": torch.ones(2)},
+    "numbered": {0: 1, 1: torch.ones(2)},
+    "list": [1, torch.ones(2)],
+    "list of values": [1, 2],
+    "tuple": (1, torch.ones(2)),
+    "number": 5,
+    "None": None,
+    "tensor": torch.ones(2),
+}
+"""States of all shapes."""
+
+
+@pytest.mark.parametrize("fresh", [*SHAPES.values(), {}], ids=[*SHAPES, "empty"])
+@pytest.mark.parametrize("saved", SHAPES.values(), ids=SHAPES)
+def test_part_gets_a_state_of_the_shape_that_was_saved_or_names_what_is_missing(
+    tmp_path: Path, saved: Any, fresh: Any
+) -> None:
+    save({"part": Whole(saved)}, tmp_path / "step")
+    part = Whole(fresh)
+    state = {"part": part}
+    # Only a dict with names of its own asks for these.
+    if isinstance(saved, dict) and isinstance(fresh, dict) and "a" in fresh and "a" not in saved:
+        with pytest.raises(UsageError, match=r"Missing key in checkpoint: it does not hold 'part\.a'"):
+            load(state, tmp_path / "step")
+        assert part.state is fresh
+        return
+    load(state, tmp_path / "step")
+    assert in_order(part.state) == in_order(saved)
+
+
+@pytest.mark.parametrize("own", [SHAPES["number"], SHAPES["tuple"]], ids=["number", "tuple"])
+def test_part_of_which_nothing_is_loaded_keeps_a_state_without_names(tmp_path: Path, own: Any) -> None:
+    save({"part": Whole(1), "other": 2}, tmp_path / "step")
+    part = Whole(own)
+    part.load_state_dict = None  # type: ignore[method-assign, assignment]  # a call would fail
+    load({"part": part, "other": 0}, tmp_path / "step", exclude="part")
+
+
+@pytest.mark.parametrize("params", [5, None, [{"a": 1}], {"a": 1}], ids=str)
+def test_a_dict_with_the_keys_of_an_optimizer_but_not_its_shape_is_any_dict(
+    tmp_path: Path, params: Any
+) -> None:
+    for saved in (
+        {"state": {}, "param_groups": [{"params": params}]},
+        {"state": {"w": 1}, "param_groups": params},
+        {"state": params, "param_groups": []},
+    ):
+        save({"part": saved}, tmp_path / "step")
+        state = {"part": None}
+        load(state, tmp_path / "step")
+        load(state, tmp_path / "step")
+        assert state == {"part": saved}
+
+
+@pytest.mark.parametrize("name", [None, "w"], ids=["optimizer", "named"])
+def test_saved_groups_without_a_list_of_parameters_are_refused(tmp_path: Path, name: str | None) -> None:
+    for params in (5, None, [{"a": 1}]):
+        save({"part": {"state": {0: {"a": 1}}, "param_groups": [{"params": params}]}}, tmp_path / "step")
+        part: Any = torch.optim.SGD([torch.ones(2)])
+        if name:
+            part = {"state": {name: {"a": 0}}, "param_groups": [{"params": [name]}]}
+        with pytest.raises(UsageError, match=r"part"):
+            load({"part": part}, tmp_path / "step", strict=False)
 
 
 @pytest.mark.parametrize("fresh", [None, {}], ids=["None", "empty"])
