@@ -1,4 +1,4 @@
-"""DLIO itself beside us: each trains on the other's data, AU by DLIO's formula, and processor time.
+"""DLIO itself beside us: each trains on the other's data, AU by DLIO's formula, and CPU time.
 
     python benchmarks/dlio.py --dlio /path/to/python               all of it
     python benchmarks/dlio.py --dlio /path/to/python exchanged     each trains on what the other generated
@@ -10,7 +10,7 @@ run of ours recomputes utilization and throughput from its own table of steps, i
 formula of DLIO's `statscounter`, and compares them with `summary.json`.
 
 Caches are cold before each epoch of either side. DLIO asks `sudo` to drop all of the machine; here a `sudo`
-of ours drops those of the data alone, and its processor time is not counted; that of our own drop is.
+of ours drops those of the data alone, and its CPU time is not counted; that of our own drop is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: weights, optimizer, scheduler and random states in one step of the manager.
+"""Hugging Face's Trainer: weights, optimizer, scheduler and RNG states in one step of the manager.
 
 python hugging_face.py run/hugging-face 20
 python hugging_face.py run/hugging-face 40      # continues at step 20, at the next sample

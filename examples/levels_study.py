@@ -75,7 +75,7 @@ def main() -> None:
                 save_s += saved_s - began_s
                 step_s += time.monotonic() - saved_s
             began_s = time.monotonic()
-            manager.close()  # waits until everything that is to become durable is
+            manager.close()  # waits until all pending steps are durable
         times = [save_s / options.checkpoints, step_s / options.checkpoints / max(options.steps, 1)]
         columns = [longest(seconds) for seconds in (*times, time.monotonic() - began_s)]
         if rank == 0:
