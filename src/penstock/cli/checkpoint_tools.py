@@ -142,7 +142,7 @@ def diff(
     """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
 
     Exits with 0 if nothing differs and with 1 otherwise. Tensors with equal checksums are not read; use
-    `verify` to find damage that happened after they were written.
+    `verify` to find damage to tensors after they were written.
 
     Examples:
 

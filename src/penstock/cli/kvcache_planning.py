@@ -265,8 +265,8 @@ def inspect(
 ) -> int:
     """Show what a STORE of cache entries holds: engines, models, tokens, and damaged or unfinished entries.
 
-    Reads the files that vLLM (offloading to a file system), LMCache (its disk and fs back ends, its server)
-    and Penstock write. Changes nothing. Exits with 1 if an entry is damaged.
+    Reads the files that vLLM (offloading to a file system), LMCache (disk and fs backends, and server) and
+    Penstock write. Changes nothing. Exits with 1 if an entry is damaged.
 
     Examples:
 

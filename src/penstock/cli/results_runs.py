@@ -303,11 +303,11 @@ def _view_run(
         )
     if record is None:
         return
-    # The trace, device bytes next to application bytes, and the gates that were closed or skipped.
+    # The trace, device bytes next to application bytes, and the gates that failed or were skipped.
     facts = [("trace", record.settings.get(TRACE, "")), *reconciliation_lines(record.deliveries)]
     if record.preflight is not None:
         closed = ", ".join(f"{finding.gate} ({finding.verdict})" for finding in record.preflight.closed)
-        facts += [("gates closed", closed), ("gates skipped", ", ".join(record.preflight.skipped))]
+        facts += [("failed gates", closed), ("skipped gates", ", ".join(record.preflight.skipped))]
     yield from (f"  {what:<28}{value}" for what, value in facts if value)
 
 
@@ -388,10 +388,10 @@ def page(
         "--out", NEW_PAGE, "Write this page (default: report.html in the run's directory).", short="-o"
     ),
 ) -> None:
-    """Draw the page of a run: whether it passed, what limited it and since when, with charts.
+    """Write a run's HTML report: whether it passed, what limited it and since when, with charts.
 
-    Every run draws its page when it ends. Use this command for a run that is active or was killed, or to draw
-    the page again.
+    A run writes its report when it ends. Use this command for a run that is still active or was killed, or to
+    write the report again.
 
     Examples:
 

@@ -27,7 +27,7 @@ SILENT_S: Final = 120.0
 """A run on another host counts as dead if it has not written its status for this long."""
 _INTERRUPTED: Final = 130
 _GOODBYE_S: Final = 5.0
-"""The time that a run is given to draw its page, between its last record and its last status."""
+"""The time that a run is given to write its page, between its last record and its last status."""
 
 
 @verb

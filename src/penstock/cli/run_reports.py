@@ -35,7 +35,7 @@ def _draw_cache(folder: Path) -> Report:
 
 
 PAGES: Final = {"probe": _draw_probe, "kvcache": _draw_cache}
-"""The function that draws a run's page, for each kind of run that neither trains nor writes checkpoints."""
+"""The function that builds a run's page, for each kind of run that neither trains nor writes checkpoints."""
 
 
 def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:

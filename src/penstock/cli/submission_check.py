@@ -129,7 +129,7 @@ def report(
     writes_tree: bool = flag("--write", "Write each result's report into its tree, next to its runs."),
     edition: str = _EDITION,
 ) -> None:
-    """Recompute every result's figures from its runs: mean, deviation, confidence interval, outliers.
+    """Recompute each result's figures from its runs: mean, standard deviation, confidence interval, outliers.
 
     Writes nothing unless --output or --write is given. --write adds results.json and results.csv next to the
     runs (for v1.0, mlperf_storage_report.json), and keeps files that another program wrote there. Exits with

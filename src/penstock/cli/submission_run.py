@@ -71,7 +71,7 @@ def checkpointing(
 
     Before each read, caches are evicted and verified to be cold. If you remount the storage on other hosts
     between writing and reading, run the command twice: with `--reads 0`, then with `--writes 0`. If a
-    preflight gate is closed, the command exits with 3.
+    preflight check does not pass, the command exits with 3.
 
     Examples:
 
@@ -132,9 +132,9 @@ def training(
 ) -> int:
     r"""Run a whole training result: size and generate the data set, then a warm-up and five runs.
 
-    One rank is one accelerator. The data set is as large as the memory of all hosts requires. Runs follow one
+    One rank is one accelerator. The data set is sized from the total memory of all hosts. Runs follow one
     another without a pause. After Ctrl-C or a failure, run the same command again to continue, as long as the
-    rules still accept the finished runs. If a preflight gate is closed, the command exits with 3.
+    rules still accept the finished runs. If a preflight check does not pass, the command exits with 3.
 
     Examples:
 
@@ -217,7 +217,7 @@ def make_training_result(
     still_missing = 0
     if comm.rank == 0:
         storage = options.data.opener(rank=0, is_traced=False)()
-        # Object services report no free space.
+        # Object stores report no free space.
         if not read_series_state(series).datagens and find_local_root(storage) is not None:
             still_missing = missing_bytes(dataset_recipe(workload), storage)
     comm.barrier(awaiting="rank 0 to look at the data set")

@@ -50,7 +50,7 @@ def report(
         "--out", FILE, f"Write this page (default: {_PAGE}, or none with --json).", short="-o"
     ),
 ) -> None:
-    """Draw a page about the I/O of runs: calls over time, bandwidth, sizes, durations, files, overlap.
+    """Write a page about the I/O of runs: calls over time, bandwidth, sizes, durations, files, overlap.
 
     The page is a single file that works offline. It starts with the bytes transferred, how long that took,
     what was slow, and findings, the most costly first. --json prints the data of all figures.

@@ -88,7 +88,7 @@ def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
     Counters that this kernel lacks are left out.
     """
     monotonic_ns = time.monotonic_ns()
-    # The sums of all processors, which the kernel counts in ticks.
+    # The sums of all CPUs, which the kernel counts in ticks.
     tick_ms = 1000 // os.sysconf("SC_CLK_TCK")
     ticks = _text(root / "proc/stat").partition("\n")[0].split()[1:]
     values = {f"cpu.{name}_ms": int(count) * tick_ms for name, count in zip(_CPU, ticks, strict=False)}

@@ -123,7 +123,7 @@ def _options(
         case Launcher.SRUN:
             # Slurm exports all variables over its own connections. A rank that ends must not end the others.
             options = ["--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0"]
-            # srun takes a node list for a file only if it contains a slash.
+            # srun treats a node list as a file name only if it contains a slash.
             nodes = hostfile if hostfile and "/" in hostfile else f"./{hostfile}" if hostfile else plain
             placement = [
                 f"--nodes={len(slots)}",
@@ -168,9 +168,7 @@ def find_launcher(name: str, environment: Environment) -> tuple[str, Launcher]:
             command, capture_output=True, text=True, timeout=30, check=False, env=dict(environment)
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(
-            f"{program} --version did not answer: {error}", fix="Choose another --launcher."
-        ) from error
+        raise Unavailable(f"{program} --version failed: {error}", fix="Choose another --launcher.") from error
     return program, parse_version(answer.stdout + answer.stderr, program)
 
 

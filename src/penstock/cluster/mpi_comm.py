@@ -1,7 +1,7 @@
 """Ranks under MPI. Non-blocking collectives are polled, so that waits have a limit and leave the core free.
 
-This module is imported only by programs that a launcher started as ranks. Invariant: the buffers of a wait
-that was given up stay alive until the process ends, because MPI may still write into them.
+This module is imported only by programs that a launcher started as ranks. Invariant: the buffers of an
+abandoned wait stay alive until the process ends, because MPI may still write into them.
 """
 
 from __future__ import annotations

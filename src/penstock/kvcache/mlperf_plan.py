@@ -2,8 +2,8 @@
 
 Users of three kinds send requests at their own pace. A worker takes the request with the highest priority
 first, reads the entries of earlier turns, writes the request's own entry, and reads that entry once for every
-32 tokens of the answer. All of it happens in virtual time on storage of a given speed, so the same seed gives
-the same operations.
+32 tokens of the response. All of this happens in virtual time, on storage of a given speed, so the same seed
+gives the same operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS: Final = (
     ((4096, 25_000), (100, 500), (0.2, 1.0)),
     ((4096, 16_384), (200, 800), (0.3, 1.5)),
 )
-"""Kinds of users: the ranges of context and answer in tokens, and of the seconds between requests."""
+"""Kinds of users: the ranges of context and response in tokens, and of the seconds between requests."""
 LEVELS: Final = ("batch", "responsive", "interactive")
 """Levels of priority, in rising order: a worker takes the highest first."""
 _INTERACTIVE, _RESPONSIVE = 0.15, 0.50

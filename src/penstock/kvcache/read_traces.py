@@ -224,7 +224,7 @@ def _note_counts(rows: Sequence[_Request], inputs: Integers, counts: Integers, t
     notes = []
     if without_output := [row.line for row in rows if row.outputs is None]:
         notes.append(
-            f"{len(without_output):,} of {len(counts):,} requests do not say how long their answers "
+            f"{len(without_output):,} of {len(counts):,} requests do not say how long their outputs "
             f"are; they count as 0 tokens: lines {name_some(without_output)}."
         )
     if not any((counts == count_blocks(inputs, tokens)).all() for count_blocks in _COUNTS):
@@ -287,7 +287,7 @@ _CSV_COLUMNS: Final = (
     ("request tokens", "contexttokens"),
     ("response tokens", "generatedtokens"),
 )
-"""The column names of BurstGPT, then those of Azure's LLM inference traces, which have dates."""
+"""The column names of BurstGPT, then those of Azure's LLM inference traces (ISO 8601 timestamps)."""
 _GZIP: Final = b"\x1f\x8b"
 _PACKED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd -d",
@@ -449,7 +449,7 @@ def _csv_rows(reader: Iterator[list[str]], path: str, block_tokens: int) -> Iter
 
 
 def _cell(row: Sequence[str], column: int) -> float | str | None:
-    """Return a number, the seconds that a date stands for, or any other text unchanged."""
+    """Return a number, a timestamp in seconds since 1970, or any other text unchanged."""
     text = row[column] if column < len(row) else None
     try:
         return None if text is None else float(text)
@@ -463,7 +463,7 @@ def _cell(row: Sequence[str], column: int) -> float | str | None:
 
 
 def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int) -> Iterator[_Request]:
-    """Yield the requests of ShareGPT's conversations, one for each answer."""
+    """Yield the requests of ShareGPT's conversations, one for each response."""
     num_requests = num_blocks = 0
     for number, where, conversation in found:
         first = num_blocks
@@ -479,7 +479,7 @@ def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int)
 
 
 def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:
-    """Yield, for each answer, the tokens of all turns before it, and its own tokens."""
+    """Yield, for each response, the tokens of all turns before it, and its own tokens."""
     turns = conversation.get("conversations") if isinstance(conversation, dict) else None
     if not isinstance(turns, list):
         raise UsageError(

@@ -92,7 +92,7 @@ SpanValue = int | float | str
 """The value of a span's argument."""
 
 RecordSpan = Callable[[str, str, int, int, Mapping[str, SpanValue]], None]
-"""Records what the calling thread did: name, category, begin and end in ns of CLOCK_MONOTONIC, arguments."""
+"""Records what the calling thread did: name, category, start and end in ns of CLOCK_MONOTONIC, arguments."""
 
 
 Result = TypeVar("Result")

@@ -54,7 +54,7 @@ class Sink(Protocol):
         """Wait for all bytes, compare stored and submitted size, make the object durable, then visible."""
 
     def abort(self) -> None:
-        """Give up: release every buffer and leave nothing behind.
+        """Abandon the object: release every buffer and leave nothing behind.
 
         May be called twice, and after any failure.
         """

@@ -231,7 +231,7 @@ def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, in
 def read_bytes(path: str, tree: str, max_bytes: int, *, is_whole: bool = True) -> bytes:
     """Return all bytes of a regular file in `tree` (a real path), to which links may lead.
 
-    Raises `OSError` if it is no regular file, lies outside the tree, or has more than `max_bytes`. Unless
+    Raises `OSError` if it is not a regular file, lies outside the tree, or has more than `max_bytes`. Unless
     `is_whole`, returns the first `max_bytes` of a longer file instead.
     """
     # The file is examined before it is opened: opening a device may act on it, and opening a pipe waits for a

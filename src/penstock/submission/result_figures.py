@@ -238,7 +238,7 @@ def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
 def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
     """Return each option's part of the summary of a key-value cache run, in the order of option numbers."""
     if not isinstance(summary.value("options"), dict):
-        raise MissingFact("options is no mapping", where=summary.file)
+        raise MissingFact("options is not a mapping", where=summary.file)
     options = {int(name): option for name, option in summary.parts("options").items() if name.isdigit()}
     return dict(sorted(options.items()))
 

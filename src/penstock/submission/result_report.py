@@ -1,8 +1,8 @@
-"""The report of results: our results.json, the row of published tables, v1.0's report, and their files.
+"""Result reports: results.json, rows in the format of the published tables, and the report of v1.0.
 
     FOLDER/report.html results.csv results.json      all results
-    FOLDER/RESULT/results.json results.csv           one of them, below the same path as in its tree
-    FOLDER/RESULT/mlperf_storage_report.json         of v1.0
+    FOLDER/RESULT/results.json results.csv           one result, under its path in the tree
+    FOLDER/RESULT/mlperf_storage_report.json         v1.0 only
 
 Files are planned as paths and contents, then written, each in one step. Invariants: columns keep their names
 and positions, and new columns come last; a cell is filled from the files or stays empty, and has no default;

@@ -264,7 +264,7 @@ def _describe_error(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
         meant = nearest(steps[-1], sorted(known))
         text = "there is no such key" + (f"; is {meant} meant?" if meant else "")
     elif error["input"] is None and "product_nodes" in steps and steps[-1] in _FACTS_OF_A_SERVER:
-        text, is_accepted = "null, which is accepted for hardware that is no server", True
+        text, is_accepted = "null, which is accepted for hardware that is not a server", True
     elif error["input"] in ("", None):
         text = f"fill in {text.removeprefix('Input should be ')}"
     return SchemaProblem(

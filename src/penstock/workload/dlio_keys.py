@@ -68,7 +68,7 @@ _LISTS: Final[set[KeyPath]] = {("storage", "endpoint_uris"), ("profiling", "iost
 """Keys that also accept a single string for a list of one."""
 
 _RANKS_DIFFER = "each rank begins with a different endpoint in any case"
-_IN_TURN = "requests take the endpoints in turn"
+_IN_TURN = "requests use the endpoints round-robin"
 _S3DLIO = "this tunes internals of another reader; penstock's own takes prefetch_window and max_outstanding"
 _LOG_LEVEL = "it selects a log level; give --debug to the command"
 _HARNESS_LIMIT = "every run measures its harness limit on zero-cost storage"

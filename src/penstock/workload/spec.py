@@ -306,7 +306,7 @@ SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) i
 class StorageSection:
     """The location of data, in DLIO's terms; a `--data` URI replaces it.
 
-    `endpoint_uris` are the addresses of one service, used in turn instead of `endpoint_url`.
+    `endpoint_uris` are the addresses of one service, used round-robin instead of `endpoint_url`.
     """
 
     storage_type: enums.StorageKind = enums.StorageKind.LOCAL_FS
@@ -319,7 +319,7 @@ class StorageSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A complete workload. `name` is the family's or the file's, `accelerator` "" if none was named."""
+    """A complete workload. `name` is its family's or YAML file's; `accelerator` is "" if none was given."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections
 

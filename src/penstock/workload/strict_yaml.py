@@ -14,7 +14,7 @@ _BLOCK_PREFIX: Final = re.compile(r"^[-?: \t]+", re.MULTILINE)
 
 
 class _UniqueKeys:
-    """Refuses a key that occurs twice in one mapping; to be mixed into a loader."""
+    """A mixin for YAML loaders: refuses a key that occurs twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - the loader's signature
         loader: Any = super()
@@ -56,7 +56,7 @@ def parse_yaml(
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"Not YAML: {error.problem}", where=f"{source}{line}") from error
-    except (yaml.YAMLError, ValueError) as error:  # numbers of thousands of digits, dates of no calendar
+    except (yaml.YAMLError, ValueError) as error:  # numbers of thousands of digits, impossible dates
         raise UsageError(f"Not YAML: {str(error).splitlines()[0]}", where=source) from error
     except RecursionError as error:
         raise UsageError("This YAML cannot be read: it is nested too deeply", where=source) from error

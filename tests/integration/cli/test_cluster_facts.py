@@ -158,7 +158,7 @@ def test_hanging_host_is_named_after_its_timeout(
     capsys: pytest.CaptureFixture[str], srun: tuple[str, ...]
 ) -> None:
     assert main([*srun, "--hosts", "hung", "--timeout", "200ms"]) == 1
-    assert "hung: no answer within 0.2 s" in capsys.readouterr().err
+    assert "hung: no response within 0.2 s" in capsys.readouterr().err
 
 
 def test_slurm_allocation_names_its_hosts(

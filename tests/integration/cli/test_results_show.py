@@ -168,8 +168,8 @@ TRAINING_SHOWN = [
     "  Loaders spent 1.50 s reading and 30.0 ms decoding.",
     "  devices, read               1 GiB for 2 GiB of the application, by n nvme0",
     "                              FLAGGED: half came from memory",
-    "  gates closed                cluster (fail)",
-    "  gates skipped               clock",
+    "  failed gates                cluster (fail)",
+    "  skipped gates               clock",
 ]
 TRAINING_LISTED = [
     "RUN1  finished",

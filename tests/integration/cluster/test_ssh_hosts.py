@@ -51,7 +51,7 @@ def test_a_dead_a_hanging_and_a_babbling_host_are_named_with_their_words(
     said = capsys.readouterr().err
     assert "3 of 4 hosts did not report" in said
     assert "dead: exit code 255, with the output: ssh: connect to host dead port 22: No route to host" in said
-    assert "hung: no answer within 12 s" in said
+    assert "hung: no response within 12 s" in said
     assert "odd: unreadable facts" in said
     assert "reported: good" in said
     assert not (tmp_path / "cluster.json").exists()

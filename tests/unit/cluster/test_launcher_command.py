@@ -227,5 +227,5 @@ def test_a_missing_launcher_is_an_error_with_a_fix(
 def test_a_launcher_that_cannot_run_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "mpiexec").write_text("no program")
-    with pytest.raises(Unavailable, match="--version did not answer"):
+    with pytest.raises(Unavailable, match="--version failed"):
         find_launcher("auto", {"PATH": ""})

@@ -134,7 +134,7 @@ def test_requests_may_list_full_blocks_alone_and_no_length_of_the_answer(tmp_pat
     trace = read_trace(written(tmp_path, line(tokens=47, blocks=(1, 2)), short))
     assert (trace.block_tokens, trace.blocks_of_requests.tolist()) == (16, [2, 0])
     [note] = trace.notes
-    assert "1 of 2 requests do not say how long their answers are" in note
+    assert "1 of 2 requests do not say how long their outputs are" in note
     assert "lines 2" in note
 
 

@@ -110,8 +110,8 @@ def test_what_published_descriptions_have_is_no_problem(change: Change, tmp_path
         (
             node(cpu_qty=None),
             (
-                "accepted product_nodes.0.chassis.cpu_qty: null, which is accepted for hardware that is no "
-                "server"
+                "accepted product_nodes.0.chassis.cpu_qty: null, which is accepted for hardware that is not "
+                "a server"
             ),
         ),
         (

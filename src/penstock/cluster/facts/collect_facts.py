@@ -2,10 +2,10 @@
 
 Each host's facts come from an agent (`penstock.cluster.facts.read_host`), a process that is started locally,
 by ssh or by a launcher. Each host has its own process, and many run at once, so that a dead host costs only
-its own answer. In a run, the lowest rank of each host reads the facts of its machine. Values of variables
+its own facts. In a run, the lowest rank of each host reads the facts of its machine. Values of variables
 never appear in command lines (see `launcher_command`).
 
-Invariants: an answer counts only if its process exited with 0 and its document is complete and of this
+Invariants: a response counts only if its process exited with 0 and its document is complete and of this
 version; otherwise the host counts as absent, with the reason. When a query ends, every process that it
 started has ended.
 """
@@ -117,7 +117,7 @@ def query_hosts(
     timeout_s: float,
     at_once: int = AT_ONCE,
 ) -> Generator[AgentOutput, None, None]:
-    """Yield the answers of all hosts as they arrive. A host's time limit begins when its process starts."""
+    """Yield the responses of all hosts as they arrive. A host's time limit begins when its process starts."""
     waiting = list(reversed(hosts))
     running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes], float, float]] = {}
     with contextlib.ExitStack() as cleanup:
@@ -201,7 +201,7 @@ def collect_from_hosts(
     collected_at: str,
     allow_partial: bool = False,
 ) -> ClusterFacts:
-    """Combine the answers of all `hosts`, as `query_hosts` yields them, into the facts of the cluster.
+    """Combine the responses of all `hosts`, as `query_hosts` yields them, into the facts of the cluster.
 
     Raises `HostsAbsent` if some hosts did not report, unless `allow_partial` is set.
     """
@@ -244,7 +244,7 @@ def parse_agent_output(answer: AgentOutput, *, timeout_s: float) -> PresentHost 
         return AbsentHost(host=answer.host, reason=reason, exit_code=answer.exit_code, stderr=stderr)
 
     if answer.exit_code is None:
-        return absent(f"no answer within {timeout_s:g} s")
+        return absent(f"no response within {timeout_s:g} s")
     if answer.exit_code != 0:
         # The document does not count even if it is complete, because the launcher failed for a reason unknown
         # here.

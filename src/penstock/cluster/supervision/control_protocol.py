@@ -6,13 +6,13 @@ A message has a kind and some values:
 |---|---|---|
 | challenge | nonce | server to every new connection, which has to prove that it knows the token |
 | hello | rank, host, pid, nonce, proof | a supervisor's first message |
-| welcome | proof | server's answer, which proves that it knows the token, too |
+| welcome | proof | server's response, which proves that it knows the token, too |
 | server | address, token | rank to its supervisor, if no process launched the job: where rank 0's server is |
 | late | rank, call, awaiting | the rank has waited long in its `call`-th collective call |
 | absent | call, ranks | server to rank 0: the ranks that have not arrived in the call in which it waits |
 | failed | those of `Failed` | why the job ends |
 | stop | those of `Failed` | server to all supervisors: end the rank and all that it started |
-| gone | rank | a supervisor's answer to `stop`: its rank and all that it started have ended |
+| gone | rank | a supervisor's response to `stop`: its rank and all that it started have ended |
 | finished | rank, exit_code | the rank finished its work; the code is a verdict, not a failure |
 | dismiss | | server to all supervisors: every rank has finished or ended, so exit |
 
@@ -141,7 +141,7 @@ SERVER = -1
 
 
 def compute_proof(token: str, nonce: str, rank: int) -> str:
-    """Compute the answer to a challenge, which requires the token. The token itself is never sent."""
+    """Compute the response to a challenge, which requires the token. The token itself is never sent."""
     return hmac.new(token.encode(), f"{nonce}/{rank}".encode(), hashlib.sha256).hexdigest()
 
 

@@ -404,7 +404,7 @@ def _adopt_orphans() -> None:
 
 
 def _open_signal_socket() -> socket.socket:
-    """Open a socket that receives a byte for each stop signal; none of these ends this process any more."""
+    """Open a socket that receives a byte for each stop signal; these signals no longer kill the process."""
     ours, handlers = socket.socketpair()
     handlers.setblocking(False)  # noqa: FBT003 - the socket module's interface
     signal.set_wakeup_fd(handlers.detach())
@@ -414,7 +414,7 @@ def _open_signal_socket() -> socket.socket:
 
 
 def find_mpi_memory(pid: int) -> tuple[Path, ...]:
-    """Return the shared-memory files that MPICH created for a process, and that only a regular end removes.
+    """Return the shared-memory files that MPICH created for a process, and that only a normal exit removes.
 
     An interrupted job would leave a few megabytes per rank in /dev/shm until the next boot.
     """

@@ -142,7 +142,7 @@ class WriteQueue:
 
     def give_up(self) -> None:
         """Skip queued pieces and wait for those being written. May be called twice; raises nothing."""
-        self._failure = self._failure or StorageError("The write was given up", uri=self._file.uri)
+        self._failure = self._failure or StorageError("The write was aborted", uri=self._file.uri)
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
@@ -354,7 +354,7 @@ class NewFile:
             self.is_published = True
             acts.append(("remove", partial(self.file.calls.unlink, self.written_path)))
         for doing, act in acts:
-            # A failure to clean up must not hide why the object was given up, so it is not raised.
+            # A failure to clean up must not hide why the object was aborted, so it is not raised.
             try:
                 act()
             except FileNotFoundError:

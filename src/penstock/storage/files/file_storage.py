@@ -254,7 +254,10 @@ class FileStorage:
                 self._folders.sync_folder(self._folders.existing(folder))
 
     def past_cache(self, reads: str | None = None) -> FileStorage:
-        """Return the same tree with direct I/O, written in place; buffered if direct I/O is not supported."""
+        """Return a storage of the same tree that uses direct I/O where supported, and writes files in place.
+
+        Support is tested on the file `reads`, if given, otherwise on a new file.
+        """
         # Kept together with its bounce buffers: testing direct I/O and creating them takes longer than a
         # small file.
         if "direct" in self._others:

@@ -341,7 +341,7 @@ class FolderTree:
             each.result()
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content. Links are not followed; a missing name is no error."""
+        """Remove a file, or a folder with its content, or do nothing. Links are not followed."""
         try:
             path = self._path(name)
         except ObjectNotFound:

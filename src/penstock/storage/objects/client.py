@@ -51,7 +51,7 @@ _CREDENTIAL: Final = re.compile(
 
 @dataclass(slots=True)
 class RequestFailed(Exception):
-    """One failed attempt. `status` and `code` are the service's answer, if there was one."""
+    """One failed attempt. `status` and `code` are from the service's response, if there was one."""
 
     kind: FailureKind
     message: str
@@ -64,7 +64,7 @@ class RequestFailed(Exception):
 
     def __str__(self) -> str:
         answer = " ".join(str(word) for word in (self.status, self.code) if word)
-        # Some services and proxies answer with the headers that they were sent.
+        # The responses of some services and proxies repeat the headers that they were sent.
         message = _CREDENTIAL.sub(r"\1***", self.message[:_LONGEST_MESSAGE])
         return f"{answer}: {message}" if answer else message
 

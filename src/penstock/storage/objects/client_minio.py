@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
 _LARGEST_ANSWER: Final = 64 << 20
-"""The largest answer to anything but a read; a page of a listing has at most a few megabytes."""
+"""The largest response to anything but a read; a page of a listing has at most a few megabytes."""
 
 
 class _Minio(Minio):
@@ -65,7 +65,7 @@ class _Minio(Minio):
 
 
 class _Pool(urllib3.PoolManager):
-    """Connections whose answers are read only up to a limit: all but objects' contents are small."""
+    """Connections that read responses only up to a limit: all but objects' contents are small."""
 
     def urlopen(  # type: ignore[override] # as that of PoolManager
         self,
@@ -152,7 +152,7 @@ class MinioClient(PartClient):
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Extract the service's answer from minio's exception types."""
+        """Extract the service's response from minio's exception types."""
         if isinstance(error, S3Error):
             message, code = error.message or "no explanation", error.code or ""
             return RequestFailed("answer", message, status=error.response.status, code=code)
@@ -160,7 +160,7 @@ class MinioClient(PartClient):
             return RequestFailed("answer", "no explanation", status=error.status_code)
         if isinstance(error, InvalidResponseError):
             status: int = error._code  # noqa: SLF001 - only this attribute has it
-            return RequestFailed("answer", "an answer that is not XML", status=status)
+            return RequestFailed("answer", "a response that is not XML", status=status)
         if isinstance(error, MemoryError):
             return RequestFailed("foreign", "it is larger than this machine's memory")
         kind: FailureKind = "connect" if isinstance(error, _UNREACHED) else "reset"

@@ -81,7 +81,7 @@ class ObstoreClient(StreamClient):
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Extract what happened from obstore's message, which alone shows the service's answer."""
+        """Extract what happened from obstore's message, which alone shows the service's response."""
         text = str(error)
         retries, status = _RETRIES.search(text), _STATUS.search(text)
         hidden = int(retries[1]) if retries else 0
@@ -125,7 +125,7 @@ class ObstoreClient(StreamClient):
         copy_bytes(buffer, content)
 
     def get_whole(self, key: str, limit_bytes: int) -> tuple[RemoteObject, bytes | None]:
-        """Request the whole object; the answer gives its size before its bytes."""
+        """Request the whole object; the response gives its size before its bytes."""
         answer = obstore.get(self._store, key)
         found = _remote(answer.meta)
         if found.size_bytes > limit_bytes:

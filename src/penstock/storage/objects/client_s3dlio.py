@@ -104,7 +104,7 @@ class S3dlioClient(StreamClient):
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Extract what happened from s3dlio's message, which alone shows the service's answer."""
+        """Extract what happened from s3dlio's message, which alone shows the service's response."""
         text = str(error)
         code_match, status_match = _CODE.search(text), _STATUS.search(text)
         code = code_match[1] if code_match and code_match[1] != "unknown" else ""

@@ -87,7 +87,7 @@ class S3TorchClient(StreamClient):
 
     @staticmethod
     def explain(error: Exception) -> RequestFailed:
-        """Extract what happened from the runtime's message, which alone shows the service's answer."""
+        """Extract what happened from the runtime's message, which alone shows the service's response."""
         text = str(error)
         status, code = _STATUS.search(text), _CODE.search(text)
         word = (code[1] or code[2]) if code else ""
@@ -167,7 +167,7 @@ class S3TorchClient(StreamClient):
 
         threading.Thread(target=run, name="s3torchconnector", daemon=True).start()
         if not ended.wait(self._timeout_s):
-            raise RequestFailed("timeout", f"no answer within {self._timeout_s:g} s")
+            raise RequestFailed("timeout", f"no response within {self._timeout_s:g} s")
         if not outcome:
             raise RequestFailed("reset", "the library broke off")
         if isinstance(outcome[0], S3Exception):

@@ -1,10 +1,10 @@
 """Requests with retries, and the errors that their failures become.
 
 Every request of a `Storage` goes through `RetryingRequests.call`, which picks an endpoint, sends, counts,
-backs off, and maps the last failure to a `StorageError`. Endpoints take turns, and each rank begins with a
-different one; a retry uses the next. Invariants: a request is sent at most `attempts` times, and every
-attempt is counted; of the service's answer, only the code and a short message are passed on, never headers or
-signatures.
+backs off, and maps the last failure to a `StorageError`. Endpoints are used round-robin, and each rank starts
+with a different one; a retry uses the next. Invariants: a request is sent at most `attempts` times, and every
+attempt is counted; of the service's response, only the code and a short message are passed on, never headers
+or signatures.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _explain_answer(failure: RequestFailed, uri: str, bucket: str) -> tuple[type
         (status in (401, 403) or code in _REFUSALS, AccessRefused, "The service denied access", no_access),
         (status == 507 or code in _FULL_CODES, OutOfSpace, "The service has no room left",
          "Free some space there."),
-        (failure.kind == "foreign", StorageError, "The answer does not come from an object service",
+        (failure.kind == "foreign", StorageError, "The response does not come from an object store",
          "Check the endpoint: a service's console has another port, and a proxy may want a login."),
         (status == 412, StorageError, "The object changed since it was opened",
          "Open it again; find out which other program writes this key."),

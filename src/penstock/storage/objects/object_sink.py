@@ -250,7 +250,7 @@ class PartUpload(_Upload):
         )
 
     def abort(self) -> None:
-        self._failure = self._failure or StorageError("The upload was given up", uri=self._new.uri)
+        self._failure = self._failure or StorageError("The upload was aborted", uri=self._new.uri)
         # A part that arrived after the abort would remain stored, and billed.
         wait(self._parts)
         key, upload = self._new.remote_key, self._upload
@@ -291,7 +291,7 @@ class StreamUpload(_Upload):
                 self._etag = self._client.put_stream(self._new.remote_key, self, self._part_bytes)
             failure = None
         except _Abandoned:
-            failure = StorageError("The upload was given up", uri=uri)
+            failure = StorageError("The upload was aborted", uri=uri)
         except RequestFailed as refused:
             self._requests.counters.add(errors=1, retries=refused.hidden_retries)
             failure = self._requests.make_error(refused, "UploadPart", uri, self._client.url)

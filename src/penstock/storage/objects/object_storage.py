@@ -236,9 +236,9 @@ class ObjectStorage:
                 return
 
     def _require_service(self, client: ObjectClient) -> None:
-        """Raise if an endpoint that has listed nothing so far answers any request, as web servers do.
+        """Raise if an endpoint that has listed nothing so far accepts any request, as web servers do.
 
-        Clients take a web page for an empty listing, so an existing run would look like a new one.
+        Clients mistake a web page for an empty listing, so an existing run would look like a new one.
         """
         if client.url in self._known_services:
             return

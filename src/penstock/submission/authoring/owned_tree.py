@@ -117,7 +117,7 @@ def claim_tree(
 def require_owned_tree(root: Path) -> OwnedTree:
     """Return the tree at `root`.
 
-    If the folder is no such tree, raises `UsageError` with the command that claims it.
+    If the folder is not such a tree, raises `UsageError` with the command that claims it.
     """
     tree = _read_owner(root)
     if tree is None:

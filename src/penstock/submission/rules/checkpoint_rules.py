@@ -109,7 +109,7 @@ def _judge_counts(case: Case) -> Iterator[Finding]:
         value=f"{written} writes, {read} reads",
         limit=f"{writes} writes, {reads} reads",
         proof=f"{written} writes and {read} reads are in the statistics",
-        fix="Hand in the files of one whole run.",
+        fix="Submit the files of one whole run.",
     )
 
 
@@ -157,7 +157,7 @@ def _judge_processes(case: Case) -> Iterator[Finding]:
         value=accelerators,
         limit=processes,
         proof=f"the summary has {accelerators} accelerators, the metadata {processes} processes",
-        fix="Hand in the files of one run.",
+        fix="Submit the files of one run.",
     )
 
 
@@ -244,7 +244,7 @@ def _judge_ranks(case: Case) -> Iterator[Finding]:
         value=f"{len(ranks)} ranks",
         limit=f"{expected} ranks",
         proof=problem or (f"statistics of rank {extra[0]}" if extra else "each rank has its statistics"),
-        fix="Hand in the statistics of all ranks.",
+        fix="Submit the statistics of all ranks.",
         otherwise=Verdict.FAIL if run.summary.integer("num_hosts") == 1 else Verdict.WARNING,
     )
 
@@ -276,7 +276,7 @@ RULES: Final = (
         **_RESULTS,
         source="4.7.1, by the marks that the tool itself makes",
         formula=(
-            "0 <= begin of reading - end of writing <= max_gap_s; below 0, and in v3.0's round above, a "
+            "0 <= start of reading - end of writing <= max_gap_s; below 0, and in v3.0's round above, a "
             "warning"
         ),
         passes="20 seconds",
@@ -297,7 +297,7 @@ RULES: Final = (
         title="The time from the first write to the last read is known",
         **_RESULTS,
         source="4.7.2",
-        formula="end of the last invocation - begin of the first > 0 (else warning)",
+        formula="end of the last invocation - start of the first > 0 (else warning)",
         passes="36 minutes",
         fails="an invocation that ended before the first began (a warning)",
         fact=lambda case: (_intervals(case)[-1][1] - _intervals(case)[0][0]).total_seconds(),

@@ -170,7 +170,7 @@ def _judge_sized_files(case: Case) -> Iterator[Finding]:
             verdict=case.verdict_of_round,
             evidence=case.result.name,
             proof=f"nothing in datasize/ is for {data_folder} on {run.accelerator()}",
-            fix="Size the data set (penstock training size), and hand in the result directory.",
+            fix="Size the data set (penstock training size), and submit the result directory.",
         )
         return
     sized, read = _num_files(sizings[-1], case), run.summary.integer("num_files_train")
@@ -321,7 +321,9 @@ def _read_memory(summary: ParsedFile, edition: Edition) -> tuple[Fraction, ...]:
     hosts = summary.integer("num_hosts")
     if edition.sizing.host_memory == "sum":
         if min(stated) < 0 or sum(stated) <= 0:
-            raise MissingFact(f"host_memory_GB is {stated!r:.60}, which is no memory", where=summary.file)
+            raise MissingFact(
+                f"host_memory_GB is {stated!r:.60}, which is not an amount of memory", where=summary.file
+            )
         return (sum(map(Fraction, stated), Fraction(0)) * _GIB,)
     if len(stated) != hosts or min(stated) <= 0:
         raise MissingFact(

@@ -61,7 +61,7 @@ _RATES: Final = ("metric", "train_throughput_samples_per_second")
 _OF_STATISTICS: Final[Any] = {
     "unless": lambda case: "the run has no per_epoch_stats.json" if case.run.epochs.is_missing else "",
 }
-_OWN_SUMMARY: Final = "Hand in the run's own summary, or repeat the run."
+_OWN_SUMMARY: Final = "Submit the run's own summary, or repeat the run."
 
 
 def _min_utilization(case: Case) -> float:
@@ -204,7 +204,7 @@ def _seconds(record: ParsedFile) -> float:
 
 def _judge_times(case: Case) -> Iterator[Finding]:
     problems = list(_find_time_problems(case))
-    fix = "Hand in the run's own files, or repeat the run."
+    fix = "Submit the run's own files, or repeat the run."
     for file, problem in problems[:_MAX_PROBLEMS]:
         yield Finding(verdict=Verdict.FAIL, evidence=file, proof=problem, fix=fix)
     metadata = case.run.metadata
@@ -298,7 +298,7 @@ RULES: Final = (
         proof=lambda it: (
             f"mean over epochs {it.fact!r} % {it.sign} {it.limit:g} % of {it.case.run.workload()[0]}"
         ),
-        fix="Hand in a result with fewer accelerators, which this storage can feed.",
+        fix="Submit a result with fewer accelerators, which this storage can feed.",
         is_lenient_in_warm_up=True,
     ),
     limit(
@@ -455,7 +455,7 @@ RULES: Final = (
         at=lambda case: case.run.epochs.file,
         show=("{epochs} epochs", "{rates} epochs"),
         proof="the statistics have {epochs} epochs, the summary has rates of {rates}",
-        fix="Hand in the run's own statistics, or repeat the run.",
+        fix="Submit the run's own statistics, or repeat the run.",
     ),
     Rule(
         id="rates.files",
@@ -495,7 +495,7 @@ RULES: Final = (
         problems=_find_copies,
         show=("{number} copies", "0 copies"),
         proof="each run has rates and a start of its own",
-        fix="Hand in each run's own files, or repeat the run.",
+        fix="Submit each run's own files, or repeat the run.",
     ),
     nothing(
         id="runs.overlap",

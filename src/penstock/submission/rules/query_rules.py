@@ -78,7 +78,7 @@ def _parse_command(text: str) -> CacheCommand | None:
     place = _PLACE.search(text)
     try:
         words = shlex.split(text)
-    except ValueError:  # cut off within quotes, so it is no command of a trial
+    except ValueError:  # cut off within quotes, so it is not a trial's command
         return None
     if place is None or "--num-users" not in text:
         return None
@@ -318,7 +318,7 @@ def _judge_gateway(case: Case) -> Iterator[Finding]:
             evidence=case.run.metadata.file,
             value=folder,
             limit="a path",
-            proof=f"cache_dir is {folder}, which is no path",
+            proof=f"cache_dir is {folder}, which is not a path",
             fix="Repeat the run through a gateway that serves files.",
         )
     else:
@@ -437,7 +437,7 @@ RULES: Final = (
         holds=lambda it: it.number == 1,
         show=("{number}", "1"),
         proof="{names}: {counted} counts",
-        fix="Hand in the one run that counts, or give each a system of its own.",
+        fix="Submit the one run that counts, or give each a system of its own.",
         otherwise=Verdict.WARNING,
     ),
     nothing(
@@ -644,7 +644,7 @@ RULES: Final = (
         proof="only hosts, ranks and paths are set",
         bad="set beyond the table: {}",
         join=", ".join,
-        fix="Hand it in as OPEN, or repeat the run without them.",
+        fix="Submit it as OPEN, or repeat the run without them.",
     ),
     limit(
         id="vectors.runs",
@@ -658,7 +658,7 @@ RULES: Final = (
         fact=lambda case: len(case.result.runs),
         limit=lambda case: case.edition.vectors.num_runs,
         proof="{fact} runs {sign} {limit}",
-        fix="Hand in all runs of the index.",
+        fix="Submit all runs of the index.",
     ),
     nothing(
         id="vectors.files",
@@ -673,7 +673,7 @@ RULES: Final = (
         problems=_file_problems,
         at=NAME,
         proof="both are there",
-        fix="Hand in the run's whole output folder.",
+        fix="Submit the run's whole output folder.",
         otherwise=lambda it: (
             Verdict.FAIL
             if it.case.run.metadata.file == it.case.name or it.case.run.aggregate.is_missing
@@ -841,7 +841,7 @@ RULES: Final = (
         limit=lambda case: sorted(case.edition.vectors.engines),
         at=METADATA,
         proof="the engine is {fact}",
-        fix="Hand it in as OPEN.",
+        fix="Submit it as OPEN.",
     ),
     limit(
         id="vectors.closed_index",
@@ -855,7 +855,7 @@ RULES: Final = (
         compare="in",
         limit=lambda case: sorted(case.edition.vectors.closed_indexes),
         proof="the index is {fact}",
-        fix="Hand it in as OPEN.",
+        fix="Submit it as OPEN.",
     ),
     nothing(
         id="vectors.parameters",
@@ -870,7 +870,7 @@ RULES: Final = (
         proof=lambda it: f"{len(_vector_keys(it.case))} keys, all are free",
         bad="set beyond the list: {}",
         join=", ".join,
-        fix="Hand it in as OPEN, or repeat the runs without them.",
+        fix="Submit it as OPEN, or repeat the runs without them.",
     ),
     check(
         id="vectors.open",

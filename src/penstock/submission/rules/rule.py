@@ -134,7 +134,7 @@ def _usual_fix(where: str) -> str:
         return "Write the report again with `penstock submission report --write`."
     if name.startswith(".") or name.endswith(_FILE_ENDINGS):
         return "Restore the file as the benchmark wrote it."
-    return "Hand in the whole folder, with every file of the benchmark."
+    return "Submit the whole folder, with every file of the benchmark."
 
 
 @dataclass(frozen=True, slots=True)

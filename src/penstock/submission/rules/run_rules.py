@@ -42,7 +42,7 @@ from penstock.workload.dlio_keys import canonical_path, canonical_values
 from penstock.workload.shipped_catalog import families, shipped_card
 
 _LATER_BOTH: Final[Any] = {"editions": LATER, "benchmarks": BOTH, "each": "result"}
-_ONE_RUN: Final = "Hand in the run's own files, or repeat the run."
+_ONE_RUN: Final = "Submit the run's own files, or repeat the run."
 _ABSENT: Final = object()
 _MEMORY_TOLERANCE: Final = 0.01
 _KIB_IN_GIB: Final = 1 << 20
@@ -115,7 +115,7 @@ def _judge_workload(case: Case) -> Iterator[Finding]:
             if is_misplaced
             else f"{family} on {accelerator} is {'' if is_known else 'not '}of {edition.edition}"
         ),
-        fix="Hand in only results of this edition's workloads, each in its folder.",
+        fix="Submit only results of this edition's workloads, each in its folder.",
     )
 
 
@@ -485,7 +485,7 @@ def _judge_repeated_keys(case: Case) -> Iterable[Finding]:
             value=f"{len(file.repeated)} keys",
             limit="0 keys",
             proof=f"{name_some(file.repeated)} given twice",
-            fix="Hand in the file as the benchmark wrote it.",
+            fix="Submit the file as the benchmark wrote it.",
         )
         for file in files
         if file.repeated
@@ -506,7 +506,7 @@ RULES: Final = (
         fact=lambda case: len(case.result.datagen),
         limit=lambda case: case.edition.timed.num_datagen,
         proof="{fact} result directories {sign} {limit}",
-        fix="Hand in the result directory of the data set that the runs read.",
+        fix="Submit the result directory of the data set that the runs read.",
     ),
     Rule(
         id="datagen.files",
@@ -530,7 +530,7 @@ RULES: Final = (
         fact=lambda case: len(require_runs(case.result, "there is no folder of a run")),
         limit=lambda case: case.edition.num_runs,
         proof="{fact} runs {sign} {limit}",
-        fix="Hand in {limit} consecutive runs, all of them.",
+        fix="Submit {limit} consecutive runs, all of them.",
         otherwise=lambda it: (
             Verdict.WARNING if it.case.edition.is_without_warm_ups(it.fact) else Verdict.FAIL
         ),
@@ -601,7 +601,7 @@ RULES: Final = (
         editions=LATER,
         each="result",
         source="2.1.18: the text measures from end to start, its tool from start to start; both agree here",
-        formula="0 <= begin of a run - end of the run before < max_pause_runs x duration of the shortest run",
+        formula="0 <= start of a run - end of the run before < max_pause_runs x duration of the shortest run",
         passes="runs of 18 minutes with 2 minutes between them",
         fails="runs of 18 minutes with 18 minutes between them",
         judge=_judge_pauses,
@@ -638,7 +638,7 @@ RULES: Final = (
         at=METADATA,
         show=("{named} named", "{hosts} in the summary"),
         proof="{named} hosts were named, the summary has {hosts}",
-        fix="Repeat the run on the hosts that are to be handed in.",
+        fix="Repeat the run on the hosts that you submit.",
     ),
     limit(
         id="hosts.equal",
@@ -753,7 +753,7 @@ RULES: Final = (
         join=lambda problems: name_some(problems, 5, separator="; "),
         show=("{number} differ", "0 differ"),
         proof="the metadata record what the configuration has",
-        fix="Repeat the runs without these parameters, and hand in their files as they were written.",
+        fix="Repeat the runs without these parameters, and submit their files as they were written.",
     ),
     Rule(
         id="runs.recorded",

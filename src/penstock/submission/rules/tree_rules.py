@@ -48,7 +48,7 @@ REHEARSAL_RULE: Final = "runs.rehearsal"
 _LATER_TREES: Final[Any] = {"editions": LATER, "benchmarks": EVERY, "each": "result"}
 _NEWEST_TREES: Final[Any] = {"editions": NEWEST, "benchmarks": EVERY, "each": "result"}
 _NEWEST_RUNS: Final[Any] = {"editions": NEWEST, "benchmarks": EVERY}
-_AS_WRITTEN: Final = "Hand in the result directory as it was written."
+_AS_WRITTEN: Final = "Submit the result directory as it was written."
 
 
 def require_description(case: Case) -> ParsedFile:
@@ -153,7 +153,7 @@ def _judge_system_files(case: Case) -> Iterable[Finding]:
             evidence=folder,
             value=name,
             proof=f"{name} belongs to no system that has results",
-            fix="Take it out, or hand in the results.",
+            fix="Take it out, or submit the results.",
         )
         for name in context.systems
         if name.lower() not in allowed and not name.endswith(".md")
@@ -280,7 +280,7 @@ def _judge_pointer(case: Case) -> Iterator[Finding]:
         value=name,
         limit="an image of the pool",
         proof=f"{name} {'is' if name in images else 'is not'} in the pool",
-        fix="Hand in the pool of code images as it was.",
+        fix="Submit the pool of code images as it was.",
     )
 
 
@@ -306,7 +306,7 @@ def _judge_images(case: Case) -> Iterator[Finding]:
             value=digest,
             limit=stated,
             proof=f"{name}: its files hash to {digest or 'nothing readable'}, it states {stated}",
-            fix="Hand in the image as it was taken.",
+            fix="Submit the image as it was taken.",
             otherwise=case.verdict_of_round if is_hashed_later else Verdict.FAIL,
         )
 
@@ -350,7 +350,7 @@ def _judge_manifest(case: Case) -> Iterator[Finding]:
         value=f"{len(listed)} listed",
         limit=f"{len(present)} there",
         proof=name_some(problems, separator="; ") or f"all {len(present)} result directories are listed",
-        fix="Write submission.yaml again, or hand in all result directories.",
+        fix="Write submission.yaml again, or submit all result directories.",
     )
     stated = _stated_edition(manifest)
     yield pass_if(
@@ -711,7 +711,7 @@ RULES: Final = (
         proof=lambda it: "they say {} of {} at {}".format(
             *(it.case.run.metadata.text(key).lower() for key in ("command", "model", "run_datetime"))
         ),
-        fix="Hand in each result directory where it was written.",
+        fix="Submit each result directory where it was written.",
     ),
     limit(
         id="runs.exit",
@@ -749,8 +749,8 @@ RULES: Final = (
         holds=lambda it: it.stated.lower() in {SubmissionDivision.CLOSED.value, it.division},
         at=METADATA,
         show=("{stated}", "{division}"),
-        proof="the tool called this run {stated}, it is handed in as {division}",
-        fix="Hand it in as what it was made for, and see the other findings.",
+        proof="the tool called this run {stated}, it is submitted as {division}",
+        fix="Submit it as what it was made for, and see the other findings.",
         otherwise=lambda it: (
             Verdict.FAIL if it.stated.lower() in set(SubmissionDivision) else Verdict.WARNING
         ),

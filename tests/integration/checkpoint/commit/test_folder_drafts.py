@@ -198,7 +198,7 @@ def test_a_save_that_another_one_has_overtaken_is_given_up_and_harms_nothing(
     write_object(place.data_storage, place.draft.key("__0_0.distcp"), [b"x"])
     if when != "while it is":
         save(tmp_path, 2)
-    with pytest.raises(AlreadyThere, match="Another save committed step-1 first; this one was given up"):
+    with pytest.raises(AlreadyThere, match="Another save committed step-1 first; this one was discarded"):
         place.commit(lambda: replace(SEAL, sizes={"__0_0.distcp": 1}))
     assert assert_known(files(tmp_path)) == {NAME: 2}
     assert names(tmp_path) == [NAME]

@@ -417,7 +417,7 @@ def test_deleting_fails_for_a_missing_bucket_but_not_for_a_missing_object(
 def test_a_web_page_is_not_an_empty_listing(client: str, faulty: StartFaulty, corner: OpenCorner) -> None:
     server = faulty(Fault(action="page", times=ALWAYS))
     storage = corner(server.as_server(), client)
-    with pytest.raises(StorageError, match="does not come from an object service") as caught:
+    with pytest.raises(StorageError, match="does not come from an object store") as caught:
         list(storage.list())
     assert "console has another port" in str(caught.value)
 

@@ -55,7 +55,7 @@ def test_a_dead_a_hanging_and_a_garbled_host_are_each_named_with_what_became_of_
     assert caught.value.reported == ("a",)
     assert caught.value.absent.keys() == {"b", "c", "d"}
     assert caught.value.absent["b"] == "exit code 255, with the output: Warning: x ... ssh: no route to host"
-    assert caught.value.absent["c"] == "no answer within 9 s"
+    assert caught.value.absent["c"] == "no response within 9 s"
     assert caught.value.absent["d"].startswith("no facts in its output: 'Welcome!")
     assert "3 of 4 hosts" in str(caught.value)
     assert "reported: a" in str(caught.value)

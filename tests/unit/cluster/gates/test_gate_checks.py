@@ -199,7 +199,7 @@ def test_facts_of_some_hosts_are_not_checked_and_unlike_hosts_are_warned_of() ->
     assert check_cluster(small).verdict is GateVerdict.WARNING
     unknown = cluster(present("a"), present("b", memory_bytes=None))
     assert check_cluster(unknown).verdict is GateVerdict.NOT_CHECKED
-    absent = AbsentHost(host="b", reason="no answer within 9 s", exit_code=None, stderr="")
+    absent = AbsentHost(host="b", reason="no response within 9 s", exit_code=None, stderr="")
     partial = ClusterFacts(
         via="ssh",
         collected_at="2026-01-02T03:04:05+00:00",
@@ -210,7 +210,7 @@ def test_facts_of_some_hosts_are_not_checked_and_unlike_hosts_are_warned_of() ->
     )
     found = check_cluster(partial)
     assert found.verdict is GateVerdict.NOT_CHECKED
-    assert "b: no answer within 9 s" in found.found
+    assert "b: no response within 9 s" in found.found
 
 
 @pytest.mark.parametrize("verdict", list(GateVerdict))

@@ -167,7 +167,7 @@ def test_a_fact_that_one_run_lacks_hides_nothing_about_the_others(store: TreeSto
         ),
         ("fast/unet3d/run/20260701_104000/summary.json", "Restore the file as the benchmark wrote it."),
         ("run/20260701_104000/.mlps-code-image", "Restore the file as the benchmark wrote it."),
-        ("fast/kv_cache/llama3.1-8b", "Hand in the whole folder, with every file of the benchmark."),
+        ("fast/kv_cache/llama3.1-8b", "Submit the whole folder, with every file of the benchmark."),
     ],
 )
 def test_fix_of_a_missing_fact_fits_the_file(where: str, fix: str) -> None:
