@@ -65,7 +65,7 @@ class Unavailable(PenstockError):
 
 
 class StorageError(PenstockError, OSError):
-    """Storage refused a request, failed, or returned wrong data. `errno` is the system's number, or None."""
+    """Storage refused a request, failed, or returned wrong data. `errno` is the system's code, or None."""
 
     def __init__(
         self, what: str, *, uri: str = "", where: str = "", fix: str = "", errno: int | None = None

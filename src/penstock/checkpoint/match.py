@@ -167,7 +167,8 @@ def require_matches(
 ) -> None:
     """Raise `UsageError` if nothing would be loaded; on rank 0, warn of patterns that are idle on all ranks.
 
-    Idle patterns are no error, because a job may exclude or rename what only some of its checkpoints have.
+    Idle patterns are not an error, because a job may exclude or rename what only some of its checkpoints
+    have.
     """
     idle = [pattern for pattern in of_ranks[0] if all(pattern in other for other in of_ranks)]
     only = (choice.only,) if isinstance(choice.only, str) else choice.only
@@ -455,7 +456,7 @@ def set_entry(holder: Any, key: Any, value: Any) -> None:
 def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
     """Return True if the stored value can be loaded here.
 
-    Items of a list of plain values are no places: such a list is one value.
+    Items of a list of plain values are not places: such a list is one value.
     """
     if facts is None:
         return not isinstance(holder, list) and not isinstance(value, Mapping | list | torch.Tensor)
@@ -980,7 +981,7 @@ class LoadedParts:
             names = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in own)
             logger.warning(
                 "Saved by %d ranks: ranks from %d on get rank 0's values of %s, which differed between ranks."
-                " Give random generators another seed there",
+                " Give random number generators another seed there",
                 num_saved,
                 num_saved,
                 name_some(list(names), 10),

@@ -313,7 +313,7 @@ class Destinations:
             copy_bytes(memoryview(self._memory(share).data)[inside], copied)
 
     def arrived(self, part: Part) -> None:
-        """Note that `part` has arrived, and pass its share on once all of the payload has."""
+        """Called when `part` has arrived; pass its share on once all of the payload has."""
         share = self._shares[part.span]
         num_bytes = min(share.begin + share.num_bytes, part.end) - max(share.begin, part.begin)
         with self._lock:
@@ -468,7 +468,7 @@ class Outbox:
             self._buffered_bytes += message.size_bytes if counts else 0
 
     def filled(self, message: Outgoing) -> None:
-        """Note that one more transfer of `message` is in its memory."""
+        """Called when one more transfer of `message` is in its memory."""
         with self._lock:
             message.num_missing -= 1
             self._lock.notify_all()

@@ -67,17 +67,17 @@ def add_digests(
 
 
 def is_expected_to_differ(leaf: Leaf) -> bool:
-    """Return True for tensors of data loaders and the like, and for states of random generators."""
+    """Return True for tensors of data loaders and the like, and for states of random number generators."""
     value = leaf.value
     is_generator = value.dtype == torch.uint8 and value.dim() == 1 and value.nbytes <= FEW_BYTES
     return leaf.owner in (Owner.STATEFUL, Owner.EXTRA) or is_generator
 
 
 def _find_proof(parts: Mapping[str, Any], ranks: Collection[int]) -> Callable[[Leaf], bool]:
-    """Return a function that tells whether the kind of a leaf proves it to be equal on all these ranks.
+    """Return a predicate: True if a leaf is known to be equal on all `ranks` and need not be compared.
 
-    DDP keeps parameters equal, and hence their optimizer states if these have the parameter's shape; a mere
-    part would have another shape. Scalars that an optimizer keeps for a DTensor count its steps.
+    DDP keeps parameters equal, and with them optimizer states of the same shape (a shard would have another
+    shape). Scalars that an optimizer keeps for a DTensor count its steps.
     """
     synced: set[int] = set()
     names: set[str] = set()

@@ -123,12 +123,12 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """On all ranks: find the memory to load into."""
+        """Find the memory to load into. Called on all ranks."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._local_state = collect_for_load(state_dict)
 
     def create_local_plan(self) -> planning.LoadPlan:
-        """On all ranks: plan which stored chunks go into which of this rank's shards."""
+        """Plan which stored chunks go into which of this rank's shards. Called on all ranks."""
         assert self.metadata is not None, "torch calls set_up_planner with it"
         stored = self.metadata.state_dict_metadata
         names = [leaf.name for leaf in self._local_state.leaves]
@@ -153,7 +153,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return planning.LoadPlan(items, planner_data=find_idle(self._choice, names, stored))
 
     def create_global_plan(self, global_plan: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        """On the coordinator: refuse the load if its selection matches nothing on any rank."""
+        """Refuse the load if its selection matches nothing on any rank. Called on the coordinator."""
         stored = list(self.metadata.state_dict_metadata) if self.metadata is not None else []
         require_matches(self._choice, [plan.planner_data for plan in global_plan], stored, 0)
         return super().create_global_plan(global_plan)
@@ -219,7 +219,7 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """On all ranks: list what this rank holds."""
+        """List what this rank holds. Called on all ranks."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         # torch has replaced parts by their states, and has no names for empty dicts.
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -231,14 +231,14 @@ class SavePlanner(DefaultSavePlanner):
         warn_of_losses(self._local_state, own_rank(), self._told, set())
 
     def create_local_plan(self) -> planning.SavePlan:
-        """On all ranks: return what this rank holds, for the coordinator."""
+        """Return what this rank holds, for the coordinator. Called on all ranks."""
         self.plan = planning.SavePlan([], planner_data=self._local_state.holdings)
         return self.plan
 
     def create_global_plan(
         self, all_plans: list[planning.SavePlan]
     ) -> tuple[list[planning.SavePlan], Metadata]:
-        """On the coordinator: decide which rank writes what."""
+        """Decide which rank writes what. Called on the coordinator."""
         facts: list[Holdings] = [plan.planner_data for plan in all_plans]
         shared, objects = plan_job(facts, self._options)
         plans = [
@@ -263,7 +263,7 @@ class SavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: planning.SavePlan) -> planning.SavePlan:
-        """On all ranks: adopt what the coordinator decided."""
+        """Adopt what the coordinator decided. Called on all ranks."""
         self._plain_names = new_plan.planner_data
         self.plan = new_plan
         return new_plan
@@ -359,14 +359,14 @@ class Reader(StorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """On all ranks: do nothing."""
+        """Do nothing. Called on all ranks."""
 
     def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
-        """On all ranks: add this rank's number to the plan."""
+        """Add this rank's number to the plan. Called on all ranks."""
         return replace(plan, storage_data=_Readers((own_rank(),)))
 
     def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        """On the coordinator: let all ranks load together.
+        """Let all ranks load together. Called on the coordinator.
 
         A planner may have replaced this reader's data in the plan with its own. When the plan is finished,
         the planner finds its data there, and each rank reads alone everything it needs, as with torch's
@@ -379,7 +379,7 @@ class Reader(StorageReader):
         return [replace(plan, storage_data=together) for plan in plans]
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        """On all ranks: read, exchange, and fill what the planner resolves."""
+        """Read, exchange, and fill what the planner resolves. Collective."""
         readers = plan.storage_data if isinstance(plan.storage_data, _Readers) else _Readers((own_rank(),))
         assert self._opened is not None, "torch calls read_metadata first"
         tensors = [item for item in plan.items if item.type is not planning.LoadItemType.BYTE_IO]
@@ -653,13 +653,13 @@ class Writer(BlockingAsyncStager, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
-        """On all ranks: refuse names that no file can have, before anything is written."""
+        """Refuse names that no file can have, before anything is written. Called on all ranks."""
         for item in plan.items:
             require_text(item.index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
-        """On the coordinator: begin the save, and send each rank its draft."""
+        """Begin the save, and send each rank its draft. Called on the coordinator."""
         self._abandon()
         storage, name = open_parent(self._uri())
         if not self._overwrites and name in open_catalog(storage).names():
@@ -675,7 +675,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         ]
 
     def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[WriteResult]]:
-        """On all ranks: write this rank's items durably."""
+        """Write this rank's items durably. Called on all ranks."""
         done: Future[list[WriteResult]] = Future()
         with ExitStack() as undo:
             undo.callback(self._abandon)
@@ -704,7 +704,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: describe what all ranks have written, and commit it."""
+        """Describe what all ranks have written, and commit it. Called on the coordinator."""
         assert self._transaction is not None, "torch calls prepare_global_plan first"
         meta = self.storage_meta()
         transaction, self._transaction = self._transaction, None

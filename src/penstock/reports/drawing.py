@@ -338,13 +338,13 @@ _PLOTS: Final[Mapping[Kind, Callable[[Chart, Look, int], dict[str, Any]]]] = {
 
 
 def _intervals(one: Series) -> Iterator[tuple[float, float, float]]:
-    """Yield the begin, end and value of each interval. If there are no `ends`, `x` contains edges."""
+    """Yield the start, end and value of each interval. If there are no `ends`, `x` contains edges."""
     ends = one.ends if len(one.ends) else one.x[1:]
     return zip(one.x, ends, one.y, strict=False)
 
 
 def _time_axis(chart: Chart) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """Return a function from times to horizontal positions, and the ticks."""
+    """Return a function that maps a time to a horizontal position, and the axis's ticks and title."""
     ends = [float(times[-1]) for one in chart.series for times in (one.x, one.ends) if len(times)]
     ends += [float(max(one.ends)) for one in chart.series if len(one.ends)]
     end = max(chart.x_end or max(ends, default=0.0), _SHORTEST_S)
@@ -354,7 +354,7 @@ def _time_axis(chart: Chart) -> tuple[Callable[[float], float], dict[str, Any]]:
 
 
 def _value_axis(chart: Chart, values: Sequence[float]) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """Return a function from values to positions from the top, and the ticks and limits."""
+    """Return a function that maps a value to a position from the top, and the axis's ticks and limits."""
     known = [value for value in (*values, *chart.limits.values()) if value == value]  # noqa: PLR0124 - not NaN
     low = min(chart.y_begin, 0.0, *known)
     high = chart.y_end or max(known, default=0.0) * _MARGIN

@@ -153,7 +153,7 @@ CounterSeries = tuple[NDArray[np.int64], dict[str, Numbers]]
 
 
 def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> CounterSeries:
-    """Return the counters of one host's processors, drives and networks at the times of its samples.
+    """Return the counters of one host's CPUs, drives and networks at the times of its samples.
 
     Before a counter first appears, it counts as its first value or, with `from_zero`, as 0.
     """

@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 Pages = Mapping[str, Callable[[Path], Report]]
-"""The function that draws the page for the run in a folder, for each kind of run of packages above this."""
+"""The function that builds the page for the run in a folder, for each kind of run of packages above this."""
 
 
 def draw_run(folder: Path, others: Pages) -> Report:
-    """Build the page for the run in `folder`. Raises `ObjectNotFound` if the run has left nothing to draw."""
-    # Imported here, because most code that uses a run's folder draws no page.
+    """Build the page for the run in `folder`. Raises `ObjectNotFound` if the run has left nothing to show."""
+    # Imported here, because most code that uses a run's folder builds no page.
     from penstock.results.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
     from penstock.results.run_record import RunOutcome, read_record  # noqa: PLC0415
     from penstock.results.training_page import make_training_page  # noqa: PLC0415

@@ -1,7 +1,8 @@
 """The events of a run as rows: one for each step and each span (epoch, block, checkpoint) of a rank.
 
 The benchmark records them, `event_files` stores them, `phase_figures` evaluates them. Times are nanoseconds
-of CLOCK_MONOTONIC, so they can be compared only within a host; `RankClock` converts them to dates.
+of CLOCK_MONOTONIC, so they can be compared only within a host; `RankClock` converts them to wall-clock
+times.
 """
 
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ class RankClock:
         return self.wall_ns - self.monotonic_ns
 
     def date(self, moment_ns: int) -> datetime:
-        """Convert a timestamp of this rank's events to a date in UTC."""
+        """Convert a timestamp of this rank's events to wall-clock time in UTC."""
         seconds, rest_ns = divmod(moment_ns + self.shift_ns, 10**9)
         return datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest_ns // 1000)
 

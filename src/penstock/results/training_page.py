@@ -55,7 +55,7 @@ from penstock.storage.files.local_files import parse_json, read_document
 from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 BUSY: Final = 0.85
-"""Readers or processors that are busy for this share of the time count as fully used."""
+"""Readers or CPUs that are busy for this share of the time count as fully used."""
 LEAST_WAIT: Final = 0.02
 """Waits that take a smaller share of a step's time are not reported."""
 _HARDLY: Final = 0.01
@@ -83,7 +83,7 @@ class TrainingRun:
 
     @property
     def cpu_busy_shares(self) -> list[float]:
-        """The mean busy share of each host whose processors were sampled."""
+        """The mean busy share of each host whose CPUs were sampled."""
         shares = (rates["cpu_busy_share"] for rates in self.hosts.values())
         return [float(np.nanmean(share)) for share in shares if not np.isnan(share).all()]
 
@@ -117,7 +117,7 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
         hosts, counters = read_counters(folder)
         ranks, machines = {rank.clock.rank: rank.clock for rank in steps.ranks}, set()
         for host in hosts:
-            # Hosts on the same machine count the same drives and processors.
+            # Hosts on the same machine count the same drives and CPUs.
             if host.rank in ranks and host.boot_id not in machines:
                 edges_ns = steps.edges * 1e9 - (ranks[host.rank].shift_ns - steps.origin_ns)
                 rates[host.host] = host_rates(host, read_series(counters, host.host), edges_ns)
@@ -233,7 +233,7 @@ def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
     if times is not None and busy >= BUSY and not run.passed and not awaits_samples:
         yield Trouble(
             "processors",
-            f"The hosts' processors were busy {busy:.0%} of the time.",
+            f"The hosts' CPUs were busy {busy:.0%} of the time.",
             "Use fewer ranks for each host, or hosts with more cores.",
         )
 
@@ -393,7 +393,7 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
     busy = run.cpu_busy_shares
     chart = Chart(
         kind=Kind.HEAT,
-        title="Busy processors, by host",
+        title="Busy CPUs, by host",
         run=run.record.id,
         series=heat_rows(list(run.hosts), np.nan_to_num(processors), run.steps.edges) if processors else (),
         y_end=1.0,
@@ -401,7 +401,7 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
     )
     yield Section(
         name="hosts",
-        title="Processors of the hosts",
+        title="CPUs of the hosts",
         charts=[chart] if processors else (),
         why_empty="This run has no sampled counters of its hosts.",
     )

@@ -186,7 +186,7 @@ IS_CALL: Final = "NOT contains(args, '\"is_sum\"')"
 
 
 def argument_sql(name: str) -> str:
-    """Return an SQL expression for a whole number among an event's arguments, otherwise NULL."""
+    """Return an SQL expression for the argument `name` as an integer; NULL if missing or not an integer."""
     return f"TRY_CAST(json_extract_string(args, '$.{name}') AS BIGINT)"
 
 

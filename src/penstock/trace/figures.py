@@ -302,7 +302,7 @@ def call_bars(axis: TimeAxis) -> Answer:
 
 
 def _drawn_sql(table: str, pixel_us: int) -> str:
-    """Return SQL for the events in the lanes of `placed`; events that share begin and end pixels are one."""
+    """Return SQL for the events in the lanes of `placed`; events that share start and end pixels are one."""
     return f"""
         SELECT lane, kind::VARCHAR AS kind, min(since_us) AS since_us, max(until_us) AS until_us,
                count(*) AS num_events, sum(until_us - since_us)::BIGINT AS sum_us

@@ -477,7 +477,7 @@ class TraceSet:
 
 
 def name_trace_files(paths: Sequence[Path], *, run: str, rank_pattern: str = RANK_PATTERN) -> list[TraceFile]:
-    """Return the files to read, each with the shortest name that distinguishes it from the others."""
+    """Return the files to read, named by their base names, or by full paths if two base names are equal."""
     names = [path.name for path in paths]
     unique = len(set(names)) == len(names)
     return [
@@ -655,7 +655,7 @@ def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
     )
     sentences = []
     for unit, ratio in (("nanoseconds", 1000), ("milliseconds", 1 / 1000), ("seconds", 1 / 1_000_000)):
-        # Chrome's documents often count from the start of the machine, so small times are no error there.
+        # Chrome's documents often count from the start of the machine, so small times are not an error there.
         wrong = [
             (first_us, account)
             for first_us, account in timed

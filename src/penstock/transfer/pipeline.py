@@ -501,7 +501,7 @@ class WritePipeline:
         stamps.durable_bytes[stream.number] += info.size_bytes
 
     def _acknowledge(self, buffer: Buffer) -> None:
-        """Note that the storage has released `buffer`; called from any of the storage's threads."""
+        """Called when the storage has released `buffer`, from any of the storage's threads."""
         with self._lock:
             was_in_flight, buffer.is_in_flight = buffer.is_in_flight, False
         if not was_in_flight:

@@ -70,8 +70,8 @@ class ReadSettings:
     def for_cached(self, num_ranks: int) -> ReadSettings:
         """Return settings for copies out of the page cache by `num_ranks` ranks of a host.
 
-        Such copies take processor time, so there is at most one thread for each processor. Ranks share the
-        processors unless each has its own.
+        Such copies take CPU time, so there is at most one thread for each CPU. Ranks share the CPUs unless
+        each has its own.
         """
         most = MOST_COPYING_THREADS if num_ranks == 1 else MOST_COPYING_THREADS // 2
         processors = len(os.sched_getaffinity(0))
@@ -214,7 +214,7 @@ class OpenFiles:
         return opened.result()
 
     def done(self, file: int) -> None:
-        """Note that a part of the file has been read; after its last part, close it."""
+        """Called when a part of the file has been read; close the file after its last part."""
         with self._lock:
             self._num_left[file] -= 1
             is_last = not self._num_left[file]
@@ -262,7 +262,7 @@ class SpanSink(Protocol):
         """Copy bytes of a span, which begin at `begin` in the file."""
 
     def arrived(self, part: Part) -> None:
-        """Note that all bytes of a part are in place, through `place` or `take`."""
+        """Called once all bytes of a part have arrived, via `place` or `take`."""
 
 
 class BlockViewers:
@@ -284,7 +284,7 @@ class BlockViewers:
         """Show a block that was read with this buffer; its content may be elsewhere."""
 
     def release(self, buffer: int) -> None:
-        """Note that the reader has passed on the content of a buffer."""
+        """Called when the reader has passed on the content of a buffer."""
         self._reuse(buffer)
 
 

@@ -61,7 +61,7 @@ class ProgressBoard:
         self._num_ranks = num_ranks
 
     def note(self, moved_bytes: int) -> None:
-        """Note how many bytes this rank has transferred."""
+        """Record how many bytes this rank has transferred."""
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:

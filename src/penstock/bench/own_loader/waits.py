@@ -118,7 +118,7 @@ def divide_waits(
 
 
 def _stages_between(batch: Delivery, start_ns: int) -> Iterator[tuple[WaitStage, float]]:
-    """Yield the stages of the time from `start_ns` until the batch was delivered."""
+    """Yield each stage between `start_ns` and the delivery of the batch, with its nanoseconds."""
     rows, end_ns, now_ns = batch.rows, batch.given_ns, start_ns
     last = bisect_left(rows, batch.row.began_ns, key=lambda row: row.began_ns)
     if now_ns < rows[0].began_ns:

@@ -72,7 +72,7 @@ OPERATION: Final = np.dtype(
 """The timestamps of an operation, in ns since the common start.
 
 An operation is `due` by the schedule, a slot for it is `free`, it has `begun`, and it has `ended`. Events
-that never happened have the time of giving up.
+that never happened have the time at which the operation was abandoned.
 """
 
 Operations = NDArray[np.void]
@@ -174,7 +174,7 @@ def _growth(operations: Operations) -> float:
     """Return the growth of latency per time, from the medians of the first and last quarter to ignore stalls.
 
     While storage completes only A of the R operations due per second, latency grows by 1 - A/R per second.
-    For operations that were given up, the share that never began shows the same.
+    For abandoned operations, the share that never began shows the same.
     """
     due, latencies = operations["due"], operations["ended"] - operations["due"]
     never = float(np.mean(operations["begun"] == operations["ended"]))

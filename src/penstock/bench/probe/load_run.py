@@ -307,7 +307,7 @@ class LoadLoop:
         """Perform one load, and gather the operations of all ranks. If a thread fails, all stop.
 
         `due_ns` is the schedule, None for a closed loop. Operations that have not begun shortly after the end
-        are given up; the delay is for operations that are merely late.
+        are abandoned; the delay is for operations that are merely late.
         """
         grace_s = 0.0 if due_ns is None else min(1.0, 0.25 * seconds)
         stop_ns, slots = round((seconds + grace_s) * NS), self.load.depth
@@ -328,8 +328,8 @@ class LoadLoop:
             np.concatenate(run_together(slots, serve, comm=self._comm, what="a load")), order="number"
         )
         if due_ns is not None and done.size < len(due_ns):
-            # For operations that were due but never began, the events that did not happen have the time of
-            # giving up.
+            # For operations that were due but never began, the events that did not happen have the
+            # time at which the operations were abandoned.
             missing = np.setdiff1d(np.arange(len(due_ns)), done["number"])
             is_write = self._writes[(self._first + missing) % self._writes.size]
             never = [

@@ -116,9 +116,9 @@ def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
 def read_rate(result: ProbeResult, workload: Workload) -> tuple[float, str]:
     """Return the bytes per second that a workload can expect, and the measurement that shows it.
 
-    The rate of random reads counts for samples in separate small files, that of sequential reads for all
-    others. If neither was measured, the knee counts, with only the reads of a mixed load. 0 if nothing is
-    known.
+    This is the rate of random reads if each file holds one sample that is smaller than the smallest measured
+    block, otherwise that of sequential reads. Without measured reads, it is the read part of the highest
+    knee; 0 if there is none.
     """
     dataset = workload.dataset
     reads = _of(result, "read")

@@ -76,7 +76,7 @@ def plan_checkpoints(
 
 
 def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
-    """Return the storage option that `fsync` sets; none for object services, whose writes are durable."""
+    """Return the storage option that `fsync` sets; none for object stores, whose writes are durable."""
     return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}
 
 

@@ -130,7 +130,10 @@ def open_files(
 
 
 def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any]) -> DatasetRecipe:
-    """Return the recipe with the numbers of files that exist, which are part of the file names."""
+    """Return the recipe of the stored data set, with its own file counts, because file names contain them.
+
+    Raises `UsageError` if the data set has fewer files than the workload needs, or was generated differently.
+    """
     recipe = manifest["recipe"]
     stored = recipe["dataset"]
     for name in ("num_files_train", "num_files_eval"):

@@ -362,7 +362,7 @@ def left_out_by_division(sharding: Sharding, epoch: int) -> SampleSet:
 def plan_training(
     workload: Workload, *, block_samples: int, seed: int, division: Remainder, comm: Comm
 ) -> TrainingPlan:
-    """Plan the run for all ranks. Each rank counts and digests its own share. Collective."""
+    """Plan the run for all ranks. Each rank counts its own share and computes its digest. Collective."""
     sharding = shard_training(
         workload, block_samples=block_samples, num_ranks=comm.size, division=division, seed=seed
     )

@@ -73,7 +73,7 @@ own writers also allocate such memory, and do so for each save.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WriteTask:
-    """One rank's files and the locations of their bytes; may be sent to the process that writes them."""
+    """One rank's files and their content; can be pickled for another process, which then writes the files."""
 
     folder: str
     layouts: tuple[FileLayout, ...]
@@ -341,7 +341,7 @@ class AsyncWriter(FileSystemWriter):
     prepare_local_plan = prepare_global_plan = prepare_decentralized_global_plan = _unchanged  # type: ignore[assignment] # of any kind
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """On all ranks: lay out this rank's files. Nothing is copied yet."""
+        """Lay out this rank's files. Nothing is copied yet. Called on all ranks."""
         start_s = time.perf_counter()
         rank = own_rank()
         self._copy, self._items = None, RankItems(plan.items, planner, rank, self._options)
@@ -364,9 +364,10 @@ class AsyncWriter(FileSystemWriter):
         self._report = TaskReport()
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
-        """On all ranks: return the function to call, a callable that prepares its task, and its arguments.
+        """Return the function to call, a callable that prepares its task, and its arguments.
 
-        The function may run in any process. The first two are None on a rank that has nothing to write.
+        Called on all ranks. The function may run in any process. The first two are None on a rank that has
+        nothing to write.
         """
         if self._copy is None:
             return None, None, []
@@ -409,7 +410,7 @@ class AsyncWriter(FileSystemWriter):
         return self._items.results(outcome, self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: write the manifest and metadata once all ranks have written their files."""
+        """Write the manifest and metadata after all ranks' files. Called on the coordinator."""
         seal = build_seal(metadata, results, self.storage_meta())
         storage = open_here(self._folder)
         sizes = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}

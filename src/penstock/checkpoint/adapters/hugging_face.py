@@ -153,9 +153,10 @@ def save_state(accelerator: Any, manager: Manager, step: int) -> SaveHandle:
 def load_state(
     accelerator: Any, manager: Manager, *, step: int | None = None, trust: bool = False
 ) -> int | None:
-    """Restore the newest step, or `step`, into whatever an Accelerator has prepared. Collective.
+    """Restore the newest step, or `step`, into whatever an Accelerator has prepared or registered.
 
-    Returns the step, or None if none was ever committed. With `trust`, objects need not be plain data.
+    Restores the states of the random number generators, too. Returns the step, or None if none was ever
+    committed. `trust` allows objects of any class, whose code may run during the load. Collective.
     """
     state = _state_of_accelerator(accelerator)
     restored_step = manager.restore(state, step=step, trust=trust)

@@ -67,11 +67,11 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
         self._transforms = transforms
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> None:
-        """On all ranks: save, and return when the checkpoint is durable."""
+        """Save, and return when the checkpoint is durable. Collective."""
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """On all ranks: return Megatron's request for a save.
+        """Return Megatron's request for a save. Collective.
 
         Tensors may change once it has been scheduled.
         """
@@ -108,7 +108,7 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
         self._converts = convert_dtypes
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """On all ranks: return the state, in which tensors and objects have replaced their descriptions."""
+        """Return the state, in which tensors and objects have replaced their descriptions. Collective."""
         strict_shapes, free_shapes = [], {}
         for value in nested_values(sharded_state_dict):
             if isinstance(value, ShardedTensor) and value.allow_shape_mismatch:
@@ -140,7 +140,7 @@ def iteration_folder(root: AnyPath, iteration: int) -> str:
 def save_iteration(
     root: AnyPath, iteration: int, sharded_state: Any, strategy: PenstockSaveStrategy | None = None
 ) -> None:
-    """On all ranks: save to an iteration's folder, then point the tracker to it. `root` is a local path."""
+    """Save to an iteration's folder, then point the tracker to it. `root` is a local path. Collective."""
     folder = iteration_folder(root, iteration)
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def load_iteration(
     iteration: int | None = None,
     strategy: PenstockLoadStrategy | None = None,
 ) -> tuple[int | None, Any]:
-    """On all ranks: load `iteration` (default: the tracker's); return it and the state, or (None, None)."""
+    """Load `iteration` (default: the tracker's); return it and the state, or (None, None). Collective."""
     iteration = latest_iteration(root) if iteration is None else iteration
     if iteration is None:
         return None, None

@@ -41,7 +41,7 @@ def save_request(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     transforms: Sequence[str] = (),
 ) -> Any:
-    """On all ranks: plan a save, and return the request that writes and commits the checkpoint.
+    """Plan a save, and return the request that writes and commits the checkpoint. Collective.
 
     If writing failed on any rank, the queue's `maybe_finalize_async_calls` raises on the coordinator, and the
     folder is not a checkpoint. `planner` replaces the engine's own.

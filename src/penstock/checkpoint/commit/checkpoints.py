@@ -464,7 +464,7 @@ class SaveTransaction:
         """Turn what all ranks have written into one durable checkpoint; rank 0 makes the seal. Collective.
 
         Every rank's files must be finished. If this raises, the draft is gone and an older checkpoint of the
-        same name is unchanged. The only exception: rank 0 has committed, but its answer was lost.
+        same name is unchanged. The only exception: rank 0 has committed, but the response was lost.
         """
         with self.ending():
             return run_on_rank0(

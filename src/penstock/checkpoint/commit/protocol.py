@@ -223,7 +223,7 @@ class DraftStore(ABC):
 
     def _write_seal(self, draft: Draft, seal: Seal) -> None:
         """Write the manifest and metadata, the last two files of a draft."""
-        # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
+        # `.metadata` comes last: without it, neither Penstock nor torch treats the folder as a checkpoint, so
         # a save killed earlier leaves nothing that could be loaded.
         write_object(self._seals, draft.key(MANIFEST_NAME), [seal.manifest])
         write_object(self._seals, draft.key(METADATA_NAME), [seal.metadata])
@@ -372,8 +372,8 @@ class FolderDraftStore(DraftStore):
         try:
             left_behind = self._give_name(draft)
         except StorageError:
-            # On a network file system, the rename may have happened although its answer was lost and a retry
-            # failed.
+            # On a network file system, the rename may have happened although its response was lost and a
+            # retry failed.
             if read_identity(self._storage, draft.name) != seal.manifest[:IDENTITY_BYTES]:
                 raise
             left_behind = draft.folder
@@ -566,7 +566,7 @@ class FolderCatalog:
 def overtaken(uri: str, name: str) -> AlreadyThere:
     """Return the error for a save whose name another save has taken since it began."""
     return AlreadyThere(
-        f"Another save committed {name} first; this one was given up",
+        f"Another save committed {name} first; this one was discarded",
         uri=f"{uri}/{name}",
         fix="Let one job at a time save to this folder, or give each job its own.",
     )
@@ -654,7 +654,7 @@ class RecordDraftStore(DraftStore):
 
     def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
         super().__init__(storage, **choices)
-        # The answer to the write has everything that is needed from the record: no further request is made.
+        # The response to the write has everything that is needed from the record: no further request is made.
         quick = defer_sync(storage, "names")
         self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
         self._catalog = RecordCatalog(storage)
@@ -731,7 +731,7 @@ class RecordDraftStore(DraftStore):
 
     def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
         record = _Record(save_id=draft.save_id, folder=draft.folder, record_version=_VERSION)
-        # Whatever the answer, the request may have been carried out, or may still be.
+        # Whatever the response, the request may have been carried out, or may still be.
         self._published.add(draft.save_id)
         try:
             info = self._conditional.write_if(
@@ -751,7 +751,7 @@ class RecordDraftStore(DraftStore):
         return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
 
     def _read_back(self, draft: Draft, error: StorageError) -> Committed | None:
-        """Read which save a name refers to, after an error that leaves this open, such as a lost answer."""
+        """Read which save a name refers to, after an error that leaves this open, such as a lost response."""
         for pause_s in (*RETRY_PAUSES_S, None):
             try:
                 return self._catalog.find_if_any(draft.name)

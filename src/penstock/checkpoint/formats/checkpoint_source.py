@@ -158,7 +158,7 @@ class CheckpointSource:
         except (DataDamaged, ShortTransfer, ObjectNotFound) as error:
             self.require_current()
             if isinstance(error, ShortTransfer):
-                # Either the file ends too early, or only the answer of the storage service did.
+                # Either the file ends too early, or only the response of the storage service did.
                 self.require_files(all_are_here=False)
             elif isinstance(error, ObjectNotFound):
                 error.fix = _COPY_AGAIN

@@ -209,7 +209,7 @@ def small_record(name: str, content: bytes, offset: int) -> tuple[bytes, ZipReco
 
 
 def directory(records: Sequence[ZipRecord], offset: int) -> bytes:
-    """Return the central directory of an archive, which begins at `offset`, and the end of the archive."""
+    """Return the ZIP central directory of `records`, to be written at `offset`, and its end records."""
     entries = bytearray()
     for record in records:
         encoded = record.name.encode()

@@ -488,7 +488,10 @@ class CacheLevel:
         return self.view(name, assessment)
 
     def spread_note(self, step: int, note: FlushNote) -> None:
-        """Note on this node that the step is to become durable, if it has a share. Not collective."""
+        """Request this node's flush of the step: store `note` if the node caches a share and has no note yet.
+
+        Only the node's lead rank does so. Not collective.
+        """
         if self.is_lead and step in self.node.steps() and step not in self.node.flushes.notes():
             self.node.flushes.put(step, note)
 

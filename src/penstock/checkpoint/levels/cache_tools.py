@@ -59,7 +59,7 @@ class CachedStep(BaseModel):
 
 
 class CacheFlush(BaseModel):
-    """The flusher of one cache, and the steps that are to become durable."""
+    """The flusher of one cache, and the steps that await their flush."""
 
     cache: str
     daemon: int | None
@@ -269,7 +269,7 @@ def _repair(level: CacheLevel, step: int) -> StepRepair:
 
 
 def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedCheckpoint:
-    """Remove a step from this cache, together with the note that it is to become durable.
+    """Remove a step from this cache, together with the note that requests its flush.
 
     Raises `UsageError` if this save of the step is not durable, unless `even_last` is set, or if a running
     job saves to the cache.

@@ -4,7 +4,7 @@ The same `Flusher` runs in a thread of the trainer, in a detached process that o
 `penstock checkpoint flush`. It learns from folders what is to be done, so any flusher can be killed at any
 moment, and the next one continues:
 
-    CACHE/.penstock-flush/step-N.json     a note: this save of the step is to become durable, and where
+    CACHE/.penstock-flush/step-N.json     a note: this save of the step awaits its flush, and where to
     CACHE/.penstock-flush/lock            held by the one flusher of this cache
     CACHE/.penstock-flush/progress.json   what that flusher has done, for `status` and for the trainer
     RUN/.penstock-save-ID-step-N          the draft that the flushers of all nodes copy their files into
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 
 class FlushNote(protocol.StoredRecord):
-    """A save of a step that is to become durable: where, and how. Stored as JSON."""
+    """A save of a step that awaits its flush: where to, and how. Stored as JSON."""
 
     save_id: str
     durable: str
@@ -136,7 +136,7 @@ class FlushFolder:
         require_own(cache, self.path)
 
     def put(self, step: int, note: FlushNote) -> None:
-        """Note that a save of a step is to become durable. Replaces the note of an older save of the step."""
+        """Record that a save of a step awaits its flush. Replaces the note of an older save of the step."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_durably(self._note(step), note.model_dump_json().encode())
 
@@ -152,7 +152,7 @@ class FlushFolder:
         return [step for step in found if step is not None]
 
     def notes(self) -> dict[int, FlushNote]:
-        """Return the notes of the steps that are to become durable, newest first.
+        """Return the notes of the pending steps, newest first.
 
         Notes that cannot be parsed are logged.
         """
@@ -211,7 +211,7 @@ class FlushFolder:
             return FlushProgress()
 
     def states(self) -> dict[int, FlushState]:
-        """Return the state of each step that is to become durable."""
+        """Return the state of each pending step."""
         known = self.progress().states
         return {step: known.get(step, FlushState()) for step in reversed(self.notes())}
 
@@ -364,7 +364,7 @@ class Flusher:
             return True  # removed on purpose
         manifest, seal = share.read_seal()
         if manifest.save_id != note.save_id:
-            return True  # the step was saved again, and that save is not to become durable
+            return True  # the step was saved again, and no flush of that save was requested
         durable = self._durable or self._opened.setdefault(note.durable, open_here(note.durable))
         draft = _SharedDraft(durable, name, note.save_id)
         if is_committed(durable, name, seal.manifest):

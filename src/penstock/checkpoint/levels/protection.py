@@ -212,7 +212,7 @@ class ByteFeed:
                     self._filling = None
 
     def close(self) -> None:
-        """Note that nothing more will be put in."""
+        """Called when nothing more will be put in."""
         with self._lock:
             if self._filling is not None:
                 np.frombuffer(self._filling[self._filled :], np.uint8)[:] = 0
@@ -295,7 +295,7 @@ class FirstFailure:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note an error raised in the block, but not `WaitTimeout`: a silent rank is not awaited twice."""
+        """Record an error raised in the block, but not `WaitTimeout`: a silent rank is not awaited twice."""
         try:
             yield
         except WaitTimeout:

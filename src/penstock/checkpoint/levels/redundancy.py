@@ -108,8 +108,8 @@ class Layout:
     """The positions of a group's pieces. Without `parities`, each member keeps a copy of the previous member.
 
     With parity, there are as many stripes as members: each member has the plain parity of one. A member's
-    bytes form `num_chunks` chunks of `chunk_bytes`. Blocks of `block_bytes` go to the chunks in turn, so that
-    parity can be computed while they are written.
+    bytes form `num_chunks` chunks of `chunk_bytes`. Blocks of `block_bytes` go to the chunks round-robin, so
+    that parity can be computed while they are written.
     """
 
     members: int
@@ -210,7 +210,7 @@ def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) ->
 
     Groups have nearly equal sizes, never larger than requested. They are smaller if a domain has many ranks,
     because each of its ranks needs a different group. Raises `UsageError` if a group would have fewer than
-    `smallest` members.
+    `smallest` members, unless `members` is 1.
     """
     if members == 1:
         return tuple((rank,) for rank in range(len(domains)))

@@ -1,7 +1,8 @@
 """The steps of a run with caches: saved to the caches, flushed to durable storage, restored from either.
 
 The `StepStore` of a manager with `cache=`. Invariants: if a step is damaged on one level, the next level is
-tried before an older step; a step that is to become durable stays in the caches until it is.
+tried before an older step; a step that awaits its flush stays in the caches until it is
+durable.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class TieredStore(step_store.StepStore):
                     self.comm, lambda: self._await_durable(step), awaiting=f"step {step} to be durable"
                 )
         elif self.cache.is_lead:
-            # An older save of this step that was to become durable no longer exists.
+            # An older save of this step that awaited its flush no longer exists.
             self._flushes.remove(step)
         clear_up = partial(remove_leftovers, step, self.hide_surplus())
         return f"{self.cache.storage.uri}/{draft.name}", stats, clear_up
@@ -219,7 +220,7 @@ class TieredStore(step_store.StepStore):
         answers = all_gather_results(
             self.comm,
             lambda: self._flushes.notes() if self.cache.is_lead else {},
-            awaiting="all nodes to list what is still to become durable",
+            awaiting="all nodes to list what still awaits its flush",
         )
         pending = {step: note for notes in answers for step, note in notes.items()}
         for step, note in sorted(pending.items()):
@@ -239,7 +240,7 @@ class TieredStore(step_store.StepStore):
             self._start_flusher()
 
     def close(self) -> None:
-        """Wait until every step that is to become durable is, then release everything."""
+        """Wait until every pending step is durable, then release everything."""
         if not self._is_open:
             return
         self._is_open = False
@@ -274,7 +275,7 @@ class TieredStore(step_store.StepStore):
         return hidden
 
     def _hand_over(self, step: int, save_id: str) -> None:
-        """Note that this node's share is to become durable, and make sure that a flusher is running.
+        """Request the flush of this node's share, and make sure that a flusher is running.
 
         A failure here is reported like other background failures. Raised on one rank alone, it would suggest
         that the step was not saved.

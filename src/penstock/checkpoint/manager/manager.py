@@ -491,7 +491,7 @@ class SaveHandle:
         return None if self.is_reported or not self._future.done() else self._future.exception()
 
     def commit(self, report: SaveReport) -> None:
-        """Note that the step is committed."""
+        """Record that the step is committed."""
         self._future.set_result(report)
 
     def end(self, work: Future[None]) -> None:

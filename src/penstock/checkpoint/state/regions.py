@@ -486,7 +486,7 @@ def find_overlaps(left: Regions, right: Regions) -> tuple[Ints, Ints, Regions]:
 
 
 def _on_one_axis(regions: Regions, first: int) -> tuple[Ints, Ints]:
-    """Return the begin and end of each region on one axis, on which tensors are laid end to end.
+    """Return the start and end of each region on one axis, on which tensors are laid end to end.
 
     For each tensor, the axis takes the dimension with the most distinct offsets among the rows from `first`
     on.

@@ -112,12 +112,12 @@ def check_zeros(content: Iterator[memoryview]) -> str | None:
 
 
 Segment = tuple[int, int, str, Check]
-"""Begin and end in a file, the item to which these bytes belong ("" for a gap), and their check."""
+"""Start and end in a file, the item to which these bytes belong ("" for a gap), and their check."""
 
 Given = TypeVar("Given")
 
 Stretch = tuple[str, int, int, Callable[[Source], Iterable[Segment]]]
-"""The bytes that one thread reads: file, begin, size, and a function that finds their segments, in order."""
+"""The bytes that one thread reads: file, start, size, and a function that finds their segments, in order."""
 
 
 def cut_into_stretches(file: str, segments: Iterable[Segment]) -> Iterator[Stretch]:
@@ -376,7 +376,7 @@ def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
 
 
 _Item = tuple[str, int, int, str, int | None, tuple[str, ...]]
-"""An archive of `torch.save`: its file, begin and size there, its name ("" if the only one), the bytes of
+"""An archive of `torch.save`: its file, start and size there, its name ("" if the only one), the bytes of
 its tensor, its transforms."""
 
 

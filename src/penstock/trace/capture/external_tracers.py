@@ -178,7 +178,7 @@ def record(recording: RecordingPlan) -> int:
 
 @contextmanager
 def _watching_ranks(environment: Environment) -> Iterator[dict[int, LauncherRank]]:
-    """Note the rank of each process that has the mark of `environment`, as long as the block runs."""
+    """Record the rank of each process that has the mark of `environment`, as long as the block runs."""
     ranks: dict[int, LauncherRank] = {}
     is_over = Event()
     mark = f"{_MARK}={environment[_MARK]}".encode()

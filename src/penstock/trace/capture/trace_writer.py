@@ -153,7 +153,7 @@ _FAST = 1
 
 
 class TraceFileWriter:
-    """The trace file of one process, open for appending; `counts` has the number of events of each thread."""
+    """The trace file of one process, open for appending; `counts` holds the number of events per thread."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.path, self._descriptor = _create(folder, stem)

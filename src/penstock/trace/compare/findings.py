@@ -422,7 +422,7 @@ def changed_readers(study: Study) -> list[TraceFinding]:
                 FROM (SELECT run, rank_name, {PROCESS}, tid, count(*) AS num_reads,
                              max(num_reads) OVER (PARTITION BY run, rank_name) AS most_reads
                       FROM {{events}} WHERE {is_read} GROUP BY run, rank_name, {PROCESS}, tid)
-                -- One that reads a description is no reader of data.
+                -- One that reads a description does not count as a reader.
                 WHERE num_reads >= {_READS_DATA} * most_reads GROUP BY run, rank_name)
             GROUP BY run""")
     }
@@ -556,8 +556,8 @@ RUN_RULES: Final[Mapping[str, Callable[[Study], list[TraceFinding]]]] = {
 def find_all(study: Study) -> list[TraceFinding]:
     """Return the findings of every rule, in the order of the report.
 
-    In a comparison of several runs, habits count by how much they exceed the baseline's, so the baseline has
-    none.
+    When runs are compared, a habit (a costly pattern of access) counts only as far as it exceeds the
+    baseline's. The baseline's own habits become notes without lost time.
     """
     rules: Iterable[Callable[[Study], list[TraceFinding]]] = FINDING_RULES.values()
     if len(study.runs) > 1:

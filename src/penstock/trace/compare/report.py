@@ -146,7 +146,7 @@ def comparison_page(comparison: ComparisonResult) -> Report:
 def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str, has_calls: bool = True) -> Banner:
     """Return what a page says first: the verdict, what costs most, its fix, and what else stands out.
 
-    If traces have sums instead of calls, the absence of findings is no verdict.
+    If traces have sums instead of calls, the absence of findings is not a verdict.
     """
     alarms = [finding for finding in findings if finding.weight == "alarm"]
     costs = [finding for finding in findings if finding.weight == "cost"]

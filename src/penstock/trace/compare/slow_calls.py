@@ -179,8 +179,8 @@ def _locate_in_time(study: Study, run: str, calls: str, rates: str) -> _Place | 
     fast, slow = (before, after) if is_since else (after, before)
     low, high = sorted((ratio_before, ratio_after))
     edge = (low * high) ** 0.5
-    # A few slow moments are no change: nearly all slices before the cut must be slow, and nearly all after it
-    # fast, or the reverse.
+    # A few slow moments are not a change: nearly all slices before the cut must be slow, and nearly all
+    # after it fast, or the reverse.
     num_right = sum(row[2] < edge * row[3] for row in fast) + sum(row[2] > edge * row[3] for row in slow)
     if high < _SLOW * low or high < _CHANGED or num_right < 0.8 * len(slices):
         return None
@@ -229,7 +229,7 @@ def _see_everywhere(study: Study, run: str, what: str, calls: str, rates: str) -
 
 
 def _say_queue(study: Study, run: str, what: str) -> str:
-    """Return a sentence if the calls of several threads end one after another, as under a lock, or ""."""
+    """Return a sentence if concurrent calls end one after another, as they do under a lock; otherwise ""."""
     (num, shortest_us, mean_us) = study.work.ask_one(f"""
         SELECT count(*), quantile_cont(gap_us, 0.1), avg(gap_us)
         FROM (SELECT end_us - lag(end_us) OVER by_end AS gap_us, ts_us < lag(end_us) OVER by_end AS is_waiting

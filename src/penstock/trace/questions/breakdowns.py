@@ -133,7 +133,7 @@ def _add_up(
     """Return the totals that `add` makes from the pieces of time whose lengths add up to unions.
 
     The pieces of a group and set do not overlap. `add` receives the keys, the position of the set, and for
-    each piece its group (a position among the keys), begin and end. The pieces of a group are adjacent and in
+    each piece its group (a position among the keys), start and end. The pieces of a group are adjacent and in
     order.
     """
     is_member = " OR ".join(f"({one})" for one in sets)

@@ -70,7 +70,7 @@ def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None
         raise UsageError(
             f"A query may only read events; this is a statement of the kind {kind}",
             where="the query",
-            fix="Write a SELECT; --json prints its answer for files and programs.",
+            fix="Write a SELECT; --json prints its result for files and programs.",
         )
 
 

@@ -292,7 +292,7 @@ def _count_calls(cat: str, verb: str, counters: Mapping[str, Any]) -> int:
 def _sum_calls(
     cat: str, counters: Mapping[str, Any], segments: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, int | None, int, int, dict[str, Any]]]:
-    """Yield name, bytes, begin, duration and arguments for each direction's calls without a segment.
+    """Yield name, bytes, start, duration and arguments for each direction's calls without a segment.
 
     `segments` has the number, bytes and microseconds of the other calls.
     """
