@@ -37,7 +37,7 @@ def draw(page: Path, picture: Path = PICTURE) -> None:
         stderr=subprocess.DEVNULL,  # a desktop's services are missed, in many lines
         timeout=120,
     )
-    # A page has few colours: a palette of them takes a third of the bytes.
+    # A page has few colors: a palette of them takes a third of the bytes.
     Image.open(picture).quantize(96).save(picture, optimize=True)
     print(f"{picture}: {picture.stat().st_size / 1e3:.0f} kB")
 

@@ -31,7 +31,7 @@ MODEL = ("model.model_size=1024", "model.optimization_groups=[128]", "model.laye
 
 
 def command_lines() -> list[tuple[str, tuple[str, ...]]]:
-    """What DLIO's tests lay over its default workload, by the behaviour that they test."""
+    """What DLIO's tests lay over its default workload, by the behavior that they test."""
     lines: list[tuple[str, tuple[str, ...]]] = [("first command", ("workflow.generate_data=True",))]
     lines += [(f"generate {name}", (*GENERATES, f"dataset.format={name}")) for name in FORMATS]
     lines += [

@@ -342,7 +342,7 @@ class Reader(StorageReader):
         self._opened = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
-        """On all ranks, first: describe the checkpoint, whatever its format."""
+        """Describe the checkpoint, whatever its format. Called first, on all ranks."""
         checkpoint = self._opened = open_checkpoint(self.checkpoint_id)
         if own_rank() == 0:
             checkpoint.tell_if_unchecked()
@@ -644,7 +644,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         *args: Any,  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """On all ranks, first: refuse saves without collectives if there are other ranks."""
+        """Refuse saves without collectives if there are other ranks. Called first, on all ranks."""
         has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if has_others and kwargs.get("use_collectives", True) is False:
             raise UsageError(

@@ -71,7 +71,7 @@ IGNORED: Final[Mapping[str, str]] = {
     "verbose": "penstock prints what matters on stderr",
     "quiet": "penstock prints what matters on stderr",
     "stream-log-level": "penstock prints what matters on stderr",
-    "color": "colours follow the terminal",
+    "color": "colors follow the terminal",
     "mpi-btl": "ranks exchange no data through MPI's byte transports",
     "dlio-bin-path": "DLIO is not run",
     "allow-invalid-params": "an unknown parameter is always an error",
@@ -271,9 +271,7 @@ class _BenchmarkTranslator:
             )
         if self.division and not self.submission:
             reason = f"{self.results} is not a submission tree" if system else "--systemname is missing"
-            self.remarks.append(
-                f"the run is not submitted: {reason} (penstock submission init ORGANISATION FOLDER)"
-            )
+            self.remarks.append(f"the run is not submitted: {reason} (penstock submission init ORG DIR)")
             if command.benchmark == "checkpointing":
                 self.remarks.append(
                     f"the {command.mode} division's rules on checkpoints are checked only when it is"

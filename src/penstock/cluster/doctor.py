@@ -242,7 +242,7 @@ def _clock() -> Iterator[Diagnosis]:
     is_synchronised = clock_is_synchronised()
     yield _check(
         "clock",
-        "synchronised",
+        "synchronized",
         f"{'yes' if is_synchronised else 'no'}, according to the kernel",
         good=is_synchronised,
         otherwise="Durations are not affected; start chrony to compare times between hosts.",
@@ -256,7 +256,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock_is_synchronised() -> bool:
-    """Return True if the kernel considers this machine's wall clock synchronised."""
+    """Return True if the kernel considers this machine's wall clock synchronized."""
     unsynchronised = 5  # TIME_ERROR of adjtimex(2)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
     return bool(0 <= state < unsynchronised)

@@ -25,7 +25,7 @@ Callers return a `Report` and draw nothing: only the renderer deals with ticks, 
     )
     write_report(report, Path("report.html"))
 
-Colours follow names: every chart, series or cell with the same `run` has the same hue, on every page. A page
+Colors follow names: every chart, series or cell with the same `run` has the same hue, on every page. A page
 loads nothing, so it can be mailed and printed; it works on phones and in dark mode.
 
 `report` has the model, `drawing` turns a chart into shapes and ticks, `page` renders and writes.

@@ -402,7 +402,7 @@ def choose_ticks(low: float, high: float, num: int) -> list[float]:
 
 
 def _name_ticks(names: Sequence[str], letters: int) -> list[Tick]:
-    """Put names at the centres of their places, but only every second, third, ... if they would overlap."""
+    """Put names at the centers of their places, but only every second, third, ... if they would overlap."""
     every = max(-(-len(names) // 12), -(-sum(map(len, names)) // letters), 1)
     return [
         (name, 100 * (number + 0.5) / len(names)) for number, name in enumerate(names) if number % every == 0

@@ -92,7 +92,7 @@ def _charts_of(report: Report) -> Iterator[tuple[str, Chart]]:
 
 
 def _runs_of(report: Report) -> Iterator[str]:
-    """Yield all names that have a colour, in their order on the page."""
+    """Yield all names that have a color, in their order on the page."""
     for _, chart in _charts_of(report):
         yield chart.run
         yield from (one.run for one in chart.series if one.run)

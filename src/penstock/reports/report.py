@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     Values = Sequence[float] | NDArray[np.float64]
 
 Tone = Literal["full", "dark", "light", "pale", "bad", "doubt", "ink", "faint"]
-"""A tone of a run's colour (`full` to `pale`), or a colour with the same meaning for all runs."""
+"""A tone of a run's color (`full` to `pale`), or a color with the same meaning for all runs."""
 
 
 class Look(StrEnum):
-    """The colour of a verdict, which always stands next to the verdict's word."""
+    """The color of a verdict, which always stands next to the verdict's word."""
 
     GOOD = "good"
     BAD = "bad"
@@ -76,7 +76,7 @@ class Series:
     tops: Values = ()
     tone: Tone = "full"
     run: str = ""
-    """The run whose colour the series has, if that is not the chart's."""
+    """The run whose color the series has, if that is not the chart's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Chart:
     title: str
     series: Sequence[Series]
     run: str
-    """The name that gives the chart its colour."""
+    """The name that gives the chart its color."""
     unit: str = ""
     """B/s, B, s and % are scaled to readable units; any other unit is printed after each number."""
     names: Sequence[str] = ()
@@ -111,7 +111,7 @@ class Cell:
     """A cell with more than text.
 
     `value` is the length of the cell's bar in a column with bars, `link` a page next to this one or
-    `#NAME` of a section, `run` the run whose colour marks the text.
+    `#NAME` of a section, `run` the run whose color marks the text.
     """
 
     text: str
@@ -142,7 +142,7 @@ class Table:
 class Section:
     """Text, charts and tables under a heading; `why_empty` replaces them if there are none.
 
-    A section with a `look` and without parts is a finding: a box in that colour. `mark` is its verdict.
+    A section with a `look` and without parts is a finding: a box in that color. `mark` is its verdict.
     """
 
     title: str = ""
@@ -163,7 +163,7 @@ class Section:
     aside: str = ""
     """Fainter text after the title."""
     run: str = ""
-    """The run whose colour marks the title and fills bars. Parts with a run stand side by side."""
+    """The run whose color marks the title and fills bars. Parts with a run stand side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Report:
     """Charts next to the banner, on the first screen."""
     sections: Sequence[Section] = ()
     runs: Sequence[str] = ()
-    """Runs in the order in which they choose colours (default: the order of appearance)."""
+    """Runs in the order in which they choose colors (default: the order of appearance)."""
     has_contents: bool = False
     """List the sections at the top, as links."""
     filters: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)

@@ -318,7 +318,7 @@ def make_comparison_page(comparison: RunComparison) -> Report:
     for title, (_, _, text, unit, y_end) in _CHARTED.items():
         known = {name: value for name, value in zip(names, values[title], strict=True) if value is not None}
         if known:
-            # Each run has its own colour.
+            # Each run has its own color.
             bars = [
                 Series(name=name, run=name, x=[number], y=[value])
                 for number, (name, value) in enumerate(known.items())

@@ -2,8 +2,8 @@
 
 The YAML files in `editions/` are parsed here, strictly. `choose_edition` detects each submitter's edition by
 files that only that edition has; a folder may hold submitters of several editions. Invariants: rules contain
-no numbers; each submitter is judged by its own edition, and a submitter without such files by the edition of
-the others in the folder.
+none of an edition's numbers; each submitter is judged by its own edition, and a submitter without such files
+by the edition of the others in the folder.
 """
 
 from contextlib import suppress

@@ -47,7 +47,7 @@ _NEVER_RESULTS: Final = frozenset({"code", "datagen", "datasize", "generation_lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitter:
-    """One organisation's folder in one division. The division is None if the path does not name it."""
+    """One organization's folder in one division. The division is None if the path does not name it."""
 
     organisation: str
     division: SubmissionDivision | None

@@ -139,7 +139,7 @@ class ParsedFile:
         return tuple(self._number(entry, path) for entry in entries)
 
     def boolean(self, *path: str) -> bool:
-        """Return a truth value, which DLIO's files spell in several ways."""
+        """Return a Boolean, which DLIO's files spell in several ways."""
         value = self.value(*path)
         word = str(value).lower() if isinstance(value, str | bool) else ""
         if word not in ("true", "false"):

@@ -1,8 +1,8 @@
 """The figures of a result, recomputed from what each epoch and rank reports, and their spread over the runs.
 
 Rules compare figures with what the files state; reports show each with mean, deviation, confidence interval
-and outliers. Invariants: a stated mean or rate is never used; a figure that cannot be recomputed is named
-with the reason, which the rule that needs it gets; a single value has a mean but no interval.
+and outliers. Invariants: a stated mean or rate is never used; a figure that cannot be recomputed comes with
+the reason, which the rule that needs it reports; a single value has a mean but no interval.
 """
 
 import math
@@ -89,7 +89,7 @@ def record_bytes(run_dir: ResultDir) -> Fraction:
 
 
 def num_accelerators(run: ResultRun) -> int:
-    """Return the accelerators of a run, summed over its directories."""
+    """Return the number of accelerators of a run, summed over its directories."""
     return sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
 
 
@@ -271,8 +271,8 @@ CONFIDENCE: Final = 0.95
 MAX_SCORE: Final = 3.5
 """A value with a modified z-score above this is an outlier (Iglewicz and Hoaglin, 1993)."""
 MIN_DISTANCE: Final = 0.005
-"""The least distance of an outlier from the median, as a share of it: by the score alone, noise among five
-nearly equal runs would count as an outlier.
+"""The least distance of an outlier from the median, as a share of the median: by the score alone, noise
+among five nearly equal runs would count as an outlier.
 """
 MEDIAN_DEVIATION_SCALE: Final = 1.4826
 MEAN_DEVIATION_SCALE: Final = 1.2533

@@ -137,7 +137,7 @@ class ResultRun:
 CodeImagePool = tuple[str, Mapping[str, tuple[ParsedFile, str]], frozenset[str]]
 """The name of a tree's pool, its images, and the digests to which any submitter's result directories point.
 
-Each image comes with the file that states its digest, and the digest computed ("" if they cannot be read).
+Each image comes with the file that states its digest, and the computed digest ("" if they cannot be read).
 """
 NO_POOL: Final[CodeImagePool] = ("", {}, frozenset())
 
@@ -147,7 +147,7 @@ class TreeContext:
     """The names in those parts of a submitter's folder that all its results share.
 
     Hidden entries are left out, and the names of folders end in "/". `is_merged` is true if the tree also
-    holds other organisations' folders. `systems` has the entries of systems/.
+    holds other organizations' folders. `systems` has the entries of systems/.
     """
 
     name: str
@@ -403,7 +403,7 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
     base, folder = root.resolve(), submitter.folder
     result_systems = list_subfolders(find_folder(folder, "results"))
     beside_divisions: tuple[str, ...] = ()
-    if submitter.division is not None:  # each organisation may have a pool of code images there
+    if submitter.division is not None:  # each organization may have a pool of code images there
         pools = {f"{each.name}/" for each in list_subfolders(submitter.top) if _is_pool(each)}
         beside_divisions = tuple(name for name in list_names(submitter.top) if name not in pools)
     return TreeContext(
@@ -421,7 +421,7 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
 
 
 def find_pool(submitter: Submitter) -> Path | None:
-    """Find the folder of a submitter's code images: tools keep one per tree, or one per organisation."""
+    """Find the folder of a submitter's code images: tools keep one per tree, or one per organization."""
     top = submitter.top
     own = find_folder(top, submitter.organisation)
     candidates = [own] if own and _is_pool(own) else []
@@ -430,7 +430,7 @@ def find_pool(submitter: Submitter) -> Path | None:
 
 
 def _is_pool(folder: Path) -> bool:
-    """Check whether an organisation keeps its code images here, by the tool's mark or the images' names."""
+    """Check whether an organization keeps its code images here, by the tool's mark or the images' names."""
     inner = list_subfolders(folder)
     return (folder / POOL_MARK).exists() or (
         bool(inner) and all(_IMAGE.fullmatch(entry.name) for entry in inner)

@@ -8,7 +8,7 @@
 
 Writers and checkers share these names. Invariant: a result directory is a folder that is named by a time.
 
-Listings leave out files that operating systems and editors leave behind, and look-ups ignore case, because
+Listings leave out files that operating systems and editors leave behind, and lookups ignore case, because
 names in real trees differ in case from the rules. Invariant: a folder that is a link is never searched,
 because it may lead out of the tree or back into it.
 """

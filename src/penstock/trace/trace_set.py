@@ -417,7 +417,7 @@ def _publishing(target: Path) -> Iterator[tuple[Path, Path]]:
 LOCAL: Final = "local"
 """Stands for a scheduler with workers on this machine."""
 _TIMEOUT: Final = "120s"
-"""The time that a scheduler has to answer; on a busy machine, starting workers takes a while."""
+"""The wait for a scheduler's response; on a busy machine, starting workers takes a while."""
 RELATION: Final = "events"
 """The name of the events in questions and in users' SQL."""
 

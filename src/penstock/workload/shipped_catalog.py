@@ -20,7 +20,7 @@ Family = Mapping[str, Any]
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Map each family's name to the content of its file, in catalogue order."""
+    """Map each family's name to the content of its file, in catalog order."""
     return {name: {"accelerators": {}, **tree} for name, tree in _read_folder("catalog") if name != "dlio"}
 
 
@@ -79,7 +79,7 @@ class ModelCard(BaseModel):
 
 @cache
 def cards() -> Mapping[str, ModelCard]:
-    """Return all shipped cards by name, in catalogue order."""
+    """Return all shipped cards by name, in catalog order."""
     files = _read_folder("catalog/models")
     return {name: read_card(tree, name=name, source=f"{name}.yaml") for name, tree in files}
 

@@ -30,7 +30,7 @@ def test_the_examination_covers_what_a_run_needs_and_leaves_no_trace(tmp_path: P
     subjects = _by_subject(tmp_path)
     needed = {"Python", "cores", "memory", "mpi4py", "torch", "mpiexec", "obstore", "s3dlio", "minio"}
     needed |= {"s3torchconnector", "credentials", str(tmp_path), "O_DIRECT", "/dev/shm", "open files"}
-    needed |= {"locked memory", "monotonic", "synchronised", "strace"}
+    needed |= {"locked memory", "monotonic", "synchronized", "strace"}
     assert needed <= subjects.keys()
     assert list(tmp_path.iterdir()) == []
 

@@ -224,7 +224,7 @@ class _Requests:
 
 
 class _Arrival(NamedTuple):
-    """A worker's answer.
+    """A worker's result.
 
     An error is sent as an item, because torch would raise an error of the same type with a different message.
     """
@@ -382,7 +382,7 @@ def _end_with_the_rank(rank_pid: int) -> None:
 
 
 def _leave_the_rank() -> None:
-    """In a forked worker: give up the rank's sockets and its end-of-process handling.
+    """In a forked worker: drop the rank's sockets and its end-of-process handling.
 
     Other ranks and the supervisor notice a rank's end by its sockets, so a worker must not hold them open.
     Their descriptor numbers stay taken, so that an object of the rank that is closed later does not close a

@@ -326,7 +326,7 @@ class AsyncWriter(FileSystemWriter):
             self._folder = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's
-        """On all ranks, first: remove an existing checkpoint's manifest and metadata from this folder."""
+        """Remove an existing checkpoint's manifest and metadata from the folder. First call, on all ranks."""
         if not is_coordinator:
             return
         storage = open_here(self._folder)
@@ -335,7 +335,7 @@ class AsyncWriter(FileSystemWriter):
                 storage.delete(name)
 
     def _unchanged(self, planned: Any) -> Any:
-        """On all ranks, and the coordinator: return plans unchanged; each rank knows its own number."""
+        """Return plans unchanged, on any rank: each rank knows its own number."""
         return planned
 
     prepare_local_plan = prepare_global_plan = prepare_decentralized_global_plan = _unchanged  # type: ignore[assignment] # of any kind
@@ -375,7 +375,7 @@ class AsyncWriter(FileSystemWriter):
         return write, self._copy, [task.stats.rank, task, self._report]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On all ranks, if the caller has no process to write in: prepare, write, and return the results."""
+        """Prepare, write, and return the results: on all ranks, if the caller has no process to write in."""
         self.prepare_write_data(plan, planner)
         if self._copy is not None and self._report is not None:
             task = self._copy()
@@ -385,7 +385,7 @@ class AsyncWriter(FileSystemWriter):
         return done
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
-        """On all ranks, after writing: return the results, or the failure in torch's form for other ranks."""
+        """Return the results, or the failure in torch's form for other ranks. Last call, on all ranks."""
         try:
             return self._finished_results()
         except PenstockError as error:

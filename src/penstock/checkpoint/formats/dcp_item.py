@@ -115,7 +115,7 @@ def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust
         return read_data(archive.value, record, name, where)
     try:
         if pickled is not None:
-            return pickle.loads(pickled)  # noqa: S301 - None, a truth value, a number or text
+            return pickle.loads(pickled)  # noqa: S301 - None, a Boolean, a number or text
         import torch  # noqa: PLC0415 - see `object_bytes`
 
         return torch.load(io.BytesIO(plain), map_location="cpu", weights_only=False)

@@ -87,7 +87,7 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
         facts = TensorFacts(name, kind.name, tuple(entry.shape), kind.size_bytes)
         if begin != position or end - begin != facts.size_bytes:
             raise _damaged(
-                f"the range of {name}, {begin} to {end}, does not match its neighbours or its shape", where
+                f"the range of {name}, {begin} to {end}, does not match its neighbors or its shape", where
             )
         tensors.append((facts, 8 + header_bytes + begin))
         position = end

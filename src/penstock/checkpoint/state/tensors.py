@@ -166,7 +166,7 @@ def is_optimizer_dict(part: Any) -> bool:
 
 
 def parameters_of(group: object) -> list[Any] | None:
-    """Return the numbers or names of the parameters in an optimizer's group, or None if these are no list."""
+    """Return the numbers or names of the parameters in an optimizer's group; None unless these are a list."""
     params = group.get("params") if isinstance(group, dict) else None
     is_listed = isinstance(params, list) and all(isinstance(entry, int | str) for entry in params)
     return params if is_listed else None

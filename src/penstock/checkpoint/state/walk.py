@@ -96,7 +96,7 @@ def walk(
     Parts with a state are replaced by that state. `owner_of` and `copied` are called for each part: they
     return its owner, and the names below it whose owner is `COPY`.
 
-    In names, all keys are text, and a reader takes text that looks like a positive integer for one. The type
+    In names, all keys are text, and a reader turns text that looks like a positive integer into one. The type
     is "text" if such keys really are text, "literal" if Python literals restore the keys, and otherwise
     "unknown", for example for the members of an enum. It is "number" for integers, which a reader needs only
     where ranks have different types.

@@ -160,7 +160,7 @@ def _skew(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
     skewed = {host: skew_s for host, skew_s in off_s.items() if skew_s > LARGEST_SKEW_S}
     if skewed:
         found = ", ".join(f"{host} is off by at least {skew_s:.1f} s" for host, skew_s in skewed.items())
-        fix = "Synchronise all clocks with chrony, including this machine's."
+        fix = "Synchronize all clocks with chrony, including this machine's."
         return HomogeneityCheck("clocks", "fail", found, fix)
     longest_s = max((host.answered_unix_s - host.asked_unix_s for host in hosts), default=0.0)
     found = f"no difference above {LARGEST_SKEW_S:g} s; the queries took up to {longest_s:.1f} s"
@@ -174,10 +174,10 @@ def _synchronised(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
         return HomogeneityCheck(
             "clock service",
             "warning",
-            f"the kernel considers its clock unsynchronised on {', '.join(by_state[False])}",
+            f"the kernel considers its clock unsynchronized on {', '.join(by_state[False])}",
             "Start chrony there, to compare times between hosts.",
         )
-    return _pass("clock service", by_state, "all kernels consider their clock synchronised")
+    return _pass("clock service", by_state, "all kernels consider their clock synchronized")
 
 
 def _same(

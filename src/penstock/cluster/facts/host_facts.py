@@ -77,7 +77,7 @@ class Mount(_Facts):
 
 
 class Clock(_Facts):
-    """The host's wall clock during the query, and whether its kernel considers it synchronised."""
+    """The host's wall clock during the query, and whether its kernel considers it synchronized."""
 
     read_unix_s: float
     is_synchronised: bool

@@ -96,7 +96,7 @@ def check_clock(hosts: Sequence[str], bounds: Sequence[tuple[float, float]]) -> 
         found = ", ".join(
             f"{host} is off from {hosts[0]} by at least {skew_s:.1f} s" for host, skew_s in wrong.items()
         )
-        return GateFinding(Gate.CLOCK, GateVerdict.FAIL, found, "Synchronise the clocks with chrony.")
+        return GateFinding(Gate.CLOCK, GateVerdict.FAIL, found, "Synchronize the clocks with chrony.")
     widest_s = max(max(-low_s, high_s) for low_s, high_s in bounds)
     if widest_s > LARGEST_SKEW_S:
         found = f"ranks answered so late that an offset of {widest_s:.1f} s cannot be excluded"

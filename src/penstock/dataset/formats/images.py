@@ -3,10 +3,10 @@
 A file is one sample and is read as a whole. Its bytes follow from its size and content and do not depend on
 any library, so a lossy format is verified by its bytes, without decoding.
 
-JPEG is coloured noise with about 2 bits per pixel, like photographs. Coded data is content, modified to be
+JPEG is colored noise with about 2 bits per pixel, like photographs. Coded data is content, modified to be
 valid: the only Huffman code, "0", precedes each value, which is a DC difference of 10 bits or, after 8 zeros,
 an AC value of 10 bits. A block is thus 1 + 7 values of 11 bits: 11 bytes. Six blocks are a unit of 16 x 16
-pixels with halved colours. Invariant: no coded byte is 0xFF, so no bytes are stuffed and sizes are exact.
+pixels with halved colors. Invariant: no coded byte is 0xFF, so no bytes are stuffed and sizes are exact.
 
 PNG is RGB noise, stored without compression. Invariant: pixels are content at their offset in the file,
 interrupted by the few bytes that begin each row.
@@ -83,7 +83,7 @@ class ImageFormat(fp.ReadWhole):
 
     @abstractmethod
     def dims(self, size_bytes: int) -> tuple[int, int, int]:
-        """Return the rows, columns and colours of the image that fills this many bytes."""
+        """Return the rows, columns and colors of the image that fills this many bytes."""
 
     @abstractmethod
     def encode(self, size_bytes: int, content: Content) -> memoryview:
@@ -140,13 +140,13 @@ _JPEG_BYTES: Final = len(_head(16, 16)) + len(_END)
 
 
 class JpegFormat(ImageFormat):
-    """Files that decode to coloured noise."""
+    """Files that decode to colored noise."""
 
     smallest_bytes = _JPEG_BYTES + _PAIR_BYTES + _COMMENT_HEAD_BYTES
     largest_bytes = 1 << 30
 
     def dims(self, size_bytes: int) -> tuple[int, int, int]:
-        """Return the rows, columns and colours of the image that fills this many bytes."""
+        """Return the rows, columns and colors of the image that fills this many bytes."""
         across, down, _ = fit_jpeg(size_bytes)
         return 16 * down, 16 * across, 3
 
@@ -207,7 +207,7 @@ def _cancel(coded: Any) -> None:  # pragma: no cover - compiled
     10 of a block: seven of byte 0 and three of byte 1.
     """
     for pair in range(0, coded.size, _PAIR_BYTES):
-        # The luminance of a unit has four blocks. Each of its two colours has one, which inverts that of the
+        # The luminance of a unit has four blocks. Each of its two colors has one, which inverts that of the
         # next unit.
         for number in range(6):
             first = pair + (number // 2 * _UNIT_BYTES + number % 2 * 2 * _BLOCK_BYTES)
@@ -260,7 +260,7 @@ class PngFormat(ImageFormat):
     largest_bytes = _LARGEST_CHUNK
 
     def dims(self, size_bytes: int) -> tuple[int, int, int]:
-        """Return the rows, columns and colours of the image that fills this many bytes."""
+        """Return the rows, columns and colors of the image that fills this many bytes."""
         width, height, _ = fit_png(size_bytes)
         return height, width, 3
 

@@ -437,7 +437,7 @@ class FileSink:
 def write_together(
     contents: Iterable[tuple[NewFile, memoryview]], access: FileAccess, folders: VerifiedFolders
 ) -> None:
-    """Write small files in turn and make them durable together, for a fraction of the cost.
+    """Write small files one by one and make them durable together, for a fraction of the cost.
 
     An fsync commits whatever is new in the file system's journal. All bytes, and the changes that they cause
     in the journal, are on their way to the disk before the first fsync, so its commit serves the others as

@@ -1,4 +1,4 @@
-"""An organisation's submission tree, and how result directories get into it.
+"""An organization's submission tree, and how result directories get into it.
 
     mlperf-results.yaml            the owner of the tree: a sentinel that is written once and never changed
     .mlps/under-way/.../20260102_030405/               a draft: reserved, written, then published
@@ -50,7 +50,7 @@ class _Sentinel(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedTree:
-    """An organisation's tree.
+    """An organization's tree.
 
     `is_new` is true if this call claimed the tree. The tree of a rehearsal holds no real results.
     """
@@ -67,7 +67,7 @@ class OwnedTree:
         fix = "Rehearse in a new or an empty folder."
         if self.is_rehearsal:
             what = "a rehearsal's, which real results must not be added to"
-            fix = "Make another one: penstock submission init ORGANISATION DIR"
+            fix = "Make another one: penstock submission init ORG DIR"
         if self.is_rehearsal != is_rehearsal:
             raise UsageError(f"This tree is {what}", where=str(self.root), fix=fix)
 
@@ -75,11 +75,11 @@ class OwnedTree:
 def claim_tree(
     root: Path, organisation: str, *, now: datetime, by: str, is_rehearsal: bool = False
 ) -> OwnedTree:
-    """Make `root` the organisation's tree.
+    """Make `root` the organization's tree.
 
-    Raises `UsageError` if the folder belongs to another organisation or serves another purpose.
+    Raises `UsageError` if the folder belongs to another organization or serves another purpose.
     """
-    require_plain_name(organisation, what="organisation's name")
+    require_plain_name(organisation, what="organization's name")
     tree, is_new = _read_owner(root), False
     if tree is None:
         with system_calls.translate_os_errors("Listing the folder", str(root)):
@@ -124,7 +124,7 @@ def require_owned_tree(root: Path) -> OwnedTree:
         raise UsageError(
             "This is not a submission tree",
             where=str(root),
-            fix=f"Initialize it: penstock submission init ORGANISATION {shlex.quote(str(root))}",
+            fix=f"Initialize it: penstock submission init ORG {shlex.quote(str(root))}",
         )
     return tree
 
@@ -178,7 +178,7 @@ def require_plain_name(name: str, *, what: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSeries:
-    """The result directories of one workload on one system, in one division of an organisation's tree."""
+    """The result directories of one workload on one system, in one division of an organization's tree."""
 
     tree: OwnedTree
     division: SubmissionDivision

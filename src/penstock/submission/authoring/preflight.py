@@ -1,4 +1,4 @@
-"""Locate a result's data, and refuse a result that its edition would not accept before any of it is made.
+"""Locate a result's data and, before any of it is made, refuse a result that its edition would not accept.
 
 Pure, except for resolving links: turns a request into breaches with the ids of their rules. Invariants: every
 number comes from the edition; each key that a URI sets is among the changed keys, so that the rules of the

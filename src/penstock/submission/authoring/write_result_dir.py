@@ -241,7 +241,7 @@ def core_config_digest(values: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number or truth value, even one written as a string, to a single spelling."""
+    """Convert a number or Boolean, even one written as a string, to a single spelling."""
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):

@@ -424,7 +424,7 @@ def recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as a number or in lower case, because metadata quote numbers and truth values."""
+    """Return the value as a number or in lower case, because metadata quote numbers and Booleans."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -427,7 +427,7 @@ RULES: Final = (
     ),
     check(
         id="structure.names",
-        title="Organisation and system have plain names",
+        title="Organization and system have plain names",
         **_LATER_TREES,
         source="2.1.1",
         formula="both match the edition's pattern",

@@ -124,7 +124,7 @@ def dftracer_preload() -> Path | None:
 _MARK: Final = "PENSTOCK_RECORDING"
 """Set for the processes of a recording, to distinguish them from all other processes of the machine."""
 _PAUSE_S: Final = 0.1
-"""The time between two looks at the machine's processes; each look costs about a millisecond."""
+"""The time between two scans of the machine's processes; each takes about a millisecond."""
 _STARTED: Final = re.compile(rb'"name":"start".*?"pid":(\d{1,10}),.*?"ppid":(\d{1,10})')
 """The first event of each process in dftracer's files."""
 

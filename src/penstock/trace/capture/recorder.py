@@ -5,7 +5,7 @@
     for batch in penstock.trace.steps(loader, "train"): ...
 
 These spans are traced if `PENSTOCK_TRACE` names a folder, or into the folder given to `tracing_to`; otherwise
-they cost one look-up. A span never changes what it wraps, and exceptions pass through.
+they cost one lookup. A span never changes what it wraps, and exceptions pass through.
 
 Recording takes no lock: each thread has its own queue and count; the count's memory survives the process.
 Four times a second, the background thread writes the queues as a segment of the trace. A forked child begins

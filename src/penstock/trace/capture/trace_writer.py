@@ -37,7 +37,7 @@ class Layer(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventKind:
-    """The facts that all events of a kind share. Kinds are compared by identity, so a look-up is cheap."""
+    """The facts that all events of a kind share. Kinds are compared by identity, so a lookup is cheap."""
 
     name: str
     cat: str

@@ -104,7 +104,7 @@ def measures(study: Study) -> Answer:
 
 
 def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[Value]]:
-    """Return rows of `by` and all measures. Sums over all ranks count only if there is no process."""
+    """Return rows of `by` and all measures. Events of all ranks count only if there are no others."""
     events, width = study.events, len(by)
     processes: dict[tuple[Value, ...], list[Sequence[Any]]] = {}
     for row in measure_groups(events, (*by, "host", "pid"), where=where):
@@ -134,7 +134,7 @@ def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[
 def query_tables(study: Study) -> list[Answer]:
     """Return the tables that take one query each: T2 to T5 and T10 to T14.
 
-    Volumes are given both in total and normalised, because runs may differ in ranks and files.
+    Volumes are given both in total and normalized, because runs may differ in ranks and files.
     """
 
     def ask(name: str, title: str, columns: Sequence[str | Column], sql: str) -> Answer:

@@ -20,8 +20,8 @@ Rows = Sequence[tuple[Any, ...]]
 
 _SMALL_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 4096
-"""If a transfer begins or ends inside a page, a file system reads the whole page, and for a write also
-changes it.
+"""If a transfer begins or ends inside a page, a file system reads the whole page and, for a write,
+modifies it.
 """
 _LARGE_BYTES: Final = 1 << 20
 """From this size on, a transfer takes the same time wherever it begins."""

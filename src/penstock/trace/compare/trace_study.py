@@ -45,7 +45,7 @@ from penstock.units import parse_rate
 from penstock.workload.strict_yaml import parse_yaml
 
 PROCESS = "host, pid"
-"""The key of a process, because the same pid may occur on every host."""
+"""The key of a process. The host is part of it, because hosts reuse the same PIDs."""
 
 
 class Study:
@@ -101,7 +101,7 @@ def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
 
 
 def of_processes(aggregate: str) -> str:
-    """Return SQL for an aggregate over processes; sums over all ranks count only if there is nothing else."""
+    """Return SQL for an aggregate over processes; events of all ranks count only if there are no others."""
     return f"coalesce({aggregate} FILTER (pid <> {ALL_RANKS}), {aggregate})"
 
 

@@ -184,7 +184,7 @@ class ChromeDocument:
             (process,) = self._launching_pids
         if process is not None and row["cat"] in _DEVICE_CATEGORIES:
             # Devices are numbered as if they were processes. What runs on them belongs to the process that is
-            # labelled as profiled, or otherwise to the only process that has called CUDA.
+            # labeled as profiled, or otherwise to the only process that has called CUDA.
             placed["pid"] = process
         return placed
 

@@ -59,7 +59,7 @@ NameFile = Callable[[str], str]
 METADATA_PHASES: Final = ("M", "4")
 COMPLETE_PHASES: Final = ("X", "1")
 PASSING_PHASES: Final = ("2", "3", *"CiIstfbneNODPRcvV(),")
-"""Counters, marks and flows. They take no time, and the table holds only what does."""
+"""Counters, marks and flows. They have no duration, and the table holds only events that have one."""
 
 _SALVAGE_TEXT: Final = {
     key: re.compile(rf'"{key}"\s*:\s*"(.*?)(?:"\s*(?=,\s*"|\}}|$)|(\Z))', re.DOTALL)

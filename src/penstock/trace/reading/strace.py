@@ -387,7 +387,7 @@ class Strace:
         return _Process(tid, dict(process.paths) if is_usual else {}, process.folder)
 
     def _add_task(self, maker: int, arguments: str, tid: int) -> None:
-        """Note the task that a call has created, and correct tasks that seemed to be created by this call."""
+        """Record the task that a call created, and correct tasks that seemed to be created by this call."""
         process = self._make(maker, arguments, tid)
         corrected = {}
         early = self._early.pop(tid, None)

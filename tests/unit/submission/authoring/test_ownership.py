@@ -62,7 +62,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a b", "a/b", "ä"])
 def test_name_that_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="cannot be an organisation's name"):
+    with pytest.raises(UsageError, match="cannot be an organization's name"):
         claim_for(name, tmp_path)
 
 
@@ -102,8 +102,8 @@ def test_a_tree_of_another_layout_is_refused(tmp_path: Path) -> None:
 
 def test_a_plain_name_comes_back() -> None:
     assert require_plain_name("fast-1.0_b", what="system's name") == "fast-1.0_b"
-    with pytest.raises(UsageError, match=r"'a b' cannot be an organisation's name"):
-        require_plain_name("a b", what="organisation's name")
+    with pytest.raises(UsageError, match=r"'a b' cannot be an organization's name"):
+        require_plain_name("a b", what="organization's name")
     with pytest.raises(UsageError, match=r"'\.\.' cannot be a system's name"):
         require_plain_name("..", what="system's name")
 
