@@ -56,7 +56,7 @@ class HostPayload:
 
 
 class TorchPayload:
-    """A tensor that torch has to fetch or convert: it is on a device, or is saved with another dtype."""
+    """A tensor that torch has to fetch or convert: it is on a device, or is saved with a different dtype."""
 
     def __init__(self, memory: torch.Tensor, dtype: torch.dtype) -> None:
         self.device = memory.device

@@ -200,7 +200,7 @@ class StoredNames:
 
     With `rename={"model.*": "net.*"}`, `asked("model.bias")` is "net.bias"; it is None for a name that the
     load leaves out. `entries` is the structure that each rank had when the checkpoint was saved, in parts
-    where it differed. With another number of ranks, the names that a rank lacked come after its own.
+    where it differed. With a different number of ranks, the names that a rank lacked come after its own.
     """
 
     def __init__(
@@ -512,7 +512,7 @@ class _OptimizerState(_Part):
     """True if the checkpoint has state under the numbers of parameters."""
 
     def check(self, loaded: Any) -> None:
-        """Raise `UsageError` if a group of the checkpoint has other parameters."""
+        """Raise `UsageError` if a group of the checkpoint has different parameters."""
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
             entries = parameters_of(group) or ()
             numbers = {self.numbers.get(entry) for entry in entries}
@@ -552,7 +552,7 @@ class _OptimizerState(_Part):
 
 
 def _converted(given: Any, taken: Any) -> Iterator[str]:
-    """Describe the tensors that were `given` to an optimizer and that it has taken as another dtype."""
+    """Describe the tensors that were `given` to an optimizer and whose dtype it has changed."""
     if isinstance(given, Mapping) and isinstance(taken, Mapping):
         for key in given.keys() & taken.keys():
             yield from (f".{key}{text}" for text in _converted(given[key], taken[key]))
@@ -568,7 +568,7 @@ class _NamedState(_Part):
     own: dict[str, Any]
 
     def check(self, loaded: Any) -> None:
-        """Raise `UsageError` if a group of the checkpoint has other parameters."""
+        """Raise `UsageError` if a group of the checkpoint has different parameters."""
         for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
             entries = parameters_of(group) or ()
             if len(own["params"]) != len(entries) or _has_names(entries):

@@ -76,8 +76,8 @@ def is_expected_to_differ(leaf: Leaf) -> bool:
 def _find_proof(parts: Mapping[str, Any], ranks: Collection[int]) -> Callable[[Leaf], bool]:
     """Return a predicate: True if a leaf is known to be equal on all `ranks` and need not be compared.
 
-    DDP keeps parameters equal, and with them optimizer states of the same shape (a shard would have another
-    shape). Scalars that an optimizer keeps for a DTensor count its steps.
+    DDP keeps parameters equal, and with them optimizer states of the same shape (a shard would have a
+    different shape). Scalars that an optimizer keeps for a DTensor count its steps.
     """
     synced: set[int] = set()
     names: set[str] = set()

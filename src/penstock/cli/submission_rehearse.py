@@ -258,7 +258,7 @@ def _list_needs(description: Path, assessment: RehearsalAssessment) -> Iterator[
     from penstock.submission.authoring.description_draft import REHEARSED_PICTURE, find_placeholders
 
     if "place" in assessment.excuses:
-        yield "place: results on another file system than the data"
+        yield "place: results on a different file system from the data"
     if placeholders := find_placeholders(description.read_text(encoding="utf-8")):
         yield f"description: {len(placeholders)} values in {description} ({name_some(placeholders, 3)})"
     picture = description.with_suffix(".pdf")

@@ -470,8 +470,8 @@ def _conversation_rows(found: Iterable[tuple[int, str, Any]], block_tokens: int)
         for context, answer in _turns(conversation, where):
             tokens = min(context, SHAREGPT_CONTEXT)
             whole, rest = divmod(tokens, block_tokens)
-            # Full blocks are shared with the turns before; a block that is not full has other content in each
-            # turn.
+            # Full blocks are shared with the turns before; a block that is not full has different content in
+            # each turn.
             num_blocks = max(num_blocks, first + whole)
             ids = [*range(first, first + whole), *([-1 - num_requests] if rest else [])]
             yield _Request(num_requests, tokens, min(answer, SHAREGPT_ANSWER), ids, number)

@@ -92,5 +92,5 @@ def read_spool_header(path: Path, make: Callable[..., Header], *, what: str, ver
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"Not a spool of {what}", uri=str(path), fix="Remove it.") from error
     raise StorageError(
-        "This spool has another format", uri=str(path), fix="Read it with the version that wrote it."
+        "This spool has a different format", uri=str(path), fix="Read it with the version that wrote it."
     )

@@ -331,7 +331,7 @@ def _read_dir(folder: Path, base: Path, benchmark: Benchmark, phase: SubmissionP
     summary = tree_layout.SUMMARY
     queries: dict[str, Any] = {}
     if benchmark is Benchmark.KV_CACHE:
-        if summary not in files:  # older tools wrote it under another name
+        if summary not in files:  # older tools wrote it under a different name
             summary = next(filter(_OLD_SUMMARY.fullmatch, files), summary)
         with suppress(Unavailable):  # rules on figures report that files of ranks are missing
             queries["ranks"] = read_rank_results(folder, base)

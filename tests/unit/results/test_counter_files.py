@@ -80,7 +80,7 @@ def test_run_without_counters_has_no_table(tmp_path: Path) -> None:
 def test_something_else_is_refused(tmp_path: Path, line: bytes) -> None:
     fill(tmp_path, [])
     spool_path(tmp_path, 0).write_bytes(line + b"\n")
-    with pytest.raises(StorageError, match=r"Not a spool of counters|another format"):
+    with pytest.raises(StorageError, match=r"Not a spool of counters|different format"):
         read_counters(tmp_path)
 
 

@@ -20,7 +20,7 @@ from penstock.errors import StorageError
 from penstock.storage import Counters, Storage
 
 OpenStorage = Callable[[], "Storage"]
-"""Opens a rank's storage once more, with separate counters. It can be pickled for a worker process."""
+"""Opens a rank's storage again, with separate counters. It can be pickled for a worker process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,8 +335,8 @@ _SIGNATURE: Final = b"PK\x03\x04"
 def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -> int | None:
     """Return the offset of the payload in an item, given its first `HEAD_BYTES`, or None.
 
-    None if only `tensor_bytes` with the whole item can tell: the elements are in another order, the writer
-    was big-endian, or the archive's layout differs from torch's.
+    None if only `tensor_bytes` with the whole item can tell: the elements are in a different order, the
+    writer was big-endian, or the archive's layout differs from torch's.
     """
     head, tensor, is_little = bytes(head), None, True
     for number, (name, content) in enumerate(_records_in(head)):

@@ -311,7 +311,7 @@ class _Unpickler(pickle.Unpickler):
             raise DataDamaged(
                 f"The pickle cannot be read: {reason}",
                 where=self._where,
-                fix="The file is damaged or of another format; load an older checkpoint.",
+                fix="The file is damaged or in a different format; load an older checkpoint.",
             ) from error
         return value
 

@@ -1,7 +1,7 @@
 """Objects of archives, rebuilt from parts that were checked.
 
-This module decides what in an object is data: plain values of Python and torch; arrays, numbers and
-generators of numpy; `BytesIO`; and the program's own enums, named tuples and dataclasses, if their module is
+This module decides what in an object is data: plain values of Python and torch; numpy's arrays, numbers
+and generators; `BytesIO`; and the program's own enums, named tuples and dataclasses, if their module is
 already imported and they define no code of their own for this. The same rules are applied when an object is
 saved, to report what will need `trust`.
 
@@ -285,13 +285,13 @@ def _dtype(arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
     if base is not None:
         inner, shape = base
         _require_shape(shape)
-        require(isinstance(inner, np.dtype) and code[0] == "V", "a type of numpy has parts of another kind")
-        require(math.prod(shape) * inner.itemsize == size_bytes, "a type of numpy has another size")
+        require(isinstance(inner, np.dtype) and code[0] == "V", "a numpy dtype has parts of a different kind")
+        require(math.prod(shape) * inner.itemsize == size_bytes, "a numpy dtype has the wrong size")
         made: np.dtype[Any] = np.dtype((inner, shape))
     elif names is not None:
-        require(all(len(fields[name]) == 2 for name in names), "a type of numpy has fields with titles")
+        require(all(len(fields[name]) == 2 for name in names), "a numpy dtype has fields with titles")
         formats, offsets = [fields[name][0] for name in names], [fields[name][1] for name in names]
-        require(all(isinstance(inner, np.dtype) for inner in formats), "a type of numpy has no such fields")
+        require(all(isinstance(inner, np.dtype) for inner in formats), "a numpy dtype has no such fields")
         made = np.dtype(
             {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": size_bytes},
             align=bool(flags & 0x80),
@@ -337,14 +337,14 @@ def _blank(arguments: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
 def _scalar(arguments: tuple[Any, ...], _: Any) -> Any:
     dtype, content = arguments
     is_whole = isinstance(dtype, np.dtype) and isinstance(content, bytes) and len(content) == dtype.itemsize
-    require(is_whole and not dtype.hasobject, "a number of numpy has other contents")
+    require(is_whole and not dtype.hasobject, "a numpy scalar has the wrong contents")
     return np.ndarray((), dtype, bytearray(content))[()]
 
 
 def _seed_sequence(arguments: tuple[Any, ...], state: Any) -> np.random.SeedSequence:
     require(arguments[0] is np.random.SeedSequence, "it is a SeedSequence of another class")
     entropy, num_spawned, _, pool_size, spawn_key = state
-    require(4 <= pool_size <= _MOST_ENTROPY, "a SeedSequence has a pool of another size")
+    require(4 <= pool_size <= _MOST_ENTROPY, "a SeedSequence has a pool of the wrong size")
     return np.random.SeedSequence(
         entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=num_spawned
     )
@@ -369,14 +369,12 @@ def _checked_state(state: Any) -> Any:
 
     numpy checks neither: it takes a position from anything that can be indexed by name, such as a record.
     """
-    require(
-        type(state) is dict and type(state.get("state")) is dict, "a generator of numpy has no plain state"
-    )
+    require(type(state) is dict and type(state.get("state")) is dict, "a numpy generator has no plain state")
     for name, value in [*state.items(), *state["state"].items()]:
         most = {"pos": 624, "buffer_pos": 4}.get(name)
         is_plain = type(value) in (dict, str, int, float, np.ndarray)
         is_there = most is None or (type(value) is int and 0 <= value <= most)
-        require(is_plain and is_there, f"a generator of numpy has an invalid {name!r:.50}")
+        require(is_plain and is_there, f"a numpy generator has an invalid {name!r:.50}")
     return state
 
 
@@ -439,7 +437,7 @@ def _quantized(of: QuantizedRef, integers: Any, parameters: tuple[Any, ...]) -> 
         require(type(axis) is int and 0 <= axis < whole.dim(), "a quantized tensor has no such axis")
         require(
             scale.shape == zero.shape == whole.shape[axis : axis + 1],
-            "a quantized tensor has another number of scales",
+            "a quantized tensor has the wrong number of scales",
         )
         # torch saves zero points that are floats under the same scheme; these may have any value.
         points = [] if zero.is_floating_point() else zero.tolist()

@@ -162,7 +162,7 @@ class TorchSaveArchive:
     values: Mapping[str, Any]
     """The values that are not tensors, by name; `Opaque` for classes that only torch can rebuild."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
-    """The tensors, by row, whose elements are in another order, or represent conjugates or negatives.
+    """The tensors, by row, whose elements are in a different order, or represent conjugates or negatives.
 
     The items of these tensors are their whole records.
     """

@@ -81,7 +81,7 @@ class StepStore:
         return self.catalog.committed()
 
     def open(self, name: str) -> SaveTransaction:
-        """Begin a step, or results of another name. No reader sees it before `complete`."""
+        """Begin a step, or results with a different name. No reader sees it before `complete`."""
         return begin_save(self.catalog.storage, name, self.comm, lease=self.lease)
 
     def complete(

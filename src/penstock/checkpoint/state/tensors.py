@@ -75,8 +75,8 @@ class LocalState:
 def flatten_bytes(memory: torch.Tensor) -> torch.Tensor:
     """Return the bytes of contiguous memory of any dtype, on any device."""
     if memory.numel() < 2:
-        # The memory is contiguous whatever its strides say, but viewing it as another dtype needs a stride of
-        # 1.
+        # The memory is contiguous whatever its strides say, but viewing it as a different dtype needs a
+        # stride of 1.
         memory = memory.as_strided((memory.numel(),), (1,))
     flat = memory if memory.dim() == 1 else memory.reshape(-1)
     return flat.view(torch.uint8)
@@ -188,7 +188,7 @@ def collect_for_save(
 ) -> LocalState:
     """Return this rank's part of `state`, for a save of names matching `only`, with floats as `dtype`.
 
-    Packs everything that is not a tensor. Unless the rank `is_alone`, other ranks may hold other values.
+    Packs everything that is not a tensor. Unless the rank `is_alone`, other ranks may hold different values.
     """
     leaves, key_types = walk(state, is_tensor, owner_of, _copied_buffers)
     if only is not None:

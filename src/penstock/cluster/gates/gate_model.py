@@ -89,7 +89,7 @@ class Preflight:
 class PreflightRequest:
     """The part of a run that gates need to know: what one rank is about to do.
 
-    `reopen` opens the storage at `uri` once more, to probe it with a few bytes. `written_bytes` is the number
+    `reopen` opens the storage at `uri` again, to probe it with a few bytes. `written_bytes` is the number
     of bytes that this rank will write there; `results_option` is the name of the option for `results` in
     messages. A field is None if it does not apply to the run. Tests replace `root`.
     """

@@ -1,6 +1,6 @@
 """Writes, verifies and reads one data file of any format, on any storage.
 
-A part that fails half-way is aborted, and an index is stored before the file that needs it.
+A part that fails halfway is aborted, and an index is stored before the file that needs it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -119,7 +119,7 @@ def _first_wrong_byte(
             uri=name,
             expected_bytes=planned,
             actual_bytes=actual,
-            fix="It belongs to a data set of another size or seed: generate into an empty folder.",
+            fix="It belongs to a data set with a different size or seed: generate into an empty folder.",
         )
     out = DataFileChecker(content, source, partial(_truncated, plan, part, source.size_bytes))
     try:

@@ -75,7 +75,7 @@ def _explain_answer(failure: RequestFailed, uri: str, bucket: str) -> tuple[type
         (status == 507 or code in _FULL_CODES, OutOfSpace, "The service has no room left",
          "Free some space there."),
         (failure.kind == "foreign", StorageError, "The response does not come from an object store",
-         "Check the endpoint: a service's console has another port, and a proxy may want a login."),
+         "Check the endpoint: a service's console uses a different port, and a proxy may want a login."),
         (status == 412, StorageError, "The object changed since it was opened",
          "Open it again; find out which other program writes this key."),
         (status == 416, ShortTransfer, "The object ends before the requested range",

@@ -441,7 +441,7 @@ def _judge_repeated_samples(case: Case) -> Iterator[Finding]:
             if wrong
             else "all epochs read each sample once"
         ),
-        fix="Read with another division than pad, and report this if there was none.",
+        fix="Read with a division other than pad, and report this if there was none.",
         otherwise=Verdict.WARNING,
     )
 

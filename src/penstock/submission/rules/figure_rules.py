@@ -319,7 +319,7 @@ RULES: Final = (
         title="Each run that counts reports every epoch",
         editions=LATER,
         source="3.3.8",
-        formula="entries of train_au_percentage == epochs of config.yaml; another number than 0 is a warning",
+        formula="entries of train_au_percentage == epochs of config.yaml; a nonzero mismatch is a warning",
         passes="5 epochs, 5 entries",
         fails="5 epochs, no entry",
         fact=lambda case: (

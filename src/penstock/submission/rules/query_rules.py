@@ -104,7 +104,7 @@ def _flags(words: list[str]) -> dict[str, str]:
 
 
 def _file_problems(case: Case) -> list[str]:
-    """Name the metadata and the summary if missing; older tools gave the summary another name."""
+    """Name the metadata and the summary if missing; older tools gave the summary a different name."""
     run, name = case.run, case.run.summary.file.rpartition("/")[2]
     if run.unlisted:
         raise MissingFact(run.unlisted, where=run.name)

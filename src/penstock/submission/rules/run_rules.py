@@ -760,8 +760,8 @@ RULES: Final = (
         title="Configuration, command line and metadata have the numbers of the summary",
         source="ours: one program writes all of them",
         formula=(
-            "files, samples per file, epochs, accelerators and model are the same everywhere; another number "
-            "of files in overrides.yaml alone is a warning"
+            "files, samples per file, epochs, accelerators and model are the same everywhere; a different "
+            "number of files in overrides.yaml alone is a warning"
         ),
         passes="28,000 files in summary.json, config.yaml, overrides.yaml and the metadata",
         fails="17,500 files in summary.json, 2,000 in config.yaml",

@@ -562,8 +562,8 @@ RULES: Final = (
         each="result",
         source="v1.0 rules, system description (which has no fixed schema in this edition)",
         formula=(
-            "systems/<system>.json is JSON; another name, a small flaw, no fact, or a DRAM capacity that is "
-            "not a positive number is a warning"
+            "systems/<system>.json is JSON; a different name, a small flaw, no fact, or a DRAM capacity that "
+            "is not a positive number is a warning"
         ),
         passes="results/fast/unet3d_h100/ and systems/fast.json",
         fails="results/fast/unet3d_h100/, and systems/ holds no .json",

@@ -387,7 +387,7 @@ def _typical_sql(keys: str) -> str:
 
 
 def changed_sizes(study: Study) -> list[TraceFinding]:
-    """Return F11 if a class of files is transferred in pieces of another size than in the baseline."""
+    """Return F11 if a class of files is transferred in pieces of a different size than in the baseline."""
     base = study.baseline
     groups = _group(
         study,

@@ -419,7 +419,7 @@ def test_a_web_page_is_not_an_empty_listing(client: str, faulty: StartFaulty, co
     storage = corner(server.as_server(), client)
     with pytest.raises(StorageError, match="does not come from an object store") as caught:
         list(storage.list())
-    assert "console has another port" in str(caught.value)
+    assert "console uses a different port" in str(caught.value)
 
 
 def test_an_empty_listing_is_doubted_once_and_a_full_one_never(

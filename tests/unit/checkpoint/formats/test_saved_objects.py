@@ -172,7 +172,7 @@ def test_a_generator_starts_only_from_plain_values_at_a_position_that_it_has(by:
     made = Made("__bit_generator_ctor", "MT19937", (state, None))
     if by == "RandomState":
         made = Made("__randomstate_ctor", np.random.MT19937(1), state)
-    with pytest.raises(DataDamaged, match="a generator of numpy"):
+    with pytest.raises(DataDamaged, match="a numpy generator"):
         load_object(object_bytes(made), "x", trust=False, where="here")
 
 
