@@ -44,7 +44,7 @@ class HostPayload:
         self._elements = elements
 
     def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:  # noqa: ARG002 - no device
-        """Fill `target` with the bytes from offset `start` on, in row-major order."""
+        """Fill `target` with the bytes from offset `start` onward, in row-major order."""
         row = np.frombuffer(target, dtype=self._elements.dtype)
         begin = start // row.itemsize
         if self._elements.ndim == 1:
@@ -64,7 +64,7 @@ class TorchPayload:
         self._dtype = dtype
 
     def copy_into(self, start: int, target: memoryview, stream: DeviceStream | None = None) -> None:
-        """Fill `target` with the bytes from offset `start` on; with a `stream`, only begin the copy."""
+        """Fill `target` with the bytes from offset `start` onward; with a `stream`, only begin the copy."""
         row = torch.frombuffer(target, dtype=self._dtype)
         begin = start // self._dtype.itemsize
         for piece, place in split_range(tuple(self._memory.shape), begin, begin + row.numel()):
@@ -100,9 +100,9 @@ def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) ->
 def split_range(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int | slice, ...], slice]]:
     """Divide elements `begin` to `end` of a row-major array into a few rectangular pieces.
 
-    Each piece has the index that selects it in the array, and its place among the elements from `begin` on.
-    There are at most two pieces for each dimension, plus one: the rest of a row, whole rows, the beginning of
-    a row.
+    Each piece has the index that selects it in the array, and its place among the elements from `begin`
+    onward. There are at most two pieces for each dimension, plus one: the rest of a row, whole rows, the
+    beginning of a row.
     """
     pieces: list[tuple[tuple[int | slice, ...], slice]] = []
     _collect_pieces(pieces, (), shape, (begin, end), 0)
@@ -191,7 +191,7 @@ def open_device_streams(
 
 @dataclass(slots=True)
 class FileItem:
-    """One item in its file, from `offset` on: `prefix`, `payload_bytes` from elsewhere, `suffix`."""
+    """One item in its file, from `offset` onward: `prefix`, `payload_bytes` from elsewhere, `suffix`."""
 
     offset: int
     prefix: bytes
@@ -318,7 +318,7 @@ class LayoutFiller(DeferringProducer):
         return self._sums[name].all()
 
     def _copy(self, name: str, begin: int, block: memoryview) -> None:
-        """Fill `block` with the file's bytes from offset `begin` on: gaps, and each item's three parts."""
+        """Fill `block` with the file's bytes from `begin` onward: gaps, and each item's three parts."""
         items, end, filled = self._items[name], begin + len(block), begin
 
         def put(at: int, content: bytes) -> None:

@@ -980,8 +980,8 @@ class LoadedParts:
         elif num_ranks > num_saved and (own := self.of_other_ranks(1)):
             names = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in own)
             logger.warning(
-                "Saved by %d ranks: ranks from %d on get rank 0's values of %s, which differed between ranks."
-                " Give random number generators another seed there",
+                "Saved by %d ranks: ranks from %d onward get rank 0's values of %s, which differed between "
+                "ranks. Give random number generators a different seed there",
                 num_saved,
                 num_saved,
                 name_some(list(names), 10),
@@ -996,7 +996,7 @@ class LoadedParts:
             )
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
-        """Return the names of values that belonged to ranks with numbers from `num_ranks` on."""
+        """Return the names of values that belonged to ranks with numbers from `num_ranks` onward."""
         marked = filter(self.stored.is_of_one_rank, self.stored.names)
         return [
             f"{name}{mark}{rank}"

@@ -96,7 +96,7 @@ class Content:
         _load_find()
 
     def fill(self, buffer: memoryview, offset: int = 0) -> None:
-        """Overwrite `buffer` with the object's bytes from `offset` on."""
+        """Overwrite `buffer` with the object's bytes from `offset` onward."""
         target = flat(buffer)
         _require_offset(target, offset)
         if target.nbytes:

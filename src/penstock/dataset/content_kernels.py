@@ -46,7 +46,7 @@ def _mix(counter: Any, key_b: Any) -> Any:  # pragma: no cover - compiled
 
 @numba.njit
 def _run(recipe: Any, index: Any, num_wanted: Any) -> Any:  # pragma: no cover - compiled
-    """Describe the content from word `index` on, as far as one rule generates it.
+    """Describe the content from word `index` onward, as far as one rule generates it.
 
     Returns the counter of the first word, the second key, the number of random words, and the total number of
     words; those after the random ones are zeros.

@@ -1,7 +1,7 @@
 """A run of a plan from start to finish: reclaim, measure the ceiling, execute, reconcile, record.
 
 Collective: every rank calls `run_plan` and gets the same result. Entries are removed at the end, even after
-an interruption, unless they are to be kept. Whatever a killed run leaves behind, the next run removes.
+an interruption, unless the request keeps them. Whatever a killed run leaves behind, the next run removes.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -48,7 +48,7 @@ def assert_same_bytes(actual: Buffer, expected: Buffer) -> None:
         pairs = enumerate(zip(one, other, strict=False))
         at = next((at for at, (byte, wanted) in pairs if byte != wanted), min(len(one), len(other)))
         raise AssertionError(
-            f"{len(one)} bytes instead of {len(other)}; from byte {at} on "
+            f"{len(one)} bytes instead of {len(other)}; from byte {at} onward "
             f"{one[at : at + _SHOWN_BYTES]!r} instead of {other[at : at + _SHOWN_BYTES]!r}"
         )
 

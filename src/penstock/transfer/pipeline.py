@@ -47,7 +47,7 @@ class Producer(Protocol):
     """Makes the bytes of planned objects."""
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
-        """Overwrite all of `buffer` with the object's bytes from `offset` on.
+        """Overwrite all of `buffer` with the object's bytes from `offset` onward.
 
         Called from front to back for each object, by one thread; for different objects by several threads at
         once. An exception ends the phase. Should release the GIL while it works.

@@ -141,7 +141,7 @@ def test_values_of_ranks_that_are_gone_or_new_are_known_by_name(caplog: pytest.L
         parts.warn_of_other_ranks(4, 4)
         assert not caplog.records
         parts.warn_of_other_ranks(4, 5)
-    assert "Saved by 4 ranks: ranks from 4 on get rank 0's values of part.x, seed," in caplog.text
+    assert "Saved by 4 ranks: ranks from 4 onward get rank 0's values of part.x, seed," in caplog.text
 
 
 @pytest.mark.parametrize("kind", [UserDict, ChainMap])

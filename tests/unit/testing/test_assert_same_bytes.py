@@ -11,12 +11,14 @@ def test_equal_bytes_of_any_kind_pass() -> None:
 
 
 def test_the_first_difference_is_reported() -> None:
-    with pytest.raises(AssertionError, match=r"from byte 3 on b'X' instead of b'd'"):
+    with pytest.raises(AssertionError, match=r"from byte 3 onward b'X' instead of b'd'"):
         assert_same_bytes(b"abcX", b"abcd")
 
 
 def test_a_missing_end_is_reported() -> None:
-    with pytest.raises(AssertionError, match=r"2 bytes instead of 4; from byte 2 on b'' instead of b'cd'"):
+    with pytest.raises(
+        AssertionError, match=r"2 bytes instead of 4; from byte 2 onward b'' instead of b'cd'"
+    ):
         assert_same_bytes(b"ab", b"abcd")
 
 

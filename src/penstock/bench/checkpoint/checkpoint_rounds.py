@@ -260,7 +260,7 @@ class StateContent:
         self._contents = {object_.key: Content(seed, object_.key) for object_ in planned}
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
-        """Overwrite `buffer` with the object's bytes from `offset` on."""
+        """Overwrite `buffer` with the object's bytes from `offset` onward."""
         self._contents[planned.key].fill(buffer, offset)
 
     def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:

@@ -125,7 +125,7 @@ _SEED_BITS = 63
 def prepare_folder(
     request: CheckpointRequest, storage: Storage, *, comm: Comm, tell: Callable[[str], None]
 ) -> tuple[tuple[CheckpointRound, ...], int, CheckpointMarker | None]:
-    """Read the marker, remove what is to be replaced, and plan the rounds; the same on all ranks.
+    """Read the marker, remove what will be replaced, and plan the rounds; the same on all ranks.
 
     Returns the rounds, the seed, and the marker of earlier checkpoints that are kept and used, if there are
     any.

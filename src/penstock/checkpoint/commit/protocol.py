@@ -346,7 +346,7 @@ class FolderDraftStore(DraftStore):
         self._tree = tree
         self._seals = self._notes  # synced together, in `publish`
         self._older: dict[str, bytes] = {}
-        """The identity of the checkpoint that a draft is to replace, by the draft's save ID."""
+        """The identity of the checkpoint that a draft will replace, by the draft's save ID."""
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease, then create the draft's folder."""
@@ -659,7 +659,7 @@ class RecordDraftStore(DraftStore):
         self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
         self._catalog = RecordCatalog(storage)
         self._older: dict[str, Committed | None] = {}
-        """The checkpoint that a draft is to replace, by the draft's save ID."""
+        """The checkpoint that a draft will replace, by the draft's save ID."""
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease; objects need no folder."""
@@ -758,7 +758,7 @@ class RecordDraftStore(DraftStore):
             except StorageError as unread:
                 if pause_s is None:
                     raise StorageError(
-                        f"Nobody knows whether {draft.name} was committed: {error.what}; "
+                        f"It is unknown whether {draft.name} was committed: {error.what}; "
                         f"and its record cannot be read: {unread.what}",
                         uri=f"{self._storage.uri}/{draft.name}",
                         fix="Nothing was removed. Once the storage answers, check whether it is listed.",

@@ -7,8 +7,8 @@ behind a stream transform (compression) has no aligned payload and is read as a 
 Objects are rebuilt by `saved_objects`, and by torch itself only with `trust`.
 
 Invariants: payloads of 64 KiB or more that Penstock writes are aligned to 4 KiB, for direct I/O; in items of
-other writers, a payload offset is given only if the bytes from there on are the tensor's own, in row-major
-order.
+other writers, a payload offset is given only if the bytes from there onward are the tensor's own, in
+row-major order.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
 
 
 def item_start(position: int, around: Envelope) -> int:
-    """Return the first offset from `position` on at which an item may begin: large payloads are aligned."""
+    """Return the first offset, `position` or later, where an item may begin: large payloads are aligned."""
     if around.payload_bytes < ALIGNED_BYTES:
         return position + -position % _PREFIX_ALIGNMENT
     return position + -(position + len(around.prefix)) % PAYLOAD_ALIGNMENT

@@ -39,7 +39,7 @@ from penstock.checkpoint.state.walk import walk
 from penstock.errors import DataDamaged, UsageError
 
 ReadRange = Callable[[int, int], bytes | bytearray]
-"""Called with (offset, size); returns exactly `size` bytes of the archive from `offset` on."""
+"""Called with (offset, size); returns exactly `size` bytes of the archive from `offset` onward."""
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 """The signature of a local header, and the lengths of the name and the extra field that follow it."""

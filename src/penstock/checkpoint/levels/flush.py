@@ -1,8 +1,8 @@
 """Flushing from a cache to the durable level: the notes of pending steps, and the flusher that copies them.
 
 The same `Flusher` runs in a thread of the trainer, in a detached process that outlives it, and behind
-`penstock checkpoint flush`. It learns from folders what is to be done, so any flusher can be killed at any
-moment, and the next one continues:
+`penstock checkpoint flush`. It learns from folders what remains to be done, so any flusher can be killed at
+any moment, and the next one continues:
 
     CACHE/.penstock-flush/step-N.json     a note: this save of the step awaits its flush, and where to
     CACHE/.penstock-flush/lock            held by the one flusher of this cache

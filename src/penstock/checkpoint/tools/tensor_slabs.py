@@ -100,7 +100,7 @@ class SlabReader:
                 part[...] = direct
 
     def read_payload(self, row: int, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of a region's elements from offset `start` on."""
+        """Fill `target` with the bytes of a region's elements from offset `start` onward."""
         index = self._checkpoint.index
         number, item_begin = int(index.stored.file[row]), int(index.stored.item_offset[row])
         if number not in self._sources:
@@ -204,6 +204,6 @@ class Appender:
             yield num_bytes, partial(reader.read_slab, tensor, slab)
 
     def pieces_of(self, num_bytes: int, read: Callable[[int, memoryview], None]) -> Pieces:
-        """Yield `num_bytes` bytes as pieces for `copy`; `read` fills a buffer from an offset on."""
+        """Yield `num_bytes` bytes as pieces for `copy`; `read` fills a buffer from an offset onward."""
         for begin in range(0, num_bytes, self._buffer_bytes):
             yield min(self._buffer_bytes, num_bytes - begin), partial(read, begin)

@@ -346,7 +346,7 @@ def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[
 
 
 def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
-    """Return damage in size: of a missing file from 0 on, of others from where they end or should end."""
+    """Return damage in size: of a missing file from 0 onward, of others from where they end or should end."""
     wrong = partial(Damage, file=file.name, item="")
     try:
         size_bytes = storage.stat(key).size_bytes

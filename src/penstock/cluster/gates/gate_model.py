@@ -51,7 +51,7 @@ class GateFinding:
 
     @property
     def is_closed(self) -> bool:
-        """True if the verdict stops a run whose result is to be submitted."""
+        """True if the verdict stops a run whose result you would submit."""
         return self.verdict in (GateVerdict.FAIL, GateVerdict.NOT_CHECKED)
 
 

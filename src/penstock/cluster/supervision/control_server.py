@@ -1,8 +1,8 @@
 """The server that the supervisors of all ranks report to: the first failure stops the whole job.
 
 The server runs in one thread of the launching process or, in a job that another launcher started, of rank 0's
-supervisor. Invariant: from the first failure on, every supervisor has to stop, and none is dismissed before
-all ranks have ended or have had `GRACE_S` + `KILL_S` to end.
+supervisor. Invariant: from the first failure onward, every supervisor has to stop, and none is dismissed
+before all ranks have ended or have had `GRACE_S` + `KILL_S` to end.
 """
 
 import hmac
@@ -57,7 +57,7 @@ class _Member:
 
 
 class ControlServer:
-    """Listens from construction on; `with` runs it. Any thread may use the public members."""
+    """Listens from construction onward; `with` runs it. Any thread may use the public members."""
 
     def __init__(self, *, ranks: int, bind: str = "127.0.0.1") -> None:
         self.token = secrets.token_hex(16)

@@ -192,7 +192,7 @@ class FileFormat(ABC):
     def expected(self, plan: FilePlan, content: Content, samples: range) -> Sample:
         """Return the samples that `decode` must return.
 
-        By default, they are consecutive content from offset 0 on.
+        By default, they are consecutive content from offset 0 onward.
         """
         text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))

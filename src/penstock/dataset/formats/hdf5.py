@@ -1,8 +1,8 @@
 """HDF5 files as DLIO writes them: `records_0` to `records_k`, each (samples, rows, columns), and `labels`.
 
-For `hdf5` and `hdf5_opt`. Sample i is the content from i x sample_bytes on, divided evenly among the datasets
-of a record; labels are the content that follows all samples. One file is held in memory while it is written,
-and its metadata while it is read.
+For `hdf5` and `hdf5_opt`. Sample i is the content from i x sample_bytes onward, divided evenly among the
+datasets of a record; labels are the content that follows all samples. One file is held in memory while it is
+written, and its metadata while it is read.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def move_whole(
     needed_bytes: int,
     step_bytes: int,
 ) -> None:
-    """Transfer at least `needed_bytes` between `buffer` and the file from `offset` on.
+    """Transfer at least `needed_bytes` between `buffer` and the file from `offset` onward.
 
     A short transfer is continued at a multiple of `step_bytes`; a read may extend beyond the end of the file.
     """

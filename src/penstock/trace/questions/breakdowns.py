@@ -187,7 +187,7 @@ def _add_up(
 def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers) -> Numbers:
     """Find where each event begins to add to its group's union; move `reach` to the groups' furthest ends.
 
-    For example, of 0-10, 5-12 and 6-8, the first adds from 0 on, the second from 10 on, and the third
+    For example, of 0-10, 5-12 and 6-8, the first adds from 0 onward, the second from 10 onward, and the third
     nothing.
     """
     is_first = np.concatenate((np.ones(1, bool), groups[1:] != groups[:-1]))

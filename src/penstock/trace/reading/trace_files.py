@@ -376,7 +376,7 @@ def _read_member(
         return end
     if not rest.strip(b"\0") and len(rest) < _READ_BYTES:
         return None
-    report_fault(f"bytes from {end} on are not a gzip member")
+    report_fault(f"bytes from {end} onward are not a gzip member")
     return _find_member(file, end)
 
 

@@ -154,8 +154,8 @@ def test_a_record_is_read_back_after_any_failure(failed_reads: int, monkeypatch:
     ("is_applied", "failed_reads", "message"),
     [
         (False, 0, "^The service failed: SlowDown"),
-        (False, 9, "Nobody knows whether step-1 was committed: .*SlowDown; .*503"),
-        (True, 9, "Nobody knows whether step-1 was committed: .*SlowDown; .*503"),
+        (False, 9, "It is unknown whether step-1 was committed: .*SlowDown; .*503"),
+        (True, 9, "It is unknown whether step-1 was committed: .*SlowDown; .*503"),
     ],
 )
 def test_what_a_record_may_name_later_is_not_deleted(
