@@ -411,7 +411,7 @@ class Places:
         own = {str(key): key for key in holder if not isinstance(key, str)}
         # The last key may be empty text, with a dot before it that belongs to the name.
         kind = self.key_types.get(".".join([*self.prefix.split(".")[:-1], *map(str, at)]))
-        # Text that looks like an integer is taken for one, unless other such keys in the state are text.
+        # Text that looks like an integer is treated as one, unless other such keys in the state are text.
         decimal = [key for key in (*holder, *unknown) if isinstance(key, str) and key.isdecimal()]
         counts = kind in (None, "number", "unknown") and all(
             key not in holder and _INTEGER.fullmatch(key) for key in decimal

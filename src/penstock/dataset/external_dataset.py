@@ -160,7 +160,7 @@ def _list_one(
 
 
 def _require_root(storage: Storage) -> None:
-    """Raise the storage's own error if its root does not exist, for example because it is misspelt."""
+    """Raise the storage's own error if its root does not exist, for example because it is misspelled."""
     try:
         next(iter(storage.list("")), None)
     except ObjectNotFound as error:

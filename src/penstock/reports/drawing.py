@@ -255,7 +255,7 @@ def _dots(chart: Chart, look: Look, _: int) -> dict[str, Any]:
     height = row_height * len(chart.names)
     shapes = []
     if chart.interval:
-        # An interval that is narrower than a pixel is drawn all the same.
+        # An interval that is narrower than a pixel is drawn anyway.
         begin, end = map(across, chart.interval)
         shapes.append(("band", _boxes_path([(begin, max(end, begin + 1), 0, height)]), ""))
     for text, value in chart.limits.items():

@@ -56,7 +56,7 @@ class PenstockCheckpointManager(CheckpointManager):
             keep=config.keep_latest_k or None,
             writers=config.writers,
             staging_bytes=config.staging_bytes,
-            # torchtitan's tools take everything in this folder to be a step.
+            # torchtitan's tools treat everything in this folder as a step.
             has_pointer=False,
         )
         self._waiters = ThreadPoolExecutor(2, thread_name_prefix="penstock-wait")

@@ -496,8 +496,8 @@ class FolderCatalog:
                 for folder, is_link in folders.items()
                 if not (is_link or self._may_be_checkpoint(folder))
             }
-            # If a folder has disappeared, a new one may have appeared: list again rather than take the run
-            # for empty.
+            # If a folder has disappeared, a new one may have appeared: list again rather than treat the
+            # run as empty.
             if not others or others <= self._visible_folders().keys():
                 found = ((_OLD.fullmatch(folder), folder) for folder in folders.keys() - others)
                 return list({old["name"] if old else folder for old, folder in found})

@@ -275,7 +275,7 @@ _UNIT: Final = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
 
 
 def _dtype(arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
-    """Return a numpy type, created by numpy from its description: no flag, offset or size is set directly."""
+    """Return a dtype, created by numpy from its description: no flag, offset or size is set directly."""
     code: object = arguments[0]
     if not isinstance(code, str) or _TYPE_CODE.fullmatch(code) is None:
         raise ValueError(f"numpy has no type {code!r}")

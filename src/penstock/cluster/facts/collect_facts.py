@@ -94,7 +94,7 @@ def plan_agents(
         limit = f"ConnectTimeout={math.ceil(timeout_s)}"
         fixed = ("ssh", "-T", "-o", "BatchMode=yes", *arguments, "-o", limit)
         variables = {name: environment[name] for name in environment if name in _SSH_VARIABLES}
-        # The remote shell parses one line. After `--`, no host name is taken for an option.
+        # The remote shell parses one line. After `--`, no host name is mistaken for an option.
         return lambda host: (*fixed, "--", host, f"exec {shlex.join(agent)}"), variables
     if via == "slurm":
         # Without --overlap, a step waits until the job's other steps release its processors.

@@ -24,7 +24,7 @@ _ZERO, _COMMA, _NEWLINE = b"0,\n"
 
 
 class CsvFormat(fp.ReadWhole):
-    """Files that any CSV reader takes as numbers."""
+    """Files that any CSV reader parses as numbers."""
 
     def _draw_shape(self, index: int) -> fp.SampleShape:
         """Return the shape of a sample, which is a row of numbers, whatever its dimensions."""
