@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
@@ -30,7 +31,7 @@ from operator import itemgetter
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
-from threading import Event, Lock
+from threading import Event, Lock, Timer
 from typing import Any, Final
 
 import duckdb
@@ -273,6 +274,39 @@ _CONFINED: Final[dict[str, Any]] = {"threads": 1, "enable_external_access": Fals
 """Settings of a connection that reads and writes no files, whatever an expression says."""
 
 
+_QUERY_BYTES: Final = 4 << 30
+_ONE_QUERY: Final = Lock()
+
+
+@contextmanager
+def bound_query(
+    connection: duckdb.DuckDBPyConnection, sql: str, where: str, fix: str, most_seconds: float = 300
+) -> Iterator[None]:
+    """Raise `UsageError` if `sql`, which may be somebody else's, fails, or takes much memory or time.
+
+    DuckDB's own limit does not count the texts and lists that functions build.
+    """
+    with _ONE_QUERY:  # The limit is the process's.
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        most = pages * resource.getpagesize() + _QUERY_BYTES
+        limits = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
+        timer = Timer(most_seconds, connection.interrupt)
+        timer.start()
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+        try:
+            yield
+        except (duckdb.OutOfMemoryException, duckdb.InterruptException, MemoryError) as error:
+            why = f"It takes more than {_QUERY_BYTES >> 30} GiB of memory or {most_seconds:g} s"
+            raise UsageError(why, where=where, fix="Ask for less.") from error
+        except duckdb.Error as error:
+            why = str(error).strip().partition("\n")[0]
+            raise UsageError(why, where=where, fix=fix_sql(error, sql, fix)) from error
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            timer.cancel()
+
+
 @cache
 def check_where(where: str) -> None:
     """Raise `UsageError` for an expression that DuckDB cannot apply to events, or that reads other data."""
@@ -284,17 +318,11 @@ def check_where(where: str) -> None:
 def _keep_wanted(connection: duckdb.DuckDBPyConnection, events: Any, where: str) -> Any:
     """Return the events that meet an expression, in their order."""
     table = pa.Table.from_batches([events]) if isinstance(events, pa.RecordBatch) else events
-    try:
+    with bound_query(connection, where, f"--where {where}", "Write SQL over columns of events."):
         # An `Expression` is parsed on its own, so its text cannot end the expression and begin a statement.
         wanted = duckdb.SQLExpression(where).cast("BOOLEAN")
         verdicts = connection.from_arrow(table).select(wanted.alias("wanted")).to_arrow_table()["wanted"]
         return events.filter(verdicts.combine_chunks())
-    except duckdb.Error as error:
-        raise UsageError(
-            str(error).strip().partition("\n")[0],
-            where=f"--where {where}",
-            fix=fix_sql(error, where, "Write SQL over columns of events."),
-        ) from error
 
 
 class GatheredEvents:

@@ -17,7 +17,8 @@ from penstock.errors import UsageError
 from penstock.trace.compare.comparison import APP_TIER, load_report, measures
 from penstock.trace.compare.findings import FINDING_RULES, find_all
 from penstock.trace.compare.trace_study import ComparisonSpec, QueryCheck, Study
-from penstock.trace.questions.sql import answer_query, require_one_query
+from penstock.trace.questions.sql import QUERY_FIX, require_one_query
+from penstock.trace.trace_set import bound_query
 
 _UNUSED_TIER: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
 
@@ -46,10 +47,11 @@ def check_all(study: Study, expectations: Expectations) -> list[CheckResult]:
         # `events` has the columns of `trace sql`, and the derived columns.
         require_one_query(study.events.connection, check.sql)
         query = check.sql.rstrip().rstrip(";")
-        sql = f"WITH events AS (SELECT * FROM {study.events.relation}) SELECT * FROM ({query}\n)"
-        rows = answer_query(study.events.connection, sql).rows
-        value = rows[0][0] if rows and rows[0] else None
-        result = f"the query returned {value}"
+        sql = f"WITH events AS (SELECT * FROM {study.events.relation}) SELECT * FROM ({query}\n) LIMIT 1"
+        with bound_query(study.events.connection, query, f"the check {check.name}", QUERY_FIX):
+            row = study.events.connection.execute(sql).fetchone()
+        value = row[0] if row else None
+        result = f"the query returned {value!s:.200}"
         results.append({"check": check.name, "holds": value is True, "seen": result})
     return results
 
@@ -97,13 +99,17 @@ def _evaluate(text: str, figures: Mapping[str, Any]) -> CheckResult:
 
     try:
         body = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(body, ast.Compare):
+            raise _refuse(text, "has no comparison operator")
+        if any(type(op) not in _COMPARISONS for op in body.ops):
+            raise _refuse(text, "uses a comparison other than <, <=, >, >=, ==, !=")
+        values = [number(operand) for operand in (body.left, *body.comparators)]
     except SyntaxError as error:
         raise _refuse(text, "is not a comparison") from error
-    if not isinstance(body, ast.Compare):
-        raise _refuse(text, "has no comparison operator")
-    if any(type(op) not in _COMPARISONS for op in body.ops):
-        raise _refuse(text, "uses a comparison other than <, <=, >, >=, ==, !=")
-    values = [number(operand) for operand in (body.left, *body.comparators)]
+    except (RecursionError, MemoryError) as error:
+        raise _refuse(text, "is nested too deeply") from error
+    except ArithmeticError as error:
+        raise _refuse(text, f"has no value: {error}") from error
     holds = all(_COMPARISONS[type(op)](a, b) for op, (a, b) in zip(body.ops, pairwise(values), strict=True))
     figures_used = ", ".join(f"{name} = {value:,.10g}" for name, value in used.items())
     return {"check": text, "holds": holds, "seen": figures_used}
@@ -111,7 +117,8 @@ def _evaluate(text: str, figures: Mapping[str, Any]) -> CheckResult:
 
 def _refuse(check: str, why: str) -> UsageError:
     return UsageError(
-        f"The check {check!r} {why}", fix="Example: new.ssd.max_union_us <= 1.1 * base.ssd.max_union_us."
+        f"The check {check!r:.200} {why:.400}",
+        fix="Example: new.ssd.max_union_us <= 1.1 * base.ssd.max_union_us.",
     )
 
 

@@ -41,7 +41,7 @@ class SqlAnswer:
 
 
 _ALLOWED: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
-_FIX: Final = "Run penstock trace sql --help for the columns."
+QUERY_FIX: Final = "Run penstock trace sql --help for the columns."
 
 
 def check_query(query: str) -> None:
@@ -52,7 +52,7 @@ def check_query(query: str) -> None:
         try:
             connection.execute(query)
         except duckdb.Error as error:
-            raise UsageError(str(error).strip(), where="the query", fix=_FIX) from error
+            raise UsageError(str(error).strip(), where="the query", fix=QUERY_FIX) from error
 
 
 def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None:
@@ -60,7 +60,9 @@ def require_one_query(connection: duckdb.DuckDBPyConnection, query: str) -> None
     try:
         statements = connection.extract_statements(query)
     except duckdb.Error as error:
-        raise UsageError(str(error).strip(), where="the query", fix=fix_sql(error, query, _FIX)) from error
+        raise UsageError(
+            str(error).strip(), where="the query", fix=fix_sql(error, query, QUERY_FIX)
+        ) from error
     if len(statements) != 1:
         raise UsageError(
             f"There are {len(statements)} statements", where="the query", fix="Write a single SELECT."
@@ -91,7 +93,7 @@ def answer_query(connection: duckdb.DuckDBPyConnection, query: str) -> SqlAnswer
         columns = [column[0] for column in cursor.description or ()]
         return SqlAnswer(columns, [[_plain(value) for value in row] for row in cursor.fetchall()])
     except duckdb.Error as error:
-        raise UsageError(str(error).strip(), where="the query", fix=_FIX) from error
+        raise UsageError(str(error).strip(), where="the query", fix=QUERY_FIX) from error
 
 
 def _plain(value: Any) -> Any:

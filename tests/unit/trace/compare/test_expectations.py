@@ -1,9 +1,11 @@
 """Checks pass or fail with the figures that they used, and invalid ones are refused."""
 
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 from tests.support.trace_studies import small_study
 
@@ -11,12 +13,14 @@ from penstock.errors import UsageError
 from penstock.trace.compare.expectations import CheckResult, Expectations, check_all
 from penstock.trace.compare.trace_study import ComparisonSpec, open_study
 from penstock.trace.event_schema import FileAccount
+from penstock.trace.trace_set import bound_query
 
 ROWS: list[dict[str, Any]] = [
     {"run": "base", "name": "write", "path": "/fast/x", "size_bytes": 100, "dur_us": 50, "rank": 0},
     {"run": "new", "name": "write", "path": "/fast/x", "size_bytes": 100, "dur_us": 70, "rank": 0},
     {"run": "new", "name": "X.checkpoint", "cat": "checkpoint", "dur_us": 90, "rank": 0},
 ]
+EVENT = '{"id":1,"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1700000000000000,"dur":1,"ph":"X"}\n'
 
 
 Check = Callable[..., list[CheckResult]]
@@ -87,6 +91,11 @@ def test_a_query_must_say_true(check: Check) -> None:
         ("__import__('os') == 0", "uses"),
         ("new.fast.max_sum_us is 3", "other than"),
         ("'a' < 3", "uses"),
+        ("1 / 0 < 2", "has no value: "),
+        ("1 / findings.F1 < 2", "has no value: "),
+        (f"{'9' * 400} * 2 < 2", "has no value: "),
+        ("-" * 3000 + "1 < 2", "is nested too deeply"),
+        ("-" * 99_999 + "1 < 2", "is nested too deeply"),
     ],
 )
 def test_a_check_that_means_nothing_is_refused(check: Check, text: str, said: str) -> None:
@@ -94,6 +103,7 @@ def test_a_check_that_means_nothing_is_refused(check: Check, text: str, said: st
         check(text)
     assert said in str(refused.value)
     assert "Example:" in str(refused.value)
+    assert len(str(refused.value)) < 800
 
 
 @pytest.mark.parametrize(
@@ -107,9 +117,7 @@ def test_a_check_that_means_nothing_is_refused(check: Check, text: str, said: st
     ],
 )
 def test_a_query_of_a_description_reads_events_and_writes_nothing(tmp_path: Path, sql: str) -> None:
-    (tmp_path / "t.pfw").write_text(
-        '{"id":1,"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":1700000000000000,"dur":1,"ph":"X"}\n'
-    )
+    (tmp_path / "t.pfw").write_text(EVENT)
     written = tmp_path / "written"
     spec = {"runs": {"a": "t.pfw"}, "checks": [{"name": "x", "sql": sql.format(file=written)}]}
     expectations = Expectations.model_validate(spec)
@@ -122,3 +130,35 @@ def test_a_query_of_a_description_reads_events_and_writes_nothing(tmp_path: Path
     with pytest.raises(UsageError), open_study(selected, tmp_path):
         pass
     assert not written.exists()
+
+
+@pytest.mark.parametrize(
+    "bomb", ["length(repeat('x', 4000000000)) > 0", "len(range(3000000000 + pid % 2)) > 0"]
+)
+def test_sql_of_a_description_that_takes_much_memory_is_refused(
+    check: Check, tmp_path: Path, bomb: str
+) -> None:
+    (tmp_path / "t.pfw").write_text(EVENT)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(UsageError, match=r"It takes more than 4 GiB of memory .*the check x"):
+        check({"name": "x", "sql": f"SELECT {bomb} FROM events"})
+    selected = ComparisonSpec.model_validate({"runs": {"a": "t.pfw"}, "where": bomb})
+    refused = pytest.raises(UsageError, match=r"It takes more than 4 GiB of memory .*--where")
+    with refused, open_study(selected, tmp_path):
+        pass
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 1 << 20
+
+
+def test_sql_that_takes_long_is_interrupted() -> None:
+    with duckdb.connect() as connection:
+        with pytest.raises(UsageError, match="It takes"), bound_query(connection, "", "here", "", 0.3):
+            connection.execute("SELECT count(*) FROM range(1000000000000)")
+        assert connection.execute("SELECT 1").fetchall() == [(1,)]
+
+
+def test_only_the_first_value_of_a_query_is_fetched_and_shown_in_short(check: Check) -> None:
+    assert check({"name": "x", "sql": "SELECT true FROM range(100000000)"})[0]["holds"]
+    (shown,) = check({"name": "x", "sql": "SELECT repeat('x', 100000)"})
+    assert len(shown["seen"]) < 300
