@@ -114,7 +114,7 @@ def proves_damage(error: BaseException) -> bool:
 
 
 class StorageTimeout(StorageError, TimeoutError):
-    """Storage did not answer within its time limit, retries included."""
+    """Storage did not respond within its time limit, retries included."""
 
 
 class TraceDamaged(PenstockError):

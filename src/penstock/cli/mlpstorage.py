@@ -388,7 +388,7 @@ def _translate_other(
         confirmed = ["--yes"] if verb == "rm" else []
         return ["results", known[verb], *named, *confirmed, "--results", results]
     if command.command == "init" and not rest:
-        raise UsageError("No organization is named", fix="Write: init ORGANISATION FOLDER")
+        raise UsageError("No organization is named", fix="Write: init ORG [FOLDER]")
     if command.command == "lockfile":
         raise UsageError(
             "Lock files are not supported",

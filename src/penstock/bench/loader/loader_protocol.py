@@ -1,6 +1,6 @@
 """The protocol between planning and reading batches: requests go in, loaded batches come out.
 
-Planning (order, format) makes `BatchRequest`s; a `Loader` fulfils them some batches ahead of the loop.
+Planning (order, format) makes `BatchRequest`s; a `Loader` fulfills them some batches ahead of the loop.
 Batches arrive in the order of their requests, and each records what was really read for it.
 """
 

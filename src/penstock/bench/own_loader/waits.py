@@ -97,7 +97,7 @@ def divide_waits(
             batch = deliveries[position]
             position += 1
             asked_ns = max(batch.asked_ns, step.start_ns)
-            # The start of workers counts towards the first batch, although it began before the batch was
+            # The start of workers counts toward the first batch, although it began before the batch was
             # requested.
             if step.is_first and batch.began_ns > 0:
                 asked_ns = max(step.start_ns, min(asked_ns, batch.began_ns))

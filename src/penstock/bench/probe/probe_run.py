@@ -345,7 +345,7 @@ def _measure_repeatedly(
 ) -> ProbeMeasurement:
     """Return the median of up to three reads with a common time limit, or one write, which needs new files.
 
-    A single short measurement is noisy, and the best of several is biased upwards.
+    A single short measurement is noisy, and the best of several is biased upward.
     """
     found = [measure(step, place, comm=comm, progress=progress)]
     while (

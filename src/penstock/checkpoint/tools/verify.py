@@ -225,7 +225,7 @@ class Verification:
 
     @property
     def is_whole(self) -> bool:
-        """True if no damage was found. Bytes without a checksum may be damaged all the same."""
+        """True if no damage was found. Bytes without a checksum may be damaged anyway."""
         return not self.damage
 
     @property

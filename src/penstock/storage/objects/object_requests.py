@@ -48,7 +48,7 @@ def _explain_connection(failure: RequestFailed, endpoint: str) -> tuple[type[Sto
     logs = "Look at the logs of the service and the proxies for"
     match failure.kind:
         case "timeout":
-            what, kind = f"{endpoint} did not answer in time", StorageTimeout
+            what, kind = f"{endpoint} did not respond in time", StorageTimeout
             fix = "Check whether the service is overloaded or the network stalls; raise request_timeout_s."
             return kind, what, fix
         case "connect":

@@ -281,7 +281,7 @@ def list_drafts(series: RunSeries) -> list[Path]:
 
 
 def _remove_empty(folder: Path, *, until: Path) -> None:
-    """Remove empty folders upwards, from this folder until `until`."""
+    """Remove empty folders upward, from this folder until `until`."""
     while folder != until:
         try:
             folder.rmdir()

@@ -51,7 +51,7 @@ def _error(failure: RequestFailed, *, attempts: int) -> StorageError:
         (RequestFailed("answer", "m", 412), StorageError, "changed since it was opened"),
         (RequestFailed("answer", "m", 416), ShortTransfer, "ends before the requested range"),
         (RequestFailed("answer", "m", 503, "SlowDown"), StorageError, "after 3 attempts: 503 SlowDown: m"),
-        (RequestFailed("timeout", "slow"), StorageTimeout, "did not answer in time after 3 attempts"),
+        (RequestFailed("timeout", "slow"), StorageTimeout, "did not respond in time after 3 attempts"),
         (RequestFailed("connect", "refused"), StorageError, "Cannot connect to http://host:1"),
         (RequestFailed("reset", "gone"), StorageError, "connection broke"),
         (RequestFailed("truncated", "short", received_bytes=4), ShortTransfer, "ended too early"),
