@@ -38,7 +38,7 @@ def compile_loop(
     """Compile `function` to machine code for one numba `signature`. The result runs without the GIL.
 
     `parts` are the other modules whose functions it includes. This takes milliseconds with the cache, and
-    some tenths of a second without. A cache that is full, read-only or damaged costs that time and causes a
+    a few tenths of a second without. A cache that is full, read-only or damaged costs that time and causes a
     warning, but never makes the run fail.
     """
     folder = _cache_folder((function, *parts), process_environment() if environment is None else environment)
