@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -398,7 +398,9 @@ class Flusher:
             self._set(step, phase="waiting", copied_bytes=size_bytes, reason="the files of other nodes")
             return is_committed(durable, name, seal.manifest)
         if draft.publish(seal):
-            apply_retention(StepCatalog(durable), step, note.keep)()
+            # A newer step may have become durable since, and retention after it could not remove this one.
+            for newest in filter(step.__le__, sorted({step, *self._folder.noted_steps()})):
+                apply_retention(StepCatalog(durable), newest, note.keep)()
         is_durable = is_committed(durable, name, seal.manifest)
         self._set(step, phase="durable" if is_durable else "waiting", copied_bytes=size_bytes, reason="")
         logger.info("%s is %s", name, self._state(step).phase)
@@ -437,8 +439,9 @@ class Flusher:
 
         try:
             with ThreadPoolExecutor(note.threads, thread_name_prefix="penstock-flush") as threads:
-                for copied in as_completed([threads.submit(copy_one, file) for file in files]):
-                    copied.result()
+                # After a failure or Ctrl-C, `map` cancels the files that have not begun.
+                for _ in threads.map(copy_one, files):
+                    continue
         finally:
             self._now = self._now.model_copy(update={"step": None, "bytes_per_s": 0.0})
 

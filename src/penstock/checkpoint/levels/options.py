@@ -129,6 +129,8 @@ def check_schemes(schemes: Sequence[Scheme]) -> None:
 class Flush:
     """The checkpoints that become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
 
+    Whatever `every` says, closing the manager flushes the newest one.
+
     `bandwidth` limits how fast each node writes, as text or in bytes per second; None means no limit. A node
     copies `threads` files at once. With background=False, a save returns only when its step is durable.
 

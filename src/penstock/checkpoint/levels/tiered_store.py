@@ -69,6 +69,8 @@ class TieredStore(step_store.StepStore):
         self._cache_lease = WriterLease(cache)
         self._num_saves = 0
         self._saved: int | None = None
+        self._unflushed: tuple[int, str] | None = None
+        """The step saved last and its save, unless it was handed to a flusher."""
         self._own_steps: set[int] = set()
         self._reported: dict[int, str] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -141,8 +143,9 @@ class TieredStore(step_store.StepStore):
         stats = self.cache.complete(
             transaction, prepared, staged, number=self._num_saves, facts={"step": step}, progress=progress
         )
-        self._saved = step
+        self._saved, self._unflushed = step, (step, draft.save_id)
         if self._flush and (is_last or self._num_saves % self._flush.every == 0):
+            self._unflushed = None
             if self.cache.is_lead:
                 self._hand_over(step, draft.save_id)
             if not self._flush.background:
@@ -239,13 +242,21 @@ class TieredStore(step_store.StepStore):
         if self._flush and self.cache.is_lead and self._flushes.notes():
             self._start_flusher()
 
-    def close(self) -> None:
-        """Wait until every pending step is durable, then release everything."""
+    def close(self, *, flushes_newest: bool = False) -> None:
+        """Wait until every pending step is durable, then release everything.
+
+        With `flushes_newest`, which all ranks must agree on, the step saved last is one of these.
+        """
         if not self._is_open:
             return
         self._is_open = False
         try:
             if self._flush and self.cache.is_lead:
+                if self._unflushed and flushes_newest:
+                    self._hand_over(*self._unflushed)
+                elif self._unflushed:
+                    message = "Step %d is in the caches only: restore it or run `penstock checkpoint flush`"
+                    logger.warning(message, self._saved)
                 if self._thread:
                     self._thread.shutdown()
                 self._run_flusher(self.comm.timeout_s)

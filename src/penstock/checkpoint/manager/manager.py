@@ -355,7 +355,8 @@ class Manager:
             return
         try:
             self._in_flight.wait()
-            self._store.close()
+            # Not after an error, which may be this rank's alone: no flusher would get the other ranks' files.
+            self._store.close(flushes_newest=True)
             self._sync("closing")
         finally:
             self._close_resources()

@@ -138,7 +138,7 @@ class StepStore:
         """Return failures that occurred after `save` had returned, by step; each only once."""
         return {}
 
-    def close(self) -> None:
+    def close(self, *, flushes_newest: bool = False) -> None:  # noqa: ARG002 - for caches
         """Finish pending work and release everything."""
         self.lease.release()
 

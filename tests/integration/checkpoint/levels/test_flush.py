@@ -6,7 +6,9 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -128,6 +130,44 @@ def test_whole_files_are_not_copied_again_after_a_full_disk(tmp_path: Path) -> N
     assert durable(tmp_path) == ["latest", "step-1"]
 
 
+def interrupt(root: Path) -> list[str]:
+    """Flush, and get Ctrl-C while the first files are copied. They go on once the flush waits for them."""
+    main = threading.main_thread().ident
+    assert main is not None
+    numbers = itertools.count()
+
+    def wait_for_main_in(function: Callable[..., Any]) -> None:
+        def is_in() -> bool:
+            frame = sys._current_frames().get(main)
+            while frame is not None and frame.f_code is not function.__code__:
+                frame = frame.f_back
+            return frame is not None
+
+        wait_until(is_in, f"the flush is in {function.__name__}")
+
+    def wait(name: str) -> bool:
+        if name.endswith(".distcp"):
+            if next(numbers) == 0:
+                wait_for_main_in(Future.result)
+                signal.pthread_kill(main, signal.SIGINT)
+            wait_for_main_in(ThreadPoolExecutor.shutdown)
+        return False
+
+    watched = durable_of(root, refused=wait)
+    with pytest.raises(KeyboardInterrupt):
+        flush(root, durable=watched)
+    return watched.created
+
+
+def test_after_ctrl_c_no_file_is_begun(tmp_path: Path) -> None:
+    with Manager(tmp_path / "durable", cache=tmp_path / "cache", flush=None, writers=8) as manager:
+        manager.save(1, {str(number): torch.ones(NUM_ITEMS) for number in range(16)})
+    note(tmp_path, 1, threads=2)
+    assert len(list((tmp_path / "cache/step-1").glob("*.distcp"))) == 8
+    assert len(interrupt(tmp_path)) == 2
+    assert flush(tmp_path)[1].phase == "durable"
+
+
 def test_bytes_that_are_damaged_in_the_cache_never_become_durable(tmp_path: Path) -> None:
     save_cached(tmp_path, 1)
     note(tmp_path, 1)
@@ -205,12 +245,13 @@ def save_on_two(rank: int, root: Path) -> None:
     with Manager(
         root / "durable", cache=root / f"node-{rank}", flush=None, failure_domain=str(rank), timeout_s=60
     ) as manager:
-        manager.save(1, {f"rank_{rank}": torch.full((5000,), rank), "shared": torch.arange(5000)})
+        for step in (1, 2):
+            manager.save(step, {f"rank_{rank}": torch.full((5000,), rank), "shared": torch.arange(5000)})
 
 
 @pytest.fixture(scope="module")
 def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step in the caches of two nodes."""
+    """Two steps in the caches of two nodes."""
     root = tmp_path_factory.mktemp("two-nodes")
     on_gloo_ranks(2, save_on_two, root)
     return root
@@ -218,7 +259,7 @@ def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two_nodes(saved_on_two: Path, tmp_path: Path) -> Path:
-    """The same, noted on both nodes."""
+    """The same, the first noted on both nodes."""
     for name in ("node-0", "node-1"):
         shutil.copytree(saved_on_two / name, tmp_path / name)
         note(tmp_path, 1, name)
@@ -245,6 +286,23 @@ def test_flushers_of_two_nodes_at_once_publish_once(two_nodes: Path) -> None:
     assert durable(two_nodes) == ["latest", "step-1"]
     assert not FlushFolder(two_nodes / "node-0").notes()
     assert not FlushFolder(two_nodes / "node-1").notes()
+
+
+def test_a_step_that_is_published_after_a_newer_one_is_not_kept_beside_it(two_nodes: Path) -> None:
+    flush(two_nodes, "node-0")  # step 1, of which node 1 has copied nothing
+    for name, step in itertools.product(("node-0", "node-1"), (1, 2)):
+        note(two_nodes, step, name, keep=1, threads=1)
+    num_files = len(list((two_nodes / "node-1/step-2").glob("*.distcp")))
+
+    def publish_newer(name: str) -> bool:
+        if name.endswith(".distcp") and len(copied.created) == num_files:
+            flush(two_nodes, "node-0")
+            assert "step-2" in durable(two_nodes)
+        return False
+
+    copied = durable_of(two_nodes, refused=publish_newer)
+    flush(two_nodes, "node-1", copied)
+    assert durable(two_nodes) == ["latest", "step-2"]
 
 
 def test_a_draft_that_was_removed_is_copied_again_by_all_nodes(two_nodes: Path) -> None:
@@ -322,6 +380,37 @@ def test_without_background_a_save_returns_when_its_step_is_durable(by: Any, tmp
         assert steps_of(tmp_path) == []
         manager.save(2, state_of(2))
         assert steps_of(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("by", ["daemon", "trainer"])
+def test_closing_flushes_the_newest_step_whatever_its_turn(by: Any, tmp_path: Path) -> None:
+    with manager_of(tmp_path, flush=Flush(by=by, every=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+    assert steps_of(tmp_path) == [2, 3]
+    assert FlushFolder(tmp_path / "cache").notes() == {}
+
+
+def test_after_an_error_a_warning_names_the_step_that_is_only_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The other ranks may have no error, and so would not flush their files.
+    def fail() -> None:
+        with manager_of(tmp_path, flush=Flush(every=2)) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, state_of(step))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert steps_of(tmp_path) == [2]
+    assert "Step 3 is in the caches only" in caplog.text
+
+
+def test_closing_flushes_nothing_without_a_flush(tmp_path: Path) -> None:
+    with manager_of(tmp_path, flush=None) as manager:
+        manager.save(1, state_of(1))
+    assert steps_of(tmp_path) == []
 
 
 def save_and_die(root: Path) -> None:

@@ -63,6 +63,9 @@ def in_all_ways(rank: int, root: Path) -> list[Any]:
         write(manager, rank, 3)
         with manager.output("fields", checkpoint=False) as out:
             out.path(f"part-{rank}").write_bytes(content(rank, 9))
+    if rank == 0:
+        shutil.rmtree(root / "durable/step-3")
+    dist.barrier()
     told.append(restart(rank, root, rank))
     # One host is lost; then the ranks move by one, so that each finds its files on another's node.
     lose(root, 2)
