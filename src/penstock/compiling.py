@@ -11,16 +11,28 @@ import logging
 import os
 import pickle
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from penstock.environment import (
+    Environment,
+    find_other_writer,
+    process_environment,
+    refuse_settings_here,
+)
+
+if "numba" not in sys.modules:
+    refuse_settings_here(".numba_config.yaml", "numba")
+
 import llvmlite.binding  # type: ignore[import-untyped]  # has no types
 import numba
 
-from penstock.environment import Environment, find_other_writer, process_environment
+# numba looks for it again whenever it compiles.
+numba.core.config._config_fname = ""  # noqa: SLF001
 
 logger = logging.getLogger(__name__)
 

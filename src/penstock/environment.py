@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.errors import UsageError
+
 Environment = Mapping[str, str]
 
 USER_PREFIXES = ("AWS_", "PENSTOCK_")
@@ -42,6 +44,19 @@ def process_environment() -> Environment:
 def keep_working_folder_off_path() -> None:
     """Keep Python processes that this one starts (workers) from importing from their working folder."""
     os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def refuse_settings_here(file: str, library: str) -> None:
+    """Raise `UsageError` if a library would obey a file in the current directory, which may be a stranger's.
+
+    Call this before the library is loaded, because then it names code to load and files to write.
+    """
+    if Path(file).exists():
+        raise UsageError(
+            f"{library} would obey a file in the current directory",
+            where=file,
+            fix=f"Move the file or leave the directory; {library.upper()}_* variables are the same settings.",
+        )
 
 
 def untraced(environment: Environment) -> Environment:

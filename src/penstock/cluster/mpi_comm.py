@@ -6,12 +6,14 @@ abandoned wait stay alive until the process ends, because MPI may still write in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.cluster.comm import Comm, PollingWait
+from penstock.environment import refuse_settings_here
 from penstock.errors import RankError, Unavailable, WaitTimeout
 from penstock.optional_libraries import install_command
 
@@ -137,6 +139,8 @@ class MpiPendingTransfer:
 
 def join_mpi(host: str, expected_size: int) -> MpiComm:
     """Initialize MPI, once per process, and join the launcher's world of `expected_size` ranks."""
+    if "mpi4py.MPI" not in sys.modules:
+        refuse_settings_here("ucx.conf", "UCX")  # The transport of many MPI libraries.
     try:
         import mpi4py  # noqa: PLC0415 - optional, and configured before it imports MPI
 

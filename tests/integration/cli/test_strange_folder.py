@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from tests.support.trace_files import Writing, write_trace
 
 import penstock
@@ -70,3 +71,34 @@ def test_every_interpreter_that_is_started_leaves_the_working_folder_off_its_pat
     commands = [rest for text in sources for rest in re.findall(r"sys\.executable, (.*)", text)]
     assert len(commands) >= 4
     assert all(rest.startswith('"-P"') for rest in commands)
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        (".numba_config.yaml", "import penstock.compiling"),
+        ("ucx.conf", "from penstock.cluster.mpi_comm import join_mpi; join_mpi('h', 1)"),
+    ],
+)
+def test_a_library_that_would_obey_a_file_in_the_working_folder_is_not_loaded(
+    tmp_path: Path, file: str, code: str
+) -> None:
+    written = tmp_path / "written"
+    (tmp_path / file).write_text(f"UCX_LOG_FILE={written}\n" if file == "ucx.conf" else "disable_jit: 1\n")
+    refused = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert f"would obey a file in the current directory ({file}). Move the file" in refused.stderr
+    assert not written.exists()
+
+
+def test_settings_that_come_into_the_working_folder_later_have_no_effect_on_compiled_loops(
+    tmp_path: Path,
+) -> None:
+    code = """
+import pathlib, sys, numba, penstock.compiling
+pathlib.Path(".numba_config.yaml").write_text("disable_jit: 1")
+numba.core.config.reload_config()
+sys.exit(2 * numba.config.DISABLE_JIT)
+"""
+    run(tmp_path, sys.executable, "-P", "-c", code)
