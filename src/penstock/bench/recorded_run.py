@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from penstock.cluster import host_counters
-from penstock.cluster.comm import Comm
+from penstock.cluster.comm import Comm, held_on_rank0
 from penstock.cluster.gates.preflight import PreflightResult
 from penstock.cluster.host_counters import CounterCoverage, find_coverage
 from penstock.environment import Environment
@@ -51,6 +51,7 @@ from penstock.results.step_events import (
 )
 from penstock.storage import Storage
 from penstock.storage.capabilities import RecordSpan, find_span_trace
+from penstock.storage.volumes import locked_folder
 from penstock.workload.enums import Profiler
 from penstock.workload.spec import Workload
 
@@ -88,10 +89,12 @@ class RunSettings:
         plan: Mapping[str, Any],
         remarks: Sequence[str] = (),
         progress: Progress | None = None,
+        written: Path | None = None,
     ) -> Iterator[tuple[ActiveRun | None, Path]]:
         """Create the run's folder with its record, in which `progress` can be followed. Collective.
 
-        All ranks get the folder, and rank 0 also gets the run, which ends with the block.
+        All ranks get the folder, and rank 0 also gets the run, which ends with the block. If the run writes
+        to a local folder, `written`, other processes are kept out of it.
         """
         hosts = provenance.unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
         request = RunRequest(
@@ -106,7 +109,10 @@ class RunSettings:
             plan=plan,
             remarks=(*self.remarks, *remarks),
         )
-        with ExitStack() as resources:
+        with (
+            held_on_rank0(comm, locked_folder(written), awaiting="rank 0 to lock the folder"),
+            ExitStack() as resources,
+        ):
             run = None
             if comm.rank == 0:
                 if self.run_folder is None:

@@ -26,7 +26,7 @@ from penstock.cli.rank_options import followed
 from penstock.cli.run_reports import capture_checkpoint_output, checkpoint_warnings, view_checkpoints
 from penstock.cli.submission_options import ResultOptions, open_session, parse_changes
 from penstock.cli.terminal import Line, Terminal, table
-from penstock.cluster.comm import Comm
+from penstock.cluster.comm import Comm, held_on_rank0
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.environment import process_environment, untraced
 from penstock.storage import open_storage
@@ -133,6 +133,7 @@ def run_checkpoint_benchmark(
 ) -> CheckpointResult | None:
     """Write and read checkpoints according to the options; return None if a closed gate stopped the run."""
     from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
+    from penstock.storage.volumes import locked_folder
     from penstock.submission.edition import load_edition
     from penstock.transfer.pipeline import PipelineSettings
     from penstock.workflows.submission_results import add_checkpoints
@@ -202,7 +203,8 @@ def run_checkpoint_benchmark(
         return perform_run(request, options.destination, storage_options, comm=comm, terminal=terminal)
     located = preflight.locate_checkpoints(model.workload, options.destination)
     request = replace(request, model=replace(model, workload=located.workload))
-    with terminal.progress() as progress:
+    lock = locked_folder(series.tree.root)
+    with held_on_rank0(comm, lock, awaiting="rank 0 to lock the tree"), terminal.progress() as progress:
         result = add_checkpoints(
             open_session(
                 series, located, options.settings, rehearsed_at=options.results.rehearsed_at, comm=comm

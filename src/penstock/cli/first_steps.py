@@ -168,10 +168,11 @@ def demo(
     from penstock.bench.checkpoint.checkpoint_result import direction_rows
     from penstock.bench.probe.probe_run import headline_rows
     from penstock.results.phase_figures import epoch_rows
+    from penstock.storage.volumes import locked_folder
     from penstock.workflows.demo import tour
 
     terminal.note(f"A tour at {out.resolve()}: storage limits, training, and checkpoints ...")
-    with terminal.progress() as progress:
+    with locked_folder(out.resolve()), terminal.progress() as progress:
         results = tour(out, environment=process_environment(), progress=progress)
     probe, training, checkpoints = results.probe, results.training, results.checkpoints
     terminal.notes(probe.notes)

@@ -31,7 +31,7 @@ from penstock.cli.run_reports import capture_training_output, view_checkpoints
 from penstock.cli.submission_options import TreeOptions
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.training_benchmark import TrainingRunOptions, plan_training
-from penstock.cluster.comm import Comm
+from penstock.cluster.comm import Comm, held_on_rank0
 from penstock.cluster.gates.gate_model import Gate
 from penstock.errors import UsageError
 from penstock.submission.authoring import preflight
@@ -185,6 +185,7 @@ def make_training_result(
     from penstock.dataset.generate import missing_bytes
     from penstock.results.provenance import read_host, unique_hosts
     from penstock.storage.capabilities import find_local_root
+    from penstock.storage.volumes import locked_folder
     from penstock.submission.authoring.run_sequence import read_series_state
     from penstock.workflows.submission_results import TrainingSequence, dataset_recipe
     from penstock.workload import sizing
@@ -226,7 +227,9 @@ def make_training_result(
         return None
     request, session = planned
     assert session is not None
-    with terminal.progress() as progress:
+    # A second command would plan from a tree whose next run this one is making.
+    lock = locked_folder(series.tree.root)
+    with held_on_rank0(comm, lock, awaiting="rank 0 to lock the tree"), terminal.progress() as progress:
         training = TrainingSequence(
             writer=session,
             request=request,

@@ -27,7 +27,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -154,6 +154,14 @@ def run_on_rank0(
     # Differing folders are not a failure of rank 0: all ranks raise an error of the caller.
     _require_same(folders)
     return cast("Result", result)
+
+
+@contextmanager
+def held_on_rank0(comm: Comm, resource: AbstractContextManager[None], *, awaiting: str) -> Iterator[None]:
+    """Hold `resource` on rank 0 while the block runs. Collective: it fails as `run_on_rank0` does."""
+    with ExitStack() as held:
+        run_on_rank0(comm, lambda: held.enter_context(resource), awaiting=awaiting)
+        yield
 
 
 def decide_on_rank0(

@@ -197,6 +197,7 @@ def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: P
             **plan.document(),
         },
         progress=progress,
+        written=capabilities.find_local_root(storage),
     ) as (run, folder):
         if request.objective_ms is None:
             result = measure_plan(request, storage, folder, comm=comm, progress=progress)

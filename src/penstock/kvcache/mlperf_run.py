@@ -26,7 +26,7 @@ from penstock.kvcache.models import find_model
 from penstock.progress import Progress
 from penstock.results import counter_files, published_files
 from penstock.results.provenance import peak_rss_bytes
-from penstock.storage import Storage
+from penstock.storage import Storage, capabilities
 from penstock.storage.files.file_storage import reclaim_unfinished
 from penstock.submission.edition import KvCacheLimits, load_edition
 from penstock.workload.spec import Workload
@@ -86,6 +86,7 @@ def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress
             "ranks": planned,
         },
         progress=progress,
+        written=capabilities.find_local_root(storage),
     ) as (run, folder):
         began = comm.broadcast(f"{datetime.now(UTC):%Y%m%d_%H%M%S}", awaiting="when the run began")
         model = request.limits.options[str(request.options[0])].model

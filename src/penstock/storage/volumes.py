@@ -1,11 +1,18 @@
-"""Free space and identity of local file systems."""
+"""Free space and identity of local file systems, and locks on their folders."""
 
+import fcntl
+import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from penstock.errors import OutOfSpace
+from penstock.errors import OutOfSpace, UsageError
+from penstock.storage.files.local_files import sync_folder
 from penstock.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _RESERVE = 20
 """One byte stays free for this many bytes written, for folders, journals and other users."""
@@ -43,3 +50,49 @@ def read_volume_id(folder: Path) -> str:
     """Return an identity of the file system of `folder`, the same on all hosts for a shared file system."""
     facts = os.statvfs(folder)
     return f"{facts.f_fsid}:{facts.f_blocks}"
+
+
+@contextmanager
+def locked_folder(folder: Path | None, *, alone: bool = True) -> Iterator[None]:
+    """Keep other processes out of a folder while the block runs; if not `alone`, only those that write to it.
+
+    Raises `UsageError` if a process has locked the folder. Otherwise creates it, if `alone`. The kernel
+    releases the lock when this process ends, however it ends, and nothing is written into the folder. Nothing
+    is locked without a folder, or where the file system has no such locks (NFS, Lustre without `flock`).
+    """
+    with ExitStack() as opened:
+        try:
+            if folder is not None:
+                missing = [each for each in (folder, *folder.parents) if alone and not os.path.lexists(each)]
+                for each in reversed(missing):
+                    each.mkdir(exist_ok=True)
+                    sync_folder(each.parent)
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                opened.callback(os.close, descriptor)
+                fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holders = _find_holders(os.fstat(descriptor).st_ino)
+            if os.getpid() not in holders:  # a block of this process may be inside another
+                raise UsageError(
+                    f"{_describe_process(holders[0]) if holders else 'Another process'} is using this folder",
+                    where=str(folder),
+                    fix="Wait until it ends, or name another folder.",
+                ) from error
+        except OSError as error:  # also if the folder is missing, which its reader or writer reports
+            logger.debug("%s cannot be locked: %s", folder, error)
+        yield
+
+
+def _find_holders(inode: int) -> list[int]:
+    """Return the processes that have locked the file or folder, as far as the kernel shows them here."""
+    lines: list[list[str]] = []
+    with suppress(OSError):
+        lines = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    return [int(line[4]) for line in lines if line[1] == "FLOCK" and line[5].endswith(f":{inode}")]
+
+
+def _describe_process(pid: int) -> str:
+    try:
+        return f"Process {pid} ({Path(f'/proc/{pid}/comm').read_text(encoding='utf-8').strip()})"
+    except OSError:  # a fork has the same open folder, so the lock lasts until it ends, too
+        return f"A child of process {pid}, which has ended,"

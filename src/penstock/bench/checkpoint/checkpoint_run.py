@@ -34,7 +34,7 @@ from penstock.bench.checkpoint.checkpoint_rounds import (
 from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.bench.recorded_run import DeviceObserver, RunSettings, record_run
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
-from penstock.cluster.comm import Comm, all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results, held_on_rank0
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
@@ -46,7 +46,7 @@ from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Counters, Storage, capabilities
 from penstock.storage.capabilities import find_local_root
 from penstock.storage.protocol import read_object, write_object
-from penstock.storage.volumes import nearest_folder, read_volume_id, require_free_space
+from penstock.storage.volumes import locked_folder, nearest_folder, read_volume_id, require_free_space
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.enums import CheckpointMode
@@ -314,7 +314,19 @@ def run_checkpoints(
     progress: Progress,
     tell: Tell = lambda _text: None,
 ) -> CheckpointResult:
-    """Write and read as the request's workload says. Returns the same result on every rank."""
+    """Write and read as the request's workload says. Returns the same result on every rank.
+
+    A run that neither writes nor removes checkpoints may share the folder with others of its kind.
+    """
+    changes = bool(request.model.workload.checkpoint.num_checkpoints_write) or request.removes
+    lock = locked_folder(find_local_root(reopen()), alone=changes)
+    with held_on_rank0(comm, lock, awaiting="rank 0 to lock the folder"):
+        return _run_checkpoints(request, reopen, comm=comm, progress=progress, tell=tell)
+
+
+def _run_checkpoints(
+    request: CheckpointRequest, reopen: OpenStorage, *, comm: Comm, progress: Progress, tell: Tell
+) -> CheckpointResult:
     storage, workload, layout = reopen(), request.model.workload, request.layout
     rounds, seed, earlier = prepare_folder(request, storage, comm=comm, tell=tell)
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")

@@ -104,7 +104,7 @@ def list_unsupported(workload: Workload) -> Sequence[str]:
 
 def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:
     """Run the workload on the files at `storage`. Returns the same result on every rank."""
-    workload = request.workload
+    workload, saves = request.workload, request.checkpoints
     prepared = prepare_training(
         workload,
         storage,
@@ -123,6 +123,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
         plan={**prepared.plan.document(), "access": _access(request, storage)},
         remarks=prepared.files.remarks,
         progress=progress,
+        written=capabilities.find_local_root(saves.reopen()) if saves else None,
     ) as (run, folder):
         with explained_absence(prepared.files):
             decoder = choose_decoder(request, prepared.files, uri=storage.uri)

@@ -1,0 +1,102 @@
+"""A command that is started twice on one folder: the second learns of the first, which ends well."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+CHECKPOINTS = ("--scale", "0.00005", "--chunk", "1MiB", "--buffer-memory", "8MiB")
+NO_LIMITS = [word for gate in ("limits", "ipc", "cluster") for word in ("--skip-gate", gate)]
+TO = ("--to", "to", "--results", "runs")
+COMMANDS = {
+    "checkpoint run": (
+        [
+            *("checkpoint", "run", "llama3-8b", *CHECKPOINTS, *TO),
+            "--interval",
+            "2s",
+            "--writes",
+            "2",
+            "--reads",
+            "1",
+        ],
+        "to/penstock-checkpoints.json",
+    ),
+    "kvcache run": (
+        ["kvcache", "run", *TO, "--scale", "1/1000", "--requests", "60", "--speedup", "3"],
+        "to/**/*.kv",
+    ),
+    "kvcache run mlperf-v3": (
+        [
+            *("kvcache", "run", "mlperf-v3", *TO, "--scale", "1/1000"),
+            *("--options", "1", "--duration", "5s", "--trials", "1"),
+        ],
+        "to/**/*.kv",
+    ),
+    "submission rehearse": (
+        [
+            *("submission", "rehearse", "retinanet", "to", "--scale", "0.000001"),
+            *("--set", "reader.read_threads=0", *NO_LIMITS),
+        ],
+        "to/.mlps/under-way/**/run.json",
+    ),
+    "demo": (["demo", "--out", "to"], "to/checkpoints-*"),
+}
+
+
+def penstock(folder: Path, words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "penstock", *words, "--json"],
+        cwd=folder,
+        env=os.environ | {"COLUMNS": "500"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def under_way(folder: Path, words: list[str], pattern: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that is stopped, for as long as the block runs, once a file of this name exists."""
+    process, deadline_s = penstock(folder, words), time.monotonic() + 240
+    try:
+        while not any(folder.glob(pattern)):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield process
+        os.killpg(process.pid, signal.SIGCONT)
+        out, said = process.communicate(timeout=400)
+        assert process.returncode == 0, out + said
+        assert json.loads(out)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*((name, []) for name in COMMANDS), ("checkpoint run", ["--ranks", "2"])],
+    ids=[*COMMANDS, "checkpoint run on ranks"],
+)
+def test_a_second_start_is_refused_and_the_first_ends_well(
+    tmp_path: Path, name: str, more: list[str]
+) -> None:
+    words, pattern = COMMANDS[name]
+    with under_way(tmp_path, words, pattern) as first:
+        second = penstock(tmp_path, [*words, *more])
+        out, said = second.communicate(timeout=240)
+        told = f"Process {first.pid} (python) is using this folder ({tmp_path}/to). Wait until it ends, or"
+        assert told in said, out + said
+        assert second.returncode == 2
